@@ -1,0 +1,41 @@
+"""Every error a user can cause, as subclasses of one class, so that a caller can catch them together."""
+
+
+class GPPError(Exception):
+    """Base of all errors of this library. Says what is wrong, where, with which values, and what to do."""
+
+
+class ConfigError(GPPError):
+    """A setting of the strategy, the trainer or the command line cannot work."""
+
+
+class CaptureError(GPPError):
+    """The user's step or module cannot be captured. Names the user's line, the reason and the ways out."""
+
+
+class PlanError(GPPError):
+    """A plan is malformed, does not fit the model, or does not fit the devices."""
+
+
+class ScheduleError(GPPError):
+    """A schedule is unknown, malformed, or does not fit its plan."""
+
+
+class VerificationError(ScheduleError):
+    """A program was refused by the verifier: it would hang, or compute with missing data."""
+
+
+class CheckpointError(GPPError):
+    """A checkpoint does not fit the model."""
+
+
+class ShapeError(GPPError):
+    """A batch cannot be cut into micro-batches, or a boundary tensor has not the agreed shape."""
+
+
+class SelfCheckError(GPPError):
+    """The split model does not compute what the unsplit model computes."""
+
+
+class PeerFailure(GPPError):
+    """Another rank failed, was killed or stopped answering; carries that rank's cause."""

@@ -1,0 +1,179 @@
+"""What a model computes: a directed acyclic graph of operators, as plain data.
+
+Sizes that depend on the number of samples are affine in it (`Affine`), so that one graph serves every micro-batch size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import networkx as nx
+
+DTYPE_BYTES: Final = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A quantity that depends on the number of samples `b`: `per_sample * b + fixed`."""
+
+    per_sample: float = 0
+    fixed: float = 0
+
+    def at(self, num_samples: int) -> float:
+        return self.per_sample * num_samples + self.fixed
+
+    def __add__(self, other: Affine) -> Affine:
+        return Affine(self.per_sample + other.per_sample, self.fixed + other.fixed)
+
+    def __str__(self) -> str:
+        if not self.per_sample:
+            return f"{self.fixed:g}"
+        term = "b" if self.per_sample == 1 else f"{self.per_sample:g}b"
+        return f"{term}{self.fixed:+g}" if self.fixed else term
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Shape (affine in the number of samples), dtype and differentiability of a tensor."""
+
+    shape: tuple[Affine, ...]
+    dtype: str
+    requires_grad: bool = False
+
+    def sizes(self, num_samples: int) -> tuple[int, ...]:
+        """Concrete shape for `num_samples` samples."""
+        return tuple(int(dim.at(num_samples)) for dim in self.shape)
+
+    def bytes(self, num_samples: int) -> int:
+        count = 1
+        for size in self.sizes(num_samples):
+            count *= size
+        return count * DTYPE_BYTES[self.dtype]
+
+    @property
+    def batch_dim(self) -> int | None:
+        """The dimension that grows with the samples; None if no dimension does."""
+        dims = [i for i, dim in enumerate(self.shape) if dim.per_sample]
+        return dims[0] if len(dims) == 1 else None
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether one sample is one index of the batch dimension, so that intervals of samples can be cut out."""
+        dim = self.batch_dim
+        return dim is not None and self.shape[dim] == Affine(1, 0)
+
+    @property
+    def varies(self) -> bool:
+        return any(dim.per_sample for dim in self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One operator: a call recorded from the user's model.
+
+    `module` is the path of the innermost module call it belongs to ("" is the root). `saved_bytes` is what autograd
+    keeps for its backward. `flops` counts the forward. `parameters` and `buffers` are original names.
+    """
+
+    name: str
+    target: str
+    module: str = ""
+    parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    flops: Affine = Affine()
+    saved_bytes: Affine = Affine()
+    random: bool = False
+    line: str = ""
+
+
+@dataclass(slots=True)
+class OperatorGraph:
+    """Operators and the tensors between them; `nx` holds them as node attribute `operator`, edge attribute `outputs`."""
+
+    nx: nx.DiGraph = field(default_factory=nx.DiGraph)
+    parameter_bytes: dict[str, int] = field(default_factory=dict)
+    buffer_bytes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, operator: Operator) -> None:
+        self.nx.add_node(operator.name, operator=operator)
+
+    def connect(self, source: str, target: str, output: int) -> None:
+        """Output number `output` of `source` is read by `target`."""
+        if self.nx.has_edge(source, target):
+            outputs = self.nx.edges[source, target]["outputs"]
+            self.nx.edges[source, target]["outputs"] = tuple(sorted({*outputs, output}))
+        else:
+            self.nx.add_edge(source, target, outputs=(output,))
+
+    def __getitem__(self, name: str) -> Operator:
+        operator: Operator = self.nx.nodes[name]["operator"]
+        return operator
+
+    def __iter__(self) -> Iterator[Operator]:
+        """Operators in recorded order, which is a topological one."""
+        for _, operator in self.nx.nodes(data="operator"):
+            yield operator
+
+    def __len__(self) -> int:
+        return int(self.nx.number_of_nodes())
+
+    def to_json(self) -> str:
+        edges = [[u, v, list(outputs)] for u, v, outputs in self.nx.edges(data="outputs")]
+        content: dict[str, Any] = {
+            "operators": [asdict(operator) for operator in self],
+            "edges": edges,
+            "parameter_bytes": self.parameter_bytes,
+            "buffer_bytes": self.buffer_bytes,
+        }
+        return json.dumps(content, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> OperatorGraph:
+        content = json.loads(text)
+        graph = cls(parameter_bytes=content["parameter_bytes"], buffer_bytes=content["buffer_bytes"])
+        for entry in content["operators"]:
+            graph.add(_operator_from(entry))
+        for source, target, outputs in content["edges"]:
+            for output in outputs:
+                graph.connect(source, target, output)
+        return graph
+
+
+def _operator_from(entry: dict[str, Any]) -> Operator:
+    outputs = tuple(
+        TensorSpec(
+            shape=tuple(Affine(**dim) for dim in spec["shape"]),
+            dtype=spec["dtype"],
+            requires_grad=spec["requires_grad"],
+        )
+        for spec in entry["outputs"]
+    )
+    return Operator(
+        name=entry["name"],
+        target=entry["target"],
+        module=entry["module"],
+        parameters=tuple(entry["parameters"]),
+        buffers=tuple(entry["buffers"]),
+        outputs=outputs,
+        flops=Affine(**entry["flops"]),
+        saved_bytes=Affine(**entry["saved_bytes"]),
+        random=entry["random"],
+        line=entry["line"],
+    )

@@ -1,0 +1,249 @@
+"""A plan: which stage computes which modules, on which devices, with which micro-batches. Plain data.
+
+Device numbers are positions inside one pipeline replica: a plan for 4 devices runs on 8 ranks as two pipeline replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import networkx as nx
+import yaml
+
+from lightning_gpp.errors import PlanError
+from lightning_gpp.graph.operator_graph import Affine
+
+STEP: Final = "@step"
+"""The module name that stands for the user's step: loss, metrics, logging. The stage that lists it is the sink."""
+
+SOURCE: Final = -1
+"""The stage index that stands for the data: the user's step up to the inputs of the network, on the sink's devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """Tensors that flow from stage `src` to stage `dst` (indices; `src` may be SOURCE).
+
+    `bytes` per micro-batch, affine in its samples. `differentiable`: gradients flow back. `artificial`: no tensor flows,
+    the edge only forces the order (the chain baseline). `dynamic`: shapes are known only when the tensor is there.
+    `sliceable`: intervals of samples can be cut out of every tensor, so that both ends may have other micro-batches.
+    """
+
+    src: int
+    dst: int
+    bytes: Affine = Affine()
+    differentiable: bool = True
+    artificial: bool = False
+    dynamic: bool = False
+    sliceable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What a stage costs: forward FLOPs and saved activation bytes per micro-batch, parameters (number and bytes)."""
+
+    flops: Affine = Affine()
+    activation_bytes: Affine = Affine()
+    num_parameters: int = 0
+    parameter_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A convex part of the model. Every device in `devices` is a replica that takes its share of each micro-batch."""
+
+    name: str
+    modules: tuple[str, ...]
+    devices: tuple[int, ...]
+    micro_batch_size: int
+    figures: Figures = Figures()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Stages, edges between them and the schedule's name.
+
+    Args:
+        stages: in topological order.
+        edges: the stage graph, SOURCE edges included.
+        batch_size: samples of the mini-batch of one pipeline replica that the plan was made for.
+        schedule: name of the schedule.
+        model: fingerprint of the captured model; empty where it is not known.
+
+    Raises:
+        PlanError: the plan contradicts itself.
+    """
+
+    stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...]
+    batch_size: int
+    schedule: str = "1f1b"
+    model: str = ""
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def num_devices(self) -> int:
+        return 1 + max(device for stage in self.stages for device in stage.devices)
+
+    @property
+    def step_stage(self) -> int:
+        """Index of the stage that runs the user's step: the sink."""
+        return next(i for i, stage in enumerate(self.stages) if STEP in stage.modules)
+
+    def graph(self) -> nx.DiGraph:
+        """The stage graph without the data source; nodes are stage indices."""
+        graph = nx.DiGraph()
+        graph.add_nodes_from(range(len(self.stages)))
+        graph.add_edges_from((edge.src, edge.dst) for edge in self.edges if edge.src != SOURCE)
+        return graph
+
+    def depths(self) -> dict[int, int]:
+        """For every stage the longest path to a sink, in stages, itself included."""
+        graph = self.graph()
+        depths: dict[int, int] = {}
+        for stage in reversed(list(nx.topological_sort(graph))):
+            depths[stage] = 1 + max((depths[successor] for successor in graph.successors(stage)), default=0)
+        return depths
+
+    @property
+    def depth(self) -> int:
+        return max(self.depths().values())
+
+    def intervals(self, stage: int, batch_size: int | None = None) -> list[tuple[int, int]]:
+        """Samples `[start, stop)` of each micro-batch of a stage; the last one may be smaller. SOURCE = the step's."""
+        total = self.batch_size if batch_size is None else batch_size
+        size = self.stages[self.step_stage if stage == SOURCE else stage].micro_batch_size
+        return [(start, min(start + size, total)) for start in range(0, total, size)]
+
+    def share(self, stage: int, device: int, interval: tuple[int, int]) -> tuple[int, int]:
+        """The part of a micro-batch's samples that the replica of `stage` on `device` works on; may be empty."""
+        devices = self.devices_of(stage)
+        start, stop = interval
+        replica, count = devices.index(device), len(devices)
+        size = stop - start
+        return start + replica * size // count, start + (replica + 1) * size // count
+
+    def devices_of(self, stage: int) -> tuple[int, ...]:
+        return self.stages[self.step_stage if stage == SOURCE else stage].devices
+
+    def stages_on(self, device: int) -> tuple[int, ...]:
+        return tuple(i for i, stage in enumerate(self.stages) if device in stage.devices)
+
+    def chained(self) -> Plan:
+        """The same partition as a chain, by artificial edges between consecutive stages: the sequential baseline."""
+        present = {(edge.src, edge.dst) for edge in self.edges}
+        pairs = [(i, i + 1) for i in range(len(self.stages) - 1) if (i, i + 1) not in present]
+        extra = tuple(Edge(src=src, dst=dst, artificial=True) for src, dst in pairs)
+        return replace(self, edges=self.edges + extra)
+
+    def save(self, path: str | Path) -> None:
+        """Write as YAML, for people to read and edit."""
+        Path(path).write_text(yaml.safe_dump(_plain(asdict(self)), sort_keys=False))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read what `save` wrote (YAML, of which JSON is a subset).
+
+        Raises:
+            PlanError: the file is missing, or is not a plan.
+        """
+        try:
+            content = yaml.safe_load(Path(path).read_text())
+            return _plan_from(content)
+        except OSError as error:
+            raise PlanError(f"The plan file {path} (strategy.plan) cannot be read: {error}.") from error
+        except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(
+                f"The file {path} (strategy.plan) is not a plan: {type(error).__name__}: {error}. "
+                "Write one with `gpp-plan ... output=plan.yaml`, or with Plan.save()."
+            ) from error
+
+
+def check(plan: Plan) -> None:
+    """Raise PlanError if the plan contradicts itself."""
+    _check_stages(plan)
+    _check_edges(plan)
+    _check_devices(plan)
+
+
+def _check_stages(plan: Plan) -> None:
+    if not plan.stages:
+        raise PlanError("The plan has no stages.")
+    if plan.batch_size < 1:
+        raise PlanError(f"The plan's batch_size is {plan.batch_size}; it must be at least 1 sample.")
+    names = [stage.name for stage in plan.stages]
+    if len(set(names)) < len(names):
+        raise PlanError(f"Stage names must differ, got {names}.")
+    steps = [stage.name for stage in plan.stages if STEP in stage.modules]
+    if len(steps) != 1:
+        raise PlanError(f"Exactly one stage must list {STEP!r} (the user's step) in its modules; these do: {steps}.")
+    for stage in plan.stages:
+        if stage.micro_batch_size < 1:
+            raise PlanError(f"Stage {stage.name!r}: micro_batch_size is {stage.micro_batch_size}; it must be >= 1.")
+        if not stage.devices or len(set(stage.devices)) < len(stage.devices):
+            raise PlanError(f"Stage {stage.name!r}: devices must be a non-empty list without repeats: {stage.devices}.")
+
+
+def _check_edges(plan: Plan) -> None:
+    for edge in plan.edges:
+        if not (SOURCE <= edge.src < len(plan.stages) and 0 <= edge.dst < len(plan.stages)):
+            raise PlanError(f"Edge {edge.src} -> {edge.dst} names a stage that the plan does not have.")
+    graph = plan.graph()
+    if not nx.is_directed_acyclic_graph(graph):
+        cycle = nx.find_cycle(graph)
+        names = " -> ".join(plan.stages[src].name for src, _ in cycle) + f" -> {plan.stages[cycle[0][0]].name}"
+        raise PlanError(f"The stage graph has a cycle: {names}. Merge these stages or move modules between them.")
+    if any(src >= dst for src, dst in graph.edges):
+        raise PlanError("Stages must be listed in topological order: every edge from a lower to a higher index.")
+
+
+def _check_devices(plan: Plan) -> None:
+    used = {device for stage in plan.stages for device in stage.devices}
+    if used != set(range(len(used))):
+        raise PlanError(f"Devices must be numbered 0..n-1 without gaps; the stages use {sorted(used)}.")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _plan_from(content: dict[str, Any]) -> Plan:
+    stages = tuple(_stage_from(entry) for entry in content["stages"])
+    edges = tuple(_edge_from(entry) for entry in content["edges"])
+    rest = {key: value for key, value in content.items() if key not in ("stages", "edges")}
+    return Plan(stages=stages, edges=edges, **rest)
+
+
+def _stage_from(entry: dict[str, Any]) -> Stage:
+    figures = dict(entry.get("figures") or {})
+    for key in ("flops", "activation_bytes"):
+        figures[key] = Affine(**figures.get(key, {}))
+    return Stage(
+        name=entry["name"],
+        modules=tuple(entry["modules"]),
+        devices=tuple(entry["devices"]),
+        micro_batch_size=entry["micro_batch_size"],
+        figures=Figures(**figures),
+    )
+
+
+def _edge_from(entry: dict[str, Any]) -> Edge:
+    return Edge(**{**entry, "bytes": Affine(**entry.get("bytes", {}))})
+
+
+def topological(pairs: Iterable[tuple[int, int]], num_stages: int) -> list[int]:
+    """A topological order of stage indices that keeps the given order where the edges allow it."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(num_stages))
+    graph.add_edges_from(pairs)
+    return list(nx.lexicographical_topological_sort(graph))

@@ -1,0 +1,72 @@
+"""A program: a schedule with all its communication, as plain data. The one object that is verified, simulated, drawn
+and executed.
+
+Messages between two devices match by order alone, per direction: the n-th send from a to b meets the n-th receive of b
+from a. There are no tags.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules.actions import Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """The tensors of one edge of the stage graph for the samples `[start, stop)` of the mini-batch.
+
+    `edge` indexes `plan.edges`. `gradient`: they are gradients and travel from the edge's dst to its src.
+    `producer` ran on device `src` and made them, `consumer` will run on device `dst` and read them. A message with
+    `src == dst` stays on its device and needs no instruction.
+    """
+
+    id: int
+    edge: int
+    gradient: bool
+    start: int
+    stop: int
+    src: int
+    dst: int
+    producer: Action
+    consumer: Action
+
+
+class Op(Enum):
+    """What an instruction does."""
+
+    COMPUTE = "compute"
+    SEND = "send"
+    """Start sending; computing goes on at once."""
+    POST = "post"
+    """Start receiving: allocate the buffer; computing goes on at once."""
+    WAIT = "wait"
+    """Wait until a posted message has arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One step of a device: `action` for COMPUTE, `message` (its id) for the others."""
+
+    op: Op
+    action: Action | None = None
+    message: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Instructions of every device of one pipeline replica, for one mini-batch of `batch_size` samples.
+
+    `inputs[device, action]` lists the messages (ids, local ones too) that an action reads, `outputs[device, action]`
+    those it makes.
+    """
+
+    plan: Plan
+    batch_size: int
+    training: bool
+    messages: tuple[Message, ...]
+    devices: tuple[tuple[Instruction, ...], ...]
+    inputs: dict[tuple[int, Action], tuple[int, ...]]
+    outputs: dict[tuple[int, Action], tuple[int, ...]]
