@@ -88,7 +88,9 @@ class Operator:
     """One operator: a call recorded from the user's model.
 
     `module` is the path of the innermost module call it belongs to ("" is the root). `saved_bytes` is what autograd
-    keeps for its backward. `flops` counts the forward. `parameters` and `buffers` are original names.
+    keeps for its backward. `flops` counts the forward. `parameters` and `buffers` are original names. Operators with
+    the same non-empty `cluster` must stay in one stage. `line` is where the user's code called it.
+    `target` is "input" for a value that the user's step hands to the network, "step" for the user's step.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Operator:
     flops: Affine = Affine()
     saved_bytes: Affine = Affine()
     random: bool = False
+    cluster: str = ""
     line: str = ""
 
 
@@ -109,6 +112,7 @@ class OperatorGraph:
 
     nx: nx.DiGraph = field(default_factory=nx.DiGraph)
     parameter_bytes: dict[str, int] = field(default_factory=dict)
+    parameter_sizes: dict[str, int] = field(default_factory=dict)
     buffer_bytes: dict[str, int] = field(default_factory=dict)
 
     def add(self, operator: Operator) -> None:
@@ -140,6 +144,7 @@ class OperatorGraph:
             "operators": [asdict(operator) for operator in self],
             "edges": edges,
             "parameter_bytes": self.parameter_bytes,
+            "parameter_sizes": self.parameter_sizes,
             "buffer_bytes": self.buffer_bytes,
         }
         return json.dumps(content, indent=1)
@@ -147,7 +152,8 @@ class OperatorGraph:
     @classmethod
     def from_json(cls, text: str) -> OperatorGraph:
         content = json.loads(text)
-        graph = cls(parameter_bytes=content["parameter_bytes"], buffer_bytes=content["buffer_bytes"])
+        tables = {key: content[key] for key in ("parameter_bytes", "parameter_sizes", "buffer_bytes")}
+        graph = cls(**tables)
         for entry in content["operators"]:
             graph.add(_operator_from(entry))
         for source, target, outputs in content["edges"]:
@@ -175,5 +181,6 @@ def _operator_from(entry: dict[str, Any]) -> Operator:
         flops=Affine(**entry["flops"]),
         saved_bytes=Affine(**entry["saved_bytes"]),
         random=entry["random"],
+        cluster=entry["cluster"],
         line=entry["line"],
     )

@@ -1,0 +1,55 @@
+"""What the executor knows of a stage and of the user's step: four small interfaces, implemented by `capture`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from torch import Tensor
+
+from lightning_gpp.graph import TensorSpec
+
+LOSS: Final = "@loss"
+"""Name under which the step's stage returns the loss of a micro-batch (a scalar that requires grad)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor that crosses a border between stages: its name, unique in the captured graph, and its spec."""
+
+    name: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples `[start, stop)` of the mini-batch of `total` samples, as micro-batch number `index` of a stage."""
+
+    index: int
+    start: int
+    stop: int
+    total: int
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start
+
+
+class StageModule(Protocol):
+    """Computes one stage. Parameters and buffers stay in the user's module; gradients go to their `.grad`."""
+
+    uses_random: bool
+    """Whether the forward draws random numbers, and so needs the stage's own stream."""
+
+    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """From the values of the in-edges' slots to those of the out-edges' slots (and LOSS, on the step's stage)."""
+        ...
+
+
+class DataSource(Protocol):
+    """The user's step up to the inputs of the network; lives where the step's stage lives."""
+
+    def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """Values of the slots of all SOURCE edges for these samples."""
+        ...
