@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import networkx as nx
+
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage, topological
@@ -119,8 +121,6 @@ def make_plan(
 
 
 def _order(drafts: Sequence[StageDraft], pairs: list[tuple[int, int]]) -> list[int]:
-    import networkx as nx
-
     try:
         return topological(pairs, len(drafts))
     except nx.NetworkXUnfeasible:
