@@ -1,0 +1,73 @@
+"""A copy of the user's module to record on: same code, fake parameters, nothing shared that recording could change."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torchmetrics
+from torch import nn
+
+from lightning_gpp._compat import FakeTensorMode
+
+_CONTAINERS = (list, dict, set, tuple)
+_COPIED = (nn.Module, torch.Tensor, types.MethodType, functools.partial, *_CONTAINERS)
+
+
+def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """Deep copy of the module tree in which every parameter and buffer is fake and other heavy attributes are shared."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        memo.setdefault(id(tensor), _fake(tensor, mode, device))
+    for owner in module.modules():
+        for value in vars(owner).values():
+            _share(value, memo, depth=0)
+    replica = copy.deepcopy(module, memo)
+    for metric in replica.modules():
+        if isinstance(metric, torchmetrics.Metric | torchmetrics.MetricCollection):
+            _silence(metric, mode)
+    return replica
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    with mode:
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake
+
+
+def _share(value: Any, memo: dict[int, Any], depth: int) -> None:
+    """Enter what must not be copied (datasets, loggers, the trainer, plain tensors) into the memo as itself."""
+    if isinstance(value, _CONTAINERS) and depth < 4:
+        for item in value.values() if isinstance(value, dict) else value:
+            _share(item, memo, depth + 1)
+    elif not isinstance(value, _COPIED) or (isinstance(value, torch.Tensor) and id(value) not in memo):
+        memo.setdefault(id(value), value)
+
+
+def _silence(metric: nn.Module, mode: FakeTensorMode) -> None:
+    """Metrics look at values, which a recording does not have: they answer a fake scalar and keep their state."""
+
+    def scalar() -> torch.Tensor:
+        with mode:
+            return torch.zeros(())
+
+    def answer(*_: Any, **__: Any) -> Any:
+        return {name: scalar() for name in metric} if isinstance(metric, torchmetrics.MetricCollection) else scalar()
+
+    for name in ("forward", "compute"):
+        object.__setattr__(metric, name, answer)
+    object.__setattr__(metric, "update", lambda *_, **__: None)
+
+
+def names_of(module: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
+    """Parameters and buffers with their canonical (first) name."""
+    for name, parameter in module.named_parameters():
+        yield parameter, name
+    for name, buffer in module.named_buffers():
+        yield buffer, name

@@ -1,0 +1,130 @@
+"""What a recording holds: calls of functions and of modules, and references to the values between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from lightning_gpp.graph import Affine
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Output number `output` of recorded call number `call`."""
+
+    call: int
+    output: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateRef:
+    """A parameter or buffer, by its canonical name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRef:
+    """A submodule, by its path."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """An integer that depends on the number of samples."""
+
+    value: Affine
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The modes a call ran under, where they differ from those of the step."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, Any], ...]
+    """(device type, enabled, dtype)"""
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A call of a function. `args`, `kwargs`: trees of values, with references in the places of tensors.
+
+    `outputs`: for each recorded output (sizes, dtype, requires_grad). The first `num_returned` are the tensor leaves of
+    the result, the rest are earlier values (`mutated`) as they are after this call changed them in place.
+    `scope`: number of the module call it belongs to; -1 at the level of the step.
+    """
+
+    index: int
+    function: Callable[..., Any]
+    target: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    scope: int
+    line: str
+    context: Context
+    checkpoint: int | None = None
+    outputs: list[tuple[tuple[int, ...], str, bool]] = field(default_factory=list)
+    result: Any = None
+    mutated: list[Ref] = field(default_factory=list)
+    num_returned: int = 0
+    flops: float = 0
+    saved_bytes: float = 0
+    random: bool = False
+
+    def refs(self) -> list[Ref]:
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Ref)] + self.mutated
+
+    def states(self) -> list[str]:
+        return [leaf.name for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, StateRef)]
+
+
+@dataclass(slots=True)
+class ModuleCall:
+    """A call of a module: `first`..`last` (exclusive) are the recorded calls inside. `parent`: the module call it is in.
+
+    `result`: the output tree with references in the places of tensors.
+    """
+
+    number: int
+    path: str
+    parent: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    context: Context
+    line: str
+    first: int
+    checkpoint: int | None = None
+    last: int = -1
+    result: Any = None
+
+
+@dataclass(slots=True)
+class Recording:
+    """One run of the user's step on fake tensors of `num_samples` samples."""
+
+    num_samples: int
+    ambient: Context
+    calls: list[Recorded] = field(default_factory=list)
+    modules: list[ModuleCall] = field(default_factory=list)
+    batch_refs: dict[Ref, int] = field(default_factory=dict)
+    """References that stand for tensors of the batch (calls without a function)."""
+    result: Any = None
+    complete: bool = True
+    """Whether the recording reached the end of the step; if not, `stopped` says where it ended."""
+    stopped: str = ""
+    value_reads: list[tuple[int, str]] = field(default_factory=list)
+    """(number of module calls before it, line) of reads of a tensor's value at the level of the step."""
+    state_reads: list[tuple[str, int, str]] = field(default_factory=list)
+    """(attribute, scope, line) of reads of run-time values such as `current_epoch`."""
+    logged: list[tuple[int, str]] = field(default_factory=list)
+    """(scope, line) of calls of `self.log`."""
+    mutated: set[Ref] = field(default_factory=set)
+    """Values that a later call changes in place."""
+
+    def network_calls(self) -> list[ModuleCall]:
+        return [call for call in self.modules if call.parent == -1]
