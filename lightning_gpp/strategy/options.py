@@ -1,0 +1,120 @@
+"""The settings of the strategy, checked when they are given: nothing here needs a model, a trainer or a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.plan import Plan
+
+StageSpec = Mapping[str, int] | Sequence[Mapping[str, Any]]
+"""Manual placement: module path -> stage number, or one mapping {name, modules, devices, micro_batch_size} per stage."""
+
+STAGE_KEYS = {"name", "modules", "devices", "micro_batch_size"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What `GPPStrategy` was told; see there for the meaning of each."""
+
+    schedule: str
+    num_micro_batches: int | None
+    micro_batch_size: int | None
+    stages: StageSpec | None
+    plan: Plan | None
+    partitioner: str
+    num_pipelines: int | None
+    chain_baseline: bool
+    loss_reduction: Literal["mean", "sum"]
+    self_check: bool | Literal["auto"]
+    example_batch: Any
+    trace: bool
+    seed: int | None
+    timeout: timedelta
+    failure_timeout: timedelta
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def check(options: Options) -> None:
+    """Raise ConfigError where a setting cannot work, whatever the model."""
+    _check_counts(options)
+    _check_choices(options)
+    _check_stages(options.stages)
+    if options.plan is not None and options.stages is not None:
+        raise ConfigError("Both strategy.plan and strategy.stages are given; a plan already says where stages are.")
+    for name in ("timeout", "failure_timeout"):
+        if getattr(options, name).total_seconds() <= 0:
+            raise ConfigError(f"strategy.{name} is {getattr(options, name)}; it must be more than 0 seconds.")
+
+
+def _check_counts(options: Options) -> None:
+    for name in ("num_micro_batches", "micro_batch_size", "num_pipelines"):
+        value = getattr(options, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"strategy.{name} is {value!r}; it must be a whole number >= 1, or None.")
+    if options.num_micro_batches is not None and options.micro_batch_size is not None:
+        raise ConfigError(
+            f"Both strategy.num_micro_batches={options.num_micro_batches} and "
+            f"strategy.micro_batch_size={options.micro_batch_size} are given; each follows from the other: give one."
+        )
+
+
+def _check_choices(options: Options) -> None:
+    choices: tuple[tuple[str, tuple[Any, ...]], ...] = (
+        ("loss_reduction", ("mean", "sum")),
+        ("self_check", ("auto", True, False)),
+    )
+    for name, allowed in choices:
+        if getattr(options, name) not in allowed:
+            values = ", ".join(map(repr, allowed))
+            raise ConfigError(f"strategy.{name} is {getattr(options, name)!r}; it must be one of {values}.")
+
+
+def _check_stages(stages: StageSpec | None) -> None:
+    if stages is None:
+        return
+    if not stages:
+        raise ConfigError("strategy.stages is empty; give module paths and stage numbers, or leave it out.")
+    if isinstance(stages, Mapping):
+        _check_placement(stages)
+        return
+    for entry in stages:
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"strategy.stages: {entry!r} is not a mapping with the keys {sorted(STAGE_KEYS)}.")
+        unknown = set(entry) - STAGE_KEYS
+        if unknown or not entry.get("modules"):
+            problem = f"has unknown keys {sorted(unknown)}" if unknown else "has no `modules`"
+            raise ConfigError(f"strategy.stages: {dict(entry)} {problem}; the keys are {sorted(STAGE_KEYS)}.")
+
+
+def _check_placement(stages: Mapping[str, int]) -> None:
+    wrong = {path: number for path, number in stages.items() if isinstance(number, bool) or not isinstance(number, int)}
+    if wrong:
+        raise ConfigError(f"strategy.stages maps module paths to stage numbers; these are not numbers: {wrong}.")
+    numbers = sorted(set(stages.values()))
+    if numbers != list(range(len(numbers))):
+        raise ConfigError(f"strategy.stages must number the stages 0..n-1 without gaps, got {numbers}.")
+
+
+def seconds(name: str, value: float | timedelta) -> timedelta:
+    """A duration given in seconds or as timedelta.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"strategy.{name} is {value!r}; give seconds as a number, or a datetime.timedelta.")
+    return timedelta(seconds=value)
+
+
+def load_plan(plan: Plan | str | Path | None) -> Plan | None:
+    """The plan itself, or the one in a file."""
+    return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
