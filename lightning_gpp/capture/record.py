@@ -1,0 +1,199 @@
+"""Run the user's step once on fake tensors and return its recording."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from lightning_gpp._compat import FakeTensorMode, autograd_function_calls, checkpoint_regions
+from lightning_gpp.capture.batch import map_samples
+from lightning_gpp.capture.isolate import isolated_copy
+from lightning_gpp.capture.meter import Meter
+from lightning_gpp.capture.recorder import Recorder, refusal, user_line
+from lightning_gpp.capture.recording import Recording
+from lightning_gpp.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTime:
+    """Values that a step may read from Python; a capture must not depend on them."""
+
+    batch_idx: int = 0
+    current_epoch: int = 0
+    global_step: int = 0
+
+
+class _Swallow:
+    """Answers everything with itself: stands for loggers while the step is recorded."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+
+class _ObservedTrainer:
+    """The trainer as the step sees it while it is recorded: run-time values are given and their reads noted."""
+
+    def __init__(self, trainer: Any, run_time: RunTime, recorder: Recorder) -> None:
+        self._trainer, self._run_time, self._recorder = trainer, run_time, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("current_epoch", "global_step"):
+            self._recorder.recording.state_reads.append((name, self._recorder.scope, user_line()))
+            return getattr(self._run_time, name)
+        if name in ("logger", "loggers", "progress_bar_callback"):
+            return _Swallow()
+        return getattr(self._trainer, name)
+
+
+def record(
+    module: nn.Module,
+    batch: Any,
+    *,
+    step: str,
+    total: int,
+    num_samples: int,
+    run_time: RunTime,
+    context: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+) -> tuple[Recording, Recorder]:
+    """Record `module.<step>(batch, batch_idx)` with the batch resized from `total` to `num_samples` samples.
+
+    Raises:
+        CaptureError: the network part of the step cannot be recorded.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _quiet():
+        replica = isolated_copy(module, mode, device)
+    if step != "training_step":
+        replica.eval()
+    with torch.set_grad_enabled(step == "training_step"), context():
+        recorder = Recorder(num_samples)
+        recorder.watch(replica)
+        _observe(replica, getattr(module, "_trainer", None), run_time, recorder)
+        fake = _fake_batch(batch, total, num_samples, mode, device)
+        with _recording(recorder, mode):
+            for leaf in pytree.tree_leaves(fake):
+                if isinstance(leaf, torch.Tensor):
+                    recorder.batch_tensor(leaf)
+            _run(replica, step, fake, run_time, recorder)
+    return recorder.recording, recorder
+
+
+def _run(replica: nn.Module, step: str, batch: Any, run_time: RunTime, recorder: Recorder) -> None:
+    function = getattr(replica, step)
+    recording = recorder.recording
+    try:
+        with recorder:
+            result = function(batch, *step_arguments(function, run_time.batch_idx))
+        recorder.use(result)
+    except CaptureError:
+        raise
+    except Exception as error:
+        recording.complete, recording.stopped = False, _line_of(error)
+        if recorder.scope != -1 or not recording.network_calls() or _uncalled(replica, recorder):
+            raise refusal(recording.stopped, f"{type(error).__name__}: {error}", "change this line") from error
+
+
+def step_arguments(function: Callable[..., Any], batch_idx: int) -> list[int]:
+    """What a step takes besides the batch: `batch_idx`, `dataloader_idx`."""
+    names = list(inspect.signature(function).parameters)[1:]
+    known = {"batch_idx": batch_idx, "dataloader_idx": 0}
+    return [known.get(name, batch_idx if position == 0 else 0) for position, name in enumerate(names[:2])]
+
+
+def _uncalled(replica: nn.Module, recorder: Recorder) -> bool:
+    """Whether a trainable parameter belongs to no module that was called."""
+    called = {call.path for call in recorder.recording.modules}
+    states = {name for call in recorder.recording.calls for name in call.states()}
+    trainable = [name for name, parameter in replica.named_parameters() if parameter.requires_grad]
+    return any(name not in states and not _prefixes(name) & called for name in trainable)
+
+
+def _prefixes(name: str) -> set[str]:
+    parts = name.split(".")[:-1]
+    return {".".join(parts[: i + 1]) for i in range(len(parts))} | {""}
+
+
+def _line_of(error: BaseException) -> str:
+    """The innermost line of user code in the error's traceback."""
+    line, traceback = "unknown line", error.__traceback__
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        if not any(part in name for part in ("/torch/", "/lightning_gpp/capture", "/lightning/", "/contextlib.py")):
+            line = f"{name}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return line
+
+
+def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Recorder) -> None:
+    """Attach the observed trainer, and turn logging into notes of what the step uses."""
+
+    def log(*args: Any, **kwargs: Any) -> None:
+        recorder.recording.logged.append((recorder.scope, user_line()))
+        recorder.use((args, kwargs))
+
+    if hasattr(replica, "log_dict"):
+        vars(replica)["_trainer"] = _ObservedTrainer(trainer, run_time, recorder)
+        vars(replica).update(log=log, log_dict=log, print=_Swallow())
+
+
+def _fake_batch(batch: Any, total: int, num_samples: int, mode: FakeTensorMode, device: torch.device) -> Any:
+    def sized(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty((num_samples, *tensor.shape[1:]), device="meta")
+
+    def listed(items: list[Any]) -> list[Any]:
+        return [items[i % len(items)] for i in range(num_samples)]
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        with mode:
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+
+    return pytree.tree_map(fake, map_samples(batch, total, sized, listed))
+
+
+@contextmanager
+def _recording(recorder: Recorder, mode: FakeTensorMode) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(_random_states())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(mode)
+        meter = stack.enter_context(Meter(recorder))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(meter.saved, lambda tensor: tensor))
+        stack.enter_context(autograd_function_calls(recorder.apply))
+        stack.enter_context(checkpoint_regions(recorder.enter_region, recorder.leave_region))
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The step is run several times: what it prints is not for the user."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+@contextmanager
+def _random_states() -> Iterator[None]:
+    python, numpy, generator = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(generator)

@@ -1,0 +1,312 @@
+"""Records what the user's step calls, at the level the user wrote it: functions of torch, and calls of modules.
+
+Works on fake tensors: shapes and dtypes without memory or compute.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from lightning_gpp._compat import FakeTensor
+from lightning_gpp.capture.isolate import names_of
+from lightning_gpp.capture.recording import Context, ModuleCall, ModuleRef, Recorded, Recording, Ref, StateRef
+from lightning_gpp.errors import CaptureError
+
+_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero"}
+_LIBRARY = ("/torch/", "/lightning_gpp/", "/lightning/", "/lightning_fabric/", "/torchmetrics/", "/contextlib.py", "<")
+
+
+@dataclass(frozen=True)
+class FunctionApply:
+    """A custom autograd function as a callable, so that its own backward survives a replay."""
+
+    function: type[torch.autograd.Function]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
+def user_line() -> str:
+    """`file:line` of the innermost frame that is not library code."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not any(part in name for part in _LIBRARY) or "/lightning_gpp/examples/" in name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "unknown line"
+
+
+def current_context() -> Context:
+    devices = ("cpu", "cuda")
+    cast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
+    return Context(torch.is_grad_enabled(), cast)
+
+
+class Recorder(TorchFunctionMode):
+    """Fills a `Recording`. Install with `watch(module)`, register the batch with `batch_tensor`, then enter it."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__()
+        self.recording = Recording(num_samples, current_context())
+        self.current: Recorded | None = None
+        self._values: dict[int, Ref] = {}
+        self._states: dict[int, str] = {}
+        self._paths: dict[int, str] = {}
+        self._alive: list[torch.Tensor] = []
+        self._storages: dict[int, list[torch.Tensor]] = {}
+        self._scopes: list[int | None] = []
+        self._regions: list[int] = []
+        self._num_regions = 0
+        self._paused = False
+        self.uses: list[Ref] = []
+        self.network: list[bool] = []
+        self.seen_storages: set[int] = set()
+
+    # --- modules
+
+    def watch(self, module: nn.Module) -> None:
+        for tensor, name in names_of(module):
+            self._states[id(tensor)] = name
+            self.seen_storages.add(tensor.untyped_storage()._cdata)
+        for path, child in module.named_modules():
+            self._paths[id(child)] = path
+            child.register_forward_pre_hook(functools.partial(self._enter, path), with_kwargs=True, prepend=True)
+            child.register_forward_hook(functools.partial(self._leave, path), with_kwargs=True)
+
+    @property
+    def scope(self) -> int:
+        return next((scope for scope in reversed(self._scopes) if scope is not None), -1)
+
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.scope == -1 and not _has_state(module):
+            self._scopes.append(None)
+            return
+        if self.scope == -1:
+            self._refuse_late_network(path)
+        number = len(self.recording.modules)
+        call = ModuleCall(
+            number=number,
+            path=path,
+            parent=self.scope,
+            args=self.refs(args),
+            kwargs=self.refs(kwargs),
+            context=current_context(),
+            line=user_line(),
+            first=len(self.recording.calls),
+            checkpoint=self._regions[-1] if self._regions else None,
+        )
+        self.recording.modules.append(call)
+        self._scopes.append(number)
+
+    def _leave(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        number = self._scopes.pop()
+        if number is not None:
+            call = self.recording.modules[number]
+            call.last = len(self.recording.calls)
+            register_dataclasses(output)
+            call.result = self.refs(output)
+
+    def _refuse_late_network(self, path: str) -> None:
+        for _, line in self.recording.value_reads:
+            raise refusal(
+                line,
+                f"the step reads a value that the network computed, and calls {path or 'the module'!r} after it",
+                "move this decision into a module's forward",
+            )
+
+    # --- functions
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if self._paused:
+            return func(*args, **kwargs)
+        if name in _READS and isinstance(args[0], FakeTensor):
+            return self._read(name, args[0])
+        return self.record(func, _target(func, name), args, kwargs, functools.partial(func, *args, **kwargs))
+
+    def apply(self, cls: type, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handler for custom autograd functions: one call, whatever they do inside."""
+        run = functools.partial(plain, *args, **kwargs)
+        return run() if self._paused else self.record(FunctionApply(cls), f"{cls.__name__}.apply", args, kwargs, run)
+
+    def record(
+        self,
+        function: Callable[..., Any],
+        target: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[], Any],
+    ) -> Any:
+        call = self._begin(function, target, args, kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        versions = [tensor._version for tensor in tensors]
+        outer, self.current, paused, self._paused = self.current, call, self._paused, True
+        try:
+            result = run()
+        finally:
+            self.current, self._paused = outer, paused
+        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        if target.endswith("__set__") and isinstance(args[0], torch.Tensor):
+            changed.append(args[0])
+        self._finish(call, result, changed)
+        return result
+
+    def _begin(
+        self, function: Callable[..., Any], target: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Recorded:
+        return Recorded(
+            index=len(self.recording.calls),
+            function=function,
+            target=target,
+            args=self.refs(args),
+            kwargs=self.refs(kwargs),
+            scope=self.scope,
+            line=user_line(),
+            context=current_context(),
+            checkpoint=self._regions[-1] if self._regions else None,
+        )
+
+    def _finish(self, call: Recorded, result: Any, changed: list[torch.Tensor]) -> None:
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        aliases = self._aliases(changed, outputs)
+        if not outputs and not changed:
+            return
+        call.mutated = [self._values[id(alias)] for alias in aliases]
+        self.recording.mutated.update(call.mutated)
+        self.recording.mutated.update(self._values[id(t)] for t in changed if id(t) in self._values)
+        call.num_returned = len(outputs)
+        self.recording.calls.append(call)
+        self.network.append(call.scope != -1 or any(self.network[ref.call] for ref in call.refs()))
+        for number, tensor in enumerate([*outputs, *aliases]):
+            self._add_output(call, number, tensor)
+        call.result = self.refs(result)
+
+    def _aliases(self, changed: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Known values that share memory with a changed tensor and are not returned."""
+        storages = {tensor.untyped_storage()._cdata for tensor in changed}
+        returned = {id(tensor) for tensor in outputs}
+        return [t for storage in storages for t in self._storages.get(storage, ()) if id(t) not in returned]
+
+    def _add_output(self, call: Recorded, number: int, tensor: torch.Tensor) -> None:
+        call.outputs.append((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad))
+        if id(tensor) in self._states:
+            return
+        if id(tensor) not in self._values:
+            self._alive.append(tensor)
+            self._storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        self._values[id(tensor)] = Ref(call.index, number)
+
+    def batch_tensor(self, tensor: torch.Tensor) -> None:
+        call = self._begin(_no_function, "batch", (), {})
+        self._finish(call, tensor, [])
+
+    # --- values
+
+    def refs(self, tree: Any) -> Any:
+        """The tree with references in the places of known tensors and modules."""
+        return pytree.tree_map(self._ref, tree)
+
+    def _ref(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) in self._states:
+                return StateRef(self._states[id(leaf)])
+            return self._values.get(id(leaf), leaf)
+        if isinstance(leaf, nn.Module) and id(leaf) in self._paths:
+            return ModuleRef(self._paths[id(leaf)])
+        return leaf
+
+    def use(self, tree: Any) -> None:
+        """The step uses these values in a way that is not a call of torch (logs them, returns them)."""
+        self.uses.extend(leaf for leaf in pytree.tree_leaves(self.refs(tree)) if isinstance(leaf, Ref))
+
+    def _read(self, name: str, tensor: torch.Tensor) -> Any:
+        line = user_line()
+        if self.scope != -1:
+            raise refusal(
+                line,
+                f"`{name.strip('_')}` reads the value of a tensor inside a module, so what follows depends on the data",
+                "compute without reading the value (torch.where, masks, fixed sizes)",
+            )
+        self.use(tensor)
+        ref = self._values.get(id(tensor))
+        if ref is not None and self.network[ref.call]:
+            self.recording.value_reads.append((len(self.recording.modules), line))
+        return _plausible(name, tensor)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor alive, so that its memory's address stays its own."""
+        self._alive.append(tensor)
+
+    # --- regions
+
+    def enter_region(self) -> None:
+        self._regions.append(self._num_regions)
+        self._num_regions += 1
+
+    def leave_region(self) -> None:
+        self._regions.pop()
+
+
+def _has_state(module: nn.Module) -> bool:
+    import torchmetrics
+
+    if isinstance(module, torchmetrics.Metric | torchmetrics.MetricCollection):
+        return False
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def _no_function() -> None:
+    """Stands for the call that made a tensor of the batch."""
+
+
+def _target(func: Callable[..., Any], name: str) -> str:
+    if name in ("__get__", "__set__"):
+        return f"Tensor.{getattr(func.__self__, '__name__', '')}.{name}"  # type: ignore[attr-defined]
+    return name
+
+
+def _plausible(name: str, tensor: torch.Tensor) -> Any:
+    """A value that the step may go on with; nothing that is captured may depend on it."""
+    import numpy as np
+
+    ones = np.ones(tuple(tensor.shape))
+    if name in ("tolist", "numpy", "__array__"):
+        return ones.tolist() if name == "tolist" else ones
+    kind = {"__bool__": bool, "is_nonzero": bool, "__int__": int, "__index__": int, "__float__": float}.get(name)
+    if kind is None:
+        kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
+    return kind(1)
+
+
+def register_dataclasses(output: Any) -> None:
+    """Let pytree see into dataclasses that a module returns."""
+    import dataclasses
+
+    for leaf in pytree.tree_leaves(output):
+        kind = type(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            torch.export.register_dataclass(kind)
+
+
+def refusal(line: str, reason: str, remedy: str) -> CaptureError:
+    """A CaptureError in the form every one has: line, reason, two ways out."""
+    return CaptureError(
+        f"Cannot capture the step at {line}: {reason}.\n"
+        f"Ways out: (1) {remedy}; or (2) declare the stages yourself, as modules and the edges between them "
+        "(strategy.stages with `inputs:`, see docs/capture.md): they run eagerly, as they are, and nothing is captured."
+    )
