@@ -1,0 +1,139 @@
+"""The side channel between processes: small facts that all ranks of a pipeline must know, and objects during set-up.
+
+Runs on gloo and on CPU tensors whatever the accelerator, so that it never queues behind the messages of the stages.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_gpp.errors import ConfigError
+
+
+class Control:
+    """Groups of ranks and what they tell each other. Global rank = pipeline * devices + device.
+
+    Args:
+        num_pipelines: pipeline replicas.
+        timeout: of every operation.
+
+    Raises:
+        ConfigError: the processes cannot be divided evenly among the pipelines.
+    """
+
+    def __init__(self, num_pipelines: int, timeout: timedelta) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.num_devices = devices_per_pipeline(self.world_size, num_pipelines)
+        self.num_pipelines = num_pipelines
+        self.pipeline, self.device = divmod(self.rank, self.num_devices)
+        self.world = dist.new_group(backend="gloo", timeout=timeout)
+        self.pipeline_group = self._groups(self._pipelines(), timeout, "gloo")
+        self.replica_group = self._groups(self._replicas(), timeout, dist.get_backend())
+
+    def _pipelines(self) -> list[list[int]]:
+        starts = range(0, self.world_size, self.num_devices)
+        return [list(range(start, start + self.num_devices)) for start in starts]
+
+    def _replicas(self) -> list[list[int]]:
+        return [list(range(device, self.world_size, self.num_devices)) for device in range(self.num_devices)]
+
+    def _groups(self, members: list[list[int]], timeout: timedelta, backend: str) -> dist.ProcessGroup:
+        groups = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in members]
+        return next(group for group, ranks in zip(groups, members, strict=True) if self.rank in ranks)
+
+    @property
+    def runs_step(self) -> bool:
+        """Whether this rank loads data and runs the user's step."""
+        return self.device == 0
+
+    @property
+    def step_rank(self) -> int:
+        """Global rank that runs the user's step for this pipeline."""
+        return self.pipeline * self.num_devices
+
+    def ranks_of(self, devices: tuple[int, ...]) -> tuple[int, ...]:
+        """Global ranks of these devices in every pipeline, pipeline by pipeline."""
+        return tuple(p * self.num_devices + device for p in range(self.num_pipelines) for device in devices)
+
+    def share(self, numbers: Tensor) -> Tensor:
+        """Numbers (a CPU tensor) of the step's rank, on every rank of its pipeline; overwrites the others' in place."""
+        if self.num_devices > 1:
+            dist.broadcast(numbers, src=self.step_rank, group=self.pipeline_group)
+        return numbers
+
+    def share_object(self, value: Any) -> Any:
+        """A picklable object of the step's rank, on every rank of its pipeline."""
+        return self._broadcast(value, self.step_rank, self.pipeline_group) if self.num_devices > 1 else value
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """A picklable object of rank `src`, on all ranks."""
+        return self._broadcast(value, src, self.world) if self.world_size > 1 else value
+
+    def _broadcast(self, value: Any, src: int, group: dist.ProcessGroup) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, src=src, group=group)
+        return values[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The objects of all ranks, on all ranks."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.world)
+        return values
+
+    def unanimous(self, decision: bool, everyone: bool) -> bool:
+        """Whether all ranks (`everyone`), or any rank, decided yes."""
+        yes = torch.tensor(int(decision))
+        dist.all_reduce(yes, dist.ReduceOp.MIN if everyone else dist.ReduceOp.MAX, group=self.world)
+        return bool(yes)
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.world)
+
+    def send_tree(self, tree: Any, dst: int) -> None:
+        """Send a structure with tensors in it: its outline as an object, the tensors as they are."""
+        leaves, spec = pytree.tree_flatten(tree)
+        outline = [_Shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        dist.send_object_list([(outline, spec)], dst=dst, group=self.world)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                dist.send(leaf.detach().cpu().contiguous(), dst=dst, group=self.world)
+
+    def receive_tree(self, src: int) -> Any:
+        """What `send_tree` sent; tensors are on the CPU."""
+        received: list[Any] = [None]
+        dist.recv_object_list(received, src=src, group=self.world)
+        outline, spec = received[0]
+        leaves = [self._receive(leaf, src) if isinstance(leaf, _Shape) else leaf for leaf in outline]
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _receive(self, shape: _Shape, src: int) -> Tensor:
+        tensor = torch.empty(shape.size, dtype=shape.dtype)
+        dist.recv(tensor, src=src, group=self.world)
+        return tensor
+
+
+class _Shape:
+    """What is known of a tensor before it arrives."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.size, self.dtype = tuple(tensor.shape), tensor.dtype
+
+
+def devices_per_pipeline(world_size: int, num_pipelines: int) -> int:
+    """Processes of one pipeline.
+
+    Raises:
+        ConfigError: they cannot be divided evenly.
+    """
+    if world_size % num_pipelines:
+        raise ConfigError(
+            f"{world_size} processes (trainer.devices x trainer.num_nodes) cannot be divided among "
+            f"strategy.num_pipelines={num_pipelines} pipelines. Use a multiple of {num_pipelines} processes."
+        )
+    return world_size // num_pipelines

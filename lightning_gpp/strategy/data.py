@@ -1,0 +1,182 @@
+"""Who has data: the ranks that run the user's step load it; the others walk through the same loops with placeholders."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_gpp.capture.batch import batch_size_of, map_samples
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.strategy.control import Control
+
+
+@dataclass
+class Placeholder:
+    """Stands for the batch on ranks that have none. `samples` is empty but counts: its first size is the batch size."""
+
+    samples: Tensor
+
+    def __getitem__(self, key: object) -> NoReturn:
+        self._refuse(f"[{key!r}]")
+
+    def __len__(self) -> NoReturn:
+        self._refuse(" with len()")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(f".{name}")
+
+    def _refuse(self, use: str) -> NoReturn:
+        raise ConfigError(
+            f"A batch was used here ({use.strip()}), on a rank that has no data: only the ranks that run the user's "
+            "step load batches, the others receive the inputs of their stages. Guard this code with "
+            "`if trainer.is_global_zero`, or move it into the step."
+        )
+
+
+class ShadowLoader:
+    """In the place of a data loader on ranks without data: as long, but yields placeholders."""
+
+    def __init__(self, loader: Any, control: Control, agreed: bool) -> None:
+        self.loader, self.control, self.agreed = loader, control, agreed
+        for name in ("sampler", "batch_sampler", "dataset"):
+            if hasattr(loader, name):
+                setattr(self, name, getattr(loader, name))
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Placeholder]:
+        if self.agreed:
+            while bool(self.control.share(torch.zeros(1, dtype=torch.int64))):
+                yield Placeholder(torch.empty(0, 0))
+        else:
+            for _ in range(len(self)):
+                yield Placeholder(torch.empty(0, 0))
+
+    def __repr__(self) -> str:
+        return f"ShadowLoader(of {type(self.loader).__name__}; rank {self.control.rank} runs no step and loads no data)"
+
+
+class AgreedLoader:
+    """A data loader whose end cannot be known in advance: it tells the other ranks whether there is another batch."""
+
+    def __init__(self, loader: Iterable[Any], control: Control) -> None:
+        self.loader, self.control = loader, control
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            self.control.share(torch.ones(1, dtype=torch.int64))
+            yield batch
+        self.control.share(torch.zeros(1, dtype=torch.int64))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+class StatefulShadowLoader(ShadowLoader):
+    """Shadow of a loader with a state, so that the states in a checkpoint find their loaders."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The state belongs to the rank that loads data."""
+
+
+def distribute(loader: Any, control: Control) -> Any:
+    """The loader to use on this rank."""
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    agreed = stateful or not _ends_when_it_says(loader)
+    if control.runs_step:
+        return AgreedLoader(loader, control) if agreed and control.num_devices > 1 else loader
+    return (StatefulShadowLoader if stateful else ShadowLoader)(loader, control, agreed)
+
+
+def _ends_when_it_says(loader: Any) -> bool:
+    if isinstance(loader, DataLoader):
+        return not isinstance(loader.dataset, IterableDataset)
+    return isinstance(loader, Sequence)
+
+
+def signature(batch: Any) -> int:
+    """A 63-bit fingerprint of a batch's structure, dtypes and shapes, whatever its number of samples and its values."""
+    total = batch_size_of(batch)
+    one = map_samples(batch, total, lambda tensor: tensor[:1], lambda items: items[:1])
+    leaves, spec = pytree.tree_flatten(one)
+    text = repr([str(spec), *map(_describe, leaves)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__qualname__
+
+
+def outline(batch: Any) -> Any:
+    """The batch with every tensor replaced by one without memory."""
+    return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def peek(loader: Any) -> Any:
+    """The first batch of a loader, leaving the loader, the random numbers and running workers as they are.
+
+    Raises:
+        ConfigError: the loader can be read only once, or is empty.
+    """
+    if isinstance(loader, AgreedLoader):
+        loader = loader.loader
+    if isinstance(loader, Iterator):
+        raise ConfigError(
+            f"The data loader is a {type(loader).__name__} that can be read only once, so no batch can be peeked to "
+            "capture the step with. Give one by strategy.example_batch."
+        )
+    with isolate_rng(), _kept_generators(loader):
+        batch = next(_read(loader), None)
+    if batch is None:
+        raise ConfigError("The data loader is empty, so there is no batch to capture the step with.")
+    return batch
+
+
+def _read(loader: Any) -> Iterator[Any]:
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        for index in indices:
+            single = loader.batch_sampler is None
+            samples = loader.dataset[index] if single else [loader.dataset[i] for i in index]
+            yield loader.collate_fn(samples)
+    else:
+        yield from loader
+
+
+@contextmanager
+def _kept_generators(loader: Any) -> Iterator[None]:
+    """Restore the state of the loader's and its samplers' own random generators."""
+    sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    owners = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    generators = [(item, item.get_state()) for item in found if isinstance(item, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in generators:
+            generator.set_state(state)
+
+
+def flattened(loaders: Any) -> list[Any]:
+    """The single loaders of a (nested) collection of loaders."""
+    return [leaf for leaf in pytree.tree_leaves(loaders) if isinstance(leaf, Sized | Iterable)]
