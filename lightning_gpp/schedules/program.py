@@ -70,3 +70,23 @@ class Program:
     devices: tuple[tuple[Instruction, ...], ...]
     inputs: dict[tuple[int, Action], tuple[int, ...]]
     outputs: dict[tuple[int, Action], tuple[int, ...]]
+
+    def __str__(self) -> str:
+        """One line of instructions per device: `2F0` computes, `+5<1` posts a buffer for message 5 from device 1,
+        `?5` waits for it, `5>0` sends it to device 0."""
+        rows = (" ".join(map(self._text, instructions)) for instructions in self.devices)
+        return "\n".join(f"{device}: {row}" for device, row in enumerate(rows))
+
+    def _text(self, instruction: Instruction) -> str:
+        if instruction.message is None:
+            return str(instruction.action)
+        message = self.messages[instruction.message]
+        texts = {Op.POST: f"+{message.id}<{message.src}", Op.WAIT: f"?{message.id}"}
+        return texts.get(instruction.op, f"{message.id}>{message.dst}")
+
+
+def describe(message: Message) -> str:
+    """A message in words, for errors and logs."""
+    what = "gradients" if message.gradient else "tensors"
+    samples = f"samples [{message.start}, {message.stop})"
+    return f"message {message.id} ({what} of {samples}, {message.producer} to {message.consumer})"

@@ -1,0 +1,46 @@
+"""Who computes what in which order: schedules by name, and their way to a verified program."""
+
+from __future__ import annotations
+
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules import gpipe as _gpipe  # noqa: F401  registers itself
+from lightning_gpp.schedules import one_f_one_b as _one_f_one_b  # noqa: F401  registers itself
+from lightning_gpp.schedules.actions import Action, Kind, Schedule
+from lightning_gpp.schedules.lowering import lower
+from lightning_gpp.schedules.program import Instruction, Message, Op, Program
+from lightning_gpp.schedules.registry import in_flight, make_schedule, register, schedule_names
+from lightning_gpp.schedules.verifier import verify
+
+__all__ = [
+    "Action",
+    "Instruction",
+    "Kind",
+    "Message",
+    "Op",
+    "Program",
+    "Schedule",
+    "compile_program",
+    "in_flight",
+    "lower",
+    "make_schedule",
+    "register",
+    "schedule_names",
+    "verify",
+]
+
+
+def compile_program(plan: Plan, batch_size: int | None = None, training: bool = True) -> Program:
+    """Order, lower and verify: the one way to a program that runs.
+
+    Args:
+        plan: names the schedule.
+        batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
+        training: forwards and backwards; forwards only if False.
+
+    Raises:
+        ScheduleError: the schedule is unknown, cannot run, or breaks its promise of micro-batches in flight.
+        PlanError: tensors that cannot be cut would have to be.
+    """
+    program = lower(plan, make_schedule(plan, batch_size, training), batch_size, training)
+    verify(program, in_flight(plan, batch_size))
+    return program

@@ -1,0 +1,27 @@
+"""GPipe: all forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019)."""
+
+from __future__ import annotations
+
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.schedules.registry import StageOrders, register
+
+# Two arms 0 and 1 that join in 2, four micro-batches; each stage on its own device. The arms work at the same time.
+#
+#   time      0   1   2   3   4   5   6   7   8   9
+#   stage 0  F0  F1  F2  F3          B0  B1  B2  B3
+#   stage 1  F0  F1  F2  F3          B0  B1  B2  B3
+#   stage 2      F0  F1  F2  F3  B0  B1  B2  B3
+
+
+@register("gpipe")
+def gpipe(plan: Plan, batch_size: int) -> StageOrders:
+    """All forwards, then all backwards, on every stage. Keeps every micro-batch in flight.
+
+    Backwards run in the order of the forwards, so that gradients sum up as in a loop over the micro-batches.
+    """
+    return {stage: _order(stage, len(plan.intervals(stage, batch_size))) for stage in range(len(plan.stages))}
+
+
+def _order(stage: int, number: int) -> tuple[Action, ...]:
+    return tuple(Action(stage, kind, index) for kind in (Kind.FORWARD, Kind.BACKWARD) for index in range(number))
