@@ -58,3 +58,170 @@ def autograd_function_calls(handler: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = plain  # type: ignore[method-assign]
+
+
+# --- Lightning: imported inside the functions, so that what needs torch alone does not load Lightning ---
+
+
+def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) -> Any:
+    """Lightning's launcher that starts the script again for every further process; it has no public name."""
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def init_process_group(environment: Any, backend: str, **kwargs: Any) -> None:
+    """As DDPStrategy does it, environment variables included."""
+    from lightning.fabric.utilities.distributed import _init_dist_connection
+
+    _init_dist_connection(environment, backend, **kwargs)
+
+
+def default_backend(device: torch.device) -> str:
+    """NCCL for CUDA, gloo for CPU, as Lightning decides it."""
+    from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
+
+    return str(_get_default_process_group_backend_for_device(device))
+
+
+def install_automatic_optimization(trainer: Any) -> None:
+    """Replace the optimization loop of `trainer` by one that zeroes gradients before the step instead of after it.
+
+    A pipelined step computes gradients, so what Lightning does between step and backward would erase them.
+    """
+    from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+
+    class PipelinedClosure(Closure):
+        calls = 0
+
+        @torch.enable_grad()
+        def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+            self.calls += 1
+            if self.calls > 1:
+                raise _closure_repeated()
+            if self._zero_grad_fn is not None:
+                self._zero_grad_fn()
+            output = self._step_fn()
+            if self._backward_fn is not None and output.closure_loss is not None:
+                self._backward_fn(output.closure_loss)
+            return output
+
+    class PipelinedOptimization(_AutomaticOptimization):
+        def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
+            plain = super()._make_closure(kwargs, optimizer, batch_idx)
+            return PipelinedClosure(plain._step_fn, plain._backward_fn, plain._zero_grad_fn)
+
+    epoch_loop = trainer.fit_loop.epoch_loop
+    plain = epoch_loop.automatic_optimization
+    loop = PipelinedOptimization(trainer)
+    loop.optim_progress, loop._skip_backward = plain.optim_progress, plain._skip_backward
+    epoch_loop.automatic_optimization = loop
+
+
+def _closure_repeated() -> Exception:
+    from lightning_gpp.errors import ConfigError
+
+    return ConfigError(
+        "The optimizer called its closure more than once in one step. Optimizers that evaluate the model repeatedly "
+        "(L-BFGS, sharpness-aware minimisation) use norms over all parameters, of which every rank has only its own. "
+        "Use one that needs a single evaluation."
+    )
+
+
+def keep_batch(batch: Any, dataloader_idx: int = 0) -> Any:
+    return batch
+
+
+def bypass_batch_hooks(module: Any) -> None:
+    """Let the batch-transfer hooks of `module` be skipped: this rank has placeholders instead of batches.
+
+    The loops call a private method that calls the user's hook; there is no public place before it.
+    """
+    module._on_before_batch_transfer = keep_batch
+
+
+def restore_batch_hooks(module: Any) -> None:
+    vars(module).pop("_on_before_batch_transfer", None)
+
+
+def transferred(module: Any, batch: Any, device: torch.device) -> Any:
+    """The batch after precision conversion and the user's transfer hooks, as the loops call them."""
+    batch = module.trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
+
+
+def on_epoch_end_reached(trainer: Any, function: Callable[[], None]) -> None:
+    """Call `function` before Lightning computes the values of an epoch.
+
+    In evaluation this happens before any hook, so that a callback would come too late.
+    """
+    connector = trainer._logger_connector
+    plain = type(connector).epoch_end_reached
+
+    def epoch_end_reached() -> None:
+        function()
+        plain(connector)
+
+    connector.epoch_end_reached = epoch_end_reached
+
+
+def restore_epoch_end(trainer: Any) -> None:
+    vars(trainer._logger_connector).pop("epoch_end_reached", None)
+
+
+def train_loaders(trainer: Any) -> Any:
+    """The training data loaders, set up now instead of when the loop starts."""
+    trainer.fit_loop.setup_data()
+    combined = trainer.fit_loop._combined_loader
+    return None if combined is None else combined.iterables
+
+
+def current_hook(module: Any) -> str | None:
+    """Name of the hook that Lightning is running on `module`."""
+    name: str | None = module._current_fx_name
+    return name
+
+
+@contextmanager
+def running_hook(module: Any, name: str | None) -> Iterator[None]:
+    """`self.log` asks which hook it is called from."""
+    previous, module._current_fx_name = module._current_fx_name, name
+    try:
+        yield
+    finally:
+        module._current_fx_name = previous
+
+
+def uses_dataloader_iter(step: Callable[..., Any]) -> bool:
+    """Whether a step takes the iterator instead of a batch, as the loops find out."""
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+    return bool(is_param_in_hook_signature(step, "dataloader_iter", explicit=True))
+
+
+def optimizer_to_device(optimizer: Any, device: torch.device) -> None:
+    from lightning.fabric.utilities.optimizer import _optimizer_to_device
+
+    _optimizer_to_device(optimizer, device)
+
+
+def reset_metric(metric: Any, value: Any, count: int) -> None:
+    """Say that a torchmetrics object has been updated elsewhere, and what its last batch gave."""
+    metric._update_count = count
+    metric._computed = None
+    metric._forward_cache = value
+
+
+def metric_state(metric: Any) -> tuple[dict[str, Any], int]:
+    """State of a torchmetrics object by name, and how often it was updated."""
+    return {name: getattr(metric, name) for name in metric._defaults}, int(metric._update_count)
+
+
+def forward_cache(metric: Any) -> Any:
+    """What a torchmetrics object's last batch gave."""
+    return metric._forward_cache
+
+
+def set_forward_cache(metric: Any, value: Any) -> None:
+    metric._forward_cache = value

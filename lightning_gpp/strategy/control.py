@@ -5,7 +5,6 @@ Runs on gloo and on CPU tensors whatever the accelerator, so that it never queue
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,38 +13,18 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.runtime.mesh import Mesh
 
 
 class Control:
-    """Groups of ranks and what they tell each other. Global rank = pipeline * devices + device.
+    """What the ranks of a mesh tell each other."""
 
-    Args:
-        num_pipelines: pipeline replicas.
-        timeout: of every operation.
-
-    Raises:
-        ConfigError: the processes cannot be divided evenly among the pipelines.
-    """
-
-    def __init__(self, num_pipelines: int, timeout: timedelta) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.num_devices = devices_per_pipeline(self.world_size, num_pipelines)
-        self.num_pipelines = num_pipelines
-        self.pipeline, self.device = divmod(self.rank, self.num_devices)
-        self.world = dist.new_group(backend="gloo", timeout=timeout)
-        self.pipeline_group = self._groups(self._pipelines(), timeout, "gloo")
-        self.replica_group = self._groups(self._replicas(), timeout, dist.get_backend())
-
-    def _pipelines(self) -> list[list[int]]:
-        starts = range(0, self.world_size, self.num_devices)
-        return [list(range(start, start + self.num_devices)) for start in starts]
-
-    def _replicas(self) -> list[list[int]]:
-        return [list(range(device, self.world_size, self.num_devices)) for device in range(self.num_devices)]
-
-    def _groups(self, members: list[list[int]], timeout: timedelta, backend: str) -> dist.ProcessGroup:
-        groups = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in members]
-        return next(group for group, ranks in zip(groups, members, strict=True) if self.rank in ranks)
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.rank, self.world_size = mesh.rank, mesh.world_size
+        self.num_devices, self.num_pipelines = mesh.num_devices, mesh.num_pipelines
+        self.pipeline, self.device = mesh.pipeline, mesh.device
+        self.world, self._pipeline_group = mesh.control_group, mesh.pipeline_control_group
 
     @property
     def runs_step(self) -> bool:
@@ -55,21 +34,17 @@ class Control:
     @property
     def step_rank(self) -> int:
         """Global rank that runs the user's step for this pipeline."""
-        return self.pipeline * self.num_devices
-
-    def ranks_of(self, devices: tuple[int, ...]) -> tuple[int, ...]:
-        """Global ranks of these devices in every pipeline, pipeline by pipeline."""
-        return tuple(p * self.num_devices + device for p in range(self.num_pipelines) for device in devices)
+        return self.mesh.global_rank(0)
 
     def share(self, numbers: Tensor) -> Tensor:
         """Numbers (a CPU tensor) of the step's rank, on every rank of its pipeline; overwrites the others' in place."""
         if self.num_devices > 1:
-            dist.broadcast(numbers, src=self.step_rank, group=self.pipeline_group)
+            dist.broadcast(numbers, src=self.step_rank, group=self._pipeline_group)
         return numbers
 
     def share_object(self, value: Any) -> Any:
         """A picklable object of the step's rank, on every rank of its pipeline."""
-        return self._broadcast(value, self.step_rank, self.pipeline_group) if self.num_devices > 1 else value
+        return self._broadcast(value, self.step_rank, self._pipeline_group) if self.num_devices > 1 else value
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """A picklable object of rank `src`, on all ranks."""

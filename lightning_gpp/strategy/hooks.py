@@ -1,0 +1,84 @@
+"""The module's hooks around batches and at the end of epochs, which read what the step left behind.
+
+They run on every rank, because they may change the module (a temperature, a frozen layer). What they log counts only
+where the step runs: the other ranks replay it. And where a hook fails on a rank that has no step's results to read, the
+step's rank has the say.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_gpp.strategy.control import Control
+from lightning_gpp.strategy.logs import LogExchange, LogRecorder
+
+log = logging.getLogger(__name__)
+
+NAMES = (
+    *(f"on_{mode}_batch_{when}" for mode in ("train", "validation", "test", "predict") for when in ("start", "end")),
+    *(f"on_{mode}_epoch_end" for mode in ("train", "validation", "test", "predict")),
+)
+
+
+class SharedHooks:
+    """Replaces the hooks that a module overrides; `detach` puts them back."""
+
+    def __init__(self, module: pl.LightningModule, control: Control, logs: LogExchange, samples: Callable[[], int]) -> None:
+        self.module, self.control, self.logs, self.samples = module, control, logs, samples
+        self._warned: set[str] = set()
+        self._attached: list[str] = []
+
+    def attach(self) -> None:
+        for name in NAMES:
+            plain = getattr(self.module, name)
+            if getattr(plain, "__func__", None) is not getattr(pl.LightningModule, name):
+                object.__setattr__(self.module, name, self._shared(name, plain))
+                self._attached.append(name)
+
+    def detach(self) -> None:
+        for name in self._attached:
+            vars(self.module).pop(name, None)
+        self._attached = []
+
+    def _shared(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            recorder = LogRecorder(self.module)
+            with recorder.run(self.samples()):
+                result = self._call(name, plain, *args, **kwargs)
+            stops = float(result == -1), float(self.module.trainer.should_stop)
+            calls, values = self.logs.exchange(recorder if self.control.runs_step else None, stops)
+            self.logs.replay(self.module, calls, values[2:])
+            if values[1]:
+                self.module.trainer.should_stop = True
+            return -1 if values[0] else None
+
+        return hook
+
+    def _call(self, name: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.control.runs_step:
+            return plain(*args, **kwargs)
+        try:
+            return plain(*args, **kwargs)
+        except Exception as error:
+            self._explain(name, error)
+            return None
+
+    def _explain(self, name: str, error: Exception) -> None:
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        log.warning(
+            "%s.%s raised %r on rank %d, which does not run the step, so what the hook reads may exist only on rank "
+            "%d. The hook's values are taken from there; its other effects are missing here.",
+            type(self.module).__name__,
+            name,
+            error,
+            self.control.rank,
+            self.control.step_rank,
+        )

@@ -1,0 +1,184 @@
+"""Logging from one rank, seen by all: `self.log` calls of the step are recorded, combined and replayed on every rank.
+
+With several micro-batches the step logs several times; combined into one value per mini-batch, Lightning sees the same
+calls as on one device. Every rank makes these calls, so that callbacks that read metrics decide alike everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_gpp._compat import forward_cache, set_forward_cache
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.strategy.control import Control
+
+_SIGNATURE = inspect.signature(pl.LightningModule.log)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A `self.log` call without its value: what must be equal on all ranks. `metric`: path of a torchmetrics object.
+
+    `dtype` is the value's, None for plain numbers. `occurrence` counts calls with the same name in one run of the step.
+    """
+
+    name: str
+    kwargs: tuple[tuple[str, Any], ...]
+    dtype: torch.dtype | None
+    metric: str | None
+    has_value: bool
+    occurrence: int
+
+    @property
+    def reduction(self) -> str:
+        """How values of parts of a batch combine: as `reduce_fx` combines values of batches."""
+        given = dict(self.kwargs).get("reduce_fx", "mean")
+        name = given if isinstance(given, str) else getattr(given, "__name__", "mean")
+        return {"avg": "mean"}.get(name.lower(), name.lower())
+
+
+@dataclass(slots=True)
+class Values:
+    """What one call logged over the runs of the step: values and the samples each stands for."""
+
+    values: list[Tensor] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+
+    def combined(self, reduction: str) -> tuple[Tensor, int]:
+        values = torch.stack([value.detach().to(torch.float64).reshape(()) for value in self.values])
+        samples = torch.tensor(self.samples, dtype=torch.float64, device=values.device)
+        return _combine(values, samples, reduction), sum(self.samples)
+
+
+def _combine(values: Tensor, samples: Tensor, reduction: str) -> Tensor:
+    if reduction == "sum":
+        return values.sum()
+    if reduction in ("min", "max"):
+        return values.min() if reduction == "min" else values.max()
+    return (values * samples).sum() / samples.sum().clamp(min=1)
+
+
+class LogRecorder:
+    """Records what a module logs instead of logging it. One run of user code counts only if it ended normally."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.module = module
+        self.calls: dict[Call, Values] = {}
+        self._metric_paths = {id(part): path for path, part in module.named_modules() if isinstance(part, Metric)}
+        self._run: list[tuple[Call, Tensor, int]] = []
+        self._samples = 0
+
+    @contextmanager
+    def run(self, num_samples: int) -> Iterator[None]:
+        """Record one run of user code over `num_samples` samples."""
+        self._run, self._samples = [], num_samples
+        owners = [part for part in self.module.modules() if isinstance(part, pl.LightningModule)]
+        for owner in owners:
+            object.__setattr__(owner, "log", self._log)
+        try:
+            yield
+        finally:
+            for owner in owners:
+                vars(owner).pop("log", None)
+        for call, value, samples in self._run:
+            entry = self.calls.setdefault(call, Values())
+            entry.values.append(value)
+            entry.samples.append(samples)
+
+    def _log(self, *args: Any, **kwargs: Any) -> None:
+        arguments = dict(_SIGNATURE.bind(self.module, *args, **kwargs).arguments)
+        name, value = arguments.pop("name"), arguments.pop("value")
+        del arguments["self"]
+        samples = arguments.pop("batch_size", None) or self._samples
+        metric = self._metric_path(name, value, arguments)
+        current = forward_cache(value) if isinstance(value, Metric) else value
+        scalar = self._scalar(name, current) if metric is None or _is_scalar(current) else None
+        dtype = current.dtype if isinstance(current, Tensor) and current.is_floating_point() else None
+        occurrence = sum(call.name == name for call, _, _ in self._run)
+        call = Call(name, tuple(sorted(arguments.items())), dtype, metric, scalar is not None, occurrence)
+        self._run.append((call, torch.zeros(()) if scalar is None else scalar, int(samples)))
+
+    def _metric_path(self, name: str, value: Any, arguments: dict[str, Any]) -> str | None:
+        if not isinstance(value, Metric):
+            return None
+        path = arguments.get("metric_attribute") or self._metric_paths.get(id(value))
+        if path is None:
+            raise ConfigError(
+                f"self.log({name!r}, ...) was given a {type(value).__name__} that is not an attribute of the module, "
+                "so the other ranks have no such metric. Set it as an attribute in __init__."
+            )
+        return str(path)
+
+    def _scalar(self, name: str, value: Any) -> Tensor:
+        if not isinstance(value, Tensor):
+            return torch.tensor(float(value), dtype=torch.float64)
+        if value.numel() != 1:
+            raise ConfigError(
+                f"self.log({name!r}, ...) was given a tensor of shape {tuple(value.shape)}; a logged value is a single "
+                "number. Log its mean, or several values under several names."
+            )
+        return value
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+class LogExchange:
+    """Sends what the step's rank recorded to the other ranks of the pipeline, and replays it on all of them.
+
+    A message is two numbers (which calls, how many values) and one tensor of values; the calls themselves are pickled
+    only when they differ from all that were sent before.
+    """
+
+    def __init__(self, control: Control, device: torch.device) -> None:
+        self.control, self.device = control, device
+        self._known: dict[int, tuple[Call, ...]] = {}
+
+    def exchange(self, recorder: LogRecorder | None, extra: Sequence[float]) -> tuple[tuple[Call, ...], list[float]]:
+        """Calls, and their values: `extra` first, then value and samples of each call. `recorder` on the step's rank."""
+        calls = () if recorder is None else tuple(recorder.calls)
+        values = [*extra] if recorder is None else [*extra, *_flat(recorder)]
+        header = self.control.share(torch.tensor([_key(calls), len(values)]))
+        key, length = int(header[0]), int(header[1])
+        if key not in self._known:
+            self._known[key] = self.control.share_object(calls)
+        body = torch.zeros(length, dtype=torch.float64)
+        if recorder is not None:
+            body = torch.tensor(values, dtype=torch.float64)
+        return self._known[key], self.control.share(body).tolist()
+
+    def replay(self, module: pl.LightningModule, calls: Sequence[Call], values: Sequence[float]) -> None:
+        """Call `module.log` as the step did, with the combined values."""
+        for index, call in enumerate(calls):
+            value, samples = values[2 * index], int(values[2 * index + 1])
+            logged: Any = torch.tensor(value, dtype=call.dtype or torch.get_default_dtype(), device=self.device)
+            if call.metric is not None:
+                number, logged = logged, module.get_submodule(call.metric)
+                set_forward_cache(logged, number if call.has_value else None)
+            module.log(call.name, logged, batch_size=samples, **dict(call.kwargs))
+
+
+def _flat(recorder: LogRecorder) -> list[float]:
+    """All values in one transfer from the device."""
+    pairs = [entry.combined(call.reduction) for call, entry in recorder.calls.items()]
+    if not pairs:
+        return []
+    values = torch.stack([value.cpu() if value.device.type == "cpu" else value for value, _ in pairs]).tolist()
+    return [number for value, (_, samples) in zip(values, pairs, strict=True) for number in (value, samples)]
+
+
+def _key(calls: tuple[Call, ...]) -> int:
+    digest = hashlib.sha256(pickle.dumps([(call.name, repr(call)) for call in calls])).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
