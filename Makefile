@@ -1,0 +1,38 @@
+# Every target makes its own virtual environment in .venv when it is missing or out of date.
+PYTHON ?= python3
+WORKERS ?= 2
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: demo test check lint types contracts format clean
+
+demo: $(READY) ## train the two-tower example as a pipeline of 4 processes
+	$(BIN)/gpp-train experiment=two_tower
+
+test: $(READY) ## all tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+check: lint types contracts test ## what continuous integration runs
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+contracts: $(READY)
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,hf,examples]"
+	touch $(READY)
+
+clean: ## remove the environment and everything that was built; run folders stay
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Examples on real data: ordinary Lightning modules and data modules that know nothing of pipelines."""

@@ -1,0 +1,71 @@
+"""What the commands share: where configs are found, how Hydra is run, how errors are shown."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_gpp.cli import schema
+from lightning_gpp.errors import GPPError
+
+Task = Callable[[DictConfig], None]
+
+
+def config_folder() -> Path:
+    """The shipped configs: inside the package where it is installed, beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def run(command: str, config_name: str, task: Task) -> None:
+    """Compose the configuration from the command line and hand it to `task`; user errors end without a traceback."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises instead of printing a shortened traceback
+    sys.argv.extend(quiet_overrides(os.environ))
+    schema.register()
+    try:
+        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=config_name)(task)()
+    except (GPPError, HydraException, OmegaConfBaseException) as error:
+        print(f"{command}: {explain(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def quiet_overrides(environment: Mapping[str, str]) -> list[str]:
+    """Overrides for all but the first process of torchrun or srun: only the first keeps a run folder."""
+    if environment.get("RANK", environment.get("SLURM_PROCID", "0")) == "0":
+        return []
+    folder = tempfile.mkdtemp(prefix="gpp-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.output_subdir=null"]
+
+
+def explain(error: BaseException) -> str:
+    """The messages of an error and of what caused it, and the keys that exist where one does not."""
+    lines = dict.fromkeys(line for cause in _causes(error) for line in (str(cause).split("\n    full_key")[0], _keys(cause)))
+    return "\n".join(filter(None, lines))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _keys(error: BaseException) -> str:
+    parent: Any = getattr(error, "parent_node", None)
+    if not isinstance(parent, DictConfig) or getattr(error, "key", None) in parent:
+        return ""
+    where = getattr(error, "full_key", None) or ""
+    group = str(where).rpartition(".")[0] or "the configuration"
+    return f"Keys of {group}: {', '.join(sorted(map(str, parent)))}."

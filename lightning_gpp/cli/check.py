@@ -1,0 +1,86 @@
+"""Checks of a composed configuration, before anything is built from it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pkgutil
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from lightning_gpp.errors import ConfigError
+
+EXTERNAL_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""Environment variables that say: the processes of this run were started from outside, not by Lightning."""
+
+
+def check(config: DictConfig) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ConfigError: a `_target_` does not exist, or does not take one of the keys beside it.
+    """
+    for path, node in targets(config):
+        check_target(path, node)
+
+
+def targets(config: DictConfig, path: str = "") -> Iterator[tuple[str, DictConfig]]:
+    """Every node with a `_target_`, with its key."""
+    if OmegaConf.is_missing(config, "_target_") or "_target_" in config:
+        yield path, config
+    for key in config:
+        if OmegaConf.is_interpolation(config, key) or OmegaConf.is_missing(config, key):
+            continue
+        for name, item in _items(str(key), config[key]):
+            yield from targets(item, f"{path}.{name}" if path else name)
+
+
+def _items(key: str, value: Any) -> Iterable[tuple[str, DictConfig]]:
+    if isinstance(value, DictConfig):
+        return [(key, value)]
+    if isinstance(value, ListConfig):
+        return [(f"{key}[{i}]", item) for i, item in enumerate(value) if isinstance(item, DictConfig)]
+    return []
+
+
+def check_target(path: str, node: DictConfig) -> None:
+    """Refuse a target that cannot be imported, and keys that it has no argument for."""
+    try:
+        target = pkgutil.resolve_name(node._target_)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{path}._target_={node._target_} cannot be imported: {error}") from error
+    allowed = arguments(target)
+    given = [str(key) for key in node if str(key) not in ("_target_", "_convert_", "_recursive_", "_partial_", "_args_")]
+    unknown = [key for key in given if key not in allowed]
+    if unknown and "**" not in allowed:
+        raise ConfigError(
+            f"{path}.{unknown[0]}: {node._target_} has no argument of that name. "
+            f"Keys of {path}: {', '.join(sorted(allowed))}."
+        )
+
+
+def arguments(target: Any) -> set[str]:
+    """Names of the arguments; "**" where any name is taken."""
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return {"**"}
+    return {"**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name for parameter in parameters}
+
+
+def refuse_multirun(is_multirun: bool, num_processes: int, environment: Mapping[str, str] = os.environ) -> None:
+    """A sweep whose processes start each other: every child would start the whole sweep again.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if not is_multirun or num_processes == 1 or any(name in environment for name in EXTERNAL_LAUNCHERS):
+        return
+    raise ConfigError(
+        f"--multirun with {num_processes} processes per run (trainer.devices x trainer.num_nodes) that start each "
+        "other: every one would start the sweep again. Start one run per command, or have the processes started "
+        "from outside: torchrun --nproc-per-node N -m lightning_gpp.cli.train --multirun ..., or "
+        "hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=N."
+    )

@@ -1,0 +1,37 @@
+"""Types of the strategy's configuration, so that a wrong key or value is refused when the configuration is composed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+
+@dataclass
+class StrategySchema:
+    """One field for each argument of `GPPStrategy` that a user sets; `configs/strategy/gpp.yaml` says what they mean."""
+
+    _target_: str
+    _convert_: str
+    schedule: str
+    num_micro_batches: int | None
+    micro_batch_size: int | None
+    stages: Any
+    plan: str | None
+    partitioner: str
+    num_pipelines: int | None
+    chain_baseline: bool
+    loss_reduction: str
+    self_check: Any
+    example_batch: Any
+    trace: bool
+    seed: int | None
+    timeout: float
+    failure_timeout: float
+    process_group_backend: str | None
+
+
+def register() -> None:
+    """Make the types known to Hydra as `strategy/gpp_schema`."""
+    ConfigStore.instance().store(group="strategy", name="gpp_schema", node=StrategySchema)
