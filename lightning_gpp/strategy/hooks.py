@@ -49,7 +49,7 @@ class SharedHooks:
         @functools.wraps(plain)
         def hook(*args: Any, **kwargs: Any) -> Any:
             recorder = LogRecorder(self.module)
-            with recorder.run(self.samples()):
+            with recorder.run(1 if name.endswith("epoch_end") else self.samples()):
                 result = self._call(name, plain, *args, **kwargs)
             stops = float(result == -1), float(self.module.trainer.should_stop)
             calls, values = self.logs.exchange(recorder if self.control.runs_step else None, stops)

@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import lightning.pytorch as pl
@@ -121,6 +122,8 @@ class LogRecorder:
         return str(path)
 
     def _scalar(self, name: str, value: Any) -> Tensor:
+        if not isinstance(value, Tensor | Number):
+            pl.LightningModule.log(self.module, name, value)  # raises, with Lightning's explanation
         if not isinstance(value, Tensor):
             return torch.tensor(float(value), dtype=torch.float64)
         if value.numel() != 1:
@@ -171,11 +174,12 @@ class LogExchange:
 
 
 def _flat(recorder: LogRecorder) -> list[float]:
-    """All values in one transfer from the device."""
+    """All values, in one transfer from the device they are on."""
     pairs = [entry.combined(call.reduction) for call, entry in recorder.calls.items()]
     if not pairs:
         return []
-    values = torch.stack([value.cpu() if value.device.type == "cpu" else value for value, _ in pairs]).tolist()
+    device = next((value.device for value, _ in pairs if value.device.type != "cpu"), torch.device("cpu"))
+    values = torch.stack([value.to(device, non_blocking=True) for value, _ in pairs]).tolist()
     return [number for value, (_, samples) in zip(values, pairs, strict=True) for number in (value, samples)]
 
 
