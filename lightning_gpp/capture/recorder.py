@@ -187,8 +187,8 @@ class Recorder(TorchFunctionMode):
         if not outputs and not changed:
             return
         call.mutated = [self._values[id(alias)] for alias in aliases]
-        self.recording.mutated.update(call.mutated)
-        self.recording.mutated.update(self._values[id(t)] for t in changed if id(t) in self._values)
+        changed_refs = [self._values[id(tensor)] for tensor in changed if id(tensor) in self._values]
+        call.overwritten = list(dict.fromkeys([*call.mutated, *changed_refs]))
         call.num_returned = len(outputs)
         self.recording.calls.append(call)
         self.network.append(call.scope != -1 or any(self.network[ref.call] for ref in call.refs()))

@@ -70,10 +70,14 @@ class Recorded:
     outputs: list[tuple[tuple[int, ...], str, bool]] = field(default_factory=list)
     result: Any = None
     mutated: list[Ref] = field(default_factory=list)
+    overwritten: list[Ref] = field(default_factory=list)
+    """Values as they were before this call changed them in place, returned ones included."""
     num_returned: int = 0
     flops: float = 0
     saved_bytes: float = 0
     random: bool = False
+    step_number: int = -1
+    """Among the step's own calls on network values, its number; -1 inside modules."""
 
     def refs(self) -> list[Ref]:
         leaves = pytree.tree_leaves((self.args, self.kwargs))
@@ -123,8 +127,6 @@ class Recording:
     """(attribute, scope, line) of reads of run-time values such as `current_epoch`."""
     logged: list[tuple[int, str]] = field(default_factory=list)
     """(scope, line) of calls of `self.log`."""
-    mutated: set[Ref] = field(default_factory=set)
-    """Values that a later call changes in place."""
 
     def network_calls(self) -> list[ModuleCall]:
         return [call for call in self.modules if call.parent == -1]

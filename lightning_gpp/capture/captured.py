@@ -1,0 +1,176 @@
+"""`capture`: from a LightningModule and one example batch to an operator graph and what is needed to run it in stages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_gpp.capture.batch import batch_size_of
+from lightning_gpp.capture.isolate import names_of
+from lightning_gpp.capture.merge import input_specs, merge
+from lightning_gpp.capture.network import Network, extract
+from lightning_gpp.capture.record import RunTime, record
+from lightning_gpp.capture.recording import Ref
+from lightning_gpp.errors import CaptureError
+from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
+from lightning_gpp.plan import STEP, Plan
+
+if TYPE_CHECKING:
+    from lightning_gpp.capture.pipeline import Pipeline
+
+SIZES = (4, 6)
+"""Numbers of samples that are recorded; even, because some losses pair samples."""
+
+OTHER_RUN_TIME = RunTime(batch_idx=1_000_003, current_epoch=1_000_033, global_step=1_000_037)
+
+
+@dataclass(slots=True)
+class Capture:
+    """What the user's step computes in its modules, for any number of samples."""
+
+    graph: OperatorGraph
+    network: Network
+    specs: list[list[TensorSpec]]
+    inputs: list[TensorSpec]
+    step: str
+    batch_size: int
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same modules with the same operators, whatever the batch size."""
+        parts = [f"{operator.target}|{operator.module}|{operator.parameters}" for operator in self.graph]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    def build(self, plan: Plan, module: nn.Module) -> Pipeline:
+        """The stages of a plan, running the modules of `module`.
+
+        Raises:
+            CaptureError: a cut goes through a module that can only run whole.
+        """
+        from lightning_gpp.capture.pipeline import build
+
+        return build(self, plan, module)
+
+
+def capture(
+    module: nn.Module,
+    batch: Any,
+    *,
+    step: str = "training_step",
+    batch_idx: int = 0,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    device: torch.device | str = "cpu",
+) -> Capture:
+    """Capture what `module.<step>(batch, batch_idx)` computes.
+
+    Needs no memory and no compute of the model: only shapes and dtypes of parameters and batch are looked at, so both
+    may be on the meta device. Nothing of the module or of the random number generators changes.
+
+    Args:
+        module: a LightningModule (or any module with a method named `step`).
+        batch: one example batch; its first dimension counts the samples.
+        context: entered around the step, for example autocast.
+        device: the device that the step believes it runs on.
+
+    Raises:
+        CaptureError: something cannot be captured; names the line, the reason and the ways out.
+    """
+    total = batch_size_of(batch)
+    _check_module(module, step)
+
+    def run(num_samples: int, run_time: RunTime) -> Network:
+        recording, recorder = record(
+            module,
+            batch,
+            step=step,
+            total=total,
+            num_samples=num_samples,
+            run_time=run_time,
+            context=context,
+            device=torch.device(device),
+        )
+        return extract(recording, recorder)
+
+    base, other_size = run(SIZES[0], RunTime(batch_idx=batch_idx)), run(SIZES[1], RunTime(batch_idx=batch_idx))
+    network, specs = merge(base, run(SIZES[0], OTHER_RUN_TIME), other_size)
+    inputs = input_specs(base, other_size)
+    flops = Affine(0, network.step_flops)
+    graph = _graph(module, network, specs, inputs, flops)
+    return Capture(graph=graph, network=network, specs=specs, inputs=inputs, step=step, batch_size=total)
+
+
+def _check_module(module: nn.Module, step: str) -> None:
+    if not callable(getattr(module, step, None)):
+        raise CaptureError(f"{type(module).__name__} has no method {step!r}; a LightningModule must define it.")
+
+
+def name_of(call: int, network: Network) -> str:
+    """The operator's name of a recorded call; inputs have negative numbers."""
+    if call < 0:
+        return f"input{-1 - call}"
+    return f"{call:04d}_{network.calls[call].target}"
+
+
+def _graph(
+    module: nn.Module, network: Network, specs: list[list[TensorSpec]], inputs: list[TensorSpec], step_flops: Affine
+) -> OperatorGraph:
+    graph = OperatorGraph()
+    for number, spec in enumerate(inputs):
+        graph.add(Operator(name=f"input{number}", target="input", module="@source", outputs=(spec,)))
+    names = {name for name, _ in module.named_parameters()}
+    for call, outputs in zip(network.calls, specs, strict=True):
+        states = list(dict.fromkeys(call.states()))
+        path = network.modules[call.scope].path if call.scope != -1 else ""
+        graph.add(
+            Operator(
+                name=name_of(call.index, network),
+                target=call.target,
+                module=path,
+                parameters=tuple(name for name in states if name in names),
+                buffers=tuple(name for name in states if name not in names),
+                outputs=tuple(outputs),
+                flops=call.flops,  # type: ignore[arg-type]
+                saved_bytes=call.saved_bytes,  # type: ignore[arg-type]
+                random=call.random,
+                cluster=f"checkpoint{call.checkpoint}" if call.checkpoint is not None else "",
+                line=call.line,
+            )
+        )
+        _connect(graph, network, call.refs(), name_of(call.index, network))
+    _add_step(graph, network, names, step_flops)
+    _add_sizes(graph, module)
+    return graph
+
+
+def _connect(graph: OperatorGraph, network: Network, refs: list[Ref], target: str) -> None:
+    for ref in refs:
+        graph.connect(name_of(ref.call, network), target, ref.output)
+
+
+def _add_step(graph: OperatorGraph, network: Network, names: set[str], flops: Affine) -> None:
+    graph.add(
+        Operator(
+            name="step",
+            target="step",
+            module=STEP,
+            parameters=tuple(name for name in network.step_states if name in names),
+            buffers=tuple(name for name in network.step_states if name not in names),
+            flops=flops,
+        )
+    )
+    _connect(graph, network, network.needed, "step")
+
+
+def _add_sizes(graph: OperatorGraph, module: nn.Module) -> None:
+    for tensor, name in names_of(module):
+        size = tensor.numel() * tensor.element_size()
+        if isinstance(tensor, nn.Parameter):
+            graph.parameter_bytes[name], graph.parameter_sizes[name] = size, tensor.numel()
+        else:
+            graph.buffer_bytes[name] = size

@@ -1,0 +1,301 @@
+"""Python source for a stage: calls of original modules where a whole module is in the stage, recorded calls elsewhere.
+
+    def forward(values, b):
+        input0 = values["input0"]
+        v3_0 = image_tower(input0)
+        v9_0 = cat([v3_0, v7_0], 1)
+        return {"v9_0": v9_0}
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gpp.capture.merge import Opaque
+from lightning_gpp.capture.network import Network
+from lightning_gpp.capture.recorder import refusal
+from lightning_gpp.capture.recording import Context, ModuleCall, ModuleRef, Recorded, Ref, Size, StateRef
+from lightning_gpp.errors import CaptureError
+
+Forward = Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]]
+
+
+def variable(ref: Ref) -> str:
+    """The name of a value, in the source and as a slot."""
+    return f"input{-1 - ref.call}" if ref.call < 0 else f"v{ref.call}_{ref.output}"
+
+
+@dataclass
+class StageCode:
+    """Writes the source of one stage.
+
+    Args:
+        mine: numbers of the recorded calls of this stage.
+        received: values that other stages or the source give.
+        wanted: values that others (or the step) read.
+    """
+
+    network: Network
+    module: nn.Module
+    mine: set[int]
+    received: list[Ref]
+    wanted: list[Ref]
+    lines: list[str] = field(default_factory=list)
+    names: dict[str, Any] = field(default_factory=dict)
+    used_states: set[str] = field(default_factory=set)
+    modules: list[str] = field(default_factory=list)
+    defined: set[str] = field(default_factory=set)
+
+    def compile(self) -> Forward:
+        for ref in self.received:
+            self._receive(ref)
+        self._emit(-1, 0, len(self.network.calls))
+        missing = [variable(ref) for ref in self.wanted if variable(ref) not in self.defined]
+        if missing:
+            raise CaptureError(f"Values {missing} are read by other stages but are inside a module that runs whole.")
+        results = ", ".join(f"{variable(ref)!r}: {self._sent(ref)}" for ref in self.wanted)
+        self.lines.append(f"return {{{results}}}")
+        return self._function()
+
+    def source(self) -> str:
+        return "def forward(values, b):\n" + "\n".join(f"    {line}" for line in _release(self.lines))
+
+    def _function(self) -> Forward:
+        exec(compile(self.source(), "<stage>", "exec"), self.names)
+        forward: Forward = self.names["forward"]
+        return forward
+
+    def _receive(self, ref: Ref) -> None:
+        name = variable(ref)
+        # A received tensor is a leaf of autograd; a leaf must not be changed in place.
+        copy = ".clone()" if any(ref in self.network.calls[number].overwritten for number in self.mine) else ""
+        self.lines.append(f"{name} = values[{name!r}]{copy}")
+        self.defined.add(name)
+
+    def _sent(self, ref: Ref) -> str:
+        return f"{variable(ref)}__kept" if self._keeps(ref) else variable(ref)
+
+    def _keeps(self, ref: Ref) -> bool:
+        """Whether a value must be copied for others, because this stage changes it in place afterwards."""
+        return ref.call >= 0 and any(ref in self.network.calls[number].overwritten for number in self.mine)
+
+    # --- structure
+
+    def _emit(self, scope: int, first: int, last: int) -> None:
+        """Emit what is directly inside a module call (or the step, scope -1), in recorded order."""
+        children = [m for m in self.network.modules if m.parent == scope and first <= m.first and m.last <= last]
+        calls = [c for c in self.network.calls[first:last] if c.scope == scope and c.index in self.mine]
+        items: list[ModuleCall | Recorded] = [*children, *calls]
+        items.sort(key=lambda item: (item.first, item.number) if isinstance(item, ModuleCall) else (item.index, 1 << 60))
+        for item in items:
+            if isinstance(item, Recorded):
+                self._emit_call(item)
+            elif any(number in self.mine for number in range(item.first, item.last)):
+                self._emit_module(item)
+
+    def _emit_module(self, call: ModuleCall) -> None:
+        inside = set(range(call.first, call.last))
+        if inside <= self.mine and self._whole(call, inside):
+            self._call_module(call, inside)
+        else:
+            self._check_cut(call)
+            self._emit(call.number, call.first, call.last)
+
+    def _whole(self, call: ModuleCall, inside: set[int]) -> bool:
+        """Whether the original module can be called: its arguments exist here, and nothing else leaves it."""
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        if any(isinstance(leaf, Opaque) for leaf in leaves):
+            return False
+        returned = {leaf for leaf in pytree.tree_leaves(call.result) if isinstance(leaf, Ref)}
+        outside = [c for c in self.network.calls[call.last :] if c.index not in inside]
+        read = {ref for c in outside for ref in c.refs() if ref.call in inside}
+        read |= {ref for ref in (*self.wanted, *self.network.needed) if ref.call in inside}
+        return all(ref in returned or self._is_alias(ref) for ref in read)
+
+    def _is_alias(self, ref: Ref) -> bool:
+        return ref.output >= self.network.calls[ref.call].num_returned
+
+    def _check_cut(self, call: ModuleCall) -> None:
+        recording = self.network.recording
+        for name, scope, line in recording.state_reads:
+            if scope == call.number:
+                raise refusal(
+                    line,
+                    f"`{name}` is read in a forward that is cut into stages, where its value would be frozen",
+                    "read it in the step, and pass it to the module as a tensor",
+                )
+        for scope, line in recording.logged:
+            if scope == call.number:
+                raise refusal(
+                    line, "a forward that is cut into stages logs a value", "return the value and log it in the step"
+                )
+
+    # --- lines
+
+    def _call_module(self, call: ModuleCall, inside: set[int]) -> None:
+        target = self._name(call.path.replace(".", "_") or "module", self.module.get_submodule(call.path))
+        self.modules.append(call.path)
+        self.used_states |= {name for number in inside for name in self.network.calls[number].states()}
+        if call.checkpoint is not None and self._region_of(call.parent) != call.checkpoint:
+            target = self._name("checkpoint", functools.partial(checkpoint, self.names[target], use_reentrant=False))
+        result = self._name("out", None) if not isinstance(call.result, Ref) else variable(call.result)
+        self._line(f"{result} = {target}({self._arguments(call.args, call.kwargs)})", call.context)
+        if not isinstance(call.result, Ref):
+            self._unpack(result, call.result)
+        else:
+            self.defined.add(result)
+        self._alias_outputs(sorted(inside))
+        for leaf in pytree.tree_leaves(call.result):
+            self._keep(leaf)
+
+    def _region_of(self, scope: int) -> int | None:
+        return self.network.modules[scope].checkpoint if scope >= 0 else None
+
+    def _emit_call(self, call: Recorded) -> None:
+        if any(isinstance(leaf, Opaque) for leaf in pytree.tree_leaves((call.args, call.kwargs))):
+            raise refusal(
+                call.line,
+                f"`{call.target}` takes an object that is made anew in every run, in a forward that is cut into stages",
+                "let the module that makes the object run whole (list it in strategy.stages)",
+            )
+        if call.checkpoint is not None and self._region_of(call.scope) != call.checkpoint:
+            raise refusal(
+                call.line,
+                "activation checkpointing spans more than one module call in a forward that is cut into stages, "
+                "and would be lost",
+                "checkpoint whole submodules: checkpoint(self.block, x)",
+            )
+        self.used_states |= set(call.states())
+        target = self._name(re.sub(r"\W", "_", call.target), call.function)
+        simple = isinstance(call.result, Ref)
+        result = variable(call.result) if simple else self._name("out", None)
+        self._line(f"{result} = {target}({self._arguments(call.args, call.kwargs)})", call.context)
+        if simple:
+            self.defined.add(result)
+        else:
+            self._unpack(result, call.result)
+        self._alias_outputs([call.index])
+        for number in range(len(call.outputs)):
+            self._keep(Ref(call.index, number))
+
+    def _unpack(self, result: str, tree: Any) -> None:
+        refs = [(i, leaf) for i, leaf in enumerate(pytree.tree_leaves(tree)) if isinstance(leaf, Ref)]
+        flat = isinstance(tree, tuple | list) and all(isinstance(item, Ref) for item in tree)
+        if refs and not flat:
+            self.names["leaves"] = pytree.tree_leaves
+            self.lines.append(f"{result} = leaves({result})")
+        for position, ref in refs:
+            self.lines.append(f"{variable(ref)} = {result}[{position}]")
+            self.defined.add(variable(ref))
+
+    def _alias_outputs(self, numbers: Iterable[int]) -> None:
+        """Earlier values that were changed in place keep their object and get a new name."""
+        for number in numbers:
+            call = self.network.calls[number]
+            for position, before in enumerate(call.mutated):
+                if variable(before) in self.defined:
+                    name = variable(Ref(number, call.num_returned + position))
+                    self.lines.append(f"{name} = {variable(before)}")
+                    self.defined.add(name)
+
+    def _keep(self, ref: Any) -> None:
+        if isinstance(ref, Ref) and ref in self.wanted and self._keeps(ref):
+            self.lines.append(f"{variable(ref)}__kept = {variable(ref)}.clone()")
+
+    def _line(self, text: str, context: Context) -> None:
+        ambient = self.network.recording.ambient
+        if context == ambient:
+            self.lines.append(text)
+        else:
+            manager = self._name("context", functools.partial(_modes, context, ambient))
+            self.lines.append(f"with {manager}(): {text}")
+
+    # --- expressions
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        parts = [self._expression(arg) for arg in args]
+        parts += [f"{name}={self._expression(value)}" for name, value in kwargs.items()]
+        return ", ".join(parts)
+
+    def _expression(self, value: Any) -> str:
+        if isinstance(value, Ref):
+            return variable(value)
+        if isinstance(value, StateRef):
+            return self._state(value.name)
+        if isinstance(value, Size):
+            return f"({int(value.value.per_sample)} * b + {int(value.value.fixed)})"
+        if isinstance(value, ModuleRef):
+            return self._name("module", self.module.get_submodule(value.path))
+        if value is None or value is Ellipsis or isinstance(value, bool | int | str):
+            return repr(value)
+        return self._container(value)
+
+    def _container(self, value: Any) -> str:
+        if type(value) is slice:
+            return f"slice({', '.join(self._expression(x) for x in (value.start, value.stop, value.step))})"
+        if type(value) in (list, tuple):
+            items = "".join(f"{self._expression(item)}, " for item in value)
+            return f"[{items}]" if type(value) is list else f"({items})"
+        if type(value) is dict:
+            return "{" + ", ".join(f"{k!r}: {self._expression(v)}" for k, v in value.items()) + "}"
+        leaves, structure = pytree.tree_flatten(value)
+        if len(leaves) == 1 and leaves[0] is value:
+            return self._name("constant", value)
+        self.names["unflatten"] = pytree.tree_unflatten
+        return f"unflatten([{', '.join(map(self._expression, leaves))}], {self._name('structure', structure)})"
+
+    def _state(self, name: str) -> str:
+        owner, _, attribute = name.rpartition(".")
+        self.used_states.add(name)
+        self.names["getattr"] = getattr
+        return f"getattr({self._name('owner', self.module.get_submodule(owner))}, {attribute!r})"
+
+    def _name(self, stem: str, value: Any) -> str:
+        """A name in the source's namespace that stands for a value."""
+        for number in range(len(self.names) + 2):
+            name = f"{stem}_{number}"
+            if name not in self.names:
+                self.names[name] = value
+                return name
+        raise AssertionError("unreachable: there are more numbers than names")
+
+
+@contextmanager
+def _modes(context: Context, ambient: Context) -> Any:
+    """Enter the grad and autocast modes a call was recorded under, as far as the user's code set them."""
+    with ExitStack() as stack:
+        if context.grad != ambient.grad:
+            stack.enter_context(torch.set_grad_enabled(context.grad))
+        for (device, enabled, dtype), before in zip(context.autocast, ambient.autocast, strict=True):
+            if (device, enabled, dtype) != before and (device == "cpu" or torch.cuda.is_available()):
+                manager: AbstractContextManager[Any] = torch.autocast(device, enabled=enabled, dtype=dtype)
+                stack.enter_context(manager)
+        yield
+
+
+def _release(lines: list[str]) -> list[str]:
+    """Drop every value after the line that reads it last, so that memory is free as early as in eager code."""
+    last: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        for name in re.findall(r"\b(?:v\d+_\d+|input\d+|out_\d+)\b", line):
+            last[name] = number
+    ends: dict[int, list[str]] = {}
+    for name, number in last.items():
+        if not lines[number].startswith("return"):
+            ends.setdefault(number, []).append(name)
+    released: list[str] = []
+    for number, line in enumerate(lines):
+        released.append(line)
+        if number in ends:
+            released.append(" = ".join(ends[number]) + " = None")
+    return released

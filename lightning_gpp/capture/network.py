@@ -1,0 +1,185 @@
+"""The part of a recording that becomes stages: module calls of the step, and what the step computes between them.
+
+Everything before is the source's, everything after is the step's: both run as the user's Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lightning_gpp.capture.recorder import Recorder, refusal
+from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref, StateRef
+
+InputKey = tuple[str, int, int]
+"""Where the source finds an input: ("call", network call number, leaf of its arguments), or ("glue", number of the
+step's call that mixes it with a network value, leaf of that call's arguments)."""
+
+
+@dataclass(slots=True)
+class Network:
+    """Calls are renumbered from 0; input number i is `Ref(-1 - i)`. `glue_scopes`: calls at the level of the step."""
+
+    inputs: list[InputKey]
+    input_outputs: list[tuple[tuple[int, ...], str, bool]]
+    calls: list[Recorded]
+    modules: list[ModuleCall]
+    needed: list[Ref]
+    """Values that the step reads, as answers of network calls."""
+    step_states: list[str]
+    step_flops: float
+    recording: Recording
+
+    def network_calls(self) -> list[ModuleCall]:
+        return [call for call in self.modules if call.parent == -1]
+
+
+def extract(recording: Recording, recorder: Recorder) -> Network:
+    """Cut the network out of a recording.
+
+    Raises:
+        CaptureError: the step trains parameters before its first network call, or hands a module a value that is not
+            an argument of its call.
+    """
+    tops = recording.network_calls()
+    if not tops:
+        raise refusal("its first line", "it calls no submodule that has parameters", "call modules, not functions")
+    return _Extraction(recording, recorder, tops).run()
+
+
+class _Extraction:
+    def __init__(self, recording: Recording, recorder: Recorder, tops: list[ModuleCall]) -> None:
+        self.recording, self.network, self.uses, self.tops = recording, recorder.network, recorder.uses, tops
+        self.glue = self._glue()
+        kept = [c.index for c in recording.calls if c.scope != -1 or c.index in self.glue]
+        self.number = {index: number for number, index in enumerate(kept)}
+        self.inputs: dict[Ref, tuple[int, InputKey]] = {}
+
+    def run(self) -> Network:
+        self._find_inputs()
+        modules = [self._renumber_module(call) for call in self.recording.modules]
+        positions = {call.index: number for number, call in enumerate(self._step_calls())}
+        calls = [self._renumber(self.recording.calls[index], positions.get(index, -1)) for index in self.number]
+        after = [c for c in self.recording.calls if c.index not in self.number]
+        self._check_source(after)
+        return Network(
+            inputs=[key for _, key in self.inputs.values()],
+            input_outputs=[self.recording.calls[ref.call].outputs[ref.output] for ref in self.inputs],
+            calls=calls,
+            modules=modules,
+            needed=self._needed(after),
+            step_states=sorted({name for call in after for name in call.states()}),
+            step_flops=sum(call.flops for call in after),
+            recording=self.recording,
+        )
+
+    def _step_calls(self) -> list[Recorded]:
+        """Calls at the level of the step that read a network value, up to the last network call, in order."""
+        last = self.tops[-1].first
+        return [c for c in self.recording.calls[:last] if c.scope == -1 and self.network[c.index]]
+
+    def _glue(self) -> set[int]:
+        """Of these, the ones that a later network call depends on."""
+        wanted = {ref.call for top in self.tops for ref in _refs((top.args, top.kwargs))}
+        glue: set[int] = set()
+        for call in reversed(self._step_calls()):
+            if call.index in wanted:
+                glue.add(call.index)
+                wanted.update(ref.call for ref in call.refs())
+        return glue
+
+    def _find_inputs(self) -> None:
+        for number, top in enumerate(self.tops):
+            for leaf, ref in enumerate(pytree.tree_leaves((top.args, top.kwargs))):
+                self._add_input(ref, ("call", number, leaf))
+        for number, call in enumerate(self._step_calls()):
+            if call.index in self.glue:
+                for leaf, ref in enumerate(pytree.tree_leaves((call.args, call.kwargs))):
+                    self._add_input(ref, ("glue", number, leaf))
+
+    def _add_input(self, ref: Any, key: InputKey) -> None:
+        if isinstance(ref, Ref) and not self.network[ref.call] and ref not in self.inputs:
+            self.inputs[ref] = (len(self.inputs), key)
+
+    def _new(self, ref: Ref, line: str) -> Ref:
+        if ref.call in self.number:
+            return Ref(self.number[ref.call], ref.output)
+        if ref in self.inputs:
+            return Ref(-1 - self.inputs[ref][0], 0)
+        raise refusal(
+            line,
+            "a module reads a tensor that the step computed but did not pass to the module's call",
+            "pass it as an argument",
+        )
+
+    def _map(self, tree: Any, line: str) -> Any:
+        return pytree.tree_map(lambda leaf: self._new(leaf, line) if isinstance(leaf, Ref) else leaf, tree)
+
+    def _renumber(self, call: Recorded, step_number: int) -> Recorded:
+        return replace(
+            call,
+            step_number=step_number,
+            index=self.number[call.index],
+            args=self._map(call.args, call.line),
+            kwargs=self._map(call.kwargs, call.line),
+            mutated=[self._new(ref, call.line) for ref in call.mutated],
+            overwritten=[self._new(ref, call.line) for ref in call.overwritten],
+            result=self._map(call.result, call.line),
+        )
+
+    def _renumber_module(self, call: ModuleCall) -> ModuleCall:
+        return replace(
+            call,
+            args=self._map(call.args, call.line),
+            kwargs=self._map(call.kwargs, call.line),
+            result=self._map(call.result, call.line),
+            first=self._position(call.first),
+            last=self._position(call.last),
+        )
+
+    def _position(self, index: int) -> int:
+        return sum(1 for kept in self.number if kept < index)
+
+    def _needed(self, after: list[Recorded]) -> list[Ref]:
+        """Network values that the step reads; all answers where the recording could not see the whole step."""
+        answers = [ref for top in self.tops for ref in _refs(top.result)]
+        used = [ref for call in after for ref in call.refs()] + self.uses
+        escaped = [ref for ref in used if ref.call in self.number and ref.call not in self.glue and ref not in answers]
+        for ref in escaped:
+            call = self.recording.calls[ref.call]
+            raise refusal(
+                call.line,
+                "the step reads a tensor that a module computed but did not return",
+                "return it from the module's forward",
+            )
+        if not self.recording.complete:
+            used = answers
+        wanted = dict.fromkeys(ref for ref in used if ref in set(answers))
+        return [self._new(ref, "the step") for ref in wanted if ref.call in self.number or ref in self.inputs]
+
+    def _check_source(self, after: list[Recorded]) -> None:
+        for call in after:
+            if not self.network[call.index] and any(grad for _, _, grad in call.outputs):
+                reached = any(ref.call == call.index for ref in self.inputs)
+                if reached:
+                    raise refusal(
+                        call.line,
+                        "the step uses a parameter in front of its first module call",
+                        "use the parameter inside a module's forward",
+                    )
+
+
+def _refs(tree: Any) -> list[Ref]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
+
+
+def states_of(call: Recorded) -> list[str]:
+    return [leaf.name for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, StateRef)]
+
+
+def is_constant(leaf: Any) -> bool:
+    """Whether a value can stand in a replay as it is."""
+    return not isinstance(leaf, torch.Tensor) or type(leaf) in (torch.Tensor, torch.nn.Parameter)

@@ -1,0 +1,276 @@
+"""The user's step at run time: run up to its network calls to get their inputs, and run whole with the calls answered."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from lightning_gpp.capture.batch import batch_size_of, slice_batch
+from lightning_gpp.capture.code import variable
+from lightning_gpp.capture.network import InputKey, Network
+from lightning_gpp.capture.recorder import refusal
+from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, Size
+from lightning_gpp.errors import CaptureError, ShapeError
+from lightning_gpp.graph import TensorSpec
+from lightning_gpp.runtime.stage import LOSS, MicroBatch
+
+
+class _Stopped(BaseException):
+    """Ends the step after its last network call; not an Exception, so that user code does not catch it."""
+
+
+Answer = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextmanager
+def answered(modules: Mapping[str, nn.Module], answer: Answer) -> Iterator[None]:
+    """Within the context, a call of one of the modules is answered by `answer(call number, module, args, kwargs)`."""
+    calls = iter(range(1 << 30))
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return answer(next(calls), self, args, kwargs)
+
+    classes = [(module, type(module)) for module in modules.values()]
+    try:
+        for module, kind in classes:
+            module.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+        yield
+    finally:
+        for module, kind in classes:
+            module.__class__ = kind
+
+
+class _Holes(TorchFunctionMode):
+    """Answers calls on values that are not here with meta tensors, and notes what real values they are mixed with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holes: dict[int, torch.Tensor] = {}
+        self.calls: list[list[Any]] = []
+
+    def add(self, tree: Any) -> Any:
+        self.holes.update({id(leaf): leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)})
+        return tree
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs or {}))
+        if not any(id(leaf) in self.holes for leaf in leaves):
+            return func(*args, **(kwargs or {}))
+        on_meta = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(on_meta, structure)
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            self.calls.append(leaves)
+            self.add(result)
+        return result
+
+
+@dataclass
+class UserStep:
+    """The step of one mini-batch, micro-batch by micro-batch. `outputs`: what the step returned for each."""
+
+    network: Network
+    module: nn.Module
+    specs: list[list[TensorSpec]]
+    input_keys: dict[str, InputKey]
+    input_specs: dict[str, TensorSpec]
+    returns_loss: bool
+    outputs: list[tuple[MicroBatch, Any]] = field(default_factory=list)
+    _batch: Any = None
+    _invoke: Callable[[Any], Any] | None = None
+    _seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._calls = self.network.network_calls()
+        self._modules = {call.path: self.module.get_submodule(call.path) for call in self._calls}
+        self._paths = {id(module): path for path, module in self._modules.items()}
+        self._mixes = any(call.scope == -1 for call in self.network.calls)
+        self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
+
+    def begin(self, batch: Any, invoke: Callable[[Any], Any], seed: int) -> None:
+        """Take the mini-batch of this pipeline replica. `invoke(samples)` calls the user's step; `seed` of its draws."""
+        self._batch, self._invoke, self._seed = batch, invoke, seed
+        self.outputs = []
+
+    def end(self) -> None:
+        self._batch = self._invoke = None
+        self.outputs = []
+
+    # --- source
+
+    def inputs(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Run the step up to its last network call; the arguments of these calls, by slot name.
+
+        Raises:
+            CaptureError: the step calls its modules in another way than when it was captured.
+        """
+        found: dict[str, torch.Tensor] = {}
+        holes = _Holes()
+
+        def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = self._expect(number, module)
+            self._take(found, call, number, args, kwargs, holes)
+            if number == len(self._calls) - 1:
+                raise _Stopped
+            return holes.add(self._result(call, lambda ref: self._hole(ref, micro_batch.num_samples)))
+
+        with answered(self._modules, answer), self._draws(micro_batch.index), torch.no_grad():
+            try:
+                with holes if self._mixes else _nothing():
+                    self._call(micro_batch)
+            except _Stopped:
+                pass
+        self._take_mixed(found, holes)
+        return self._checked(found, micro_batch)
+
+    def _expect(self, number: int, module: nn.Module) -> ModuleCall:
+        path = self._paths[id(module)]
+        if number >= len(self._calls) or self._calls[number].path != path:
+            wanted = self._calls[number].path if number < len(self._calls) else "nothing"
+            raise refusal(
+                self._calls[min(number, len(self._calls) - 1)].line,
+                f"the step calls {path or 'the module'!r} where it called {wanted!r} when it was captured",
+                "let the step call the same modules in the same order for every batch",
+            )
+        return self._calls[number]
+
+    def _take(
+        self,
+        found: dict[str, torch.Tensor],
+        call: ModuleCall,
+        number: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        holes: _Holes,
+    ) -> None:
+        leaves = pytree.tree_leaves((args, kwargs))
+        captured = pytree.tree_leaves((call.args, call.kwargs))
+        self._compare(captured, leaves, holes, call)
+        for name, key in self.input_keys.items():
+            if key[:2] == ("call", number):
+                found[name] = leaves[key[2]]
+
+    def _compare(self, captured: list[Any], leaves: list[Any], holes: _Holes, call: ModuleCall | Recorded) -> None:
+        """Python values that were captured must be the same now: nothing is frozen silently."""
+        if len(captured) != len(leaves):
+            raise refusal(call.line, "the call has other arguments than when it was captured", "keep them the same")
+        for before, now in zip(captured, leaves, strict=True):
+            frozen = isinstance(before, bool | int | float | str) or before is None
+            if frozen and not isinstance(now, torch.Tensor) and before != now and not isinstance(before, Size):
+                raise refusal(
+                    call.line,
+                    f"an argument was {before!r} when the step was captured and is {now!r} now",
+                    "pass values that change as tensors",
+                )
+
+    def _take_mixed(self, found: dict[str, torch.Tensor], holes: _Holes) -> None:
+        for number, call in self._glue.items():
+            leaves = holes.calls[number]
+            self._compare(pytree.tree_leaves((call.args, call.kwargs)), leaves, holes, call)
+            for name, key in self.input_keys.items():
+                if key[:2] == ("glue", number):
+                    found[name] = leaves[key[2]]
+
+    def _checked(self, found: dict[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        for name, tensor in found.items():
+            spec = self.input_specs[name]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if tuple(tensor.shape) != spec.sizes(micro_batch.num_samples) or dtype != spec.dtype:
+                kind, number, leaf = self.input_keys[name]
+                raise ShapeError(
+                    f"Input {leaf} of {kind} {number} ({self._calls[number].path or 'the module'!r}) has shape "
+                    f"{tuple(tensor.shape)} ({dtype}) for {micro_batch.num_samples} samples; the captured batch had "
+                    f"{tuple(map(str, spec.shape))} ({spec.dtype}) for b samples. Pad to one shape, or give an "
+                    "example batch of this shape (strategy.example_batch)."
+                )
+        return found
+
+    # --- step
+
+    def run(self, micro_batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run the whole step, with its network calls answered from `values`; `{LOSS: loss}` in training.
+
+        Values that the step did not use when it was captured are meta tensors: reading them is an error of torch.
+        """
+
+        def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = self._expect(number, module)
+            return self._result(call, lambda ref: self._value(ref, values, micro_batch))
+
+        with answered(self._modules, answer), self._draws(micro_batch.index):
+            mode = _Holes() if self._mixes else _nothing()
+            with mode:
+                output = self._call(micro_batch)
+        self.outputs.append((micro_batch, output))
+        return {LOSS: loss_of(output)} if self.returns_loss else {}
+
+    def _value(self, ref: Ref, values: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
+        value = values.get(variable(ref))
+        return self._hole(ref, micro_batch.num_samples) if value is None else value
+
+    # --- both
+
+    def _call(self, micro_batch: MicroBatch) -> Any:
+        if self._invoke is None:
+            raise CaptureError("The user's step was asked to run without a batch; call begin() first.")
+        total = batch_size_of(self._batch)
+        return self._invoke(slice_batch(self._batch, micro_batch.start, micro_batch.stop, total))
+
+    def _result(self, call: ModuleCall, value: Callable[[Ref], torch.Tensor]) -> Any:
+        return pytree.tree_map(lambda leaf: value(leaf) if isinstance(leaf, Ref) else leaf, call.result)
+
+    def _hole(self, ref: Ref, num_samples: int) -> torch.Tensor:
+        name = variable(ref)
+        spec = self.input_specs[name] if ref.call < 0 else self.specs[ref.call][ref.output]
+        return torch.empty(spec.sizes(num_samples), dtype=getattr(torch, spec.dtype), device="meta")
+
+    @contextmanager
+    def _draws(self, index: int) -> Iterator[None]:
+        """The step's own random streams, the same for the source and the step; the user's go on undisturbed."""
+        python, numpy, generator = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        seed = (self._seed * 1_000_003 + index) % (1 << 63)
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_rng_state(generator)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss that a training step returned.
+
+    Raises:
+        CaptureError: there is none, or it is not a scalar.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise CaptureError(
+            f"training_step must return the loss as a scalar tensor, or a dict with it under 'loss'; it returned {what}. "
+            "A step cannot be skipped by returning None in a pipeline: return a zero loss (for example 0 * loss)."
+        )
+    return loss
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def slots_of(keys: Sequence[InputKey]) -> dict[str, InputKey]:
+    return {f"input{number}": key for number, key in enumerate(keys)}
