@@ -1,15 +1,19 @@
-"""From module paths to stages: which operators each stage computes, what flows between stages, and the plan that says so."""
+"""From module paths to stages: which operators a stage computes, what flows between stages, and the plan of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import networkx as nx
 
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage, topological
+
+DATA: Final = "@source"
+"""The module name of operators that stand for the data."""
 
 Assignment = dict[str, tuple[int, ...]]
 """For every operator the stages that compute it. Cheap glue that several stages read is computed in each of them."""
@@ -26,20 +30,29 @@ class StageDraft:
 
 
 def assign(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> Assignment:
-    """Give every operator to the stage that lists the longest prefix of its module path; glue goes to its consumers.
+    """Give every operator to the stage that lists the longest prefix of its module path, and place the glue.
+
+    Glue are the operators outside of all listed modules. No placement of it makes one stage wait for another that it
+    does not need anyway, so that branches stay independent:
+
+    * read by one stage: it goes there, or to the stage that makes all it reads where that sends fewer bytes;
+    * read by several, of values that one stage makes or waits for: it goes to that stage (residual sums);
+    * read by several, of data or of several branches (masks): each reader computes it for itself. Operators that draw
+      random numbers, use parameters, or belong to a cluster are never repeated: the first reader computes these.
 
     Raises:
         PlanError: a module is listed twice.
     """
-    owners = _owners(stage_modules)
-    assignment: Assignment = {}
-    clusters: dict[str, tuple[int, ...]] = {}
+    placed = _Placement(graph, _owners(stage_modules))
     for operator in reversed(list(graph)):
-        stages = clusters.get(operator.cluster) or _stages_of(operator, graph, owners, assignment)
-        if operator.cluster and stages:
-            clusters[operator.cluster] = stages
-        assignment[operator.name] = stages
-    return assignment
+        placed.place(operator)
+    return placed.assignment
+
+
+def forced(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
+    """Pairs of stages (SOURCE left out): the second reads, itself or through glue, what modules of the first make."""
+    owners = _owned(graph, _owners(stage_modules))
+    return _forced(graph, owners, _makers(graph, owners))
 
 
 def _owners(stage_modules: Sequence[Sequence[str]]) -> dict[str, int]:
@@ -55,24 +68,81 @@ def _owners(stage_modules: Sequence[Sequence[str]]) -> dict[str, int]:
 def owner_of(module: str, owners: dict[str, int]) -> int | None:
     """The value of the longest prefix (in whole path parts) of `module` among `owners`."""
     while module not in owners:
-        if not module or module == STEP:
+        if not module or module in (STEP, DATA):
             return None
         module = module.rpartition(".")[0]
     return owners[module]
 
 
-def _stages_of(
-    operator: Operator, graph: OperatorGraph, owners: dict[str, int], assignment: Assignment
-) -> tuple[int, ...]:
-    if operator.target == "input":
-        return (SOURCE,)
-    owner = owner_of(operator.module, owners)
-    if owner is not None:
-        return (owner,)
-    consumers = sorted({stage for name in graph.nx.successors(operator.name) for stage in assignment[name]})
-    if len(consumers) <= 1 or _may_repeat(operator):
-        return tuple(consumers)
-    return (consumers[0],)
+def _owned(graph: OperatorGraph, owners: dict[str, int]) -> dict[str, int]:
+    """The stage of every operator in a listed module, or in one cluster with such an operator."""
+    owned: dict[str, int] = {}
+    clusters: dict[str, int] = {}
+    for operator in graph:
+        owner = owner_of(operator.module, owners)
+        if owner is not None and operator.target != "input":
+            owned[operator.name] = owner
+            clusters[operator.cluster] = owner
+    tied = (operator for operator in graph if operator.cluster and operator.cluster in clusters)
+    return owned | {operator.name: clusters[operator.cluster] for operator in tied}
+
+
+def _makers(graph: OperatorGraph, owned: dict[str, int]) -> dict[str, frozenset[int]]:
+    """For every operator the stages whose modules make what it reads, directly or through glue."""
+    makers: dict[str, frozenset[int]] = {}
+    for operator in graph:
+        found: set[int] = set()
+        for source in graph.nx.predecessors(operator.name):
+            found |= {owned[source]} if source in owned else makers[source]
+        makers[operator.name] = frozenset(found)
+    return makers
+
+
+def _forced(graph: OperatorGraph, owned: dict[str, int], makers: dict[str, frozenset[int]]) -> set[tuple[int, int]]:
+    return {(maker, stage) for name, stage in owned.items() for maker in makers[name] if maker != stage}
+
+
+class _Placement:
+    """The stages of operators, filled from the last operator to the first."""
+
+    def __init__(self, graph: OperatorGraph, owners: dict[str, int]) -> None:
+        self.graph = graph
+        self.owned = _owned(graph, owners)
+        self.makers = _makers(graph, self.owned)
+        order = nx.DiGraph(sorted(_forced(graph, self.owned, self.makers)))
+        self.ancestors = {stage: nx.ancestors(order, stage) for stage in order}
+        self.clusters: dict[str, tuple[int, ...]] = {}
+        self.assignment: Assignment = {}
+
+    def place(self, operator: Operator) -> None:
+        stages = self.clusters.get(operator.cluster) or self._stages_of(operator)
+        if operator.cluster and stages:
+            self.clusters[operator.cluster] = stages
+        self.assignment[operator.name] = stages
+
+    def _stages_of(self, operator: Operator) -> tuple[int, ...]:
+        if operator.target == "input":
+            return (SOURCE,)
+        if operator.name in self.owned:
+            return (self.owned[operator.name],)
+        readers = sorted({stage for name in self.graph.nx.successors(operator.name) for stage in self.assignment[name]})
+        last = self._last_maker(operator)
+        if last is not None and (len(readers) > 1 or (readers and self._shrinks(operator))):
+            return (last,)
+        return tuple(readers) if _may_repeat(operator) else tuple(readers[:1])
+
+    def _last_maker(self, operator: Operator) -> int | None:
+        """The stage that makes what the operator reads, and waits for all others that do; None where there is none."""
+        makers = self.makers[operator.name]
+        last = [stage for stage in makers if makers - {stage} <= self.ancestors.get(stage, set())]
+        return last[0] if len(last) == 1 else None
+
+    def _shrinks(self, operator: Operator) -> bool:
+        """Whether an operator makes fewer bytes than it reads; what comes from the data is read anywhere."""
+        edges = self.graph.nx.in_edges(operator.name, data="outputs")
+        read = [(self.graph[source], outputs) for source, _, outputs in edges if self.graph[source].target != "input"]
+        size = sum(source.outputs[output].bytes(1) for source, outputs in read for output in outputs)
+        return bool(sum(spec.bytes(1) for spec in operator.outputs) < size)
 
 
 def _may_repeat(operator: Operator) -> bool:
@@ -100,9 +170,7 @@ def make_plan(
     Raises:
         PlanError: the stages form a cycle, or the drafts contradict themselves.
     """
-    assignment = assign(graph, [draft.modules for draft in drafts])
-    pairs = [pair for pair in crossing(graph, assignment) if pair[0] != SOURCE]
-    order = _order(drafts, pairs)
+    order = _order(drafts, sorted(forced(graph, [draft.modules for draft in drafts])))
     drafts = [drafts[index] for index in order]
     assignment = assign(graph, [draft.modules for draft in drafts])
     edges = tuple(_edge(graph, pair, values) for pair, values in sorted(crossing(graph, assignment).items()))
