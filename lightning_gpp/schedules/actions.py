@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from lightning_gpp.errors import ScheduleError
 
@@ -18,9 +19,11 @@ class Kind(Enum):
     FORWARD = "F"
     BACKWARD = "B"
 
+    __hash__ = object.__hash__
+    """Members are single objects; programs look actions up by the hundred thousand, and the default is slow."""
 
-@dataclass(frozen=True, slots=True, order=False)
-class Action:
+
+class Action(NamedTuple):
     """`2F0`: stage 2, forward, micro-batch 0."""
 
     stage: int

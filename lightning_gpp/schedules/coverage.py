@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 from lightning_gpp.errors import VerificationError
 from lightning_gpp.schedules.messages import Part, carries_gradient, message_between, parts_of
@@ -49,11 +48,15 @@ def _fits(program: Program, number: int, message: Message, parts: dict[int, Part
 
 
 def _check_single(program: Program) -> None:
-    if len({replace(message, id=0) for message in program.messages}) < len(program.messages):
+    if len(set(map(_ends, program.messages))) < len(program.messages):
         raise VerificationError("The program holds the same message twice.")
     for name, links in (("inputs", program.inputs), ("outputs", program.outputs)):
         if sum(map(len, links.values())) != len(program.messages):
             raise VerificationError(f"The program's {name} list a message that does not exist, or one twice.")
+
+
+def _ends(message: Message) -> tuple[object, ...]:
+    return message.edge, message.gradient, message.src, message.producer, message.dst, message.consumer
 
 
 def _check_sums(program: Program, parts: dict[int, Parts]) -> None:

@@ -45,6 +45,8 @@ class Op(Enum):
     WAIT = "wait"
     """Wait until a posted message has arrived."""
 
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
