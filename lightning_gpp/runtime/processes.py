@@ -1,0 +1,169 @@
+"""Operating-system processes of a job: who they are, how they ended, and how to end them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+_STATE, _START_TIME, _EXIT_STATUS = 0, 19, 49
+"""Places in /proc/PID/stat, counted after the command (proc(5): fields 3, 22 and 52)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessIdentity:
+    """A process, recognisable from another process.
+
+    `machine` is equal for two processes only if they may send each other signals by `pid`: same boot of the same kernel
+    and same pid namespace. `started` (clock ticks since boot) tells a process from a later one with the same number.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started: int
+
+    @classmethod
+    def current(cls) -> ProcessIdentity:
+        pid = os.getpid()
+        fields = _stat(pid)
+        return cls(
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=pid,
+            started=int(fields[_START_TIME]) if fields else 0,
+        )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its pid means something in this process."""
+        return self.machine == _machine()
+
+    def state(self) -> str:
+        """`R`, `S`, `T` (stopped) ... as in proc(5), `Z` or "" when it is gone, `?` when that is not known here."""
+        if not self.is_here:
+            return "?"
+        fields = self._stat()
+        return fields[_STATE] if fields else ("" if sys.platform == "linux" or not _exists(self.pid) else "?")
+
+    def ending(self, patience: float = 0.3) -> str:
+        """How it ended, as far as that is known here: a verb phrase. Waits up to `patience` seconds for the end."""
+        deadline = time.monotonic() + patience
+        while self.state() not in ("", "Z", "?") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        fields = self._stat() if self.is_here else []
+        if fields and fields[_STATE] == "Z":
+            return _ending(int(fields[_EXIT_STATUS]))
+        return "was killed or exited without finishing"
+
+    def kill(self) -> bool:
+        """SIGKILL, if it can be reached from here and is still there. Returns whether a signal was sent."""
+        if self.state() in ("", "Z", "?"):
+            return False
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, signal.SIGKILL)
+            return True
+        return False
+
+    def _stat(self) -> list[str]:
+        fields = _stat(self.pid)
+        return fields if fields and int(fields[_START_TIME]) == self.started else []
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _ending(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"exited with code {os.WEXITSTATUS(status)} without finishing"
+
+
+def bind_to_parent(parent: int | None = None) -> None:
+    """Let this process be killed by the kernel as soon as its parent ends (Linux; elsewhere nothing happens).
+
+    For processes that a launcher started and would leave behind. `parent` is the expected parent's pid: if that one has
+    gone already, this process ends here. The kernel's signal is SIGKILL, which leaves no time for a message: release
+    the binding with `release_from_parent` once a `FailureMonitor` runs, which notices the same and says so.
+    """
+    _set_parent_death_signal(signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def release_from_parent() -> None:
+    """Undo `bind_to_parent`."""
+    _set_parent_death_signal(0)
+
+
+def _set_parent_death_signal(number: int) -> None:
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def say(text: str) -> None:
+    """Write to stderr, at once and in one piece, but never wait longer than a second for it."""
+    bounded(lambda: _print(text))
+
+
+def exit_now(code: int) -> None:
+    """End this process from any thread, whatever its main thread is doing; its worker processes end first."""
+    bounded(_flush)
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
+
+
+def bounded(function: Callable[[], None], seconds: float = 1.0) -> None:
+    """Run `function`, but do not wait for it longer than `seconds`: a full pipe must not stop a process from ending."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()

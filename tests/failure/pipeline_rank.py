@@ -1,0 +1,127 @@
+"""One rank of a small pipeline of point-to-point exchanges, with a fault in it; and the job of such ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_gpp.runtime.failure import FailureMonitor
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "lightning_gpp.runtime.failure"])
+
+STEP_OF_FAULT = 50
+Body = Callable[["Rank"], None]
+
+
+@dataclass
+class Rank:
+    """What a body of a test knows."""
+
+    rank: int
+    world_size: int
+    monitor: FailureMonitor
+    step: int = 0
+
+    def exchange(self) -> None:
+        """One step: forward through the chain of ranks, and back."""
+        self.step += 1
+        tensor = torch.zeros(64)
+        before, after = self.rank - 1, self.rank + 1
+        for source, target in ((before, after), (after, before)):
+            if 0 <= source < self.world_size:
+                dist.recv(tensor, source)
+            if 0 <= target < self.world_size:
+                dist.send(tensor, target)
+        time.sleep(0.005)
+
+
+def main(rank: int, world_size: int, port: int, folder: Path, timeout: float | None, body: Body) -> None:
+    output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)  # multiprocessing's pipe-less default, but line by line
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    state: list[Rank] = []
+    monitor = FailureMonitor(
+        rank=rank, world_size=world_size, timeout=timeout, describe=lambda: f"step {state[0].step}" if state else "start"
+    )
+    with monitor:
+        state.append(Rank(rank, world_size, monitor))
+        body(state[0])
+    dist.destroy_process_group()
+
+
+@dataclass
+class Job:
+    """The processes of a test; `wait` is over when they all are."""
+
+    processes: list[BaseProcess]
+    folder: Path
+    started: float = field(default_factory=time.monotonic)
+
+    def wait(self, seconds: float) -> float:
+        """Seconds until the last process ended. Fails if one is still there after `seconds`."""
+        for process in self.processes:
+            process.join(max(self.started + seconds - time.monotonic(), 0))
+        left = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+        if left:
+            raise AssertionError(f"ranks {left} are still there after {seconds} s: {self.output()}")
+        return time.monotonic() - self.started
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [process.exitcode for process in self.processes]
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self.processes]
+
+    def output(self, *ranks: int) -> str:
+        chosen = ranks or range(len(self.processes))
+        return "\n".join((self.folder / f"rank{rank}.txt").read_text() for rank in chosen)
+
+    def wait_for(self, text: str, seconds: float = 20) -> None:
+        """Wait until every rank has printed `text`."""
+        deadline = time.monotonic() + seconds
+        while any(text not in self.output(rank) for rank in range(len(self.processes))):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no {text!r} from every rank after {seconds} s: {self.output()}")
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def job(folder: Path, body: Body, world_size: int = 3, timeout: float | None = 2.0) -> Iterator[Job]:
+    for rank in range(world_size):
+        (folder / f"rank{rank}.txt").touch()
+    arguments = (world_size, free_port(), folder, timeout, body)
+    processes = [CONTEXT.Process(target=main, args=(rank, *arguments), daemon=True) for rank in range(world_size)]
+    for process in processes:
+        process.start()
+    try:
+        yield Job(list(processes), folder)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                os.kill(process.pid or 0, signal.SIGKILL)
+            process.join()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,68 @@
+"""Whatever happens to a rank: all ranks end soon, with a non-zero exit code, and say what happened to whom."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.failure.pipeline_rank import STEP_OF_FAULT, Rank, job
+
+WORLD_SIZE = 3
+TIMEOUT = 2.0
+
+
+def raise_error() -> None:
+    raise ValueError("the injected fault")
+
+
+FAULTS = {
+    "raise": raise_error,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exit": lambda: os._exit(0),
+    "sys.exit": lambda: sys.exit(0),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+}
+SAID = {
+    "raise": r"raised ValueError: the injected fault",
+    "kill": r"was killed",
+    "stop": r"stopped answering [\d.]+ s ago \(it is stopped\)",
+    "exit": r"(exited with code 0|was killed or exited) without finishing",
+    "sys.exit": r"raised SystemExit: 0",
+    "terminate": r"was killed",
+}
+BOUND = {"stop": 2 * TIMEOUT + 3.0}
+"""Seconds from the fault to the end of the last process; a quiet machine needs about TIMEOUT + 0.4 and 0.3."""
+
+
+def failing(at: int, fault: str, rank: Rank) -> None:
+    while True:
+        if rank.step == STEP_OF_FAULT and rank.rank == at:
+            print(f"fault at {time.monotonic()}", flush=True)
+            FAULTS[fault]()
+        rank.exchange()
+
+
+@pytest.mark.parametrize("rank", range(WORLD_SIZE))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_ends_all_ranks(tmp_path: Path, fault: str, rank: int) -> None:
+    with job(tmp_path, functools.partial(failing, rank, fault), WORLD_SIZE, TIMEOUT) as running:
+        running.wait(40)
+    ended = time.monotonic()
+    began = float(running.output(rank).partition("fault at ")[2].split()[0])
+    assert ended - began < BOUND.get(fault, 4.0)
+    survivors = [other for other in range(WORLD_SIZE) if other != rank]
+    for other in survivors:
+        assert running.codes[other] == 1, running.output()
+        assert _named(running.output(other), rank, running.pids[rank], SAID[fault]), running.output()
+    assert (running.codes[rank] == 0) == (fault == "exit")
+
+
+def _named(output: str, rank: int, pid: int, said: str) -> bool:
+    return bool(re.search(rf"First cause: rank {rank} \(host \S+, pid {pid}, [^)]*step \d+\) {said}", output))
