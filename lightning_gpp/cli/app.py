@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -36,6 +36,8 @@ def run(command: str, config_name: str, task: Task) -> None:
     schema.register()
     try:
         hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=config_name)(task)()
+    except InstantiationException:
+        raise  # a constructor failed: its traceback says where
     except (GPPError, HydraException, OmegaConfBaseException) as error:
         print(f"{command}: {explain(error)}", file=sys.stderr)
         sys.exit(1)
@@ -52,8 +54,10 @@ def quiet_overrides(environment: Mapping[str, str]) -> list[str]:
 
 def explain(error: BaseException) -> str:
     """The messages of an error and of what caused it, and the keys that exist where one does not."""
-    lines = dict.fromkeys(line for cause in _causes(error) for line in (str(cause).split("\n    full_key")[0], _keys(cause)))
-    return "\n".join(filter(None, lines))
+    if isinstance(error, GPPError):
+        return str(error)
+    lines = (line for cause in _causes(error) for line in (str(cause).split("\n    full_key")[0], _keys(cause)))
+    return "\n".join(dict.fromkeys(filter(None, lines)))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -66,6 +70,5 @@ def _keys(error: BaseException) -> str:
     parent: Any = getattr(error, "parent_node", None)
     if not isinstance(parent, DictConfig) or getattr(error, "key", None) in parent:
         return ""
-    where = getattr(error, "full_key", None) or ""
-    group = str(where).rpartition(".")[0] or "the configuration"
-    return f"Keys of {group}: {', '.join(sorted(map(str, parent)))}."
+    group = str(getattr(error, "full_key", None) or "").rpartition(".")[0] or "the configuration"
+    return f"Keys of {group}: {', '.join(sorted(str(key) for key in parent if not str(key).startswith('_')))}."

@@ -1,0 +1,97 @@
+"""Every shipped config composes and names things that exist; what does not fit is refused with what would."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException, HydraException
+from lightning_gpp.cli.app import config_folder, explain
+from lightning_gpp.cli.check import check
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.strategy import GPPStrategy
+from omegaconf import OmegaConf
+
+from tests.cli.commands import composed
+
+FILES = sorted(str(path.relative_to(config_folder()).with_suffix("")) for path in config_folder().glob("*/*.yaml"))
+SET_BY_LIGHTNING = {"parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "accelerator"}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_file_composes_and_names_things_that_exist(file: str) -> None:
+    group, name = file.split("/")
+    base = [] if group == "experiment" else ["experiment=two_tower"]
+    check(composed(*base, f"{group}={name}"))
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_the_plan_command_composes() -> None:
+    assert composed("experiment=two_tower", name="plan").output is None
+
+
+def test_every_setting_of_the_strategy_is_a_key_with_a_comment() -> None:
+    text = (config_folder() / "strategy" / "gpp.yaml").read_text()
+    keys = {key: comment for key, comment in re.findall(r"^(\w+):[^#\n]*(#.*)?$", text, re.MULTILINE)}
+    arguments = set(inspect.signature(GPPStrategy).parameters) - SET_BY_LIGHTNING
+    assert arguments == set(keys) - {"defaults", "_target_", "_convert_"}
+    assert {key for key in arguments if not keys[key]} == {"stages"}  # its comment is above it
+
+
+def test_defaults_are_those_of_the_strategy() -> None:
+    config = composed("experiment=feature_towers", "strategy.num_micro_batches=null").strategy
+    parameters = inspect.signature(GPPStrategy).parameters
+    given = {key: value for key, value in OmegaConf.to_container(config).items() if not str(key).startswith("_")}
+    assert given == {key: parameters[str(key)].default for key in given}
+
+
+@pytest.mark.parametrize("group", ["experiment", "strategy", "data", "trainer", "debug"])
+def test_a_file_that_does_not_exist_is_answered_with_those_that_do(group: str) -> None:
+    with pytest.raises(HydraException, match="Available options in"):
+        composed("experiment=two_tower", f"{group}=nothing")
+
+
+def test_without_data_the_choices_are_listed() -> None:
+    with pytest.raises(ConfigCompositionException, match=r"(?s)You must specify '(data|model)'.*gpt_text"):
+        composed()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("strategy.shedule=gpipe", r"(?s)shedule.*Keys of strategy: .*schedule, seed"),
+        ("trainer.max_epoch=1", r"(?s)max_epoch.*Keys of trainer: .*max_epochs"),
+        ("model.widht=1", r"(?s)widht.*Keys of model: .*width"),
+        ("strategy.num_micro_batches=many", "'many'.*could not be converted to Integer"),
+        ("strategy.chain_baseline=perhaps", "'perhaps'.*is not a valid bool"),
+        ("strategy.timeout=long", "'long'.*could not be converted to Float"),
+    ],
+)
+def test_a_wrong_key_or_type_is_refused_at_composition(override: str, message: str) -> None:
+    with pytest.raises(ConfigCompositionException) as caught:
+        composed("experiment=two_tower", override)
+    assert re.search(message, explain(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+strategy.shedule=gpipe", "strategy.shedule: .*GPPStrategy has no argument.*Keys of strategy: .*schedule"),
+        ("+trainer.max_epoch=1", "trainer.max_epoch: lightning.Trainer has no argument.*max_epochs"),
+        ("+callbacks.progress_bar.rate=1", "callbacks.progress_bar.rate: .*refresh_rate"),
+        ("strategy.schedule=fastest", "strategy.schedule='fastest' does not exist. Choose one of: 1f1b, gpipe"),
+        ("strategy.partitioner=best", "strategy.partitioner='best' does not exist. Choose one of: balanced"),
+        ("model._target_=gpp_examples.two_tower.Three", "model._target_=gpp_examples.two_tower.Three cannot be imported"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_anything_is_built(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(composed("experiment=two_tower", override))
+
+
+def test_a_list_of_objects_is_checked_too() -> None:
+    override = "+trainer.plugins=[{_target_: lightning.pytorch.plugins.TorchCheckpointIO, path: x}]"
+    with pytest.raises(ConfigError, match=r"trainer.plugins\[0\].path: .*has no argument"):
+        check(composed("experiment=two_tower", override))

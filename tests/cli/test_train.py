@@ -1,0 +1,51 @@
+"""`gpp-train` as a user runs it: without a pipeline here; with one in tests of the strategy and below."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lightning_gpp.cli.app import quiet_overrides
+
+from tests.cli.commands import command
+
+SHORT = ("experiment=feature_towers", "debug=default", "trainer.enable_progress_bar=false")
+
+
+def test_one_process_leaves_a_run_folder(tmp_path: Path) -> None:
+    result = command("train", *SHORT, "strategy=single_device", "trainer.devices=1", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (folder,) = (tmp_path / "runs" / "debug").iterdir()
+    assert f"Run folder: {folder}" in result.stdout
+    assert "test/accuracy" in result.stdout
+    assert {path.name for path in folder.iterdir()} >= {"checkpoints", "logs", "config"}
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+    assert "train/loss" in (folder / "logs" / "metrics.csv").read_text()
+
+
+def test_a_mistake_ends_with_one_message_and_no_traceback(tmp_path: Path) -> None:
+    result = command("train", *SHORT, "strategy.schedule=fastest", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "gpp-train: strategy.schedule='fastest' does not exist" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_folder_of_configs_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ndefaults: [feature_towers]\nname: mine\nmodel: {width: 48}\n"
+    (tmp_path / "mine" / "experiment" / "wide.yaml").write_text(text)
+    result = command("train", "--config-dir", "mine", "experiment=wide", "--cfg", "job", "-p", "model", cwd=tmp_path)
+    assert "width: 48" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("environment", [{}, {"RANK": "0"}, {"SLURM_PROCID": "0"}, {"LOCAL_RANK": "1"}])
+def test_the_first_process_keeps_its_run_folder(environment: dict[str, str]) -> None:
+    assert quiet_overrides(environment) == []
+
+
+@pytest.mark.parametrize("environment", [{"RANK": "3"}, {"SLURM_PROCID": "1"}])
+def test_other_processes_started_from_outside_make_none(environment: dict[str, str]) -> None:
+    run, sweep, config = quiet_overrides(environment)
+    assert run.startswith("hydra.run.dir=")
+    assert sweep.startswith("hydra.sweep.dir=")
+    assert config == "hydra.output_subdir=null"
