@@ -1,0 +1,237 @@
+"""Boundaries: what a message carries, how messages are cut out of the tensors of an action, and how the tensors of an
+action are put together from messages.
+
+An action works on an interval of samples. On every edge, the messages that it reads (or makes) tile this interval. A
+tensor that grows with the samples is cut and joined along its batch dimension. A tensor that does not is carried whole
+by every message: a reader takes the first copy, so its gradient goes back on the first message, zeros on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lightning_gpp.errors import PlanError, ScheduleError, ShapeError
+from lightning_gpp.graph import Affine, TensorSpec
+from lightning_gpp.graph.operator_graph import DTYPE_BYTES
+from lightning_gpp.plan import SOURCE, Edge, Plan
+from lightning_gpp.runtime.stage import Slot
+from lightning_gpp.schedules.program import Message, Program
+
+Tensors = Sequence[Tensor | None]
+"""The tensors of a message, one for each of its slots. None, on dynamic edges and for gradients: there is none."""
+
+Values = list[Tensors | None]
+"""The tensors of all messages of a device, by message id; None: not there yet, or no longer."""
+
+DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+
+TOKEN: Final = Slot("@token", TensorSpec(shape=(Affine(0, 1),), dtype="uint8"))
+"""What an artificial edge carries: nothing but the order."""
+
+
+def carried(edge: Edge, slots: Sequence[Slot], gradient: bool) -> tuple[Slot, ...]:
+    """The slots of a message; on dynamic edges every slot, as only the tensors tell whether they have gradients."""
+    if edge.artificial:
+        return (TOKEN,)
+    if gradient and not edge.dynamic:
+        return tuple(slot for slot in slots if slot.spec.requires_grad)
+    return tuple(slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    message: int
+    offset: int
+    length: int
+
+
+class Border:
+    """The messages of one edge that one action reads or makes, in the order of their samples.
+
+    Args:
+        program: what they belong to.
+        messages: all messages of the edge that the action reads, or all that it makes.
+        slots: of the edge.
+        interval: samples of the action.
+
+    Raises:
+        ScheduleError: the messages do not tile the interval.
+        PlanError: a tensor must be cut, and cannot be.
+    """
+
+    def __init__(
+        self, program: Program, messages: Sequence[Message], slots: Sequence[Slot], interval: tuple[int, int]
+    ) -> None:
+        messages = sorted(messages, key=lambda message: message.start)
+        self.edge_index = messages[0].edge
+        self.edge = program.plan.edges[self.edge_index]
+        self.gradient = messages[0].gradient
+        self.slots = carried(self.edge, slots, self.gradient)
+        self._pieces = [_Piece(m.id, m.start - interval[0], m.stop - m.start) for m in messages]
+        self._only = messages[0].id if len(messages) == 1 else None
+        _check_tiles(program.plan, messages, interval)
+        if self._only is None:
+            _check_sliceable(program.plan, self.edge, self.slots)
+
+    def take(self, values: Values) -> Tensors:
+        """The tensors of the action, one per slot; the messages are given up."""
+        if self._only is not None:
+            return _pop(values, self._only)
+        parts = [_pop(values, piece.message) for piece in self._pieces]
+        return [self._join(slot, [part[i] for part in parts]) for i, slot in enumerate(self.slots)]
+
+    def give(self, tensors: Tensors, values: Values) -> None:
+        """Make the messages out of the tensors of the action."""
+        if self._only is not None:
+            values[self._only] = tensors
+            return
+        for number, piece in enumerate(self._pieces):
+            pairs = zip(self.slots, tensors, strict=True)
+            values[piece.message] = [self._cut(slot, tensor, piece, number) for slot, tensor in pairs]
+
+    def _join(self, slot: Slot, parts: Sequence[Tensor | None]) -> Tensor | None:
+        present = [part for part in parts if part is not None]
+        if not present:
+            return None
+        if slot.spec.varies:
+            return torch.cat(present, dim=slot.spec.batch_dim or 0)
+        return total(present) if self.gradient else present[0]
+
+    def _cut(self, slot: Slot, tensor: Tensor | None, piece: _Piece, number: int) -> Tensor | None:
+        if tensor is None:
+            return None
+        if slot.spec.varies:
+            return tensor.narrow(slot.spec.batch_dim or 0, piece.offset, piece.length)
+        return torch.zeros_like(tensor) if self.gradient and number else tensor
+
+
+def total(tensors: Iterable[Tensor]) -> Tensor:
+    """Their sum, in the given order, leaving them unchanged."""
+    first, *rest = tensors
+    for tensor in rest:
+        first = first + tensor
+    return first
+
+
+def borders(
+    program: Program, ids: Iterable[int], slots: Sequence[Sequence[Slot]], interval: tuple[int, int]
+) -> list[Border]:
+    """One border per edge for the messages `ids` of an action, edges in the order of the plan."""
+    by_edge: dict[int, list[Message]] = {}
+    for message in (program.messages[i] for i in ids):
+        by_edge.setdefault(message.edge, []).append(message)
+    return [Border(program, by_edge[edge], slots[edge], interval) for edge in sorted(by_edge)]
+
+
+def _pop(values: Values, message: int) -> Tensors:
+    tensors, values[message] = values[message], None
+    if tensors is None:
+        raise ScheduleError(f"Message {message} is read before it is there, or twice: the program was not verified.")
+    return tensors
+
+
+def _check_tiles(plan: Plan, messages: Sequence[Message], interval: tuple[int, int]) -> None:
+    bounds = [interval[0], *(message.stop for message in messages)]
+    starts = [message.start for message in messages]
+    if bounds != [*starts, interval[1]]:
+        given = ", ".join(f"[{message.start}, {message.stop})" for message in messages)
+        raise ScheduleError(
+            f"The messages {given} on {describe_edge(plan, plan.edges[messages[0].edge])} do not tile the samples "
+            f"[{interval[0]}, {interval[1]}) of their action."
+        )
+
+
+def _check_sliceable(plan: Plan, edge: Edge, slots: Iterable[Slot]) -> None:
+    for slot in slots:
+        if slot.spec.varies and not slot.spec.sliceable:
+            raise PlanError(
+                f"Tensor {slot.name!r} on {describe_edge(plan, edge)} must be cut into samples, but its shape "
+                f"({', '.join(map(str, slot.spec.shape))}), with b samples, has no single dimension b. Give both "
+                "stages the same micro_batch_size and the same number of devices."
+            )
+
+
+def describe_edge(plan: Plan, edge: Edge) -> str:
+    source = "the data" if edge.src == SOURCE else f"stage {plan.stages[edge.src].name!r}"
+    return f"the edge from {source} to stage {plan.stages[edge.dst].name!r}"
+
+
+Promise = tuple[str, tuple[int, ...], torch.dtype]
+"""Name, shape and dtype of a tensor that a stage has to return."""
+
+
+def promises(outgoing: Iterable[Border], num_samples: int) -> list[Promise]:
+    """What an action must return for its outgoing edges; tensors on dynamic edges may be anything."""
+    slots = {slot.name: slot for border in outgoing if not border.edge.dynamic for slot in border.slots}
+    slots.pop(TOKEN.name, None)
+    return [(name, slot.spec.sizes(num_samples), DTYPES[slot.spec.dtype]) for name, slot in slots.items()]
+
+
+def check_promises(outputs: Mapping[str, Tensor], promised: Iterable[Promise], owner: str) -> None:
+    """Raise ShapeError if a returned tensor is missing or not as promised: a transport would cut it off silently."""
+    for name, shape, dtype in promised:
+        tensor = outputs.get(name)
+        if tensor is None:
+            raise ShapeError(f"{owner} did not return {name!r}; it returned {sorted(outputs)}.")
+        if tensor.shape != shape or tensor.dtype is not dtype:
+            raise ShapeError(
+                f"{owner} returned {name!r} with shape {tuple(tensor.shape)} and dtype {tensor.dtype}; agreed are "
+                f"{shape} and {dtype}. Only the number of samples may change between batches: pad the batch to the "
+                "captured sizes, or mark the edge `dynamic: true` in the plan (strategy.plan)."
+            )
+
+
+_MAX_DIMS: Final = 8
+_ROW: Final = 4 + _MAX_DIMS
+_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES.values())}
+_BY_CODE: Final = tuple(DTYPES.values())
+
+
+def header_length(num_slots: int) -> int:
+    """Number of int64 in the header of a message on a dynamic edge."""
+    return 1 + _ROW * num_slots
+
+
+def encode(tensors: Tensors) -> Tensor:
+    """The header: number of tensors; for each: is there, dtype, requires_grad, number of dimensions, sizes.
+
+    Raises:
+        ShapeError: a tensor has too many dimensions, or a dtype that cannot be sent.
+    """
+    numbers = [len(tensors)]
+    for tensor in tensors:
+        numbers += [0] * _ROW if tensor is None else _row(tensor)
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _row(tensor: Tensor) -> list[int]:
+    if tensor.dim() > _MAX_DIMS or tensor.dtype not in _CODES:
+        raise ShapeError(
+            f"A tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} cannot cross a dynamic edge: at most "
+            f"{_MAX_DIMS} dimensions, and one of {', '.join(DTYPES)}."
+        )
+    padding = [0] * (_MAX_DIMS - tensor.dim())
+    return [1, _CODES[tensor.dtype], int(tensor.requires_grad), tensor.dim(), *tensor.shape, *padding]
+
+
+def decode(header: Tensor, device: torch.device) -> tuple[list[Tensor | None], list[bool]]:
+    """Empty buffers as the header describes them, and whether each requires grad.
+
+    Raises:
+        ShapeError: the header is not one.
+    """
+    count, *numbers = header.tolist()
+    if count * _ROW != len(numbers):
+        raise ShapeError(f"A message on a dynamic edge announces {count} tensors, expected {len(numbers) // _ROW}.")
+    rows = [numbers[i * _ROW : (i + 1) * _ROW] for i in range(count)]
+    return [_buffer(row, device) for row in rows], [bool(row[2]) for row in rows]
+
+
+def _buffer(row: Sequence[int], device: torch.device) -> Tensor | None:
+    present, code, _, num_dims, *sizes = row
+    return torch.empty(sizes[:num_dims], dtype=_BY_CODE[code], device=device) if present else None

@@ -1,0 +1,190 @@
+"""Compiler: from the instructions of one device to a flat list of operations that are bound to their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_gpp.errors import ScheduleError
+from lightning_gpp.plan import SOURCE
+from lightning_gpp.runtime.boundary import Border, borders, carried, promises
+from lightning_gpp.runtime.operations import ComputeBackward, ComputeForward, Forward, ReadData, Saved, State
+from lightning_gpp.runtime.random import RandomStreams
+from lightning_gpp.runtime.receipts import receipts
+from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
+from lightning_gpp.runtime.transfers import DynamicReceive, DynamicSend, Inbox, Link, Receive, Send
+from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.schedules.program import Instruction, Message, Op, Program
+
+Operation = Callable[[], object]
+
+
+class Compiler:
+    """Makes the operations of `device`; they share `state` and `link`."""
+
+    def __init__(
+        self,
+        program: Program,
+        device: int,
+        *,
+        stages: Sequence[StageModule] | Mapping[int, StageModule],
+        slots: Sequence[Sequence[Slot]],
+        source: DataSource | None,
+        streams: RandomStreams | None,
+        pipeline: int,
+        state: State,
+        link: Link,
+    ) -> None:
+        self._program, self._plan, self._device = program, program.plan, device
+        self._stages, self._slots, self._source = stages, slots, source
+        self._streams, self._pipeline = streams, pipeline
+        self._state, self._link = state, link
+        self.saved: dict[tuple[int, int], Saved] = {}
+        self.inboxes: dict[int, Inbox] = {peer: Inbox() for peer in _dynamic_peers(program, device)}
+        self._sends: dict[int, Send] = {}
+        self._receives: dict[int, Receive] = {}
+        self._receipts = receipts(program)[device]
+
+    def operation(self, position: int, instruction: Instruction) -> Operation:
+        """The operation of instruction number `position`."""
+        if instruction.op is Op.COMPUTE:
+            return self._compute(action_of(self._program, instruction))
+        message = message_of(self._program, instruction)
+        if instruction.op is Op.SEND:
+            return self._send(message)
+        if instruction.op is Op.POST:
+            return self._post(message)
+        return self._wait(message, self._receipts.get(position, ()))
+
+    def _send(self, message: Message) -> Operation:
+        dynamic = self._plan.edges[message.edge].dynamic
+        send = DynamicSend(self._link, message) if dynamic else Send(self._link, message)
+        self._sends[message.id] = send
+        return send.run
+
+    def _post(self, message: Message) -> Operation:
+        edge = self._plan.edges[message.edge]
+        slots = carried(edge, self._slots[message.edge], message.gradient)
+        make = DynamicReceive if edge.dynamic else Receive
+        receive = self._receives[message.id] = make(self._link, message, slots)
+        if message.src not in self.inboxes:
+            return receive.start
+        inbox = self.inboxes[message.src]
+        return lambda: inbox.post(receive)
+
+    def _wait(self, message: Message, arrived: Iterable[int]) -> Operation:
+        receive = self._receives[message.id]
+        wait: Operation = receive.wait
+        if message.src in self.inboxes:
+            inbox = self.inboxes[message.src]
+            wait = lambda: inbox.wait(receive)  # noqa: E731
+        sends = [self._sends[i] for i in arrived]
+        return _then_release(wait, sends) if sends else wait
+
+    def _compute(self, action: Action) -> Operation:
+        interval = self._interval(action)
+        if interval[0] == interval[1]:
+            return _nothing
+        make = {Kind.DATA: self._data, Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}[action.kind]
+        start, stop = interval
+        return make(action, MicroBatch(action.micro_batch, start, stop, self._program.batch_size))
+
+    def _interval(self, action: Action) -> tuple[int, int]:
+        stage = SOURCE if action.kind is Kind.DATA else action.stage
+        whole = self._plan.intervals(stage, self._program.batch_size)[action.micro_batch]
+        return self._plan.share(stage, self._device, whole)
+
+    def _common(self, action: Action, micro_batch: MicroBatch) -> dict[str, Any]:
+        key = (self._device, action)
+        interval = (micro_batch.start, micro_batch.stop)
+        incoming = borders(self._program, self._program.inputs.get(key, ()), self._slots, interval)
+        outgoing = borders(self._program, self._program.outputs.get(key, ()), self._slots, interval)
+        return {
+            "state": self._state,
+            "owner": f"Stage {self._plan.stages[action.stage].name!r} (micro-batch {action.micro_batch})",
+            "stage": action.stage,
+            "micro_batch": micro_batch,
+            "incoming": incoming,
+            "outgoing": outgoing,
+        }
+
+    def _data(self, action: Action, micro_batch: MicroBatch) -> Operation:
+        if self._source is None:
+            raise ScheduleError(f"Action {action} on device {self._device} needs the data source, and none was given.")
+        common = self._common(action, micro_batch)
+        common["owner"] = f"The step's call of the network (micro-batch {action.micro_batch})"
+        promised = promises(common["outgoing"], micro_batch.num_samples)
+        return ReadData(**common, source=self._source, promised=promised).run
+
+    def _forward(self, action: Action, micro_batch: MicroBatch) -> Operation:
+        common = self._common(action, micro_batch)
+        training = self._program.training
+        return ComputeForward(
+            **common,
+            forward=self._with_stream(action),
+            promised=promises(common["outgoing"], micro_batch.num_samples),
+            saved=self._saved(action) if training else None,
+            differentiable=_differentiable(common["outgoing"]),
+            has_loss=training and action.stage == self._plan.step_stage,
+        ).run
+
+    def _backward(self, action: Action, micro_batch: MicroBatch) -> Operation:
+        return ComputeBackward(**self._common(action, micro_batch), saved=self._saved(action)).run
+
+    def _saved(self, action: Action) -> Saved:
+        return self.saved.setdefault((action.stage, action.micro_batch), Saved())
+
+    def _with_stream(self, action: Action) -> Forward:
+        stage, state, streams = self._stages[action.stage], self._state, self._streams
+        if streams is None or not stage.uses_random:
+            return stage.forward
+        devices = self._plan.devices_of(action.stage)
+        replica = self._pipeline * len(devices) + devices.index(self._device)
+
+        def forward(values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+            with streams.use(action.stage, replica, action.micro_batch, state.step):
+                return stage.forward(values, micro_batch)
+
+        return forward
+
+
+def _nothing() -> None:
+    """The share of a replica that has no samples."""
+
+
+def _then_release(wait: Operation, sends: Sequence[Send]) -> Operation:
+    """Wait, then release the sends that this proves to have arrived."""
+
+    def run() -> None:
+        wait()
+        for send in sends:
+            send.release()
+
+    return run
+
+
+def _differentiable(outgoing: Iterable[Border]) -> tuple[str, ...]:
+    names = (slot.name for b in outgoing for slot in b.slots if slot.spec.requires_grad or b.edge.dynamic)
+    return tuple(dict.fromkeys(names))
+
+
+def _dynamic_peers(program: Program, device: int) -> set[int]:
+    """The devices that send messages of unknown shape to this one."""
+    dynamic = (message for message in program.messages if program.plan.edges[message.edge].dynamic)
+    return {message.src for message in dynamic if message.dst == device}
+
+
+def action_of(program: Program, instruction: Instruction) -> Action:
+    """What an instruction computes, or the action that a message is sent by or received for."""
+    if instruction.action is not None:
+        return instruction.action
+    message = message_of(program, instruction)
+    return message.producer if instruction.op is Op.SEND else message.consumer
+
+
+def message_of(program: Program, instruction: Instruction) -> Message:
+    if instruction.message is None:
+        raise ScheduleError(f"A {instruction.op.value} instruction names no message: {instruction}.")
+    return program.messages[instruction.message]

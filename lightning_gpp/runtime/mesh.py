@@ -1,0 +1,99 @@
+"""Mesh: which rank is which device of which pipeline replica, and the process groups along both axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Final
+
+import torch.distributed as dist
+
+from lightning_gpp.errors import ConfigError
+
+CONTROL_BACKEND: Final = "gloo"
+"""Backend for plain Python values: what ranks tell each other about the run never goes through a GPU."""
+
+
+class Mesh:
+    """Pipeline replicas x devices. Global rank = pipeline * num_devices + device.
+
+    Owns its process groups; all ranks construct the mesh together, after `torch.distributed` was initialised.
+
+    Args:
+        num_devices: devices of the plan.
+        num_pipelines: replicas of the whole pipeline.
+        rank: this process's global rank.
+        timeout: of the process groups; None keeps the backend's default.
+
+    Raises:
+        ConfigError: the number of processes is not num_devices * num_pipelines.
+    """
+
+    def __init__(self, num_devices: int, num_pipelines: int, rank: int, *, timeout: timedelta | None = None) -> None:
+        _check_world_size(num_devices, num_pipelines)
+        self.num_devices = num_devices
+        self.num_pipelines = num_pipelines
+        self.rank = rank
+        self.pipeline, self.device = divmod(rank, num_devices)
+        self.backend = dist.get_backend()
+        self._timeout = timeout
+        columns = [self.replica_ranks(device) for device in range(num_devices)]
+        rows = [self.pipeline_ranks(pipeline) for pipeline in range(num_pipelines)]
+        self.pipeline_group = self._own(rows)
+        self.replica_group = self._own(columns)
+        self.control_group, self.pipeline_control_group = self._control_groups(rows)
+
+    @property
+    def world_size(self) -> int:
+        return self.num_devices * self.num_pipelines
+
+    def global_rank(self, device: int, pipeline: int | None = None) -> int:
+        """The rank of `device` in `pipeline` (this rank's own one if None)."""
+        return (self.pipeline if pipeline is None else pipeline) * self.num_devices + device
+
+    def pipeline_ranks(self, pipeline: int | None = None) -> tuple[int, ...]:
+        """All devices of one pipeline replica, device 0 first."""
+        return tuple(self.global_rank(device, pipeline) for device in range(self.num_devices))
+
+    def replica_ranks(self, device: int | None = None) -> tuple[int, ...]:
+        """The same device in all pipeline replicas."""
+        column = self.device if device is None else device
+        return tuple(self.global_rank(column, pipeline) for pipeline in range(self.num_pipelines))
+
+    def new_groups(
+        self, rank_sets: Iterable[Sequence[int]], backend: str | None = None
+    ) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """Create a process group for every set, and return those that this rank belongs to.
+
+        All ranks of the mesh must call this with the same sets; they are created in sorted order.
+        """
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for ranks in sorted({tuple(ranks) for ranks in rank_sets}):
+            group = self._new_group(ranks, backend)
+            if self.rank in ranks:
+                groups[ranks] = group
+        return groups
+
+    def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
+        return group
+
+    def _own(self, rank_sets: Sequence[tuple[int, ...]], backend: str | None = None) -> dist.ProcessGroup:
+        (group,) = self.new_groups(rank_sets, backend).values()
+        return group
+
+    def _control_groups(self, rows: Sequence[tuple[int, ...]]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        everyone = self._own([tuple(range(self.world_size))], CONTROL_BACKEND)
+        if self.backend == CONTROL_BACKEND:
+            return everyone, self.pipeline_group
+        return everyone, self._own(rows, CONTROL_BACKEND)
+
+
+def _check_world_size(num_devices: int, num_pipelines: int) -> None:
+    processes = dist.get_world_size()
+    if num_devices * num_pipelines != processes:
+        raise ConfigError(
+            f"The plan has {num_devices} devices and runs as {num_pipelines} pipeline replicas, which needs "
+            f"{num_devices * num_pipelines} processes, but there are {processes} (trainer.devices x "
+            "trainer.num_nodes). Start a multiple of the plan's devices, or make a plan for fewer."
+        )

@@ -1,0 +1,214 @@
+"""Operations: what the actions of a program become on a device. All that does not change from one mini-batch to the
+next is looked up when they are made; `run()` only moves tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_gpp.errors import GPPError
+from lightning_gpp.runtime.boundary import Border, Promise, Values, check_promises
+from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch
+
+Forward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
+"""`StageModule.forward`, inside the stage's random stream where it has one."""
+
+
+class State:
+    """What the actions of one device share during a run.
+
+    Attributes:
+        values: the tensors of all messages.
+        token: what artificial edges carry.
+        loss_weight: of the current mini-batch, per sample, gradient scale included.
+        step: number of the optimizer step.
+        in_flight: for every stage the micro-batches between the start of their forward and the end of their backward.
+        peak: the largest of these numbers so far.
+        warm_up: for every stage the number of forwards before the first backward.
+    """
+
+    def __init__(self, num_messages: int, stages: Iterable[int], device: torch.device) -> None:
+        self.values: Values = [None] * num_messages
+        self.token = torch.zeros(1, dtype=torch.uint8, device=device)
+        self.loss_weight, self.step = 1.0, 0
+        self.peak = dict.fromkeys(stages, 0)
+        self.in_flight = dict(self.peak)
+        self.warm_up: dict[int, int] = {}
+
+    def begin(self, loss_weight: float, step: int) -> None:
+        self.loss_weight, self.step = loss_weight, step
+        self.in_flight = dict.fromkeys(self.peak, 0)
+        self.warm_up = {}
+
+    def clear(self) -> None:
+        """Drop every tensor."""
+        self.values[:] = [None] * len(self.values)
+
+    def enter(self, stage: int) -> None:
+        count = self.in_flight[stage] = self.in_flight[stage] + 1
+        if count > self.peak[stage]:
+            self.peak[stage] = count
+
+    def leave(self, stage: int) -> None:
+        if stage not in self.warm_up:
+            self.warm_up[stage] = self.in_flight[stage]
+        self.in_flight[stage] -= 1
+
+
+class Saved:
+    """What a forward leaves for its backward: the leaves that collect gradients, and where gradients enter."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.leaves: dict[str, Tensor] = {}
+        self.outputs: dict[str, GradientEdge] = {}
+        self.loss: Tensor | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Compute:
+    """What all actions have: a share of a micro-batch, and messages in and out. `owner` names it in errors."""
+
+    state: State
+    owner: str
+    stage: int
+    micro_batch: MicroBatch
+    incoming: list[Border]
+    outgoing: list[Border]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ReadData(Compute):
+    """Run the user's step up to the inputs of the network, and hand them out."""
+
+    source: DataSource
+    promised: list[Promise]
+
+    def run(self) -> None:
+        outputs = self.source.inputs(self.micro_batch)
+        check_promises(outputs, self.promised, self.owner)
+        _hand_out(outputs, self.outgoing, self.state)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ComputeForward(Compute):
+    """Run a stage; in training keep what the backward needs.
+
+    `differentiable` names the outputs for which gradients will come, `saved` is None in inference.
+    """
+
+    forward: Forward
+    promised: list[Promise]
+    saved: Saved | None
+    differentiable: tuple[str, ...]
+    has_loss: bool
+
+    def run(self) -> None:
+        saved = self.saved
+        if saved is not None:
+            self.state.enter(self.stage)
+        outputs = self.forward(self._inputs(saved), self.micro_batch)
+        check_promises(outputs, self.promised, self.owner)
+        _hand_out(outputs, self.outgoing, self.state)
+        if saved is not None:
+            self._save(saved, outputs)
+
+    def _inputs(self, saved: Saved | None) -> dict[str, Tensor]:
+        inputs: dict[str, Tensor] = {}
+        for border in self.incoming:
+            tensors = border.take(self.state.values)
+            if border.edge.artificial:
+                continue
+            for slot, tensor in zip(border.slots, tensors, strict=True):
+                if tensor is None:
+                    continue
+                leaf = inputs[slot.name] = tensor.detach()
+                if saved is not None and (tensor.requires_grad if border.edge.dynamic else slot.spec.requires_grad):
+                    saved.leaves[slot.name] = leaf.requires_grad_()
+        return inputs
+
+    def _save(self, saved: Saved, outputs: Mapping[str, Tensor]) -> None:
+        for name in self.differentiable:
+            output = outputs.get(name)
+            if output is not None and output.requires_grad:
+                saved.outputs[name] = get_gradient_edge(output)
+        if self.has_loss:
+            saved.loss = _checked_loss(outputs.get(LOSS), self.owner)
+
+
+def _checked_loss(loss: Tensor | None, owner: str) -> Tensor:
+    if loss is None:
+        raise GPPError(
+            f"{owner} returned no loss. In a pipeline the step must return a loss for every micro-batch: a skipped "
+            "micro-batch would leave the other stages without gradients. Return a loss that is multiplied with zero."
+        )
+    if loss.numel() != 1 or not loss.requires_grad:
+        raise GPPError(
+            f"{owner} returned a loss of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}; it must "
+            "be one number that depends on parameters that are trained."
+        )
+    return loss
+
+
+def _hand_out(outputs: Mapping[str, Tensor], outgoing: Iterable[Border], state: State) -> None:
+    """Make the messages out of what a stage returned."""
+    for border in outgoing:
+        if border.edge.artificial:
+            border.give([state.token], state.values)
+        else:
+            border.give([outputs.get(slot.name) for slot in border.slots], state.values)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ComputeBackward(Compute):
+    """Run autograd from the gradients of all consumers, and from the loss, to the inputs and the parameters."""
+
+    saved: Saved
+
+    def run(self) -> None:
+        saved = self.saved
+        gradients = self._collect()
+        names = [name for name in gradients if name in saved.outputs]
+        roots: list[GradientEdge | Tensor] = [saved.outputs[name] for name in names]
+        seeds = [gradients[name] for name in names]
+        if saved.loss is not None:
+            roots.append(saved.loss)
+            seeds.append(torch.full_like(saved.loss, self.state.loss_weight * self.micro_batch.num_samples))
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        _hand_out_gradients(saved.leaves, self.outgoing, self.state)
+        saved.clear()
+        self.state.leave(self.stage)
+
+    def _collect(self) -> dict[str, Tensor]:
+        """For every output the sum of the gradients that its consumers sent, in the order of the edges."""
+        gradients: dict[str, Tensor] = {}
+        for border in self.incoming:
+            tensors = border.take(self.state.values)
+            for slot, tensor in zip(border.slots, tensors, strict=True):
+                if tensor is not None:
+                    name = slot.name
+                    gradients[name] = gradients[name] + tensor if name in gradients else tensor
+        return gradients
+
+
+def _hand_out_gradients(leaves: Mapping[str, Tensor], outgoing: Iterable[Border], state: State) -> None:
+    """Make the messages out of the gradients of the inputs; a leaf that nothing depends on has gradient zero."""
+    for border in outgoing:
+        if border.edge.artificial:
+            border.give([state.token], state.values)
+        else:
+            border.give([_gradient(leaves.get(slot.name)) for slot in border.slots], state.values)
+
+
+def _gradient(leaf: Tensor | None) -> Tensor | None:
+    if leaf is None:
+        return None
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -1,0 +1,61 @@
+"""Random streams: every stage draws its own random numbers, the same whatever else its device computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+"""2^64 divided by the golden ratio: the increment of the splitmix64 generator."""
+
+
+def mix(*numbers: int) -> int:
+    """A 64-bit hash of integers in which each position counts: splitmix64 (Steele et al. 2014, OOPSLA, figure 15)."""
+    state = 0
+    for number in numbers:
+        state = _scramble((state + _GOLDEN + (number & _MASK)) & _MASK)
+    return state
+
+
+def _scramble(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+class RandomStreams:
+    """One stream of random numbers per (stage, replica, micro-batch, step), without state: nothing to checkpoint.
+
+    Args:
+        seed: of the run; the same on all ranks.
+        device: where the stages compute; its default generator is seeded besides the CPU's.
+    """
+
+    def __init__(self, seed: int, device: torch.device | None = None) -> None:
+        self.seed = seed
+        self._generators = [torch.default_generator]
+        if device is not None and device.type == "cuda":
+            torch.cuda.init()
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+
+    def key(self, stage: int, replica: int, micro_batch: int, step: int) -> int:
+        """The 64-bit seed of a stream."""
+        return mix(self.seed, stage, replica, micro_batch, step)
+
+    @contextmanager
+    def use(self, stage: int, replica: int, micro_batch: int, step: int) -> Iterator[None]:
+        """Draw from this stream inside; the caller's own stream goes on untouched afterwards."""
+        key = self.key(stage, replica, micro_batch, step)
+        states = [generator.get_state() for generator in self._generators]
+        for generator in self._generators:
+            generator.manual_seed(key)
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)

@@ -1,0 +1,166 @@
+"""Transfers: sends and receives of messages, and what dynamic edges need besides.
+
+A message on a dynamic edge is a header of fixed size, then the tensors that it describes. The receives of these can
+start only when the header is there; receives of later messages of the same device then start after them, so that the
+order of the transfers is the order of the sends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_gpp.runtime.boundary import DTYPES, Values, decode, encode, header_length
+from lightning_gpp.runtime.stage import Slot
+from lightning_gpp.runtime.transport import Transport, Work
+from lightning_gpp.schedules.program import Message
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """What all transfers of a device share.
+
+    `values` are the tensors of all messages, `device` is where received tensors are allocated, `unfinished` are the
+    sends whose arrival is not known yet, oldest first.
+    """
+
+    transport: Transport
+    values: Values
+    device: torch.device
+    unfinished: deque[Send] = field(default_factory=deque)
+
+    def finish(self) -> None:
+        """Wait for all sends."""
+        while self.unfinished:
+            self.unfinished.popleft().release()
+
+
+class Send:
+    """Start sending a message; keep its tensors until they have arrived."""
+
+    def __init__(self, link: Link, message: Message) -> None:
+        self._link = link
+        self._message, self._peer = message.id, message.dst
+        self._tensors: Sequence[Tensor] = ()
+        self._works: Sequence[Work] = ()
+
+    def run(self) -> None:
+        send, peer, unfinished = self._link.transport.send, self._peer, self._link.unfinished
+        self._tensors = self._packed()
+        self._works = [send(tensor, peer) for tensor in self._tensors]
+        while unfinished and unfinished[0].is_completed():
+            unfinished.popleft().release()
+        unfinished.append(self)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def release(self) -> None:
+        """Wait for the arrival and let the tensors go; nothing to do the second time."""
+        for work in self._works:
+            work.wait()
+        self._works = self._tensors = ()
+
+    def _packed(self) -> list[Tensor]:
+        values, message = self._link.values, self._message
+        tensors, values[message] = values[message], None
+        return [tensor.detach().contiguous() for tensor in tensors or () if tensor is not None]
+
+
+class DynamicSend(Send):
+    """The header goes first."""
+
+    def _packed(self) -> list[Tensor]:
+        header = encode(self._link.values[self._message] or ())
+        return [header.to(self._link.device), *super()._packed()]
+
+
+class Receive:
+    """Receive a message: `start` allocates and starts, `wait` returns when the tensors are there."""
+
+    def __init__(self, link: Link, message: Message, slots: Sequence[Slot]) -> None:
+        num_samples = message.stop - message.start
+        self._link = link
+        self._message, self._peer = message.id, message.src
+        self._specs = [(slot.spec.sizes(num_samples), DTYPES[slot.spec.dtype]) for slot in slots]
+        self._works: Sequence[Work] = ()
+
+    def start(self) -> None:
+        device = self._link.device
+        self._receive([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._specs])
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = ()
+
+    def _receive(self, buffers: Sequence[Tensor | None]) -> None:
+        receive, peer = self._link.transport.receive, self._peer
+        self._works = [receive(buffer, peer) for buffer in buffers if buffer is not None]
+        self._link.values[self._message] = buffers
+
+
+class DynamicReceive(Receive):
+    """Receive a message that announces its sizes: `start` receives the header, `resolve` starts with the tensors."""
+
+    def __init__(self, link: Link, message: Message, slots: Sequence[Slot]) -> None:
+        super().__init__(link, message, ())
+        self._length = header_length(len(slots))
+        self._flags: list[bool] = []
+
+    def start(self) -> None:
+        self._receive([torch.empty(self._length, dtype=torch.int64, device=self._link.device)])
+
+    def resolve(self) -> None:
+        """Wait for the header, then start receiving the tensors."""
+        super().wait()
+        (header,) = self._link.values[self._message] or ()
+        buffers, self._flags = decode(header, self._link.device)
+        self._receive(buffers)
+
+    def wait(self) -> None:
+        super().wait()
+        for tensor, requires_grad in zip(self._link.values[self._message] or (), self._flags, strict=True):
+            if tensor is not None:
+                tensor.requires_grad_(requires_grad)
+
+
+class Inbox:
+    """All receives from one device, where some are dynamic: starts them in the order in which they were posted.
+
+    Waiting for a message resolves the dynamic ones before it; they were sent before it, so this cannot block for ever.
+    """
+
+    def __init__(self) -> None:
+        self._posted: deque[Receive] = deque()
+        self._open: DynamicReceive | None = None
+        self._started: set[Receive] = set()
+
+    def post(self, receive: Receive) -> None:
+        self._posted.append(receive)
+        self._advance()
+
+    def wait(self, receive: Receive) -> None:
+        while self._open is not None and (receive is self._open or receive not in self._started):
+            self._open.resolve()
+            self._open = None
+            self._advance()
+        self._started.discard(receive)
+        receive.wait()
+
+    def clear(self) -> None:
+        """Forget what was posted."""
+        self._posted.clear()
+        self._started.clear()
+        self._open = None
+
+    def _advance(self) -> None:
+        while self._posted and self._open is None:
+            receive = self._posted.popleft()
+            receive.start()
+            self._started.add(receive)
+            self._open = receive if isinstance(receive, DynamicReceive) else None

@@ -1,0 +1,152 @@
+"""Transports: how a tensor gets from one device of a pipeline to another. Messages of a directed pair match by order
+alone, as they must on NCCL; nothing here uses tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.mesh import Mesh
+
+Pair = tuple[int, int]
+"""A directed pair of devices (source, destination) of one pipeline."""
+
+_AS_BYTES: Final = frozenset({torch.complex64, torch.complex128, torch.int16})
+"""Types that NCCL does not move; they travel as bytes, on every backend."""
+
+
+class Work(Protocol):
+    """A transfer on its way. torch's own work objects are of this form."""
+
+    def wait(self) -> object:
+        """Return when it is done; on CUDA when work issued to the current stream from now on will find it done."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether it is known to be done. gloo does not know before `wait()`."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves tensors between the devices of one pipeline, in order per directed pair."""
+
+    def send(self, tensor: Tensor, device: int) -> Work:
+        """Start sending; the tensor must not change before the work is done."""
+        ...
+
+    def receive(self, buffer: Tensor, device: int) -> Work:
+        """Start receiving into a contiguous buffer of exactly the sent shape and dtype."""
+        ...
+
+
+def pairs_of(plan: Plan) -> tuple[Pair, ...]:
+    """All directed pairs of devices between which any program of the plan may send, in sorted order."""
+    pairs: set[Pair] = set()
+    for edge in plan.edges:
+        for src in plan.devices_of(edge.src):
+            pairs.update((src, dst) for dst in plan.devices_of(edge.dst) if src != dst)
+    return tuple(sorted(pairs | {(dst, src) for src, dst in pairs}))
+
+
+class DistributedTransport:
+    """Transfers over `torch.distributed`: NCCL for CUDA tensors, gloo for CPU tensors.
+
+    On NCCL every directed pair has a process group of its own, so that one direction never waits behind the other,
+    and it is used once here, in sorted order: NCCL connects at the first use and blocks until the peer does so too.
+    gloo has no such trouble and serves all pairs with one group. CUDA tensors over gloo go through host memory.
+    All ranks construct it together, with the same pairs.
+
+    Args:
+        mesh: the ranks.
+        pairs: directed pairs of devices, the same for every pipeline (see `pairs_of`).
+        device: where this rank's tensors live.
+        backend: "nccl" or "gloo"; by default that of the mesh.
+    """
+
+    def __init__(
+        self, mesh: Mesh, pairs: Iterable[Pair], *, device: torch.device | None = None, backend: str | None = None
+    ) -> None:
+        self._device = device or torch.device("cpu")
+        self._backend = backend or mesh.backend
+        self._staged = self._device.type == "cuda" and self._backend == "gloo"
+        self._outgoing: dict[int, tuple[dist.ProcessGroup, int]] = {}
+        self._incoming: dict[int, tuple[dist.ProcessGroup, int]] = {}
+        if self._backend == "gloo":
+            self._share_group(mesh)
+        else:
+            self._connect(mesh, sorted(set(pairs)))
+
+    def send(self, tensor: Tensor, device: int) -> Work:
+        if not tensor.numel():
+            return _DONE
+        group, peer = self._outgoing[device]
+        wire = _wire(tensor.contiguous())
+        return group.send([wire.cpu() if self._staged else wire], peer, 0)
+
+    def receive(self, buffer: Tensor, device: int) -> Work:
+        if not buffer.numel():
+            return _DONE
+        group, peer = self._incoming[device]
+        wire = _wire(buffer)
+        if not self._staged:
+            return group.recv([wire], peer, 0)
+        host = torch.empty_like(wire, device="cpu")
+        return _Staged(group.recv([host], peer, 0), host, wire)
+
+    def _share_group(self, mesh: Mesh) -> None:
+        group = mesh.pipeline_group
+        if mesh.backend != "gloo":
+            group = mesh.pipeline_control_group
+        for device in range(mesh.num_devices):
+            self._outgoing[device] = self._incoming[device] = (group, device)
+
+    def _connect(self, mesh: Mesh, pairs: list[Pair]) -> None:
+        """Both directions of a pair have the same two ranks, hence one round of group creation per direction."""
+        for pipeline in range(mesh.num_pipelines):
+            for src, dst in pairs:
+                ranks = [mesh.global_rank(src, pipeline), mesh.global_rank(dst, pipeline)]
+                group = dist.new_group(ranks, backend=self._backend)
+                if mesh.rank == ranks[0]:
+                    self._outgoing[dst] = (group, dist.get_group_rank(group, ranks[1]))
+                    self.send(torch.zeros(1, device=self._device), dst).wait()
+                elif mesh.rank == ranks[1]:
+                    self._incoming[src] = (group, dist.get_group_rank(group, ranks[0]))
+                    self.receive(torch.zeros(1, device=self._device), src).wait()
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    """The same memory in a dtype that every backend moves."""
+    return tensor.view(-1).view(torch.uint8) if tensor.dtype in _AS_BYTES else tensor
+
+
+class _Done:
+    """The transfer of nothing."""
+
+    def wait(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_DONE: Final = _Done()
+
+
+class _Staged:
+    """A receive into host memory that ends with a copy to the device."""
+
+    def __init__(self, work: Work, host: Tensor, buffer: Tensor) -> None:
+        self._work, self._host, self._buffer = work, host, buffer
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._buffer.copy_(self._host)
+
+    def is_completed(self) -> bool:
+        return False
