@@ -170,13 +170,6 @@ def restore_epoch_end(trainer: Any) -> None:
     vars(trainer._logger_connector).pop("epoch_end_reached", None)
 
 
-def train_loaders(trainer: Any) -> Any:
-    """The training data loaders, set up now instead of when the loop starts."""
-    trainer.fit_loop.setup_data()
-    combined = trainer.fit_loop._combined_loader
-    return None if combined is None else combined.iterables
-
-
 def current_hook(module: Any) -> str | None:
     """Name of the hook that Lightning is running on `module`."""
     name: str | None = module._current_fx_name
@@ -225,3 +218,28 @@ def forward_cache(metric: Any) -> Any:
 
 def set_forward_cache(metric: Any, value: Any) -> None:
     metric._forward_cache = value
+
+
+def reduce_over(tensor: torch.Tensor, group: Any, reduce_op: Any) -> torch.Tensor:
+    """Lightning's own reduction, with its names for operations and its handling of means on gloo."""
+    from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+
+    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+
+def gather_over(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
+    """Lightning's own gathering, with gradients where wanted."""
+    from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
+
+    return _all_gather_ddp_if_available(tensor, group, sync_grads=sync_grads)
+
+
+def first_training_batch(trainer: Any, peek: Callable[[Any], Any] | None) -> Any:
+    """Set the training data loaders up now instead of when the loop starts, and `peek` at each one's first batch."""
+    from lightning.pytorch.utilities._pytree import tree_unflatten
+
+    trainer.fit_loop.setup_data()
+    combined = trainer.fit_loop._combined_loader
+    if combined is None or peek is None:
+        return None
+    return tree_unflatten([peek(loader) for loader in combined.flattened], combined._spec)

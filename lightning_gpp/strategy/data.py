@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -176,7 +176,3 @@ def _kept_generators(loader: Any) -> Iterator[None]:
         for generator, state in generators:
             generator.set_state(state)
 
-
-def flattened(loaders: Any) -> list[Any]:
-    """The single loaders of a (nested) collection of loaders."""
-    return [leaf for leaf in pytree.tree_leaves(loaders) if isinstance(leaf, Sized | Iterable)]

@@ -1,0 +1,66 @@
+"""Makes `Trainer(strategy="gpp")` known without loading Lightning: it is told as soon as somebody else loads it.
+
+Lightning takes seconds to import, and planning, simulating and the runtime do not need it.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from types import ModuleType
+from typing import Any, Final
+
+_REGISTRY: Final = "lightning.pytorch.strategies"
+
+
+def register() -> None:
+    """Register the strategy now if Lightning is loaded, else when it is."""
+    module = sys.modules.get(_REGISTRY)
+    if module is not None and hasattr(module, "StrategyRegistry"):
+        _register_in(module)
+    elif not any(isinstance(finder, _WhenLoaded) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenLoaded())
+
+
+def _register_in(strategies: ModuleType) -> None:
+    registry = strategies.StrategyRegistry
+    if "gpp" not in registry:
+        registry.register("gpp", make_strategy, description="Graph pipeline parallelism (lightning-gpp)")
+
+
+def make_strategy(**kwargs: Any) -> Any:
+    from lightning_gpp.strategy import GPPStrategy
+
+    return GPPStrategy(**kwargs)
+
+
+class _WhenLoaded(MetaPathFinder):
+    """Finds one module the usual way, and registers after it has run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _REGISTRY:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            sys.meta_path.remove(self)
+            spec.loader = _Registering(spec.loader)
+        return spec
+
+
+class _Registering(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _register_in(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
