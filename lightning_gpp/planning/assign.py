@@ -46,7 +46,32 @@ def assign(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> Assi
     placed = _Placement(graph, _owners(stage_modules))
     for operator in reversed(list(graph)):
         placed.place(operator)
+    _place_effects(graph, placed.assignment)
     return placed.assignment
+
+
+def _place_effects(graph: OperatorGraph, assignment: Assignment) -> None:
+    """Operators that only update a buffer have no reader: they go where the buffer is read, or what they read is made."""
+    homes: dict[str, tuple[int, ...]] = {}
+    for operator in graph:
+        if operator.target != "input":
+            homes.update(dict.fromkeys(operator.buffers, assignment[operator.name][:1]))
+    for operator in reversed(list(graph)):
+        if operator.buffers and not assignment[operator.name]:
+            ancestors = nx.ancestors(graph.nx, operator.name)
+            home = _home(graph, assignment, [homes[name] for name in operator.buffers], ancestors)
+            homes.update(dict.fromkeys(operator.buffers, home))
+            for name in (operator.name, *(a for a in ancestors if not assignment[a])):
+                assignment[name] = home
+
+
+def _home(
+    graph: OperatorGraph, assignment: Assignment, homes: list[tuple[int, ...]], ancestors: set[str]
+) -> tuple[int, ...]:
+    makers = [assignment[operator.name][:1] for operator in graph if operator.name in ancestors]
+    sinks = [assignment[operator.name] for operator in graph if operator.target == "step"]
+    candidates = [*homes, *(maker for maker in reversed(makers) if maker != (SOURCE,)), *sinks]
+    return next(stages for stages in candidates if stages)
 
 
 def forced(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
