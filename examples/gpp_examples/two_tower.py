@@ -133,7 +133,7 @@ class TwoTower(L.LightningModule):
     def __init__(
         self,
         width: int = 64,
-        channels: int = 16,
+        channels: int = 32,
         num_layers: int = 2,
         num_heads: int = 4,
         learning_rate: float = 2e-3,
