@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -144,7 +145,8 @@ def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Reco
 
     def log(*args: Any, **kwargs: Any) -> None:
         recorder.recording.logged.append((recorder.scope, user_line()))
-        recorder.use((args, kwargs))
+        if recorder.scope == -1:
+            recorder.use((args, kwargs))
 
     if hasattr(replica, "log_dict"):
         vars(replica)["_trainer"] = _ObservedTrainer(trainer, run_time, recorder)
@@ -183,9 +185,15 @@ def _recording(recorder: Recorder, mode: FakeTensorMode) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The step is run several times: what it prints is not for the user."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
+    """The step is run several times: what it prints is not for the user, nor is torch's report of a failing call."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -1,0 +1,216 @@
+"""What cannot be captured is refused with the user's line, the reason and the ways out; nothing is frozen silently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gpp.capture import capture
+from lightning_gpp.errors import CaptureError, ShapeError
+from tests.capture import zoo
+from tests.capture.inprocess import chain_of, split_gradients
+from tests.capture.zoo import Base
+
+
+class Branches(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if h.sum() > 0:
+            h = -h
+        return self.b(h)
+
+
+class Item(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) * x.max().item())
+
+
+class Nonzero(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)[x[:, 0].nonzero()[:, 0]])
+
+
+class Epoch(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) * (1 + self.current_epoch))
+
+
+class EpochBranch(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h.relu() if self.global_step > 10 else h)
+
+
+class EpochWindow(Base):
+    """Both runs of the capture see the same branch, other epochs would not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h.relu() if 5 < self.current_epoch < 10 else h)
+
+
+class BatchIndex(Base):
+    stages = [["a"], ["b"]]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.b(self.a(batch["x"]) * (batch_idx + 1)).mean()
+
+
+class BatchSize(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) * (1.0 / x.shape[0]))
+
+
+class LateCall(Base):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        h = self.a(batch["x"])
+        return self.b(h).mean() if h.sum() > 0 else h.mean()
+
+
+class Escapes(Base):
+    hidden: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.a(x)
+        return self.b(self.hidden)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self(batch["x"]).mean() + self.hidden.pow(2).mean()
+
+
+class SideInput(Base):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.bias = batch["y"]
+        return self(batch["x"]).mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) + self.bias)
+
+
+class Logs(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.log("norm", h.norm())
+        return self.b(h)
+
+
+class Region(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(checkpoint(lambda h: self.a(h).tanh() * 2, x, use_reentrant=False))
+
+
+class EarlyParameter(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self(batch["x"] * self.scale).mean()
+
+
+class NoNetwork(Base):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return F.linear(batch["x"], self.a.weight).mean()
+
+
+class Broken(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)[:, :3])
+
+
+REFUSED = [
+    (Branches, "bool` reads the value of a tensor inside a module"),
+    (Item, "item` reads the value of a tensor inside a module"),
+    (Nonzero, "DynamicOutputShapeException|depends on"),
+    (Epoch, "depends on `batch_idx`, `current_epoch` or `global_step`"),
+    (EpochBranch, "depends on `batch_idx`, `current_epoch` or `global_step`"),
+    (EpochWindow, "`current_epoch` is read in a forward that is cut"),
+    (BatchIndex, "depends on `batch_idx`, `current_epoch` or `global_step`"),
+    (BatchSize, "depends on the number of samples in the batch"),
+    (LateCall, "reads a value that the network computed, and calls 'b' after it"),
+    (Escapes, "a module computed but did not return"),
+    (SideInput, "did not pass to the module's call"),
+    (Logs, "a forward that is cut into stages logs a value"),
+    (Region, "activation checkpointing spans more than one module call"),
+    (EarlyParameter, "uses a parameter in front of its first module call"),
+    (NoNetwork, "calls no submodule that has parameters"),
+    (Broken, "same reduction dim"),
+]
+
+
+@pytest.mark.parametrize(("kind", "reason"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_refused_with_line_reason_and_ways_out(kind: type[Base], reason: str) -> None:
+    with pytest.raises(CaptureError, match=reason) as caught:
+        module = kind().double()
+        captured = capture(module, zoo.batch())
+        captured.build(chain_of(captured, kind.stages), module)
+    text = str(caught.value)
+    assert "Ways out: (1)" in text
+    assert "(2) declare the stages" in text
+    if kind is not NoNetwork:
+        assert "test_refusals.py:" in text
+
+
+@pytest.mark.parametrize("kind", [Epoch, EpochWindow, Logs])
+def test_whole_modules_may_read_what_they_like(kind: type[Base]) -> None:
+    """The same code inside a module that is not cut runs as Python; only values that would be frozen are refused."""
+    module = kind().double()
+    if kind is Epoch:
+        with pytest.raises(CaptureError):
+            capture(module, zoo.batch())
+        return
+    captured = capture(module, zoo.batch())
+    captured.build(chain_of(captured, [[""]]), module)
+
+
+class Scaled(Base):
+    factor = 2.0
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return self.b(self.a(x) * factor)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self(batch["x"], self.factor).mean()
+
+
+def test_an_argument_that_changed_is_noticed() -> None:
+    module = Scaled().double()
+    module.log = lambda *_: None
+    captured = capture(module, zoo.batch())
+    plan = chain_of(captured, module.stages)
+    split_gradients(module, captured, plan, zoo.batch())
+    module.factor = 3.0
+    with pytest.raises(CaptureError, match="an argument was 2.0 when the step was captured and is 3.0 now"):
+        split_gradients(module, captured, plan, zoo.batch())
+
+
+def test_another_shape_is_noticed() -> None:
+    module = zoo.SharedMask().double()
+    captured = capture(module, zoo.batch())
+    plan = chain_of(captured, module.stages)
+    batch: dict[str, Any] = zoo.batch()
+    batch["mask"] = batch["mask"][:, :1]
+    with pytest.raises(ShapeError, match=r"has shape \(2, 1\) .* the captured batch had \('b', '8'\)"):
+        split_gradients(module, captured, plan, batch)
+
+
+class NoLoss(Base):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self(batch["x"]).mean()
+
+
+def test_a_step_without_loss_is_refused() -> None:
+    module = NoLoss().double()
+    captured = capture(module, zoo.batch())
+    with pytest.raises(CaptureError, match="must return the loss as a scalar tensor.*NoneType"):
+        split_gradients(module, captured, chain_of(captured, module.stages), zoo.batch())
+
+
+def test_no_training_step() -> None:
+    with pytest.raises(CaptureError, match="Linear has no method 'training_step'"):
+        capture(nn.Linear(2, 2), zoo.batch())
