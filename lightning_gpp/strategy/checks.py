@@ -1,0 +1,75 @@
+"""What cannot work in stages is refused before training starts, with the reason and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_gpp._compat import uses_dataloader_iter
+from lightning_gpp.errors import ConfigError
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def check_module(module: pl.LightningModule) -> None:
+    """Raise ConfigError if a module uses what stages cannot do."""
+    for problem in _problems(module):
+        raise ConfigError(problem)
+
+
+def _problems(module: pl.LightningModule) -> Iterator[str]:
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        yield (
+            f"{name} uses manual optimization (automatic_optimization=False), whose backward calls come from inside "
+            "the step; in a pipeline forwards and backwards of the stages interleave. Use automatic optimization, or "
+            "another strategy."
+        )
+    if type(module).backward is not pl.LightningModule.backward:
+        yield (
+            f"{name} overrides `backward`, but in a pipeline every stage runs its own backward. Put the change into "
+            "the loss, or use `on_after_backward` to change gradients."
+        )
+    for step in STEPS:
+        if uses_dataloader_iter(getattr(module, step)):
+            yield (
+                f"{name}.{step} takes `dataloader_iter`, but mini-batches must be known before the stages start. Let "
+                "it take `batch` (and `batch_idx`)."
+            )
+
+
+def check_precision(precision: Precision) -> None:
+    """Raise ConfigError for precisions with a loss scale that every rank would have to agree on."""
+    if getattr(precision, "scaler", None) is not None:
+        raise ConfigError(
+            "trainer.precision='16-mixed' scales the loss and skips steps by what one rank sees, while each rank has "
+            "other gradients. Use precision='bf16-mixed', or '32-true'."
+        )
+
+
+def check_callbacks(trainer: pl.Trainer) -> None:
+    """Raise ConfigError for callbacks that work on the whole module at once."""
+    kinds: tuple[type, ...] = (StochasticWeightAveraging, BatchSizeFinder, *_averaging())
+    for callback in trainer.callbacks:
+        if isinstance(callback, kinds):
+            raise ConfigError(
+                f"The callback {type(callback).__name__} copies or restores the whole module, of which every rank holds "
+                "a part. Remove it (trainer.callbacks)."
+            )
+
+
+def _averaging() -> tuple[type, ...]:
+    found = getattr(pl.callbacks, "WeightAveraging", None)
+    return () if found is None else (found,)
+
+
+def check_layer_sync(layer_sync: object) -> None:
+    """Raise ConfigError for BatchNorm over all processes."""
+    if layer_sync is not None:
+        raise ConfigError(
+            "trainer.sync_batchnorm=True would average BatchNorm's statistics over stages that do not share layers. "
+            "Set it to False; with several pipelines use torch.nn.SyncBatchNorm with a process group of your own."
+        )

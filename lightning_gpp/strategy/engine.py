@@ -1,0 +1,273 @@
+"""From the user's steps to running stages: captures, plans, places parameters, and runs mini-batches on all ranks alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+
+from lightning_gpp.capture import Capture, capture
+from lightning_gpp.capture.batch import batch_size_of
+from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.runtime.random import RandomStreams
+from lightning_gpp.runtime.stage import MicroBatch
+from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
+from lightning_gpp.strategy.control import Control
+from lightning_gpp.strategy.data import outline, signature
+from lightning_gpp.strategy.logs import LogExchange, LogRecorder
+from lightning_gpp.strategy.options import Options
+from lightning_gpp.strategy.parameters import Placement, move, place, settle
+from lightning_gpp.strategy.planner import evaluation_plan, plan_for, training_plan
+from lightning_gpp.strategy.results import combined, loss_and_rest
+from lightning_gpp.strategy.session import Context, Session
+
+TRAINING = "training_step"
+
+
+class Engine:
+    """Runs the steps of one module in stages. All ranks construct it and call its methods together.
+
+    Attributes:
+        plan: the stages, once a step was captured.
+        placement: where parameters live, once they were placed.
+        step: mini-batches trained so far; numbers the random streams.
+        batch_size, batch_signature: of the mini-batch that was announced last.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        *,
+        control: Control,
+        options: Options,
+        precision: Precision,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.module, self.control, self.options = module, control, options
+        self.precision, self.device, self.seed = precision, device, seed
+        self.streams = RandomStreams(seed, device)
+        self.logs = LogExchange(control, device)
+        self.plan: Plan | None = None
+        self.placement: Placement | None = None
+        self.was_whole = False
+        self.step = 0
+        self.batch_size, self.batch_signature = 0, 0
+        self.inside_user_code = False
+        self.current: Session | None = None
+        self._sessions: dict[tuple[str, int], Session] = {}
+        self._transport: DistributedTransport | None = None
+        self._first: tuple[Capture, int] | None = None
+
+    # -- once ---------------------------------------------------------------------------------------------------------
+
+    def make_plan(self, step: str, batch: Any) -> Plan:
+        """Capture a step on rank 0's batch and decide who computes what. `batch` counts only on rank 0.
+
+        Raises:
+            CaptureError, PlanError, ConfigError: see there.
+            GPPError: the ranks do not agree on what they captured.
+        """
+        example = self.control.broadcast(outline(batch) if self.control.rank == 0 else None)
+        captured = self._capture(step, example)
+        self.plan = plan_for(captured, self.options, self.control.num_devices)
+        _check_step_device(self.plan)
+        self._agree(captured, self.plan)
+        self._first = captured, signature(example)
+        return self.plan
+
+    def place_parameters(self) -> Placement:
+        """Let every rank hold what its stages use, on its device, and nothing else."""
+        if self.plan is None or self._first is None:
+            raise GPPError("Parameters were to be placed before there was a plan; call make_plan() first.")
+        pipeline = self._first[0].build(self.plan, self.module)
+        used = [(*names, *buffers) for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]
+        self.placement = place(self.module, self.plan, used)
+        self.was_whole = settle(self.module, self.placement, self.control)
+        move(self.module, self.device)
+        return self.placement
+
+    def _agree(self, captured: Capture, plan: Plan) -> None:
+        text = f"{captured.fingerprint} {plan}"
+        digests = self.control.gather(hashlib.sha256(text.encode()).hexdigest()[:12])
+        if len(set(digests)) > 1:
+            raise GPPError(
+                f"The ranks captured different steps or made different plans; fingerprints by rank: {digests}. The "
+                "model's structure must not depend on the rank or on unseeded random choices; or give all ranks one "
+                "plan by strategy.plan."
+            )
+
+    def _capture(self, step: str, example: Any) -> Capture:
+        return capture(self.module, example, step=step, context=self._context(step), device=self.device)
+
+    def _context(self, step: str) -> Context:
+        """The precision plugin's context for a step; the modules compute in it on all ranks."""
+        context: Context = getattr(self.precision, _CONTEXTS[step])
+        return context
+
+    # -- every mini-batch ---------------------------------------------------------------------------------------------
+
+    def announce(self, batch: Any) -> bool:
+        """Tell the ranks of this pipeline what comes: samples and form. False: the loader gave None.
+
+        `batch` counts only on the rank that runs the step.
+        """
+        numbers = torch.zeros(2, dtype=torch.int64)
+        if self.control.runs_step:
+            facts = (-1, 0) if batch is None else (batch_size_of(batch), signature(batch))
+            numbers = torch.tensor(facts)
+        self.batch_size, self.batch_signature = self.control.share(numbers).tolist()
+        return self.batch_size >= 0
+
+    def train(self, arguments: Sequence[Any], accumulated: int) -> Any:
+        """Run forwards and backwards of one mini-batch; the loss (on all ranks), with the rest of a dict where it is.
+
+        `accumulated`: mini-batches per optimizer step.
+        """
+        weight = 1.0 / accumulated
+        if self.options.loss_reduction == "mean":
+            weight /= self.batch_size * self.control.num_pipelines
+        outputs, recorder = self._run(TRAINING, arguments, weight)
+        self.step += 1
+        loss, rest = loss_and_rest(outputs) if outputs else (torch.zeros(()), {})
+        if outputs and self.options.loss_reduction == "sum":
+            loss = loss * sum(part.num_samples for part, _ in outputs)
+        (number,) = self._share_logs(recorder, [loss.item()])
+        if not outputs:
+            return torch.tensor(number, device=self.device)
+        return {"loss": loss, **rest} if rest else loss
+
+    def evaluate(self, step: str, arguments: Sequence[Any]) -> Any:
+        """Run a validation, test or prediction step; what it returned, on the rank that runs it; None elsewhere."""
+        outputs, recorder = self._run(step, arguments, 1.0)
+        if step != "predict_step":
+            self._share_logs(recorder, [])
+        return combined(outputs) if outputs else None
+
+    def _run(
+        self, step: str, arguments: Sequence[Any], weight: float
+    ) -> tuple[list[tuple[MicroBatch, Any]], LogRecorder | None]:
+        recorder = LogRecorder(self.module) if self.control.runs_step else None
+        self.current = session = self._session(step, arguments[0])
+        invoke = self._invocation(step, arguments[1:], recorder)
+        outputs = session.run(arguments[0], invoke, self.batch_size, loss_weight=weight, step=self.step)
+        return (outputs if self.control.runs_step else []), recorder
+
+    def _share_logs(self, recorder: LogRecorder | None, numbers: Sequence[float]) -> list[float]:
+        """Replay the step's logs everywhere; `numbers` of the step's rank, and whether it wants to stop."""
+        trainer = self.module.trainer
+        calls, values = self.logs.exchange(recorder, [float(trainer.should_stop), *numbers])
+        stop, *rest = values
+        if stop:
+            trainer.should_stop = True
+        count = len(rest) - 2 * len(calls)
+        self.logs.replay(self.module, calls, rest[count:])
+        return rest[:count]
+
+    def _invocation(self, step: str, rest: Sequence[Any], recorder: LogRecorder | None) -> Callable[[Any], Any]:
+        function = getattr(self.module, step)
+        context = self._context(step)
+        is_sum = step == TRAINING and self.options.loss_reduction == "sum"
+
+        def invoke(batch: Any) -> Any:
+            samples = batch_size_of(batch)
+            if recorder is None:
+                raise GPPError("The user's step was called on a rank that has no data.")
+            with recorder.run(samples), context(), self.user_code():
+                output = function(batch, *rest)
+            return _scaled(output, 1 / samples) if is_sum else output
+
+        return invoke
+
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        """While user code runs that other ranks do not run, barriers and broadcasts must not wait for them."""
+        before, self.inside_user_code = self.inside_user_code, True
+        try:
+            yield
+        finally:
+            self.inside_user_code = before
+
+    # -- sessions -----------------------------------------------------------------------------------------------------
+
+    def _session(self, step: str, batch: Any) -> Session:
+        key = (step, self.batch_signature)
+        if key not in self._sessions:
+            self._sessions[key] = self._new_session(step, batch)
+        return self._sessions[key]
+
+    def _new_session(self, step: str, batch: Any) -> Session:
+        if self.placement is None:
+            self.make_plan(step, batch)
+            self.place_parameters()
+        captured = self._captured(step, batch)
+        if self.plan is None or self.placement is None:
+            raise GPPError("A step was to run before parameters were placed.")
+        plan = (training_plan if step == TRAINING else evaluation_plan)(captured, self.plan)
+        return Session(
+            capture=captured,
+            plan=plan,
+            module=self.module,
+            placement=self.placement,
+            control=self.control,
+            transport=self._connected(self.plan),
+            device=self.device,
+            streams=self.streams,
+            context=self._context(step),
+            training=step == TRAINING,
+            trace=self.options.trace,
+        )
+
+    def _captured(self, step: str, batch: Any) -> Capture:
+        """The capture of this form of the batch; the first one was made for the plan."""
+        if self._first is not None:
+            captured, known = self._first
+            if captured.step == step and known == self.batch_signature:
+                return captured
+        return self._capture(step, self.control.share_object(outline(batch) if self.control.runs_step else None))
+
+    def _connected(self, plan: Plan) -> DistributedTransport:
+        """One transport for all sessions; it connects device 0 to all, which evaluation may need more than training."""
+        if self._transport is None:
+            devices = range(1, self.control.num_devices)
+            pairs = {*pairs_of(plan), *((0, d) for d in devices), *((d, 0) for d in devices)}
+            self._transport = DistributedTransport(self.control.mesh, pairs, device=self.device)
+        return self._transport
+
+    def describe(self) -> str:
+        """What this rank is doing, for messages."""
+        if self.current is None or self.current.latest is None:
+            return "set-up"
+        return f"{self.current.latest.describe()} of {self.current.capture.step}, mini-batch {self.step}"
+
+
+_CONTEXTS = {
+    TRAINING: "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
+
+
+def _scaled(output: Any, factor: float) -> Any:
+    if isinstance(output, Tensor):
+        return output * factor
+    return {**output, "loss": output["loss"] * factor} if isinstance(output, Mapping) else output
+
+
+def _check_step_device(plan: Plan) -> None:
+    stage = plan.stages[plan.step_stage]
+    if stage.devices != (0,):
+        raise ConfigError(
+            f"Stage {stage.name!r} runs the user's step ({STEP!r}) on devices {stage.devices}; it must run on device 0 "
+            "alone, which loads the data. Number the devices accordingly; to replicate the stage's modules, give "
+            f"{STEP!r} a stage of its own."
+        )
+

@@ -1,0 +1,130 @@
+"""A captured step that runs in stages: one for each of the user's steps and each form of its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp.capture import Capture, Pipeline
+from lightning_gpp.errors import PlanError
+from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.executor import Executor
+from lightning_gpp.runtime.random import RandomStreams
+from lightning_gpp.runtime.stage import MicroBatch, StageModule
+from lightning_gpp.runtime.transport import Transport
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.strategy.control import Control
+from lightning_gpp.strategy.parameters import Placement
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+DATA_STREAM = -1
+"""The stage number under which the user's step draws its random numbers."""
+
+
+class InContext:
+    """A stage that computes inside a context, for example autocast; its backward runs outside, as torch asks for."""
+
+    def __init__(self, stage: StageModule, context: Context) -> None:
+        self._stage, self._context = stage, context
+        self.uses_random = stage.uses_random
+
+    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+        with self._context():
+            return self._stage.forward(values, micro_batch)
+
+
+class Session:
+    """Runs a step on mini-batches of one form, of any number of samples.
+
+    Args:
+        capture: the step.
+        plan: its stages.
+        module: the user's module, with the parameters of this rank.
+        placement: where parameters live.
+        control: who this rank is.
+        transport: to the other devices.
+        device: where this rank computes.
+        streams: of random numbers.
+        context: in which modules compute.
+        training: whether backwards run.
+        trace: whether actions are measured.
+
+    Raises:
+        PlanError: a stage needs parameters that live elsewhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        capture: Capture,
+        plan: Plan,
+        module: nn.Module,
+        placement: Placement,
+        control: Control,
+        transport: Transport,
+        device: torch.device,
+        streams: RandomStreams,
+        context: Context,
+        training: bool,
+        trace: bool,
+    ) -> None:
+        self.capture, self.plan, self.training = capture, plan, training
+        self.pipeline: Pipeline = capture.build(plan, module)
+        _check_placement(self.pipeline, plan, placement, capture.step)
+        self._control, self._transport, self._device = control, transport, device
+        self._streams, self._trace = streams, trace
+        self._stages = [InContext(stage, context) for stage in self.pipeline.stages]
+        self._executors: dict[int, Executor] = {}
+        self.latest: Executor | None = None
+
+    def executor(self, batch_size: int) -> Executor:
+        """What runs mini-batches of this many samples; made at the first one."""
+        if batch_size not in self._executors:
+            control = self._control
+            self._executors[batch_size] = Executor(
+                compile_program(self.plan, batch_size, self.training),
+                control.device,
+                stages=self._stages,
+                slots=self.pipeline.slots,
+                transport=self._transport,
+                source=self.pipeline.step if control.runs_step else None,
+                torch_device=self._device,
+                streams=self._streams,
+                pipeline=control.pipeline,
+                trace=self._trace,
+            )
+        return self._executors[batch_size]
+
+    def run(
+        self, batch: Any, invoke: Callable[[Any], Any], batch_size: int, *, loss_weight: float, step: int
+    ) -> list[tuple[MicroBatch, Any]]:
+        """Run all actions of this rank for a mini-batch; what the user's step returned for each micro-batch, in order.
+
+        `batch` and `invoke` count only on the rank that runs the step.
+        """
+        executor = self.latest = self.executor(batch_size)
+        user_step = self.pipeline.step
+        if self._control.runs_step:
+            user_step.begin(batch, invoke, self._streams.key(DATA_STREAM, self._control.pipeline, 0, step))
+        try:
+            executor.run(loss_weight=loss_weight, step=step)
+            return sorted(user_step.outputs, key=lambda output: output[0].start)
+        finally:
+            user_step.end()
+
+
+def _check_placement(pipeline: Pipeline, plan: Plan, placement: Placement, step: str) -> None:
+    for index, stage in enumerate(plan.stages):
+        for name in (*pipeline.parameters[index], *pipeline.buffers[index]):
+            missing = set(stage.devices) - set(placement.devices[name])
+            if missing:
+                raise PlanError(
+                    f"In {step}, stage {stage.name!r} on devices {sorted(stage.devices)} needs {name!r}, which lives "
+                    f"on devices {sorted(placement.devices[name])} since set-up. List its module in the same stage by "
+                    "strategy.stages."
+                )
