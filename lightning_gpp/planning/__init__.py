@@ -1,0 +1,16 @@
+"""From a captured model to a plan: by a partitioner, or by hand."""
+
+from lightning_gpp.planning.balanced import balanced
+from lightning_gpp.planning.devices import count_pipelines, devices_per_pipeline, number_devices
+from lightning_gpp.planning.registry import Request, partition, partitioner_names, register
+
+__all__ = [
+    "Request",
+    "balanced",
+    "count_pipelines",
+    "devices_per_pipeline",
+    "number_devices",
+    "partition",
+    "partitioner_names",
+    "register",
+]

@@ -51,7 +51,7 @@ def assign(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> Assi
 
 
 def _place_effects(graph: OperatorGraph, assignment: Assignment) -> None:
-    """Operators that only update a buffer have no reader: they go where the buffer is read, or what they read is made."""
+    """Operators that only update a buffer have no reader: they go where the buffer, or what they read, is."""
     homes: dict[str, tuple[int, ...]] = {}
     for operator in graph:
         if operator.target != "input":
@@ -127,6 +127,20 @@ def _forced(graph: OperatorGraph, owned: dict[str, int], makers: dict[str, froze
     return {(maker, stage) for name, stage in owned.items() for maker in makers[name] if maker != stage}
 
 
+def _ancestors(order: nx.DiGraph) -> dict[int, set[int]]:
+    """For every stage those that come before it. Stages of one cycle come before each other."""
+    components = nx.condensation(order)
+    before: dict[int, set[int]] = {}
+    for component in nx.topological_sort(components):
+        members: list[set[int]] = [components.nodes[source]["members"] for source in components.predecessors(component)]
+        before[component] = set().union(*members, *(before[source] for source in components.predecessors(component)))
+    return {
+        stage: before[component] | (members - {stage})
+        for component, members in components.nodes(data="members")
+        for stage in members
+    }
+
+
 class _Placement:
     """The stages of operators, filled from the last operator to the first."""
 
@@ -134,8 +148,7 @@ class _Placement:
         self.graph = graph
         self.owned = _owned(graph, owners)
         self.makers = _makers(graph, self.owned)
-        order = nx.DiGraph(sorted(_forced(graph, self.owned, self.makers)))
-        self.ancestors = {stage: nx.ancestors(order, stage) for stage in order}
+        self.ancestors = _ancestors(nx.DiGraph(sorted(_forced(graph, self.owned, self.makers))))
         self.clusters: dict[str, tuple[int, ...]] = {}
         self.assignment: Assignment = {}
 

@@ -86,7 +86,7 @@ def _label(parent: str, names: list[str]) -> str:
         return prefix + names[0]
     if all(name.isdecimal() for name in names):
         return prefix + _ranges(sorted(map(int, names)))
-    return f"{prefix}{names[0]}..{names[-1]}"
+    return prefix + names[0] + ("+" if len(names) == 2 else "..") + names[-1]
 
 
 def _ranges(numbers: list[int]) -> str:
