@@ -23,14 +23,25 @@ def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device)
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         memo.setdefault(id(tensor), _fake(tensor, mode, device))
-    for owner in module.modules():
-        for value in vars(owner).values():
-            _share(value, memo, depth=0)
-    replica = copy.deepcopy(module, memo)
+    replica = private_copy(module, memo)
     for metric in replica.modules():
         if isinstance(metric, torchmetrics.Metric | torchmetrics.MetricCollection):
             _silence(metric, mode)
     return replica
+
+
+def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Deep copy of the module tree, with its parameters and buffers, that shares other heavy attributes.
+
+    Args:
+        memo: as in `copy.deepcopy`: what to use in the place of an object, by the object's id.
+    """
+    memo = {} if memo is None else memo
+    kept = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    for owner in module.modules():
+        for value in vars(owner).values():
+            _share(value, memo, kept, depth=0)
+    return copy.deepcopy(module, memo)
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
@@ -41,12 +52,12 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> t
         return fake
 
 
-def _share(value: Any, memo: dict[int, Any], depth: int) -> None:
+def _share(value: Any, memo: dict[int, Any], kept: set[int], depth: int) -> None:
     """Enter what must not be copied (datasets, loggers, the trainer, plain tensors) into the memo as itself."""
     if isinstance(value, _CONTAINERS) and depth < 4:
         for item in value.values() if isinstance(value, dict) else value:
-            _share(item, memo, depth + 1)
-    elif not isinstance(value, _COPIED) or (isinstance(value, torch.Tensor) and id(value) not in memo):
+            _share(item, memo, kept, depth + 1)
+    elif not isinstance(value, _COPIED) or (isinstance(value, torch.Tensor) and id(value) not in kept):
         memo.setdefault(id(value), value)
 
 

@@ -219,6 +219,11 @@ class UserStep:
         value = values.get(variable(ref))
         return self._hole(ref, micro_batch.num_samples) if value is None else value
 
+    def whole(self, micro_batch: MicroBatch) -> Any:
+        """Run the step with its modules as they are, unsplit; what it returned. Draws the same random numbers."""
+        with self._draws(micro_batch.index):
+            return self._call(micro_batch)
+
     # --- both
 
     def _call(self, micro_batch: MicroBatch) -> Any:

@@ -1,0 +1,24 @@
+"""Makes random operators comparable between a split and an unsplit run: dropout keeps everything, other draws repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Neutral(TorchDispatchMode):
+    """Within the mode every draw starts from the same seed, and masks (Bernoulli draws) are all ones."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0] / (1 - args[1]), torch.ones_like(args[0], dtype=torch.bool)
+        torch.manual_seed(0)
+        result = func(*args, **kwargs)
+        if "bernoulli" in func.name() and isinstance(result, torch.Tensor):
+            result.fill_(1)
+        return result
