@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime.mesh import Mesh
 
 
@@ -99,16 +98,3 @@ class _Shape:
     def __init__(self, tensor: Tensor) -> None:
         self.size, self.dtype = tuple(tensor.shape), tensor.dtype
 
-
-def devices_per_pipeline(world_size: int, num_pipelines: int) -> int:
-    """Processes of one pipeline.
-
-    Raises:
-        ConfigError: they cannot be divided evenly.
-    """
-    if world_size % num_pipelines:
-        raise ConfigError(
-            f"{world_size} processes (trainer.devices x trainer.num_nodes) cannot be divided among "
-            f"strategy.num_pipelines={num_pipelines} pipelines. Use a multiple of {num_pipelines} processes."
-        )
-    return world_size // num_pipelines

@@ -50,7 +50,9 @@ class Engine:
         precision: Precision,
         device: torch.device,
         seed: int,
+        on_plan: Callable[[Plan], None],
     ) -> None:
+        self._on_plan = on_plan
         self.module, self.control, self.options = module, control, options
         self.precision, self.device, self.seed = precision, device, seed
         self.streams = RandomStreams(seed, device)
@@ -81,6 +83,7 @@ class Engine:
         _check_step_device(self.plan)
         self._agree(captured, self.plan)
         self._first = captured, signature(example)
+        self._on_plan(self.plan)
         return self.plan
 
     def place_parameters(self) -> Placement:

@@ -15,7 +15,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_gpp.strategy.control import Control
-from lightning_gpp.strategy.logs import LogExchange, LogRecorder
+from lightning_gpp.strategy.engine import Engine
+from lightning_gpp.strategy.logs import LogRecorder
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,8 @@ NAMES = (
 class SharedHooks:
     """Replaces the hooks that a module overrides; `detach` puts them back."""
 
-    def __init__(self, module: pl.LightningModule, control: Control, logs: LogExchange, samples: Callable[[], int]) -> None:
-        self.module, self.control, self.logs, self.samples = module, control, logs, samples
+    def __init__(self, module: pl.LightningModule, control: Control, engine: Engine) -> None:
+        self.module, self.control, self.engine, self.logs = module, control, engine, engine.logs
         self._warned: set[str] = set()
         self._attached: list[str] = []
 
@@ -49,7 +50,7 @@ class SharedHooks:
         @functools.wraps(plain)
         def hook(*args: Any, **kwargs: Any) -> Any:
             recorder = LogRecorder(self.module)
-            with recorder.run(1 if name.endswith("epoch_end") else self.samples()):
+            with self.engine.user_code(), recorder.run(1 if name.endswith("epoch_end") else self.engine.batch_size):
                 result = self._call(name, plain, *args, **kwargs)
             stops = float(result == -1), float(self.module.trainer.should_stop)
             calls, values = self.logs.exchange(recorder if self.control.runs_step else None, stops)

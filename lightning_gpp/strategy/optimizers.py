@@ -29,17 +29,33 @@ class OptimizerIndex:
         self.labels = [group.get("param_names") for group in optimizer.param_groups]
         self._kept = self.groups
 
-    def keep(self, names: set[str]) -> None:
-        """Let the optimizer forget all parameters but these, and the state it may have made for them."""
+    def keep(self, names: set[str], tensors: Mapping[str, Tensor]) -> None:
+        """Let the optimizer forget all parameters but these, and the state it may have made for them.
+
+        `tensors`: the parameters as they are in the module now; placing them may have made new ones.
+        """
+        states = self.optimizer.state
         for group, known in zip(self.optimizer.param_groups, self.groups, strict=True):
             places = [place for place, name in enumerate(known) if name in names]
-            for key in ("params", "param_names"):
-                if key in group:
-                    group[key] = [group[key][place] for place in places]
-        kept = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        for parameter in [p for p in self.optimizer.state if isinstance(p, Tensor) and id(p) not in kept]:
-            del self.optimizer.state[parameter]
+            before = dict(zip(known, group["params"], strict=True))
+            group["params"] = [tensors[known[place]] for place in places]
+            if "param_names" in group:
+                group["param_names"] = [group["param_names"][place] for place in places]
+            for name, parameter in before.items():
+                state = states.pop(parameter, None)
+                if name in names and state is not None:
+                    states[tensors[name]] = state
         self._kept = [[name for name in known if name in names] for known in self.groups]
+
+    @property
+    def kept(self) -> set[str]:
+        """Names of the parameters that this rank steps."""
+        return {name for group in self._kept for name in group}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters of the optimizer."""
+        return [name for group in self.groups for name in group]
 
     def state(self) -> dict[str, Any]:
         """This rank's state by parameter name."""

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
 
+from lightning_gpp._compat import current_hook, gather_over, reduce_over, subprocess_launcher
+from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import Plan
+from lightning_gpp.planning import devices_per_pipeline
+from lightning_gpp.runtime.failure import FailureMonitor
+from lightning_gpp.runtime.mesh import Mesh
+from lightning_gpp.simulation import Timeline
+from lightning_gpp.strategy.checkpoint import KEY, entry, load_state, whole_state
+from lightning_gpp.strategy.checks import check_layer_sync
+from lightning_gpp.strategy.control import Control
+from lightning_gpp.strategy.data import Placeholder, distribute
 from lightning_gpp.strategy.options import Options, StageSpec, load_plan, seconds
+from lightning_gpp.strategy.parameters import move
+from lightning_gpp.strategy.planner import devices_wanted
+from lightning_gpp.strategy.processes import join, watch
+from lightning_gpp.strategy.reporting import simulated
+from lightning_gpp.strategy.run import Run
 
 
 class GPPStrategy(ParallelStrategy):
@@ -91,3 +116,271 @@ class GPPStrategy(ParallelStrategy):
             failure_timeout=seconds("failure_timeout", failure_timeout),
         )
         self.process_group_backend = process_group_backend
+        self._num_nodes = 1
+        self._control: Control | None = None
+        self._monitor: FailureMonitor | None = None
+        self._run: Run | None = None
+        self._resumed: dict[str, Any] = {}
+        self._failed = False
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where this process computes."""
+        if not self.parallel_devices:
+            raise ConfigError("The strategy has no devices yet; it gets them from Trainer(accelerator=, devices=).")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines of the job; set by the trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def num_pipelines(self) -> int:
+        """Copies of the whole pipeline."""
+        world_size = self.num_nodes * self.num_processes
+        return self.options.num_pipelines or max(1, world_size // devices_wanted(self.options, world_size))
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data are divided among processes: only pipelines are data-parallel, stages are not."""
+        return self.num_pipelines > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samplers divide the data among pipelines."""
+        control = self._control
+        return {"num_replicas": self.num_pipelines, "rank": 0 if control is None else control.pipeline}
+
+    def _configure_launcher(self) -> None:
+        self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment and Lightning's rank-zero functions which rank this is."""
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Initialise the device, the process group, and the watch over the other ranks."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if self.cluster_environment is None:
+            raise ConfigError("The strategy has no cluster environment yet; it gets one from the trainer.")
+        join(self.cluster_environment, self.process_group_backend, self.root_device, self.options.timeout)
+        if self._control is None:
+            num_devices = devices_per_pipeline(self.world_size, self.num_pipelines)
+            mesh = Mesh(num_devices, self.num_pipelines, self.global_rank, timeout=self.options.timeout)
+            self._control = Control(mesh)
+        self._failed = False
+        self._monitor = watch(self._control, self.options.failure_timeout, self._describe)
+
+    def _describe(self) -> str:
+        return "set-up" if self._run is None else self._run.engine.describe()
+
+    # -- what ranks tell each other -----------------------------------------------------------------------------------
+
+    @property
+    def _alone(self) -> bool:
+        """Whether nobody else would answer: before there are processes, and in user code that runs on one rank."""
+        inside = self._run is not None and self._run.engine.inside_user_code
+        return self._control is None or inside or self._failed
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; inside the user's step, which others do not run, for none."""
+        if self._control is not None and not self._alone:
+            self._control.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """An object of rank `src` on all ranks; inside the user's step, which others do not run, one's own."""
+        return obj if self._control is None or self._alone else self._control.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the pipelines: stages of one pipeline hold parts of one computation, not copies of it."""
+        if self._control is None or self._control.num_pipelines == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        return reduce_over(tensor, group or self._control.mesh.replica_group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of all pipelines; with one pipeline the tensor itself."""
+        if self._control is None or self._control.num_pipelines == 1:
+            return tensor
+        everyone = group is None or group is dist.group.WORLD
+        return gather_over(tensor, self._control.mesh.replica_group if everyone else group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks (or any rank) decided yes."""
+        return decision if self._control is None or self._alone else self._control.unanimous(decision, everyone=all)
+
+    # -- set-up and end -----------------------------------------------------------------------------------------------
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Take the module of a new run."""
+        super().connect(model)
+        self._run, self._resumed = None, {}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The data loader where the user's step runs; elsewhere one of the same length without data."""
+        return dataloader if self._control is None else distribute(dataloader, self._control)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Check the module, make a plan and place parameters (when fitting; else at the first mini-batch)."""
+        if self.accelerator is None or self.model is None or self._control is None:
+            raise ConfigError("The strategy was set up without an accelerator, a module or processes; use a Trainer.")
+        self.accelerator.setup(trainer)
+        check_layer_sync(self._layer_sync)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._run = Run(self, trainer, self._control, self._resumed)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._run.set_up_training()
+        self._run.attach()
+        self.setup_precision_plugin()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks; from here on this rank waits for nobody."""
+        self._failed = True
+        if self._monitor is not None:
+            self._monitor.report(exception)
+
+    def teardown(self) -> None:
+        """Undo what was attached to the module; after a normal end rank 0's module is whole again."""
+        if self._run is not None:
+            self._run.detach(complete=not self._failed)
+        self.precision_plugin.teardown()
+        for part in (self.cluster_environment, self.accelerator, self.checkpoint_io):
+            if part is not None:
+                part.teardown()
+        if self._monitor is not None:
+            self._monitor.stop()
+        self._monitor = None
+
+    def model_to_device(self) -> None:
+        """Move what this rank holds of the module to its device."""
+        if self.lightning_module is not None:
+            move(self.lightning_module, self.root_device)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Modules are built on the CPU (`empty_init`: without memory); each rank keeps only its part."""
+        with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
+            yield
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch to the device, and tell the ranks of the pipeline its size and form; they get a placeholder."""
+        run, module = self._run, self.lightning_module
+        announced = run is not None and module is not None and current_hook(module) == "batch_to_device"
+        if run is not None and announced and not run.control.runs_step:
+            known = run.engine.announce(None)
+            return Placeholder(torch.empty(run.engine.batch_size, 0)) if known else None
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if run is not None and announced:
+            run.engine.announce(batch)
+        return batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """All forwards and backwards of a mini-batch; the detached loss, the same on all ranks of the pipeline."""
+        return self._running.train([*args, *kwargs.values()])
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """What the user's step returns, on the rank that runs it."""
+        return self._running.engine.evaluate("validation_step", [*args, *kwargs.values()])
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """What the user's step returns, on the rank that runs it."""
+        return self._running.engine.evaluate("test_step", [*args, *kwargs.values()])
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """What the user's step returns, on the rank that runs it; None elsewhere."""
+        return self._running.engine.evaluate("predict_step", [*args, *kwargs.values()])
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the hooks around backward: `training_step` has computed the gradients; here they are summed over ranks."""
+        run, module = self._running, self.lightning_module
+        if module is None:
+            raise ConfigError("The strategy has no module; use trainer.fit(model).")
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        run.synchronise_gradients()
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Between mini-batches of one optimizer step gradients stay where they are."""
+        with self._running.accumulating():
+            yield
+
+    @property
+    def _running(self) -> Run:
+        if self._run is None:
+            raise ConfigError("A step was run outside of trainer.fit, validate, test and predict.")
+        return self._run
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's state, under original names; complete on global rank 0. All ranks must call it."""
+        placement = None if self._run is None else self._run.engine.placement
+        if placement is None or self._control is None or self.lightning_module is None:
+            return super().lightning_module_state_dict()
+        return whole_state(self.lightning_module, placement, self._control)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's state in the user's indexing; complete on global rank 0. All ranks must call it."""
+        return super().optimizer_state(optimizer) if self._run is None else self._run.optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write on global rank 0."""
+        if self._run is not None and self._run.engine.plan is not None:
+            engine = self._run.engine
+            checkpoint[KEY] = entry(engine.seed, engine.step, str(engine.plan))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of this strategy, under any plan, or of plain Lightning."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._resumed = dict(checkpoint.get(KEY, {}))
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a whole state dict; keeps the part that lives here, once parameters are placed."""
+        if self.lightning_module is None:
+            raise ConfigError("The strategy has no module to load a checkpoint into; use a Trainer.")
+        load_state(self.lightning_module, checkpoint["state_dict"], strict)
+        if self._run is not None:
+            self._run.drop_foreign()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of the optimizers' states."""
+        self._running.load_optimizers(checkpoint["optimizer_states"])
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """Who computes what; None before it is known."""
+        return None if self._run is None else self._run.engine.plan
+
+    def timeline(self) -> Timeline:
+        """The simulated timeline of a mini-batch under the plan.
+
+        Raises:
+            PlanError: there is no plan yet.
+        """
+        if self.plan is None:
+            raise PlanError("There is no plan yet; it is made when trainer.fit starts, or at the first mini-batch.")
+        return simulated(self.plan)

@@ -1,0 +1,71 @@
+"""What a run tells about itself: the plan at the start, a simulated timeline, and a measured trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.simulation import StageCosts, Timeline, simulate
+from lightning_gpp.strategy.control import Control
+from lightning_gpp.strategy.engine import Engine
+
+FLOPS_PER_SECOND = 1e11
+"""Speed of the device in simulated timelines: only proportions count."""
+
+
+def announce_plan(plan: Plan, num_pipelines: int) -> None:
+    """Print the plan, on global rank zero."""
+    rank_zero_info(_text(plan, num_pipelines))
+
+
+def _text(plan: Plan, num_pipelines: int) -> str:
+    lines = [f"Plan: {len(plan.stages)} stages, depth {plan.depth}, schedule {plan.schedule}, {num_pipelines} pipeline(s)"]
+    for stage in plan.stages:
+        devices = ",".join(map(str, stage.devices))
+        lines.append(
+            f"  {stage.name} on device {devices}: {', '.join(stage.modules)}; micro-batches of "
+            f"{stage.micro_batch_size}, {stage.figures.num_parameters:,} parameters"
+        )
+    return "\n".join(lines)
+
+
+def simulated(plan: Plan) -> Timeline:
+    """The timeline of one mini-batch, from the plan's own figures."""
+    counted = any(stage.figures.flops.at(1) for stage in plan.stages)
+    costs = StageCosts.from_figures(plan, flops_per_second=FLOPS_PER_SECOND) if counted else StageCosts.uniform(plan)
+    return simulate(compile_program(plan), costs)
+
+
+class TraceFile:
+    """Collects when this rank ran which action; writes it in the form that Perfetto and chrome://tracing read."""
+
+    def __init__(self, folder: str, control: Control) -> None:
+        self.path = Path(folder) / f"gpp-trace-rank{control.rank}.json"
+        self.control = control
+        self._events: list[dict[str, Any]] = []
+
+    def add(self, engine: Engine) -> None:
+        """Add the timings of the mini-batch that ran last."""
+        if engine.current is None or engine.current.latest is None:
+            return
+        plan = engine.current.plan
+        for action, start, stop in engine.current.latest.timings:
+            event = {
+                "name": f"{action} {plan.stages[action.stage].name}",
+                "ph": "X",
+                "ts": start * 1e6,
+                "dur": (stop - start) * 1e6,
+                "pid": self.control.pipeline,
+                "tid": self.control.device,
+                "args": {"mini_batch": engine.step - 1, "micro_batch": action.micro_batch},
+            }
+            self._events.append(event)
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps({"traceEvents": self._events}))
