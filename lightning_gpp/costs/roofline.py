@@ -6,12 +6,11 @@ An operator takes as long as its arithmetic or as moving its tensors, whichever 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.graph import Affine, Operator, OperatorGraph
+from lightning_gpp.graph import Operator, OperatorGraph
 
 BACKWARD_RATIO: Final = 2.0
 """Backward over forward: one product for the gradient of the input, one for that of the weights."""
@@ -97,22 +96,3 @@ def _moved(graph: OperatorGraph, operator: Operator, num_samples: int) -> float:
 def has_backward(operator: Operator) -> bool:
     """Whether autograd visits the operator: it makes something that requires grad, or it is the step itself."""
     return operator.target == "step" or any(spec.requires_grad for spec in operator.outputs)
-
-
-def forward_seconds(graph: OperatorGraph, operators: Iterable[Operator], num_samples: int, device: Device) -> float:
-    return sum(operator_seconds(graph, operator, num_samples, device) for operator in operators)
-
-
-def backward_seconds(graph: OperatorGraph, operators: Iterable[Operator], num_samples: int, device: Device) -> float:
-    visited = filter(has_backward, operators)
-    return BACKWARD_RATIO * forward_seconds(graph, visited, num_samples, device)
-
-
-def through(first: float, second: float, num_samples: int) -> Affine:
-    """The affine function that is `first` at 1 sample and `second` at `num_samples` (more than 1).
-
-    The roofline is convex and grows slower than its argument, so the secant is exact at both ends, never negative, and
-    above the model in between.
-    """
-    slope = (second - first) / (num_samples - 1)
-    return Affine(slope, first - slope)

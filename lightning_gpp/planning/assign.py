@@ -113,13 +113,18 @@ def _owned(graph: OperatorGraph, owners: dict[str, int]) -> dict[str, int]:
 
 
 def _makers(graph: OperatorGraph, owned: dict[str, int]) -> dict[str, frozenset[int]]:
-    """For every operator the stages whose modules make what it reads, directly or through glue."""
+    """For every operator the stages whose modules make what it reads, directly or through glue.
+
+    Those that another of them is known to wait for are left out: a residual stream names its last maker, not all.
+    """
     makers: dict[str, frozenset[int]] = {}
     for operator in graph:
         found: set[int] = set()
+        waited: set[int] = set()
         for source in graph.nx.predecessors(operator.name):
             found |= {owned[source]} if source in owned else makers[source]
-        makers[operator.name] = frozenset(found)
+            waited |= makers[source] - {owned[source]} if source in owned else set()
+        makers[operator.name] = frozenset(found - waited)
     return makers
 
 
@@ -246,6 +251,7 @@ def _edge(graph: OperatorGraph, pair: tuple[int, int], values: list[tuple[str, i
         dst=pair[1],
         bytes=Affine(sum(spec.bytes(1) for spec in specs) - fixed, fixed),
         differentiable=any(spec.requires_grad for spec in specs),
+        dynamic=any(spec.dynamic for spec in specs),
         sliceable=all(spec.sliceable or not spec.varies for spec in specs),
     )
 

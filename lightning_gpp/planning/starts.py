@@ -13,14 +13,19 @@ import networkx as nx
 
 from lightning_gpp.planning.partition import Problem
 
+CHARGES = (0.0, 0.5)
+"""Charges for parts of unconnected branches, in mean stage times: without one, and with one that keeps most apart."""
+
 
 def starts(problem: Problem) -> Iterator[list[int]]:
-    """Stage numbers of all units, for several orders, with and without a charge for parts of unconnected branches."""
+    """Stage numbers of all units, for several orders and charges, without repeats."""
     mean = sum(problem.seconds) / problem.num_stages
     seen = set()
     for order in orders(problem):
-        for charge in (0.0, 0.5 * mean):
-            stages = cut(problem, order, charge)
+        parts = [list(_parts(problem, order, start)) for start in range(len(order))]
+        for charge in CHARGES:
+            priced = [[seconds + charge * mean * (branches - 1) for seconds, branches in row] for row in parts]
+            stages = cut(problem.num_stages, order, priced)
             if tuple(stages) not in seen:
                 seen.add(tuple(stages))
                 yield stages
@@ -68,18 +73,20 @@ def _branches(graph: nx.DiGraph, ranks: Mapping[int, tuple[float, int]]) -> list
     return list(order)
 
 
-def cut(problem: Problem, order: Sequence[int], charge: float) -> list[int]:
+def cut(num_stages: int, order: Sequence[int], parts: Sequence[Sequence[float]]) -> list[int]:
     """The contiguous cut of an order into stages whose slowest part is fastest, by dynamic programming.
 
     Args:
-        problem: units, number of stages.
-        order: a topological one of all units.
-        charge: seconds that a part costs for every further branch it holds that is not connected to its others.
+        num_stages: how many parts.
+        order: of all units.
+        parts: for every position of the order the seconds of the parts that begin there, with 1, 2, ... units.
+
+    Returns:
+        The stage number of every unit.
     """
-    parts = [list(_parts(problem, order, start, charge)) for start in range(len(order))]
     best = [0.0] + [inf] * len(order)
     choices: list[list[int]] = []
-    for _ in range(problem.num_stages):
+    for _ in range(num_stages):
         reached, choice = [inf] * (len(order) + 1), [0] * (len(order) + 1)
         for start, before in enumerate(best[:-1]):
             for length, seconds in enumerate(parts[start] if before < inf else (), start=1):
@@ -101,8 +108,8 @@ def _stages(order: Sequence[int], choices: Sequence[Sequence[int]]) -> list[int]
     return stages
 
 
-def _parts(problem: Problem, order: Sequence[int], start: int, charge: float) -> Iterator[float]:
-    """Seconds of the parts that begin at `start`, with 1, 2, ... units, up to a size that some cut never exceeds."""
+def _parts(problem: Problem, order: Sequence[int], start: int) -> Iterator[tuple[float, int]]:
+    """Seconds and unconnected branches of the parts that begin at `start`, up to a size that some cut never exceeds."""
     limit = 1.5 * sum(problem.seconds) / problem.num_stages + max(problem.seconds)
     compute = crossing = 0.0
     ends: Counter[int] = Counter()
@@ -113,7 +120,7 @@ def _parts(problem: Problem, order: Sequence[int], start: int, charge: float) ->
             return
         crossing += _enter(problem, unit, ends)
         branches = _joined(branches, unit, problem.neighbours[unit])
-        yield compute + crossing + charge * (len(branches) - 1)
+        yield compute + crossing, len(branches)
 
 
 def _enter(problem: Problem, unit: int, ends: Counter[int]) -> float:

@@ -6,12 +6,12 @@ A unit is a set of module paths. Its edges are those that the plan would have wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
 
-from lightning_gpp.costs.roofline import Device, backward_seconds, forward_seconds, operator_seconds
+from lightning_gpp.costs.roofline import BACKWARD_RATIO, Device, has_backward, operator_seconds
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, topological
 from lightning_gpp.planning.assign import Assignment, assign, crossing, forced, owner_of
@@ -77,13 +77,15 @@ def find_units(graph: OperatorGraph, *, num_pieces: float, num_samples: int, dev
         device: turns FLOPs and bytes into seconds.
     """
 
-    def seconds(operators: Iterable[Operator]) -> float:
-        return sum(operator_seconds(graph, operator, num_samples, device) for operator in operators)
+    seconds = {operator.name: operator_seconds(graph, operator, num_samples, device) for operator in graph}
+    limit = sum(seconds.values()) / num_pieces
 
-    limit = seconds(graph) / num_pieces
-    modules = _leaves(module_tree(graph), lambda node: seconds(node.all_operators()) <= limit) or [("",)]
-    modules = _with_step(graph, _with_stateless(graph, _without_cycles(graph, modules)))
-    return _measured(graph, modules, num_samples, device)
+    def light(node: ModuleNode) -> bool:
+        return sum(seconds[operator.name] for operator in node.all_operators()) <= limit
+
+    modules = _without_cycles(graph, _leaves(module_tree(graph), light) or [("",)])
+    modules = _with_step(graph, _with_stateless(graph, modules))
+    return _measured(graph, modules, num_samples, seconds)
 
 
 def _leaves(root: ModuleNode, light: Callable[[ModuleNode], bool]) -> list[Modules]:
@@ -211,23 +213,25 @@ def _bytes(graph: OperatorGraph, values: Iterable[tuple[str, int]]) -> int:
     return sum(graph[name].outputs[output].bytes(1) for name, output in values)
 
 
-def _measured(graph: OperatorGraph, modules: Sequence[Modules], num_samples: int, device: Device) -> UnitGraph:
+def _measured(
+    graph: OperatorGraph, modules: Sequence[Modules], num_samples: int, seconds: Mapping[str, float]
+) -> UnitGraph:
     assignment = assign(graph, modules)
     operators: list[list[Operator]] = [[] for _ in modules]
     for operator in graph:
         for unit in assignment[operator.name]:
             if unit != SOURCE:
                 operators[unit].append(operator)
-    units = (_unit(graph, paths, operators[index], num_samples, device) for index, paths in enumerate(modules))
-    return UnitGraph(units=tuple(units), values=_values(graph, assignment, num_samples))
+    units = tuple(_unit(graph, paths, operators[index], seconds) for index, paths in enumerate(modules))
+    return UnitGraph(units=units, values=_values(graph, assignment, num_samples))
 
 
-def _unit(graph: OperatorGraph, modules: Modules, operators: list[Operator], num_samples: int, device: Device) -> Unit:
+def _unit(graph: OperatorGraph, modules: Modules, operators: Sequence[Operator], seconds: Mapping[str, float]) -> Unit:
     parameters = {name for operator in operators for name in operator.parameters}
     return Unit(
         modules=modules,
-        forward=forward_seconds(graph, operators, num_samples, device),
-        backward=backward_seconds(graph, operators, num_samples, device),
+        forward=sum(seconds[operator.name] for operator in operators),
+        backward=BACKWARD_RATIO * sum(seconds[operator.name] for operator in operators if has_backward(operator)),
         flops=sum((operator.flops for operator in operators), Affine()),
         activation_bytes=sum((operator.saved_bytes for operator in operators), Affine()),
         parameter_bytes=sum(graph.parameter_bytes[name] for name in parameters),
