@@ -23,7 +23,14 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "networkx", "lightning_gpp.runtime"])
+_PRELOADED = [
+    "torch.distributed",
+    "torch.fx.experimental.symbolic_shapes",
+    "hypothesis.strategies",
+    "lightning_gpp.runtime",
+]
+"""Whatever tests import in their processes and is slow to import; the second is what the first backward imports."""
+_CONTEXT.set_forkserver_preload(_PRELOADED)
 _GRACE = 2.0
 """Seconds that the other ranks get to report after the first failure."""
 

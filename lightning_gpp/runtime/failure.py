@@ -98,7 +98,7 @@ class FailureMonitor:
             return
         if not (_is_consequence(error) and watcher.known.wait(_CONSEQUENCE_GRACE)):
             watcher.submit(self._cause(error))
-            watcher.known.wait(_CONSEQUENCE_GRACE)
+            watcher.known.wait(self._exit_grace)
         if watcher.cause is not None and watcher.cause.rank != self.rank:
             _record_for_torchrun(PeerFailure(str(watcher.cause)))
             self._wait_for_the_end()

@@ -63,7 +63,7 @@ class Watcher(threading.Thread):
         self.rank = rank
         self.cause: Cause | None = None
         self.known = threading.Event()
-        """Set when `cause` is."""
+        """Set when `cause` is, and has been printed."""
         self._links = links
         self._timeout = timeout
         self._describe = describe
@@ -183,8 +183,8 @@ class Watcher(threading.Thread):
         for link in self._links.values():
             link.send({"cause": asdict(cause)})
         self._end_by = time.monotonic() + self._grace(cause)
-        self.known.set()
         self._announce(cause)
+        self.known.set()  # last: the rank that failed may end from here on
         if not cause.reported:
             cause.process.kill()
 

@@ -85,9 +85,17 @@ def part_of(case: Case, pipeline: int) -> Data:
     return Data(whole.x[part], whole.index[part])
 
 
-def run_cases_on_rank(rank: int, groups: list[Case]) -> list[Outcome | None]:
-    """Several cases in the same processes; ranks beyond a case's need sit it out."""
-    return [run_on_rank(rank, case) for case in groups]
+def run_cases_on_rank(rank: int, cases: list[Case]) -> list[Outcome]:
+    """Several cases that need the same number of processes, one after the other."""
+    return [run_on_rank(rank, case) for case in cases]
+
+
+def run_cases(cases: list[Case]) -> None:
+    """Run cases that need the same number of processes by the same processes, and check them."""
+    world_size = cases[0].plan.num_devices * cases[0].num_pipelines
+    by_rank = run_distributed(world_size, run_cases_on_rank, cases)
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        check(case, list(outcomes))
 
 
 def check(case: Case, outcomes: list[Outcome]) -> None:

@@ -190,5 +190,3 @@ def reference(plan: Plan, data: Data, tied: bool = False) -> tuple[float, dict[s
     loss.backward()
     named = {name: p for group in named_parameters(stages).values() for name, p in group.items()}
     return loss.item(), {name: p.grad for name, p in named.items()}
-
-

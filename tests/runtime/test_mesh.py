@@ -1,0 +1,78 @@
+"""Ranks, groups, and tensors of every kind between ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.runtime import DistributedTransport, Mesh, pairs_of
+from lightning_gpp.runtime.boundary import DTYPES
+from tests.distributed import run_distributed
+from tests.strategies import plan_of, towers
+
+
+def _describe(rank: int) -> dict[str, Any]:
+    mesh = Mesh(2, 2, rank)
+    groups = {
+        "pipeline": mesh.pipeline_group,
+        "replica": mesh.replica_group,
+        "control": mesh.control_group,
+        "pipeline control": mesh.pipeline_control_group,
+    }
+    ranks = {name: tuple(dist.get_process_group_ranks(group)) for name, group in groups.items()}
+    return {"at": (mesh.pipeline, mesh.device), "peer": mesh.global_rank(1 - mesh.device), **ranks}
+
+
+def test_rank_is_pipeline_times_devices_plus_device() -> None:
+    for rank, found in enumerate(run_distributed(4, _describe)):
+        row = (0, 1) if rank < 2 else (2, 3)
+        column = (0, 2) if rank % 2 == 0 else (1, 3)
+        assert found["at"] == divmod(rank, 2)
+        assert found["peer"] == row[1 - rank % 2]
+        assert found["pipeline"] == found["pipeline control"] == row
+        assert found["replica"] == column
+        assert found["control"] == (0, 1, 2, 3)
+
+
+def _wrong_size(rank: int) -> None:
+    with pytest.raises(ConfigError, match=r"needs 6 processes, but there are 2 \(trainer.devices"):
+        Mesh(3, 2, rank)
+
+
+def test_number_of_processes_must_fit() -> None:
+    run_distributed(2, _wrong_size)
+
+
+def test_pairs_are_those_of_the_edges_in_both_directions() -> None:
+    assert pairs_of(towers(2, 1, 4)) == ((0, 1), (0, 2), (1, 0), (2, 0))
+    assert pairs_of(plan_of([(0, 1)], [1, 1], 4, devices=[(0, 1), (0,)])) == ((0, 1), (1, 0))
+
+
+def _tensors() -> list[Tensor]:
+    whole = torch.arange(12).view(3, 4)
+    kinds = [(whole % 2 if name == "bool" else whole).to(dtype) for name, dtype in DTYPES.items()]
+    return [*kinds, torch.tensor(3.5), torch.tensor(1j), torch.empty(0, 5), whole.double().t(), whole[:, 1:3]]
+
+
+def _exchange(rank: int) -> list[Tensor]:
+    """Everything at once in both directions, pipeline 1 beside pipeline 0; sends are waited for last."""
+    mesh = Mesh(2, 2, rank)
+    transport = DistributedTransport(mesh, [(0, 1), (1, 0)])
+    buffers = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in _tensors()]
+    receives = [transport.receive(buffer, 1 - mesh.device) for buffer in buffers]
+    sends = [transport.send(tensor, 1 - mesh.device) for tensor in _tensors()]
+    for work in [*receives, *sends]:
+        work.wait()
+        assert work.is_completed()
+    return buffers
+
+
+def test_every_kind_of_tensor_arrives_in_order() -> None:
+    for received in run_distributed(4, _exchange):
+        for tensor, expected in zip(received, _tensors(), strict=True):
+            assert torch.equal(tensor, expected)
