@@ -70,7 +70,9 @@ def without_stall(plan: Plan, batch_size: int, counts: Mapping[int, int]) -> dic
     """Raise warm-ups by as little as it takes for the orders to run to their end.
 
     The rule of `in_flight_samples` looks at one edge at a time. Along several edges, sizes that do not divide each
-    other (2, 3, 5) add up: a backward may need, by way of a join, a forward that comes after it in the same order.
+    other add up (10 -> {9, 8} -> 1 -> 4 with 93 samples): a backward may need, by way of a join, a forward that comes
+    after it in the same order. Such plans are rare: 92 of 8 million random ones with sizes up to 13.
+
     Orders are played until all stages wait; then a stage whose next forward is waited for takes it first, as if its
     warm-up had been larger from the start; and so on. With all forwards first, nothing waits, so this ends.
     """

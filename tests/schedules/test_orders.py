@@ -1,0 +1,218 @@
+"""Schedules, literally: orders and warm-ups as figures."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from lightning_gpp.errors import ScheduleError
+from lightning_gpp.plan import SOURCE, Edge, Plan
+from lightning_gpp.schedules import (
+    Action,
+    Kind,
+    Schedule,
+    compile_program,
+    in_flight,
+    make_schedule,
+    register,
+    schedule_names,
+)
+from lightning_gpp.schedules.one_f_one_b import in_flight_samples, warm_up, without_stall
+from tests.strategies import chain, plan_of, towers
+
+UNEQUAL_ARMS = [(0, 1), (1, 2), (2, 4), (0, 3), (3, 4)]
+
+
+def rows(plan: Plan, batch_size: int | None = None, training: bool = True) -> list[str]:
+    return str(make_schedule(plan, batch_size, training)).splitlines()
+
+
+def test_names() -> None:
+    assert {"1f1b", "gpipe"} <= set(schedule_names())
+
+
+def test_gpipe_on_two_arms() -> None:
+    plan = plan_of([(0, 2), (1, 2)], (1, 1, 1), 4, schedule="gpipe")
+    assert rows(plan) == [
+        "0: 2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3",
+        "1: 1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3",
+        "2: 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3",
+    ]
+
+
+def test_one_f_one_b_on_unequal_arms() -> None:
+    plan = plan_of([(0, 1), (1, 3), (2, 3)], (1, 1, 1, 1), 4)
+    assert rows(plan) == [
+        "0: 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3",
+        "1: 2F0 2F1 2B0 2F2 2B1 2F3 2B2 2B3",
+        "2: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+        "3: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+    ]
+
+
+def test_inference_runs_forwards_only() -> None:
+    assert rows(chain((2, 2), 5), training=False) == ["0: 1F0 1F1 1F2", "1: 0F0 0F1 0F2"]
+
+
+def test_data_come_first_on_the_devices_of_the_step() -> None:
+    plan = plan_of([(0, 1)], (2, 3), 6, devices=[(0, 1), (1, 0)], data=True)
+    for row in rows(plan):
+        assert row[3:].startswith("1D0 1D1 0F0 ")
+
+
+def test_no_source_edges_no_data_actions() -> None:
+    assert "D" not in str(make_schedule(chain((1, 1), 2)))
+
+
+def test_two_stages_on_one_device_prefer_the_backward() -> None:
+    plan = plan_of([(0, 1)], (1, 1), 3, devices=[(0,), (0,)])
+    assert rows(plan) == ["0: 0F0 1F0 1B0 0F1 0B0 1F1 1B1 0F2 0B1 1F2 1B2 0B2"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "samples"),
+    [
+        ((1, 2, 4), (10, 8, 4)),
+        ((4, 4, 4), (12, 8, 4)),
+        ((2, 2, 2), (6, 4, 2)),
+        ((4, 2), (8, 2)),
+        ((2, 1), (4, 1)),
+        ((4, 1), (8, 1)),
+        ((2, 4), (8, 4)),
+        ((1, 4), (8, 4)),
+        ((64,) * 6, (384, 320, 256, 192, 128, 64)),
+    ],
+)
+def test_in_flight_samples_of_chains(sizes: tuple[int, ...], samples: tuple[int, ...]) -> None:
+    """GraphPipe's figure 5 (10 in flight), and the in-flight samples of its authors' sequential CANDLE strategy."""
+    assert tuple(in_flight_samples(chain(sizes, 1024)).values())[::-1] == samples
+
+
+def test_in_flight_samples_of_a_diamond_follow_depth() -> None:
+    assert in_flight_samples(plan_of(UNEQUAL_ARMS, (1,) * 5, 16)) == {0: 4, 1: 3, 2: 2, 3: 2, 4: 1}
+
+
+def test_in_flight_samples_of_candle() -> None:
+    """The in-flight samples of the strategy file of GraphPipe's authors: four arms, a fifth with the join, a trunk."""
+    plan = plan_of([(0, 4), (1, 4), (2, 4), (3, 4), (4, 5)], (64,) * 6, 1024)
+    assert in_flight_samples(plan) == {0: 192, 1: 192, 2: 192, 3: 192, 4: 128, 5: 64}
+
+
+def test_data_edges_do_not_count_for_depth() -> None:
+    plan = plan_of([(0, 1)], (1, 1), 8)
+    fed = Plan(stages=plan.stages, edges=(*plan.edges, Edge(src=SOURCE, dst=1)), batch_size=8)
+    assert in_flight(fed) == in_flight(plan) == {0: 2, 1: 1}
+
+
+def test_warm_up_is_capped_by_the_micro_batches() -> None:
+    assert warm_up(chain((1, 1, 1, 1), 2), 2) == {0: 2, 1: 2, 2: 2, 3: 1}
+    assert in_flight(chain((1, 2, 4), 3)) == {0: 3, 1: 2, 2: 1}
+
+
+def test_sizes_that_stall_by_the_rule_get_a_longer_warm_up() -> None:
+    """The rule looks at one edge at a time; in a diamond of sizes that do not divide each other that is too short."""
+    plan = plan_of([(0, 1), (0, 2), (1, 3), (2, 3), (3, 4)], (10, 9, 8, 1, 4), 93)
+    ruled = {
+        stage: samples // plan.stages[stage].micro_batch_size for stage, samples in in_flight_samples(plan).items()
+    }
+    assert ruled == {0: 3, 1: 2, 2: 2, 3: 8, 4: 1}
+    assert warm_up(plan, 93) == {0: 4, 1: 2, 2: 2, 3: 8, 4: 1}
+    compile_program(plan)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch_size", "counts"),
+    [((1, 1, 1), 8, (1, 1, 1)), ((2, 3, 5), 30, (5, 3, 1)), ((5, 3, 2), 30, (2, 2, 1)), ((3, 2), 5, (2, 1))],
+)
+def test_the_shortest_warm_up_that_does_not_stall(
+    sizes: tuple[int, ...], batch_size: int, counts: tuple[int, ...]
+) -> None:
+    plan = chain(sizes, batch_size)
+    assert tuple(without_stall(plan, batch_size, dict.fromkeys(range(len(sizes)), 1)).values()) == counts
+    fewest = min(
+        sum(tried)
+        for tried in product(*(range(1, number + 1) for number in counts))
+        if without_stall(plan, batch_size, dict(enumerate(tried))) == dict(enumerate(tried))
+    )
+    assert fewest == sum(counts)
+
+
+def test_depth_of_towers_not_their_number() -> None:
+    plan = towers(2, 4, 16)
+    assert in_flight(plan)[0] == plan.depth == 5
+    assert in_flight(plan.chained())[0] == plan.chained().depth == 9
+
+
+def test_gpipe_keeps_all_in_flight() -> None:
+    assert in_flight(chain((1, 2), 7, "gpipe")) == {0: 7, 1: 4}
+
+
+def test_unknown_schedule() -> None:
+    with pytest.raises(ScheduleError, match=r"strategy\.schedule='2f2b' is not a schedule.*1f1b, gpipe"):
+        make_schedule(chain((1,), 1, schedule="2f2b"))
+
+
+def test_no_samples() -> None:
+    with pytest.raises(ScheduleError, match="at least 1 sample per pipeline replica, got batch_size=0"):
+        make_schedule(chain((1,), 1), 0)
+
+
+def _order(stage: int, text: str) -> tuple[Action, ...]:
+    return tuple(Action.parse(f"{stage}{part}") for part in text.split())
+
+
+def test_own_schedule() -> None:
+    @register("test_backward_at_once")
+    def backward_at_once(plan: Plan, batch_size: int) -> dict[int, tuple[Action, ...]]:
+        return {0: _order(0, "F0 F1 B0 B1"), 1: _order(1, "F0 B0 F1 B1")}
+
+    assert rows(chain((1, 1), 2, "test_backward_at_once")) == ["0: 1F0 1B0 1F1 1B1", "1: 0F0 0F1 0B0 0B1"]
+    with pytest.raises(ScheduleError, match="'test_backward_at_once' is registered already"):
+        register("test_backward_at_once")(backward_at_once)
+
+
+def test_own_schedule_that_waits_in_a_circle() -> None:
+    @register("test_circle")
+    def circle(plan: Plan, batch_size: int) -> dict[int, tuple[Action, ...]]:
+        return {0: _order(0, "F0 B0 F1 B1"), 1: _order(1, "F0 F1 B0 B1")}
+
+    with pytest.raises(ScheduleError, match=r"'test_circle' \(strategy.schedule\) wait for each other.*device 0: 1F1"):
+        make_schedule(chain((1, 1), 2, "test_circle"))
+
+
+def test_own_schedule_that_forgets_a_micro_batch() -> None:
+    @register("test_forgets")
+    def forgets(plan: Plan, batch_size: int) -> dict[int, tuple[Action, ...]]:
+        return {0: _order(0, "F0 B0")}
+
+    with pytest.raises(ScheduleError, match="stage 'stage0': the order must hold the forward and the backward of each"):
+        make_schedule(chain((1,), 2, "test_forgets"))
+
+
+def test_own_schedule_with_a_backward_too_early() -> None:
+    @register("test_early")
+    def early(plan: Plan, batch_size: int) -> dict[int, tuple[Action, ...]]:
+        return {0: _order(0, "B0 F0")}
+
+    with pytest.raises(ScheduleError, match="the backward of micro-batch 0 comes before its forward"):
+        make_schedule(chain((1,), 1, "test_early"))
+
+
+def test_text_form() -> None:
+    schedule = make_schedule(towers(2, 2, 4))
+    assert Schedule.parse(str(schedule)) == schedule
+    assert str(Action(2, Kind.FORWARD, 0)) == "2F0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0: 2X0", "'2X0' is not an action; write stage, kind"),
+        ("first: 2F0", "must start with a device number"),
+        ("1: 2F0", "one line for each device 0..n-1"),
+    ],
+)
+def test_text_form_that_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.parse(text)

@@ -1,0 +1,120 @@
+"""For any plan: its program verifies, runs to its end and keeps its promise; a broken one is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lightning_gpp.errors import VerificationError
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules import (
+    Action,
+    Instruction,
+    Kind,
+    Op,
+    Program,
+    Schedule,
+    compile_program,
+    in_flight,
+    lower,
+    make_schedule,
+    verify,
+)
+from lightning_gpp.simulation import Link, StageCosts, simulate
+from tests.strategies import plans
+
+RUNS = settings(max_examples=60, deadline=None)
+
+
+@RUNS
+@given(plan=plans(), lookahead=st.integers(0, 4), latency=st.sampled_from([0, 0.3, 5]))
+def test_any_plan_verifies_and_keeps_its_promise(plan: Plan, lookahead: int, latency: float) -> None:
+    promise = in_flight(plan)
+    program = lower(plan, make_schedule(plan), lookahead=lookahead)
+    verify(program, promise)
+    costs = replace(StageCosts.uniform(plan, 1, 2), default_link=Link(latency=latency, bytes_per_second=100))
+    timeline = simulate(program, costs)
+    assert [len(spans) for spans in timeline.devices] == [
+        sum(instruction.op is Op.COMPUTE for instruction in instructions) for instructions in program.devices
+    ]
+    assert timeline.peak_in_flight == promise
+
+
+@RUNS
+@given(plan=plans(), batch_size=st.integers(1, 20))
+def test_inference_and_other_batch_sizes(plan: Plan, batch_size: int) -> None:
+    program = compile_program(plan, batch_size, training=False)
+    assert not any(message.gradient for message in program.messages)
+    simulate(program, StageCosts.uniform(plan))
+    compile_program(plan, batch_size)
+    compile_program(plan.chained(), batch_size)
+
+
+@RUNS
+@given(plan=plans())
+def test_text_forms_round_trip(plan: Plan) -> None:
+    schedule = make_schedule(plan)
+    assert Schedule.parse(str(schedule)) == schedule
+
+
+@RUNS
+@given(plan=plans())
+def test_replicas_run_the_same_actions(plan: Plan) -> None:
+    schedule = make_schedule(plan)
+    for index, stage in enumerate(plan.stages):
+        orders = {tuple(a for a in schedule.devices[device] if a.stage == index) for device in stage.devices}
+        assert len(orders) == 1
+
+
+@RUNS
+@given(program=plans().map(compile_program), data=st.data())
+def test_a_program_without_one_instruction_is_refused(program: Program, data: st.DataObject) -> None:
+    device = data.draw(st.integers(0, len(program.devices) - 1))
+    index = data.draw(st.integers(0, len(program.devices[device]) - 1))
+    instructions = program.devices[device]
+    with pytest.raises(VerificationError):
+        verify(_edited(program, device, (*instructions[:index], *instructions[index + 1 :])))
+
+
+@RUNS
+@given(program=plans().map(compile_program), data=st.data())
+def test_a_program_with_two_swapped_instructions_is_refused(program: Program, data: st.DataObject) -> None:
+    """Two posts, or two sends, of the same pair of devices; or two actions of which one needs the other."""
+    device = data.draw(st.integers(0, len(program.devices) - 1))
+    instructions = list(program.devices[device])
+    pairs = [(i, j) for i in range(len(instructions)) for j in _dependent(program, device, i)]
+    assume(pairs)
+    first, second = data.draw(st.sampled_from(pairs))
+    instructions[first], instructions[second] = instructions[second], instructions[first]
+    with pytest.raises(VerificationError):
+        verify(_edited(program, device, tuple(instructions)))
+
+
+def _edited(program: Program, device: int, instructions: tuple[Instruction, ...]) -> Program:
+    return replace(program, devices=(*program.devices[:device], instructions, *program.devices[device + 1 :]))
+
+
+def _dependent(program: Program, device: int, index: int) -> list[int]:
+    """The first later instruction of the same kind that must not come before this one, if any."""
+    instructions = program.devices[device]
+    first = instructions[index]
+    for later in range(index + 1, len(instructions)):
+        second = instructions[later]
+        if second.op is first.op and _needs(program, device, first, second):
+            return [later]
+    return []
+
+
+def _needs(program: Program, device: int, first: Instruction, second: Instruction) -> bool:
+    if first.op is Op.COMPUTE:
+        assert first.action is not None
+        assert second.action is not None
+        own = second.action == Action(first.action.stage, Kind.BACKWARD, first.action.micro_batch)
+        forward = first.action.kind is Kind.FORWARD
+        read = set(program.inputs[device, second.action]) & set(program.outputs[device, first.action])
+        return bool(read) or (own and forward)
+    ends = {(m.src, m.dst) for m in program.messages if m.id in (first.message, second.message)}
+    return first.op in (Op.POST, Op.SEND) and len(ends) == 1

@@ -1,0 +1,170 @@
+"""What the verifier refuses, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from lightning_gpp.errors import VerificationError
+from lightning_gpp.schedules import (
+    Action,
+    Instruction,
+    Op,
+    Program,
+    Schedule,
+    compile_program,
+    in_flight,
+    lower,
+    make_schedule,
+    verify,
+)
+from tests.strategies import chain, plan_of
+
+PLAN = chain((1, 1), 2)
+PROGRAM = compile_program(PLAN)  # 0: +0<1 +1<1 ?0 1F0 1B0 2>1 ?1 1F1 1B1 3>1;  1: +2<0 0F0 0>0 +3<0 0F1 ...
+
+
+def edited(program: Program, device: int, edit: Callable[[list[Instruction]], None]) -> Program:
+    """The program with the list of one device changed."""
+    instructions = list(program.devices[device])
+    edit(instructions)
+    devices = list(program.devices)
+    devices[device] = tuple(instructions)
+    return replace(program, devices=tuple(devices))
+
+
+def without(program: Program, device: int, op: Op, message: int) -> Program:
+    return edited(program, device, lambda rows: rows.remove(Instruction(op, message=message)))
+
+
+def swapped(program: Program, device: int, first: int, second: int) -> Program:
+    def swap(rows: list[Instruction]) -> None:
+        rows[first], rows[second] = rows[second], rows[first]
+
+    return edited(program, device, swap)
+
+
+def test_the_edited_program_is_the_pictured_one() -> None:
+    assert str(PROGRAM).splitlines()[0] == "0: +0<1 +1<1 ?0 1F0 1B0 2>1 ?1 1F1 1B1 3>1"
+
+
+@pytest.mark.parametrize(
+    ("device", "op", "message"),
+    [
+        (1, Op.SEND, r"Device 1 never sends message 1 \(tensors of samples \[1, 2\), 0F1 to 1F1\)"),
+        (0, Op.WAIT, "Device 0 computes 1F1 without having waited for message 1"),
+        (0, Op.POST, "Device 0 waits without having posted a buffer for message 1"),
+    ],
+)
+def test_dropped(device: int, op: Op, message: str) -> None:
+    with pytest.raises(VerificationError, match=message):
+        verify(without(PROGRAM, device, op, 1))
+
+
+@pytest.mark.parametrize(
+    ("device", "instruction", "message"),
+    [
+        (1, Instruction(Op.SEND, message=1), "Device 1 sends twice: message 1"),
+        (0, Instruction(Op.POST, message=0), "Device 0 posts a buffer for twice: message 0"),
+        (0, Instruction(Op.SEND, message=0), "Device 0 sends, though it is not its own to do so, message 0"),
+        (0, Instruction(Op.SEND, message=9), "Device 0 sends message 9, which does not exist"),
+        (0, Instruction(Op.COMPUTE, action=Action.parse("1F0")), "device 0 has one too many of 1F0"),
+    ],
+)
+def test_added(device: int, instruction: Instruction, message: str) -> None:
+    with pytest.raises(VerificationError, match=message):
+        verify(edited(PROGRAM, device, lambda rows: rows.append(instruction)))
+
+
+def test_swapped_posts() -> None:
+    message = (
+        r"from device 1 to device 0 match by order alone, but number 0 differs: device 1 sends message 0 .*message 1"
+    )
+    with pytest.raises(VerificationError, match=message):
+        verify(swapped(PROGRAM, 0, 0, 1))
+
+
+def test_send_before_its_producer() -> None:
+    with pytest.raises(VerificationError, match="Device 1 sends before 0F0 made it: message 0"):
+        verify(swapped(PROGRAM, 1, 1, 2))
+
+
+def test_local_input_before_its_producer() -> None:
+    program = compile_program(plan_of([(0, 1)], (1, 1), 1, devices=[(0,), (0,)]))
+    with pytest.raises(VerificationError, match="Device 0 computes 1F0 before 0F0, which makes its input message 0"):
+        verify(swapped(program, 0, 0, 1))
+
+
+def test_backward_before_its_forward() -> None:
+    program = compile_program(chain((1,), 1))
+    with pytest.raises(VerificationError, match="Device 0 runs 0B0 before the forward of the same micro-batch"):
+        verify(swapped(program, 0, 0, 1))
+
+
+def test_missing_action() -> None:
+    with pytest.raises(VerificationError, match="The program of device 1 lacks 0B1"):
+        verify(edited(PROGRAM, 1, lambda rows: rows.remove(Instruction(Op.COMPUTE, action=Action.parse("0B1")))))
+
+
+def test_missing_message() -> None:
+    """A program whose messages are consistent among themselves, but do not bring all that is read."""
+    last = PROGRAM.messages[-1]
+    program = without(without(without(PROGRAM, 0, Op.SEND, last.id), 1, Op.POST, last.id), 1, Op.WAIT, last.id)
+    empty = {(last.dst, last.consumer): ()}
+    program = replace(
+        program,
+        messages=program.messages[:-1],
+        inputs=program.inputs | empty,
+        outputs=program.outputs | {(last.src, last.producer): ()},
+    )
+    with pytest.raises(
+        VerificationError, match=r"micro-batch 1 on device 1 reads samples \[1, 2\) of the gradients.* 0 of"
+    ):
+        verify(program)
+
+
+def test_wrong_message() -> None:
+    messages = (replace(PROGRAM.messages[0], stop=2), *PROGRAM.messages[1:])
+    with pytest.raises(VerificationError, match=r"message 0 \(tensors of samples \[0, 2\).* does not fit the plan"):
+        verify(replace(PROGRAM, messages=messages))
+
+
+def test_repeated_input() -> None:
+    task = (0, Action.parse("1F0"))
+    with pytest.raises(VerificationError, match="inputs list a message that does not exist, or one twice"):
+        verify(replace(PROGRAM, inputs=PROGRAM.inputs | {task: (0, 0)}))
+
+
+def test_wrong_number_of_devices() -> None:
+    with pytest.raises(VerificationError, match="The program has 1 devices, its plan 2"):
+        verify(replace(PROGRAM, devices=PROGRAM.devices[:1]))
+
+
+def test_more_in_flight_than_promised() -> None:
+    plan = chain((1, 1, 1), 8)
+    program = lower(plan, make_schedule(replace(plan, schedule="gpipe")))
+    verify(program)
+    assert in_flight(plan) == {0: 3, 1: 2, 2: 1}
+    with pytest.raises(VerificationError, match="Device 2 has 4 micro-batches in flight at 0F3; .*promises at most 3"):
+        verify(program, {0: 3})
+
+
+def test_a_hang_is_told_as_a_circle() -> None:
+    schedule = Schedule.parse("0: 1F0 1F1 1B0 1B1\n1: 0F0 0B0 0F1 0B1")
+    program = lower(PLAN, schedule)
+    message = (
+        r"The program hangs: device 0 waits in 1F1 for message 1 \(tensors of samples \[1, 2\), 0F1 to 1F1\) from "
+        r"device 1, which waits in 0B0 for message 2 \(gradients of samples \[0, 1\), 1B0 to 0B0\) from device 0, "
+        r"where the circle closes"
+    )
+    with pytest.raises(VerificationError, match=message):
+        verify(program)
+
+
+def test_a_device_outside_the_circle_waits_for_it() -> None:
+    plan = plan_of([(0, 1), (1, 2)], (1, 1, 1), 2, devices=[(0,), (1,), (2,)])
+    schedule = Schedule.parse("0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n2: 2F0 2F1 2B0 2B1")
+    with pytest.raises(VerificationError, match=r"hangs: device 1 waits in 1B0 .* from device 2, which waits in 2F1"):
+        verify(lower(plan, schedule))

@@ -1,0 +1,185 @@
+"""The simulator against closed forms and against a longest-path reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gpp.errors import PlanError, VerificationError
+from lightning_gpp.graph import Affine
+from lightning_gpp.plan import Figures, Plan
+from lightning_gpp.schedules import Action, Kind, Op, Program, Schedule, compile_program, lower
+from lightning_gpp.simulation import Link, StageCost, StageCosts, simulate
+from tests.strategies import chain, plan_of, plans, towers
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 2), (4, 4), (4, 9), (6, 3)])
+@pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (3, 1)])
+def test_chain_takes_its_closed_form(
+    schedule: str, stages: int, micro_batches: int, forward: float, backward: float
+) -> None:
+    plan = chain((2,) * stages, 2 * micro_batches, schedule)
+    timeline = simulate(compile_program(plan), StageCosts.uniform(plan, forward, backward))
+    slots = micro_batches + stages - 1
+    assert timeline.makespan == slots * (forward + backward)
+    assert timeline.busy == (micro_batches * (forward + backward),) * stages
+    assert timeline.bubble_fraction == pytest.approx((stages - 1) / slots)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("num_towers", "length"), [(2, 4), (3, 1), (4, 2)])
+def test_towers_take_their_depth(schedule: str, num_towers: int, length: int) -> None:
+    plan = towers(num_towers, length, 12, schedule=schedule)
+    makespan = simulate(compile_program(plan), StageCosts.uniform(plan, 1, 2)).makespan
+    assert makespan == (12 + length) * 3
+    chained = plan.chained()
+    assert (
+        simulate(compile_program(chained), StageCosts.uniform(chained, 1, 2)).makespan
+        == (12 + len(plan.stages) - 1) * 3
+    )
+
+
+def test_warm_up_and_in_flight_follow_depth_not_the_number_of_stages() -> None:
+    plan = towers(2, 4, 16)
+    timeline = simulate(compile_program(plan), StageCosts.uniform(plan))
+    depths = {0: 5, 1: 4, 2: 3, 3: 2, 4: 5, 5: 4, 6: 3, 7: 2, 8: 1}
+    assert timeline.warm_up == timeline.peak_in_flight == depths
+    chained = simulate(compile_program(plan.chained()), StageCosts.uniform(plan))
+    assert chained.warm_up == chained.peak_in_flight == {stage: 9 - stage for stage in range(9)}
+
+
+def test_latency_and_bandwidth() -> None:
+    """One message each way of 3 samples x 4 bytes: 0.5 s + 12 bytes / 6 bytes/s = 2.5 s."""
+    plan = chain((3, 3), 3)
+    costs = replace(StageCosts.uniform(plan), default_link=Link(latency=0.5, bytes_per_second=6))
+    timeline = simulate(compile_program(plan), costs)
+    assert timeline.makespan == 1 + 2.5 + 2 + 2.5 + 1
+    assert [(t.src, t.dst, t.start, t.stop) for t in timeline.transfers] == [(1, 0, 1, 3.5), (0, 1, 5.5, 8)]
+
+
+def test_links_differ_by_direction() -> None:
+    plan = chain((1, 1), 1)
+    costs = replace(StageCosts.uniform(plan), links={(0, 1): Link(latency=7)})
+    assert simulate(compile_program(plan), costs).makespan == 4 + 7
+
+
+def test_transfers_of_one_pair_queue_up() -> None:
+    plan = chain((1, 1), 3, "gpipe")
+    costs = replace(StageCosts.uniform(plan), default_link=Link(latency=10))
+    transfers = [t for t in simulate(compile_program(plan), costs).transfers if t.src == 1]
+    assert [(t.start, t.stop) for t in transfers] == [(1, 11), (11, 21), (21, 31)]
+
+
+def test_sends_do_not_block_computing() -> None:
+    plan = chain((1, 1), 3, "gpipe")
+    costs = replace(StageCosts.uniform(plan), default_link=Link(latency=10))
+    spans = simulate(compile_program(plan), costs).devices[1]
+    assert [(span.start, span.stop) for span in spans[:3]] == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_a_transfer_waits_for_its_buffer() -> None:
+    """Without lookahead the buffer for the second micro-batch is posted only when the first backward is done."""
+    plan = chain((1, 1), 2)
+    schedule = Schedule.parse("0: 1F0 1B0 1F1 1B1\n1: 0F0 0F1 0B0 0B1")
+    costs = replace(StageCosts.uniform(plan), default_link=Link(latency=1))
+    starts = {
+        lookahead: simulate(lower(plan, schedule, lookahead=lookahead), costs).transfers[1].start
+        for lookahead in (0, 2)
+    }
+    assert starts == {0: 4, 2: 2}
+
+
+def test_affine_costs_shares_and_empty_shares() -> None:
+    plan = plan_of([], (3,), 4, devices=[(0, 1)])
+    cost = StageCost(forward=Affine(2, 1), backward=Affine(3, 0.5))
+    timeline = simulate(compile_program(plan), StageCosts(stages=(cost,)))
+    durations = [{str(span.action): span.stop - span.start for span in spans} for spans in timeline.devices]
+    assert durations == [
+        {"0F0": 3, "0B0": 3.5, "0F1": 0, "0B1": 0},
+        {"0F0": 5, "0B0": 6.5, "0F1": 3, "0B1": 3.5},
+    ]
+
+
+def test_data_actions_take_time() -> None:
+    plan = plan_of([(0, 1)], (1, 1), 2, data=True)
+    timeline = simulate(compile_program(plan), replace(StageCosts.uniform(plan), data=Affine(0, 5)))
+    assert [str(span.action) for span in timeline.devices[0][:2]] == ["1D0", "1D1"]
+    assert timeline.devices[1][0].start == 5
+    assert timeline.makespan == 10 + 2 + 2 + 1
+
+
+def test_peak_bytes() -> None:
+    """Parameters in all their copies, and activations of the micro-batches in flight."""
+    plan = chain((2, 2), 8)
+    cost = StageCost(activation_bytes=Affine(10, 3), parameter_bytes=100)
+    costs = StageCosts(stages=(cost, cost), parameter_copies=4)
+    assert simulate(compile_program(plan), costs).peak_bytes == (400 + 23, 400 + 2 * 23)
+    assert simulate(compile_program(plan, training=False), costs).peak_bytes == (423, 423)
+    gpipe = replace(plan, schedule="gpipe")
+    assert simulate(compile_program(gpipe), costs).peak_bytes == (400 + 4 * 23, 400 + 4 * 23)
+
+
+def test_inference_has_no_warm_up_to_speak_of() -> None:
+    plan = chain((1, 1), 3)
+    timeline = simulate(compile_program(plan, training=False), StageCosts.uniform(plan))
+    assert timeline.makespan == 4
+    assert timeline.peak_in_flight == {0: 1, 1: 1}
+
+
+def test_costs_from_figures() -> None:
+    plan = chain((2,), 2)
+    figures = Figures(flops=Affine(100, 10), activation_bytes=Affine(8, 0), parameter_bytes=40)
+    plan = replace(plan, stages=(replace(plan.stages[0], figures=figures),))
+    costs = StageCosts.from_figures(plan, flops_per_second=10, overhead=1)
+    timeline = simulate(compile_program(plan), costs)
+    assert timeline.makespan == pytest.approx((21 + 1) + (42 + 1))
+    assert timeline.peak_bytes == (4 * 40 + 16,)
+
+
+def test_costs_of_another_plan() -> None:
+    plan = chain((1, 1), 1)
+    with pytest.raises(PlanError, match="The costs are for 1 stages, the plan has 2"):
+        simulate(compile_program(plan), StageCosts(stages=(StageCost(),)))
+
+
+def test_a_program_that_hangs() -> None:
+    plan = chain((1, 1), 2)
+    program = lower(plan, Schedule.parse("0: 1F0 1F1 1B0 1B1\n1: 0F0 0B0 0F1 0B1"))
+    with pytest.raises(VerificationError, match="The program hangs; verify"):
+        simulate(program, StageCosts.uniform(plan))
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans(), costs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=7, max_size=7))
+def test_free_communication_equals_the_longest_path(plan: Plan, costs: list[tuple[int, int]]) -> None:
+    stages = tuple(StageCost(forward=Affine(0, f), backward=Affine(b, 0)) for f, b in costs[: len(plan.stages)])
+    program = compile_program(plan)
+    timeline = simulate(program, StageCosts(stages=stages))
+    assert timeline.makespan == _longest_path(program, StageCosts(stages=stages))
+
+
+def _longest_path(program: Program, costs: StageCosts) -> float:
+    """Actions as nodes, weights on the edges into their successors: order on the device, and messages."""
+    graph = nx.DiGraph()
+    for device, instructions in enumerate(program.devices):
+        actions = [i.action for i in instructions if i.op is Op.COMPUTE and i.action is not None]
+        nodes = [*((device, action) for action in actions), "end"]
+        for node, following in zip(nodes, nodes[1:], strict=False):
+            graph.add_edge(node, following, weight=_seconds(program, costs, *node))
+    for message in program.messages:
+        weight = _seconds(program, costs, message.src, message.producer)
+        graph.add_edge((message.src, message.producer), (message.dst, message.consumer), weight=weight)
+    return float(nx.dag_longest_path_length(graph))
+
+
+def _seconds(program: Program, costs: StageCosts, device: int, action: Action) -> float:
+    interval = program.plan.intervals(action.stage, program.batch_size)[action.micro_batch]
+    start, stop = program.plan.share(action.stage, device, interval)
+    cost = costs.stages[action.stage]
+    by_kind = {Kind.DATA: costs.data, Kind.FORWARD: cost.forward, Kind.BACKWARD: cost.backward}
+    return by_kind[action.kind].at(stop - start) if stop > start else 0

@@ -1,0 +1,109 @@
+"""Random plans for property tests, and builders of the plans that have a name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from lightning_gpp.graph import Affine
+from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
+
+
+def plan_of(
+    pairs: Sequence[tuple[int, int]],
+    sizes: Sequence[int],
+    batch_size: int,
+    *,
+    schedule: str = "1f1b",
+    devices: Sequence[Sequence[int]] | None = None,
+    data: bool = False,
+) -> Plan:
+    """A plan with these edges and micro-batch sizes; each stage on its own device, the last stage on device 0.
+
+    `data` adds SOURCE edges to the stages without predecessors.
+    """
+    number = len(sizes)
+    places = devices or [(number - 1 - stage,) for stage in range(number)]
+    stages = tuple(
+        Stage(
+            name=f"stage{stage}",
+            modules=(STEP,) if stage == number - 1 else (f"module{stage}",),
+            devices=tuple(places[stage]),
+            micro_batch_size=sizes[stage],
+        )
+        for stage in range(number)
+    )
+    edges = [Edge(src=src, dst=dst, bytes=Affine(4, 0)) for src, dst in pairs]
+    roots = [stage for stage in range(number) if all(dst != stage for _, dst in pairs)] if data else []
+    sources = [Edge(src=SOURCE, dst=stage, bytes=Affine(4, 0), differentiable=False) for stage in roots]
+    return Plan(stages=stages, edges=(*sources, *edges), batch_size=batch_size, schedule=schedule)
+
+
+def chain(sizes: Sequence[int], batch_size: int, schedule: str = "1f1b") -> Plan:
+    return plan_of([(i, i + 1) for i in range(len(sizes) - 1)], sizes, batch_size, schedule=schedule)
+
+
+def towers(num_towers: int, length: int, batch_size: int, size: int = 1, schedule: str = "1f1b") -> Plan:
+    """Towers of `length` stages each that join in a head: depth `length + 1`."""
+    head = num_towers * length
+    pairs = []
+    for tower in range(num_towers):
+        stages = [*range(tower * length, (tower + 1) * length), head]
+        pairs += list(zip(stages, stages[1:], strict=False))
+    return plan_of(sorted(pairs), [size] * (head + 1), batch_size, schedule=schedule, data=True)
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn,
+    max_stages: int = 7,
+    max_devices: int = 5,
+    max_replicas: int = 3,
+    max_size: int = 5,
+    max_batch: int = 16,
+    schedules: Sequence[str] = ("1f1b", "gpipe"),
+    detached: bool = True,
+) -> Plan:
+    """Any plan: a DAG whose only sink runs the step, stages on shared devices, replicas, unequal micro-batch sizes,
+    an uneven last micro-batch. `detached` allows edges through which no gradients flow."""
+    number = draw(st.integers(1, max_stages))
+    pairs = _pairs(draw, number)
+    sources = {stage for stage in range(number) if all(dst != stage for _, dst in pairs)}
+    sources |= set(draw(st.lists(st.integers(0, number - 1), max_size=2)))
+    flags = st.booleans() if detached else st.just(True)
+    edges = [Edge(src=SOURCE, dst=stage, bytes=Affine(4, 0), differentiable=False) for stage in sorted(sources)]
+    edges += [Edge(src=i, dst=j, bytes=Affine(8, 0), differentiable=draw(flags)) for i, j in pairs]
+    devices = _devices(draw, number, max_devices, max_replicas)
+    stages = tuple(
+        Stage(
+            name=f"stage{stage}",
+            modules=(STEP,) if stage == number - 1 else (f"module{stage}",),
+            devices=devices[stage],
+            micro_batch_size=draw(st.integers(1, max_size)),
+        )
+        for stage in range(number)
+    )
+    batch_size = draw(st.integers(1, max_batch))
+    schedule = draw(st.sampled_from(list(schedules)))
+    return Plan(stages=stages, edges=tuple(edges), batch_size=batch_size, schedule=schedule)
+
+
+def _pairs(draw: st.DrawFn, number: int) -> list[tuple[int, int]]:
+    """Edges from lower to higher stages; every stage but the last has a successor."""
+    pairs: set[tuple[int, int]] = set()
+    for stage in range(number - 1):
+        later = st.integers(stage + 1, number - 1)
+        pairs |= {(stage, target) for target in draw(st.lists(later, min_size=1, max_size=3))}
+    return sorted(pairs)
+
+
+def _devices(draw: st.DrawFn, number: int, max_devices: int, max_replicas: int) -> list[tuple[int, ...]]:
+    """Devices of each stage, numbered without gaps from the sink on."""
+    chosen = st.lists(st.integers(0, max_devices - 1), min_size=1, max_size=max_replicas, unique=True)
+    places = [draw(chosen) for _ in range(number)]
+    numbers: dict[int, int] = {}
+    for place in reversed(places):
+        for device in place:
+            numbers.setdefault(device, len(numbers))
+    return [tuple(numbers[device] for device in place) for place in places]
