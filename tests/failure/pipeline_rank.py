@@ -59,7 +59,10 @@ def main(rank: int, world_size: int, port: int, folder: Path, timeout: float | N
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     state: list[Rank] = []
     monitor = FailureMonitor(
-        rank=rank, world_size=world_size, timeout=timeout, describe=lambda: f"step {state[0].step}" if state else "start"
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        describe=lambda: f"step {state[0].step}" if state else "start",
     )
     with monitor:
         state.append(Rank(rank, world_size, monitor))

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tests.failure.pipeline_rank import STEP_OF_FAULT, Rank, job
 
 WORLD_SIZE = 3

@@ -1,0 +1,265 @@
+"""What the failure monitor must not take for a failure, and what it must tell apart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_gpp.errors import PeerFailure
+from lightning_gpp.runtime.failure import FailureMonitor, _is_consequence
+from lightning_gpp.runtime.links import Address, connect
+from lightning_gpp.runtime.processes import ProcessIdentity
+from tests.failure.pipeline_rank import Rank, free_port, job
+
+# --- ends and pauses that are no failures
+
+
+def ending_at_different_times(rank: Rank) -> None:
+    for _ in range(10):
+        rank.exchange()
+    time.sleep((rank.rank + 1) % 3)
+
+
+def test_ranks_that_end_two_seconds_apart_end_quietly(tmp_path: Path) -> None:
+    with job(tmp_path, ending_at_different_times, timeout=1.0) as running:
+        running.wait(30)
+    assert running.codes == [0, 0, 0]
+    assert running.output().strip() == ""
+
+
+def computing_in_python(rank: Rank) -> None:
+    rank.exchange()
+    end = time.monotonic() + 3.0
+    while rank.rank == 1 and time.monotonic() < end:
+        sum(range(1000))
+    rank.exchange()
+
+
+def test_a_busy_main_thread_is_not_a_stopped_rank(tmp_path: Path) -> None:
+    with job(tmp_path, computing_in_python, timeout=2.0) as running:
+        running.wait(30)
+    assert running.codes == [0, 0, 0]
+    assert running.output().strip() == ""
+
+
+def ready_then_a_few_steps(rank: Rank) -> None:
+    print("ready", flush=True)
+    for _ in range(200):
+        rank.exchange()
+
+
+def test_without_a_timeout_a_rank_may_be_stopped_in_a_debugger(tmp_path: Path) -> None:
+    with job(tmp_path, ready_then_a_few_steps, timeout=None) as running:
+        running.wait_for("ready")
+        os.kill(running.pids[1], signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(running.pids[1], signal.SIGCONT)
+        running.wait(30)
+    assert running.codes == [0, 0, 0]
+
+
+def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
+    with job(tmp_path, ready_then_a_few_steps, timeout=1.0) as running:
+        running.wait_for("ready")
+        for pid in running.pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        for pid in running.pids:
+            os.kill(pid, signal.SIGCONT)
+        running.wait(30)
+    assert running.codes == [0, 0, 0], running.output()
+
+
+def test_one_rank_needs_no_monitor() -> None:
+    with FailureMonitor(rank=0, world_size=1) as monitor:
+        monitor.report(ValueError("nobody to tell"))
+    assert monitor.cause is None
+
+
+# --- what is told apart
+
+
+def raising_without_a_timeout(rank: Rank) -> None:
+    while rank.step < 5 or rank.rank != 1:
+        rank.exchange()
+    raise KeyError("lost")
+
+
+def test_exceptions_are_reported_without_a_timeout_too(tmp_path: Path) -> None:
+    with job(tmp_path, raising_without_a_timeout, timeout=0) as running:
+        running.wait(30)
+    assert running.codes == [1, 1, 1]
+    assert "raised KeyError: 'lost'" in running.output(2)
+    assert "raising_without_a_timeout" in running.output(0)  # rank 0 shows the traceback of the rank that failed
+
+
+def all_raising(rank: Rank) -> None:
+    rank.exchange()
+    raise ValueError(f"from rank {rank.rank}")
+
+
+def test_one_of_several_causes_is_named_by_all(tmp_path: Path) -> None:
+    with job(tmp_path, all_raising) as running:
+        running.wait(30)
+    assert running.codes == [1, 1, 1]
+    firsts = {running.output(rank).partition("First cause: ")[2].partition(" (")[0] for rank in range(3)}
+    assert len(firsts) == 1, running.output()
+
+
+def wrapping_errors_of_communication(rank: Rank) -> None:
+    while True:
+        if rank.step == 10 and rank.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            rank.exchange()
+        except RuntimeError as error:
+            raise ValueError("user code in between") from error
+
+
+def test_an_error_that_only_follows_from_a_killed_rank_is_not_the_cause(tmp_path: Path) -> None:
+    with job(tmp_path, wrapping_errors_of_communication) as running:
+        running.wait(30)
+    assert running.codes == [1, 1, -9]
+    assert "First cause: rank 2" in running.output(0)
+    assert "First cause: rank 2" in running.output(1)
+    assert "user code in between" not in running.output(0, 1)
+
+
+def killed_with_workers(rank: Rank) -> None:
+    worker = os.fork() if rank.rank == 1 else None
+    if worker == 0:
+        time.sleep(60)
+    while True:
+        if rank.step == 10 and rank.rank == 1:
+            print(f"worker {worker} ", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        rank.exchange()
+
+
+def test_forked_workers_do_not_hide_the_end_of_their_rank(tmp_path: Path) -> None:
+    with job(tmp_path, killed_with_workers, timeout=20.0) as running:
+        seconds = running.wait(40)
+    os.kill(int(running.output(1).split("worker ")[1].split()[0]), signal.SIGKILL)
+    assert seconds < 10
+    assert "First cause: rank 1" in running.output(0)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:21"), True),
+        (RuntimeError("Timed out waiting 2000ms for recv operation to complete"), True),
+        (ConnectionResetError(), True),
+        (PeerFailure("rank 2"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("boom"), False),
+    ],
+)
+def test_consequences_are_told_from_causes(error: Exception, expected: bool) -> None:
+    assert _is_consequence(error) is expected
+
+
+# --- the start
+
+
+def test_a_monitor_that_is_not_there_is_named() -> None:
+    address = Address(host="127.0.0.1", port=free_port(), token="")
+    with pytest.raises(
+        PeerFailure, match=r"Rank 3 cannot reach rank 0's failure monitor at 127.0.0.1:\d+ .*MASTER_ADDR"
+    ):
+        connect(address, rank=3, patience=1.0)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    def exchange(address: Address | None) -> Address:
+        assert address is not None
+        return address
+
+    with pytest.raises(PeerFailure, match=r"ranks \[1, 2\] did not connect to rank 0 within 0 s"):
+        FailureMonitor(rank=0, world_size=3, exchange=exchange, patience=0.1).start()
+
+
+def test_strangers_are_not_let_in() -> None:
+    def stranger(address: Address | None) -> Address:
+        assert address is not None
+        with socket.create_connection(("127.0.0.1", address.port)) as connection:
+            connection.sendall(b'{"rank": 1, "token": "guessed", "process": {}}\n')
+        return address
+
+    with pytest.raises(PeerFailure, match=r"ranks \[1\] did not connect"):
+        FailureMonitor(rank=0, world_size=2, exchange=stranger, patience=0.3).start()
+
+
+# --- processes
+
+
+def test_how_a_process_ended() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    identity = identify(child.pid)
+    assert identity.kill()
+    assert identity.ending() == "was killed by SIGKILL"
+    child.wait()
+    assert identity.state() == ""
+    assert not identity.kill()
+    assert identity.ending() == "was killed or exited without finishing"
+
+
+def test_a_reused_pid_is_another_process() -> None:
+    me = ProcessIdentity.current()
+    earlier = ProcessIdentity(host=me.host, machine=me.machine, pid=me.pid, started=me.started - 1)
+    assert me.state() == "R"
+    assert earlier.state() == ""
+    assert not earlier.kill()
+
+
+def test_a_pid_of_another_machine_is_left_alone() -> None:
+    me = ProcessIdentity.current()
+    elsewhere = ProcessIdentity(host="elsewhere", machine="elsewhere", pid=me.pid, started=me.started)
+    assert elsewhere.state() == "?"
+    assert not elsewhere.kill()
+
+
+BOUND_CHILD = """
+import os, subprocess, sys, time
+child = "from lightning_gpp.runtime.processes import *; {calls}; print('bound', flush=True); time.sleep(60)"
+process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
+process.stdout.readline()
+print(process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+@pytest.mark.parametrize(
+    ("calls", "dies"), [("bind_to_parent()", True), ("bind_to_parent(); release_from_parent()", False)]
+)
+def test_a_bound_process_dies_with_its_parent(calls: str, dies: bool) -> None:
+    parent = subprocess.run(
+        [sys.executable, "-c", BOUND_CHILD.replace("{calls}", calls)], stdout=subprocess.PIPE, text=True, check=False
+    )
+    pid = int(parent.stdout)
+    time.sleep(0.3)
+    alive = ends_later(pid)
+    assert alive is not dies
+
+
+def identify(pid: int) -> ProcessIdentity:
+    me = ProcessIdentity.current()
+    started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return ProcessIdentity(host=me.host, machine=me.machine, pid=pid, started=started)
+
+
+def ends_later(pid: int) -> bool:
+    """Whether process `pid` was still there; it is not any more."""
+    state = Path(f"/proc/{pid}/stat")
+    alive = state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+    if alive:
+        os.kill(pid, signal.SIGKILL)
+    return alive

@@ -1,0 +1,106 @@
+"""Signals become a flag that all ranks see at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_gpp.runtime.stop_flag import StopFlag
+from tests.failure.pipeline_rank import Rank, job
+
+
+def fail(number: signal.Signals) -> None:
+    raise AssertionError(f"{number} was answered")
+
+
+def until_agreed(rank: Rank) -> None:
+    with StopFlag(overdue=fail) as flag:
+        print("ready", flush=True)
+        while not (agreed := flag.agreed()):
+            rank.exchange()
+    print(f"stops at step {rank.step} by {agreed.name}", flush=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, rank: int, number: signal.Signals) -> None:
+    with job(tmp_path, until_agreed) as running:
+        running.wait_for("ready")
+        time.sleep(0.1)
+        os.kill(running.pids[rank], number)
+        running.wait(30)
+    assert running.codes == [0, 0, 0], running.output()
+    stops = {running.output(each).partition("stops at ")[2] for each in range(3)}
+    assert len(stops) == 1, stops
+    assert stops.pop().endswith(f"by {number.name}\n")
+
+
+def stuck_in_a_receive(rank: Rank) -> None:
+    def report(number: signal.Signals) -> None:
+        rank.monitor.report(RuntimeError(f"received {number.name}, and no step ended since"))
+
+    with StopFlag(overdue=report, patience=0.5):
+        print("ready", flush=True)
+        if rank.rank == 2:
+            time.sleep(60)
+        rank.exchange()
+
+
+def test_a_signal_ends_a_job_that_hangs(tmp_path: Path) -> None:
+    with job(tmp_path, stuck_in_a_receive) as running:
+        running.wait_for("ready")
+        os.kill(running.pids[1], signal.SIGTERM)
+        running.wait(20)
+    assert all(running.codes)
+    for rank in range(3):
+        assert "First cause: rank 1" in running.output(rank)
+        assert "RuntimeError: received SIGTERM, and no step ended since" in running.output(rank)
+
+
+def test_previous_handlers_come_back() -> None:
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+    with StopFlag(overdue=fail) as flag:
+        signal.raise_signal(signal.SIGUSR1)
+        assert flag.received is signal.SIGUSR1
+        signal.raise_signal(signal.SIGTERM)
+        assert flag.received is signal.SIGTERM
+        assert flag.answer(0) is None
+        assert flag.answer(signal.SIGTERM) is signal.SIGTERM
+    assert {each: signal.getsignal(each) for each in before} == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_forked_workers_end_by_the_signal_and_do_not_set_the_flag() -> None:
+    overdue = threading.Event()
+    with StopFlag(overdue=lambda number: overdue.set(), patience=0.1) as flag:
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(30)
+            os._exit(0)
+        time.sleep(0.1)
+        os.kill(worker, signal.SIGTERM)
+        _, status = os.waitpid(worker, 0)
+        assert os.WTERMSIG(status) == signal.SIGTERM
+        assert not overdue.wait(0.4)
+        assert flag.received is None
+
+
+def test_only_the_main_thread_can_install_it() -> None:
+    errors: list[Exception] = []
+
+    def install() -> None:
+        try:
+            with StopFlag(overdue=fail):
+                pass
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=install)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(errors[0])
