@@ -11,7 +11,7 @@ from torch import nn
 from lightning_gpp.capture.captured import Capture
 from lightning_gpp.capture.code import Forward, StageCode, variable
 from lightning_gpp.capture.recording import Ref
-from lightning_gpp.capture.step import UserStep, slots_of
+from lightning_gpp.capture.step import StepRunner, UserStep, slots_of
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.plan import STEP, Plan
@@ -47,7 +47,7 @@ class Pipeline:
     slots: tuple[tuple[Slot, ...], ...]
     parameters: tuple[tuple[str, ...], ...]
     buffers: tuple[tuple[str, ...], ...]
-    step: UserStep
+    step: StepRunner
 
 
 def build(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:

@@ -24,7 +24,7 @@ from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
 
 
-class _Stopped(BaseException):
+class Stopped(BaseException):
     """Ends the step after its last network call; not an Exception, so that user code does not catch it."""
 
 
@@ -76,27 +76,16 @@ class _Holes(TorchFunctionMode):
         return result
 
 
-@dataclass
-class UserStep:
-    """The step of one mini-batch, micro-batch by micro-batch. `outputs`: what the step returned for each."""
+@dataclass(kw_only=True)
+class StepRunner:
+    """Runs the user's step on micro-batches of one mini-batch. `outputs`: what the step returned for each."""
 
-    network: Network
     module: nn.Module
-    specs: list[list[TensorSpec]]
-    input_keys: dict[str, InputKey]
-    input_specs: dict[str, TensorSpec]
     returns_loss: bool
     outputs: list[tuple[MicroBatch, Any]] = field(default_factory=list)
     _batch: Any = None
     _invoke: Callable[[Any], Any] | None = None
     _seed: int = 0
-
-    def __post_init__(self) -> None:
-        self._calls = self.network.network_calls()
-        self._modules = {call.path: self.module.get_submodule(call.path) for call in self._calls}
-        self._paths = {id(module): path for path, module in self._modules.items()}
-        self._mixes = any(call.scope == -1 for call in self.network.calls)
-        self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
 
     def begin(self, batch: Any, invoke: Callable[[Any], Any], seed: int) -> None:
         """Take the mini-batch of this pipeline replica. `invoke(samples)` calls the user's step; `seed` of its draws."""
@@ -104,8 +93,61 @@ class UserStep:
         self.outputs = []
 
     def end(self) -> None:
+        """Let go of the mini-batch."""
         self._batch = self._invoke = None
         self.outputs = []
+
+    def inputs(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Run the step up to its network calls; their tensors, by slot name."""
+        raise TypeError(f"{type(self).__name__} does not say what the inputs of the network are.")
+
+    def whole(self, micro_batch: MicroBatch) -> Any:
+        """Run the step with its modules as they are, unsplit; what it returned. Draws the same random numbers."""
+        with self.draws(micro_batch.index):
+            return self.call(micro_batch)
+
+    def finish(self, micro_batch: MicroBatch, output: Any) -> dict[str, torch.Tensor]:
+        """Note what the step returned; `{LOSS: loss}` in training."""
+        self.outputs.append((micro_batch, output))
+        return {LOSS: loss_of(output)} if self.returns_loss else {}
+
+    def call(self, micro_batch: MicroBatch) -> Any:
+        if self._invoke is None:
+            raise CaptureError("The user's step was asked to run without a batch; call begin() first.")
+        total = batch_size_of(self._batch)
+        return self._invoke(slice_batch(self._batch, micro_batch.start, micro_batch.stop, total))
+
+    @contextmanager
+    def draws(self, index: int) -> Iterator[None]:
+        """The step's own random streams, the same for the source and the step; the user's go on undisturbed."""
+        python, numpy, generator = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        seed = (self._seed * 1_000_003 + index) % (1 << 63)
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_rng_state(generator)
+
+
+@dataclass(kw_only=True)
+class UserStep(StepRunner):
+    """The step of a captured network."""
+
+    network: Network
+    specs: list[list[TensorSpec]]
+    input_keys: dict[str, InputKey]
+    input_specs: dict[str, TensorSpec]
+
+    def __post_init__(self) -> None:
+        self._calls = self.network.network_calls()
+        self._modules = {call.path: self.module.get_submodule(call.path) for call in self._calls}
+        self._paths = {id(module): path for path, module in self._modules.items()}
+        self._mixes = any(call.scope == -1 for call in self.network.calls)
+        self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
 
     # --- source
 
@@ -122,14 +164,14 @@ class UserStep:
             call = self._expect(number, module)
             self._take(found, call, number, args, kwargs, holes)
             if number == len(self._calls) - 1:
-                raise _Stopped
+                raise Stopped
             return holes.add(self._result(call, lambda ref: self._hole(ref, micro_batch.num_samples)))
 
-        with answered(self._modules, answer), self._draws(micro_batch.index), torch.no_grad():
+        with answered(self._modules, answer), self.draws(micro_batch.index), torch.no_grad():
             try:
                 with holes if self._mixes else _nothing():
-                    self._call(micro_batch)
-            except _Stopped:
+                    self.call(micro_batch)
+            except Stopped:
                 pass
         self._take_mixed(found, holes)
         return self._checked(found, micro_batch)
@@ -208,29 +250,17 @@ class UserStep:
             call = self._expect(number, module)
             return self._result(call, lambda ref: self._value(ref, values, micro_batch))
 
-        with answered(self._modules, answer), self._draws(micro_batch.index):
+        with answered(self._modules, answer), self.draws(micro_batch.index):
             mode = _Holes() if self._mixes else _nothing()
             with mode:
-                output = self._call(micro_batch)
-        self.outputs.append((micro_batch, output))
-        return {LOSS: loss_of(output)} if self.returns_loss else {}
+                output = self.call(micro_batch)
+        return self.finish(micro_batch, output)
 
     def _value(self, ref: Ref, values: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
         value = values.get(variable(ref))
         return self._hole(ref, micro_batch.num_samples) if value is None else value
 
-    def whole(self, micro_batch: MicroBatch) -> Any:
-        """Run the step with its modules as they are, unsplit; what it returned. Draws the same random numbers."""
-        with self._draws(micro_batch.index):
-            return self._call(micro_batch)
-
     # --- both
-
-    def _call(self, micro_batch: MicroBatch) -> Any:
-        if self._invoke is None:
-            raise CaptureError("The user's step was asked to run without a batch; call begin() first.")
-        total = batch_size_of(self._batch)
-        return self._invoke(slice_batch(self._batch, micro_batch.start, micro_batch.stop, total))
 
     def _result(self, call: ModuleCall, value: Callable[[Ref], torch.Tensor]) -> Any:
         return pytree.tree_map(lambda leaf: value(leaf) if isinstance(leaf, Ref) else leaf, call.result)
@@ -239,21 +269,6 @@ class UserStep:
         name = variable(ref)
         spec = self.input_specs[name] if ref.call < 0 else self.specs[ref.call][ref.output]
         return torch.empty(spec.sizes(num_samples), dtype=getattr(torch, spec.dtype), device="meta")
-
-    @contextmanager
-    def _draws(self, index: int) -> Iterator[None]:
-        """The step's own random streams, the same for the source and the step; the user's go on undisturbed."""
-        python, numpy, generator = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        seed = (self._seed * 1_000_003 + index) % (1 << 63)
-        random.seed(seed)
-        np.random.seed(seed % (1 << 32))
-        torch.default_generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.set_rng_state(generator)
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -50,17 +50,23 @@ class Affine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Shape (affine in the number of samples), dtype and differentiability of a tensor."""
+    """Shape (affine in the number of samples), dtype and differentiability of a tensor.
+
+    `dynamic`: shape and dtype are not known before the tensor is there; those given mean nothing.
+    """
 
     shape: tuple[Affine, ...]
     dtype: str
     requires_grad: bool = False
+    dynamic: bool = False
 
     def sizes(self, num_samples: int) -> tuple[int, ...]:
         """Concrete shape for `num_samples` samples."""
         return tuple(int(dim.at(num_samples)) for dim in self.shape)
 
     def bytes(self, num_samples: int) -> int:
+        if self.dynamic:
+            return 0
         count = 1
         for size in self.sizes(num_samples):
             count *= size
@@ -168,6 +174,7 @@ def _operator_from(entry: dict[str, Any]) -> Operator:
             shape=tuple(Affine(**dim) for dim in spec["shape"]),
             dtype=spec["dtype"],
             requires_grad=spec["requires_grad"],
+            dynamic=spec["dynamic"],
         )
         for spec in entry["outputs"]
     )
