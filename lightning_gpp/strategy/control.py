@@ -97,4 +97,3 @@ class _Shape:
 
     def __init__(self, tensor: Tensor) -> None:
         self.size, self.dtype = tuple(tensor.shape), tensor.dtype
-

@@ -175,4 +175,3 @@ def _kept_generators(loader: Any) -> Iterator[None]:
     finally:
         for generator, state in generators:
             generator.set_state(state)
-

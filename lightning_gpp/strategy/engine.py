@@ -144,7 +144,7 @@ class Engine:
             loss = loss * sum(part.num_samples for part, _ in outputs)
         (number,) = self._share_logs(recorder, [loss.item()])
         if not outputs:
-            return torch.tensor(number, device=self.device)
+            return torch.tensor(number, dtype=torch.float64, device=self.device)
         return {"loss": loss, **rest} if rest else loss
 
     def evaluate(self, step: str, arguments: Sequence[Any]) -> Any:
@@ -273,4 +273,3 @@ def _check_step_device(plan: Plan) -> None:
             "alone, which loads the data. Number the devices accordingly; to replicate the stage's modules, give "
             f"{STEP!r} a stage of its own."
         )
-

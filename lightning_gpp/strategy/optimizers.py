@@ -92,7 +92,9 @@ class OptimizerIndex:
         kept = [name for group in self._kept for name in group]
         state = {i: full["state"][place_of[name]] for i, name in enumerate(kept) if place_of[name] in full["state"]}
         if unknown := set(full["state"]) - set(place_of.values()):
-            raise CheckpointError(f"The optimizer state has entries {sorted(unknown)} for only {len(names)} parameters.")
+            raise CheckpointError(
+                f"The optimizer state has entries {sorted(unknown)} for only {len(names)} parameters."
+            )
         self.optimizer.load_state_dict({"state": state, "param_groups": self._local_groups(full)})
 
     def _local_groups(self, full: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -24,7 +24,9 @@ def announce_plan(plan: Plan, num_pipelines: int) -> None:
 
 
 def _text(plan: Plan, num_pipelines: int) -> str:
-    lines = [f"Plan: {len(plan.stages)} stages, depth {plan.depth}, schedule {plan.schedule}, {num_pipelines} pipeline(s)"]
+    lines = [
+        f"Plan: {len(plan.stages)} stages, depth {plan.depth}, schedule {plan.schedule}, {num_pipelines} pipeline(s)"
+    ]
     for stage in plan.stages:
         devices = ",".join(map(str, stage.devices))
         lines.append(

@@ -209,4 +209,3 @@ class Run:
         """After loading a whole state dict: keep only what lives here."""
         if self.engine.placement is not None:
             drop(self.module, self.engine.placement.names_on(self.control.device))
-

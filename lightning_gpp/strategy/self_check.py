@@ -113,9 +113,7 @@ def _split(
     samples: int,
     call: Callable[[nn.Module, Any], Any],
 ) -> dict[str, Any]:
-    outputs = session(split).run(
-        part, lambda batch: call(split, batch), samples, loss_weight=1.0 / samples, step=0
-    )
+    outputs = session(split).run(part, lambda batch: call(split, batch), samples, loss_weight=1.0 / samples, step=0)
     loss = loss_of(outputs[0][1]).item() if outputs else 0.0
     return {"loss": loss, "projections": _projections(split)}
 
