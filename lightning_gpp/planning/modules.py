@@ -51,6 +51,16 @@ def _descend(root: ModuleNode, path: str) -> ModuleNode:
     return node
 
 
+def around(paths: Iterable[str]) -> set[str]:
+    """All modules that hold one of these, the root included; not the paths themselves unless they hold another."""
+    return {path[:end] for path in paths for end, letter in enumerate(path) if letter == "."} | {""}
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """Names for an error message: the first few, and how many more."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def stage_names(stage_modules: Sequence[Sequence[str]]) -> list[str]:
     """Short unique names for stages: `image_tower`, `blocks.0-3`, `head`."""
     names: list[str] = []
