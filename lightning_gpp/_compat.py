@@ -47,7 +47,7 @@ def checkpoint_regions(enter: Callable[[], None], leave: Callable[[], None]) -> 
 
 @contextmanager
 def autograd_function_calls(handler: Callable[..., Any]) -> Iterator[None]:
-    """Route `SomeFunction.apply(...)` of custom autograd functions through `handler(cls, plain_apply, args, kwargs)`."""
+    """Route `SomeFunction.apply(...)` of custom autograd functions to `handler(cls, plain_apply, args, kwargs)`."""
     plain = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:

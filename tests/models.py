@@ -1,4 +1,4 @@
-"""Models for tests: small `transformers` models from their config classes (no downloads), as unmodified LightningModules."""
+"""Models for tests: small `transformers` models from their config classes (no downloads), as LightningModules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,18 @@ def gpt2(batch_size: int = 8) -> tuple[Wrapped, dict[str, torch.Tensor], list[li
     from transformers import GPT2Config, GPT2LMHeadModel
 
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLMLoss", n_positions=16, n_embd=16, n_layer=4, n_head=2, use_cache=False, **off)
+    config = GPT2Config(
+        vocab_size=64,
+        bos_token_id=0,
+        eos_token_id=0,
+        loss_type="ForCausalLMLoss",
+        n_positions=16,
+        n_embd=16,
+        n_layer=4,
+        n_head=2,
+        use_cache=False,
+        **off,
+    )
     ids = _tokens(batch_size, 12, 64)
     h = "model.transformer.h"
     stages = [
@@ -51,7 +62,13 @@ def bert(batch_size: int = 8) -> tuple[Wrapped, dict[str, torch.Tensor], list[li
 
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = BertConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, num_labels=3, **off
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=32,
+        num_labels=3,
+        **off,
     )
     ids = _tokens(batch_size, 12, 64)
     mask = torch.ones_like(ids)
@@ -83,9 +100,16 @@ def vit(batch_size: int = 8) -> tuple[Wrapped, dict[str, torch.Tensor], list[lis
     )
     model = Wrapped(ViTForImageClassification(config))
     images = torch.randn(batch_size, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    layers = [name for name, _ in model.named_modules() if name.endswith((".0", ".1", ".2", ".3")) and name.count(".") <= 4]
+    layers = [
+        name for name, _ in model.named_modules() if name.endswith((".0", ".1", ".2", ".3")) and name.count(".") <= 4
+    ]
     layers = [name for name in layers if name.rpartition(".")[0] == layers[0].rpartition(".")[0]]
-    stages = [["model.vit.embeddings", layers[0]], [layers[1]], [layers[2]], [layers[3], "model.vit.layernorm", "model.classifier"]]
+    stages = [
+        ["model.vit.embeddings", layers[0]],
+        [layers[1]],
+        [layers[2]],
+        [layers[3], "model.vit.layernorm", "model.classifier"],
+    ]
     return model, {"pixel_values": images, "labels": torch.arange(batch_size) % 3}, stages
 
 

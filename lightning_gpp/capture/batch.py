@@ -1,4 +1,4 @@
-"""How a mini-batch is cut along its samples: tensors along their first dimension, lists and tuples of samples by index."""
+"""How a mini-batch is cut along its samples: tensors along their first dimension, lists of samples by index."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def map_samples(
     """Apply a function to every per-sample tensor and list of a batch."""
 
     def is_samples(node: Any) -> bool:
-        return isinstance(node, list) and len(node) == total and all(isinstance(item, str | int | float) for item in node)
+        return (
+            isinstance(node, list) and len(node) == total and all(isinstance(item, str | int | float) for item in node)
+        )
 
     def convert(node: Any) -> Any:
         if isinstance(node, torch.Tensor):

@@ -1,4 +1,4 @@
-"""`capture`: from a LightningModule and one example batch to an operator graph and what is needed to run it in stages."""
+"""`capture`: from a LightningModule and one example batch to an operator graph, and to what runs it in stages."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Python source for a stage: calls of original modules where a whole module is in the stage, recorded calls elsewhere.
 
-    def forward(values, b):
-        input0 = values["input0"]
-        v3_0 = image_tower(input0)
-        v9_0 = cat([v3_0, v7_0], 1)
-        return {"v9_0": v9_0}
+def forward(values, b):
+    input0 = values["input0"]
+    v3_0 = image_tower(input0)
+    v9_0 = cat([v3_0, v7_0], 1)
+    return {"v9_0": v9_0}
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class StageCode:
         children = [m for m in self.network.modules if m.parent == scope and first <= m.first and m.last <= last]
         calls = [c for c in self.network.calls[first:last] if c.scope == scope and c.index in self.mine]
         items: list[ModuleCall | Recorded] = [*children, *calls]
-        items.sort(key=lambda item: (item.first, item.number) if isinstance(item, ModuleCall) else (item.index, 1 << 60))
+        items.sort(
+            key=lambda item: (item.first, item.number) if isinstance(item, ModuleCall) else (item.index, 1 << 60)
+        )
         for item in items:
             if isinstance(item, Recorded):
                 self._emit_call(item)

@@ -74,7 +74,9 @@ class Declared:
         ordered = [self._of(stage.modules, by_path) for stage in plan.stages]
         step = DeclaredStep(module=module, returns_loss=self.step == "training_step", declarations=self.declarations)
         stages = tuple(
-            EagerStage(declaration, module, step if STEP in stage.modules else None, _sent(declaration, self.declarations))
+            EagerStage(
+                declaration, module, step if STEP in stage.modules else None, _sent(declaration, self.declarations)
+            )
             for declaration, stage in zip(ordered, plan.stages, strict=True)
         )
         return Pipeline(
@@ -118,8 +120,8 @@ def _declaration(module: nn.Module, entry: Mapping[str, Any], number: int) -> De
     modules = [path for path in entry.get("modules", ()) if path != STEP]
     if len(modules) != 1 or not entry.get("inputs"):
         raise PlanError(
-            f"strategy.stages[{number}]: a stage of declared edges has exactly one module and its `inputs`, got modules "
-            f"{modules} and inputs {entry.get('inputs')}. Put several modules into one nn.Sequential or module."
+            f"strategy.stages[{number}]: a stage of declared edges has exactly one module and its `inputs`, got "
+            f"modules {modules} and inputs {entry.get('inputs')}. Put several modules into one nn.Sequential or module."
         )
     try:
         module.get_submodule(modules[0])
@@ -137,8 +139,8 @@ def _check(declarations: Sequence[Declaration]) -> None:
         for reference in declaration.references:
             if _stage_of(reference) not in names | {"@"}:
                 raise PlanError(
-                    f"strategy.stages: stage {declaration.name!r} reads {reference!r}, but there is no such stage; stages "
-                    f"are {sorted(names)}, arguments of the forward are written with @."
+                    f"strategy.stages: stage {declaration.name!r} reads {reference!r}, but there is no such stage; "
+                    f"stages are {sorted(names)}, arguments of the forward are written with @."
                 )
     read = {_stage_of(reference) for declaration in declarations for reference in declaration.references}
     sinks = sorted(names - read)
@@ -231,7 +233,9 @@ def _part(result: Any, reference: str, name: str) -> torch.Tensor:
     _, _, key = reference.partition(".")
     part = result
     if key:
-        part = result[int(key)] if key.isdigit() else result[key] if isinstance(result, Mapping) else getattr(result, key)
+        part = (
+            result[int(key)] if key.isdigit() else result[key] if isinstance(result, Mapping) else getattr(result, key)
+        )
     if not isinstance(part, torch.Tensor):
         raise CaptureError(
             f"Stage {name!r} gives a {type(part).__name__} where {reference!r} must be a tensor. Name a part of the "
@@ -272,16 +276,14 @@ class DeclaredStep(StepRunner):
         paths = {"", ".".join(common)}
         return {path: self.module.get_submodule(path) for path in paths}
 
-    def _arguments(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, torch.Tensor]:
+    def _arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         flat = {**bound, **bound.pop("kwargs", {})} if isinstance(bound.get("kwargs"), dict) else bound
         wanted = {r for declaration in self.declarations for r in declaration.references if r.startswith("@")}
         wrong = sorted(r for r in wanted if not isinstance(flat.get(r[1:]), torch.Tensor))
         if wrong:
             raise CaptureError(
-                f"strategy.stages reads {wrong}, but the step calls the module with {sorted(flat)}; every @name must be a "
-                "tensor argument of its forward."
+                f"strategy.stages reads {wrong}, but the step calls the module with {sorted(flat)}; every @name must "
+                "be a tensor argument of its forward."
             )
         return {reference: flat[reference[1:]] for reference in wanted}

@@ -19,7 +19,7 @@ _COPIED = (nn.Module, torch.Tensor, types.MethodType, functools.partial, *_CONTA
 
 
 def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """Deep copy of the module tree in which every parameter and buffer is fake and other heavy attributes are shared."""
+    """Deep copy of the module tree in which every parameter and buffer is fake; other heavy attributes are shared."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         memo.setdefault(id(tensor), _fake(tensor, mode, device))

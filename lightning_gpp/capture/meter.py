@@ -30,7 +30,7 @@ class Meter(TorchDispatchMode):
         return result
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Hook for tensors that autograd keeps; each memory is counted once, parameters and checkpointed regions not."""
+        """Hook for tensors that autograd keeps; each memory counts once, parameters and checkpointed regions do not."""
         call = self._recorder.current
         storage = tensor.untyped_storage()
         if call is not None and call.checkpoint is None and storage._cdata not in self._recorder.seen_storages:

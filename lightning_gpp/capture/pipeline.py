@@ -41,7 +41,7 @@ class CapturedStage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages, the slots of every edge of the plan, the names of each stage's parameters and buffers, the user's step."""
+    """Stages, slots of every edge of the plan, names of each stage's parameters and buffers, the user's step."""
 
     stages: tuple[StageModule, ...]
     slots: tuple[tuple[Slot, ...], ...]
@@ -135,4 +135,3 @@ def _slots(capture: Capture, values: list[tuple[str, int]]) -> tuple[Slot, ...]:
 
 def _spec(capture: Capture, value: tuple[str, int]) -> TensorSpec:
     return capture.graph[value[0]].outputs[value[1]]
-

@@ -21,7 +21,7 @@ from lightning_gpp._compat import FakeTensorMode, autograd_function_calls, check
 from lightning_gpp.capture.batch import map_samples
 from lightning_gpp.capture.isolate import isolated_copy
 from lightning_gpp.capture.meter import Meter
-from lightning_gpp.capture.recorder import Recorder, refusal, user_line
+from lightning_gpp.capture.recorder import Recorder, is_user_code, refusal, user_line
 from lightning_gpp.capture.recording import Recording
 from lightning_gpp.errors import CaptureError
 
@@ -134,7 +134,7 @@ def _line_of(error: BaseException) -> str:
     line, traceback = "unknown line", error.__traceback__
     while traceback is not None:
         name = traceback.tb_frame.f_code.co_filename
-        if not any(part in name for part in ("/torch/", "/lightning_gpp/capture", "/lightning/", "/contextlib.py")):
+        if is_user_code(name):
             line = f"{name}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return line

@@ -5,24 +5,35 @@ Works on fake tensors: shapes and dtypes without memory or compute.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
+import torchmetrics
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+import lightning_gpp
 from lightning_gpp._compat import FakeTensor
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import Context, ModuleCall, ModuleRef, Recorded, Recording, Ref, StateRef
 from lightning_gpp.errors import CaptureError
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero"}
-_LIBRARY = ("/torch/", "/lightning_gpp/", "/lightning/", "/lightning_fabric/", "/torchmetrics/", "/contextlib.py", "<")
+_LIBRARY = (
+    *(f"{Path(str(package.__file__)).parent}{os.sep}" for package in (torch, lightning, torchmetrics, lightning_gpp)),
+    str(contextlib.__file__),
+    "<",
+)
+"""Where frames are not the user's."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +50,14 @@ def user_line() -> str:
     """`file:line` of the innermost frame that is not library code."""
     frame = sys._getframe(2)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not any(part in name for part in _LIBRARY) or "/lightning_gpp/examples/" in name:
-            return f"{name}:{frame.f_lineno}"
+        if is_user_code(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "unknown line"
+
+
+def is_user_code(file: str) -> bool:
+    return not file.startswith(_LIBRARY)
 
 
 def current_context() -> Context:
@@ -108,9 +122,7 @@ class Recorder(TorchFunctionMode):
         self.recording.modules.append(call)
         self._scopes.append(number)
 
-    def _leave(
-        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def _leave(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         number = self._scopes.pop()
         if number is not None:
             call = self.recording.modules[number]
@@ -263,8 +275,6 @@ class Recorder(TorchFunctionMode):
 
 
 def _has_state(module: nn.Module) -> bool:
-    import torchmetrics
-
     if isinstance(module, torchmetrics.Metric | torchmetrics.MetricCollection):
         return False
     return any(True for _ in module.parameters()) or any(True for _ in module.buffers())

@@ -89,7 +89,7 @@ class Recorded:
 
 @dataclass(slots=True)
 class ModuleCall:
-    """A call of a module: `first`..`last` (exclusive) are the recorded calls inside. `parent`: the module call it is in.
+    """A call of a module: `first`..`last` (exclusive) are the recorded calls inside. `parent`: the call it is in.
 
     `result`: the output tree with references in the places of tensors.
     """

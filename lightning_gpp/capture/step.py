@@ -1,4 +1,4 @@
-"""The user's step at run time: run up to its network calls to get their inputs, and run whole with the calls answered."""
+"""The user's step at run time: run up to its network calls for their inputs, and run whole with the calls answered."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class StepRunner:
     _seed: int = 0
 
     def begin(self, batch: Any, invoke: Callable[[Any], Any], seed: int) -> None:
-        """Take the mini-batch of this pipeline replica. `invoke(samples)` calls the user's step; `seed` of its draws."""
+        """Take this replica's mini-batch. `invoke(samples)` calls the user's step; `seed` of its draws."""
         self._batch, self._invoke, self._seed = batch, invoke, seed
         self.outputs = []
 
@@ -281,8 +281,9 @@ def loss_of(output: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise CaptureError(
-            f"training_step must return the loss as a scalar tensor, or a dict with it under 'loss'; it returned {what}. "
-            "A step cannot be skipped by returning None in a pipeline: return a zero loss (for example 0 * loss)."
+            f"training_step must return the loss as a scalar tensor, or a dict with it under 'loss'; "
+            f"it returned {what}."
+            " A step cannot be skipped by returning None in a pipeline: return a zero loss (for example 0 * loss)."
         )
     return loss
 

@@ -1,4 +1,4 @@
-"""Makes random operators comparable between a split and an unsplit run: dropout keeps everything, other draws repeat."""
+"""Makes random operators the same in a split and an unsplit run: dropout keeps everything, other draws repeat."""
 
 from __future__ import annotations
 

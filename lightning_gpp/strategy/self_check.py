@@ -1,4 +1,4 @@
-"""Before training: one micro-batch through the pipeline and through the whole model must give one loss and one gradient.
+"""Before training: one micro-batch through the pipeline and the whole model must give one loss and one gradient.
 
 Catches what no shape check can: a model that a cut changed, a value sent to the wrong stage, a weight that is no longer
 tied. Works on copies, so that the user's module, metrics and random numbers stay as they are.
@@ -164,8 +164,8 @@ def _compare(
 
 def _message(what: str) -> str:
     return (
-        f"The split model does not compute what the whole model computes: {what}, for the same micro-batch and weights. "
-        "Training would go on with a wrong model, so it was not started. Likely causes: a forward that keeps state "
+        f"The split model does not compute what the whole model computes: {what}, for one "
+        "micro-batch and the same weights. Training would go on with a wrong model, so it was not started. Likely causes: a forward that keeps state "
         "between calls, or draws random numbers by other means than torch. List the module that does it whole in one "
         "stage (strategy.stages); or switch the check off by strategy.self_check=false if the difference is meant."
     )

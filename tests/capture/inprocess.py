@@ -1,4 +1,4 @@
-"""Run all stages of a plan in one process, one micro-batch at a time: what a pipeline computes, without communication."""
+"""Run all stages of a plan in one process, one micro-batch at a time: a pipeline without communication."""
 
 from __future__ import annotations
 

@@ -143,12 +143,16 @@ REFUSED = [
 ]
 
 
+def _split(kind: type[Base]) -> None:
+    module = kind().double()
+    captured = capture(module, zoo.batch())
+    captured.build(chain_of(captured, kind.stages), module)
+
+
 @pytest.mark.parametrize(("kind", "reason"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
 def test_refused_with_line_reason_and_ways_out(kind: type[Base], reason: str) -> None:
     with pytest.raises(CaptureError, match=reason) as caught:
-        module = kind().double()
-        captured = capture(module, zoo.batch())
-        captured.build(chain_of(captured, kind.stages), module)
+        _split(kind)
     text = str(caught.value)
     assert "Ways out: (1)" in text
     assert "(2) declare the stages" in text
