@@ -7,10 +7,11 @@ An operator takes as long as its arithmetic or as moving its tensors, whichever 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.graph import Operator, OperatorGraph
+from lightning_gpp.graph import Affine, Operator, OperatorGraph
 
 BACKWARD_RATIO: Final = 2.0
 """Backward over forward: one product for the gradient of the input, one for that of the weights."""
@@ -36,10 +37,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A message of n bytes between two devices takes `latency + n / bytes_per_second` seconds."""
+    """A directed connection of two devices: seconds until a message's first byte arrives, then bytes per second."""
 
-    latency: float
-    bytes_per_second: float
+    latency: float = 0
+    bytes_per_second: float = inf
 
     def __post_init__(self) -> None:
         if self.latency < 0 or self.bytes_per_second <= 0:
@@ -96,3 +97,13 @@ def _moved(graph: OperatorGraph, operator: Operator, num_samples: int) -> float:
 def has_backward(operator: Operator) -> bool:
     """Whether autograd visits the operator: it makes something that requires grad, or it is the step itself."""
     return operator.target == "step" or any(spec.requires_grad for spec in operator.outputs)
+
+
+def through(first: float, last: float, num_samples: int) -> Affine:
+    """The affine function that is `first` at 1 sample and `last` at `num_samples` (more than 1).
+
+    The roofline is convex and grows no faster than its argument, so this is never negative, and never below the model
+    in between.
+    """
+    slope = (last - first) / (num_samples - 1)
+    return Affine(slope, first - slope)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf
 
+from lightning_gpp.costs.roofline import Link
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Action, Kind, Message
@@ -26,17 +26,6 @@ class StageCost:
     backward: Affine = Affine(0, 1)
     activation_bytes: Affine = Affine()
     parameter_bytes: float = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """A directed connection of two devices: seconds until a message's first byte arrives, then bytes per second."""
-
-    latency: float = 0
-    bytes_per_second: float = inf
-
-    def seconds(self, num_bytes: float) -> float:
-        return self.latency + num_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,89 @@
+"""A timeline as text: one row per device, time from left to right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.reports.units import duration, percent, size
+from lightning_gpp.schedules import Action, Kind
+from lightning_gpp.simulation import Span, Timeline
+
+IDLE = "."
+
+MIN_WIDTH = 40
+
+
+def timeline_text(timeline: Timeline, width: int = 110) -> str:
+    """A Gantt chart for the terminal.
+
+    A forward is drawn as `F0` (micro-batch 0) and a backward as `B0`, stretched with `=` to its length in time; where
+    a device holds several stages, the stage stands in front: `2F0`. What is too short for its name keeps the letter,
+    or vanishes. Dots are idle.
+
+    Args:
+        timeline: simulated or measured.
+        width: of the longest line, in characters; at least 40.
+
+    Raises:
+        ConfigError: the width is too small.
+    """
+    if width < MIN_WIDTH:
+        raise ConfigError(f"A timeline needs a width of at least {MIN_WIDTH} characters, got {width}.")
+    labels = [f"device {device}" for device in range(len(timeline.devices))]
+    notes = [_note(timeline, device) for device in range(len(timeline.devices))]
+    indent = max(map(len, labels))
+    columns = max(8, width - indent - max(map(len, notes)) - 6)
+    rows = (
+        f"{label.rjust(indent)} |{_bar(spans, _origin(timeline), timeline.makespan, columns)}| {note}"
+        for label, spans, note in zip(labels, timeline.devices, notes, strict=True)
+    )
+    return "\n".join([*rows, *_axis(timeline, indent, columns), summary(timeline)])
+
+
+def summary(timeline: Timeline) -> str:
+    """Length of the step, idle part, warm-up and peak in flight of each stage."""
+    flights, warm_up = timeline.peak_in_flight, timeline.warm_up
+    stages = ", ".join(
+        f"{timeline.stages[stage]} {warm_up.get(stage, 0)}/{flights[stage]}" for stage in sorted(flights)
+    )
+    return (
+        f"step {duration(timeline.makespan)}, idle {percent(timeline.bubble_fraction)}; "
+        f"warm-up/peak in flight: {stages}"
+    )
+
+
+def _origin(timeline: Timeline) -> float:
+    return min((spans[0].start for spans in timeline.devices if spans), default=0.0)
+
+
+def _note(timeline: Timeline, device: int) -> str:
+    memory = f", {size(timeline.peak_bytes[device])}" if timeline.peak_bytes else ""
+    return f"idle {percent(timeline.bubble_fractions[device])}{memory}"
+
+
+def _axis(timeline: Timeline, indent: int, columns: int) -> list[str]:
+    end = duration(timeline.makespan)
+    return [" " * indent + " 0" + end.rjust(columns)]
+
+
+def _bar(spans: Sequence[Span], origin: float, makespan: float, columns: int) -> str:
+    cells = [IDLE] * columns
+    several = len({span.action.stage for span in spans}) > 1
+    scale = columns / makespan if makespan else 0.0
+    for span in spans:
+        first, last = round((span.start - origin) * scale), round((span.stop - origin) * scale)
+        cells[first:last] = _label(span.action, last - first, several)
+    return "".join(cells)
+
+
+def _label(action: Action, width: int, several: bool) -> str:
+    """The action in exactly `width` characters."""
+    letter = action.kind.value
+    if action.kind is Kind.DATA:
+        return letter[:width].ljust(width, "=")
+    full = f"{letter}{action.micro_batch}"
+    for text in ((f"{action.stage}{full}",) if several else ()) + (full, letter):
+        if len(text) <= width:
+            return text.ljust(width, "=")
+    return ""
