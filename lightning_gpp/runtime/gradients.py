@@ -135,7 +135,7 @@ class _Bucket:
         return work
 
     def finish(self) -> None:
-        flags, *grads = self._flat.split([len(self._named), *(p.numel() for p in self._named.values())])
+        flags, *grads = torch.split(self._flat, [len(self._named), *(p.numel() for p in self._named.values())])
         for parameter, grad, flag in zip(self._named.values(), grads, flags.tolist(), strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(grad.view_as(parameter))

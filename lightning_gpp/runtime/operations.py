@@ -61,7 +61,8 @@ class State:
 
 
 class Saved:
-    """What a forward leaves for its backward: the leaves that collect gradients, and where gradients enter."""
+    """What a forward leaves for its backward: the leaves that collect gradients, where gradients enter, and the loss
+    with its seed gradient. No tensor of the outputs is kept: autograd needs only their edges."""
 
     def __init__(self) -> None:
         self.clear()
@@ -69,7 +70,7 @@ class Saved:
     def clear(self) -> None:
         self.leaves: dict[str, Tensor] = {}
         self.outputs: dict[str, GradientEdge] = {}
-        self.loss: Tensor | None = None
+        self.loss: tuple[GradientEdge, Tensor] | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -140,7 +141,9 @@ class ComputeForward(Compute):
             if output is not None and output.requires_grad:
                 saved.outputs[name] = get_gradient_edge(output)
         if self.has_loss:
-            saved.loss = _checked_loss(outputs.get(LOSS), self.owner)
+            loss = _checked_loss(outputs.get(LOSS), self.owner)
+            seed = torch.full_like(loss, self.state.loss_weight * self.micro_batch.num_samples)
+            saved.loss = get_gradient_edge(loss), seed
 
 
 def _checked_loss(loss: Tensor | None, owner: str) -> Tensor:
@@ -176,11 +179,12 @@ class ComputeBackward(Compute):
         saved = self.saved
         gradients = self._collect()
         names = [name for name in gradients if name in saved.outputs]
-        roots: list[GradientEdge | Tensor] = [saved.outputs[name] for name in names]
+        roots = [saved.outputs[name] for name in names]
         seeds = [gradients[name] for name in names]
         if saved.loss is not None:
-            roots.append(saved.loss)
-            seeds.append(torch.full_like(saved.loss, self.state.loss_weight * self.micro_batch.num_samples))
+            root, seed = saved.loss
+            roots.append(root)
+            seeds.append(seed)
         if roots:
             torch.autograd.backward(roots, seeds)
         _hand_out_gradients(saved.leaves, self.outgoing, self.state)

@@ -39,7 +39,6 @@ class RandomStreams:
         self.seed = seed
         self._generators = [torch.default_generator]
         if device is not None and device.type == "cuda":
-            torch.cuda.init()
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
 

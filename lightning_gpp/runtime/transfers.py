@@ -110,16 +110,17 @@ class DynamicReceive(Receive):
     def __init__(self, link: Link, message: Message, slots: Sequence[Slot]) -> None:
         super().__init__(link, message, ())
         self._length = header_length(len(slots))
+        self._header = torch.empty(0)
         self._flags: list[bool] = []
 
     def start(self) -> None:
-        self._receive([torch.empty(self._length, dtype=torch.int64, device=self._link.device)])
+        self._header = torch.empty(self._length, dtype=torch.int64, device=self._link.device)
+        self._receive([self._header])
 
     def resolve(self) -> None:
         """Wait for the header, then start receiving the tensors."""
         super().wait()
-        (header,) = self._link.values[self._message] or ()
-        buffers, self._flags = decode(header, self._link.device)
+        buffers, self._flags = decode(self._header, self._link.device)
         self._receive(buffers)
 
     def wait(self) -> None:

@@ -174,7 +174,8 @@ class Watcher(threading.Thread):
     # --- the end
 
     def _found(self, link: Link, event: str) -> Cause:
-        return Cause(rank=link.rank, process=link.process, action=link.action, event=event)
+        action = f"{link.action}, {time.monotonic() - link.heard:.1f} s before" if link.action else ""
+        return Cause(rank=link.rank, process=link.process, action=action, event=event)
 
     def _adopt(self, cause: Cause) -> None:
         if self.cause is not None:

@@ -23,10 +23,7 @@ def _parameters(rank: int) -> dict[str, Parameter]:
         parameters["frozen"].requires_grad_(False)
     for name, parameter in parameters.items():
         if name not in ("never", "frozen") and not (name == "half" and rank == 2):
-            parameter.grad = (
-                torch.full_like(parameter, 10.0**rank).t().contiguous().t() if parameter.dim() == 2 else None
-            )
-            parameter.grad = torch.full_like(parameter, 10.0**rank) if parameter.grad is None else parameter.grad
+            parameter.grad = torch.full_like(parameter, 10.0**rank)
     return parameters
 
 
