@@ -1,4 +1,4 @@
-"""Graph pipeline parallelism for PyTorch Lightning: an unmodified, branching LightningModule as a pipeline of stages."""
+"""Graph pipeline parallelism for PyTorch Lightning: trains an unmodified, branching LightningModule in stages."""
 
 from __future__ import annotations
 

@@ -151,6 +151,15 @@ def transferred(module: Any, batch: Any, device: torch.device) -> Any:
     return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
 
 
+def set_rank_zero(rank: int) -> None:
+    """Lightning's `rank_zero_*` functions keep the rank as an attribute of a function, in two packages."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning_utilities.core.rank_zero import rank_zero_only as shared
+
+    for function in (rank_zero_only, shared):
+        function.rank = rank  # type: ignore[attr-defined]
+
+
 def on_epoch_end_reached(trainer: Any, function: Callable[[], None]) -> None:
     """Call `function` before Lightning computes the values of an epoch.
 
@@ -236,7 +245,7 @@ def gather_over(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Ten
 
 def first_training_batch(trainer: Any, peek: Callable[[Any], Any] | None) -> Any:
     """Set the training data loaders up now instead of when the loop starts, and `peek` at each one's first batch."""
-    from lightning.pytorch.utilities._pytree import tree_unflatten
+    from torch.utils._pytree import tree_unflatten
 
     trainer.fit_loop.setup_data()
     combined = trainer.fit_loop._combined_loader

@@ -1,4 +1,4 @@
-"""Checkpoints of one device: whole states under original names, merged on global rank 0, loadable without this library."""
+"""Checkpoints as one device writes them: whole states under original names, merged on global rank 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_gpp.strategy.optimizers import OptimizerIndex
 from lightning_gpp.strategy.parameters import Placement, materialise, replace_tensors, tensors_of
 
 KEY = "gpp"
-"""Entry of a checkpoint with the seed and the step counter of the random streams, and the plan's text. Others ignore it."""
+"""Entry of a checkpoint: seed and step counter of the random streams, and the plan's text."""
 
 
 def whole_state(module: nn.Module, placement: Placement, control: Control) -> dict[str, Any]:

@@ -53,11 +53,11 @@ def check_precision(precision: Precision) -> None:
 def check_callbacks(trainer: pl.Trainer) -> None:
     """Raise ConfigError for callbacks that work on the whole module at once."""
     kinds: tuple[type, ...] = (StochasticWeightAveraging, BatchSizeFinder, *_averaging())
-    for callback in trainer.callbacks:
+    for callback in getattr(trainer, "callbacks", ()):
         if isinstance(callback, kinds):
             raise ConfigError(
-                f"The callback {type(callback).__name__} copies or restores the whole module, of which every rank holds "
-                "a part. Remove it (trainer.callbacks)."
+                f"The callback {type(callback).__name__} copies or restores the whole module, of which every rank "
+                "holds a part. Remove it (trainer.callbacks)."
             )
 
 

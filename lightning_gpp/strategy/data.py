@@ -1,4 +1,4 @@
-"""Who has data: the ranks that run the user's step load it; the others walk through the same loops with placeholders."""
+"""Who has data: the ranks that run the user's step load it; the others go through the loops with placeholders."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -130,6 +131,11 @@ def _describe(leaf: Any) -> str:
 def outline(batch: Any) -> Any:
     """The batch with every tensor replaced by one without memory."""
     return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def flattened(loaders: Any) -> list[Any]:
+    """The single loaders of a (nested) collection of loaders."""
+    return list(CombinedLoader(loaders, "max_size_cycle").flattened)
 
 
 def peek(loader: Any) -> Any:

@@ -1,4 +1,4 @@
-"""From the user's steps to running stages: captures, plans, places parameters, and runs mini-batches on all ranks alike."""
+"""From the user's steps to running stages: captures, plans, places parameters, runs mini-batches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
 
-from lightning_gpp.capture import Capture, capture
+from lightning_gpp.capture import Capture
 from lightning_gpp.capture.batch import batch_size_of
+from lightning_gpp.capture.declared import Declared
+from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.runtime.random import RandomStreams
@@ -22,13 +26,17 @@ from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.data import outline, signature
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder
-from lightning_gpp.strategy.options import Options
-from lightning_gpp.strategy.parameters import Placement, move, place, settle
-from lightning_gpp.strategy.planner import evaluation_plan, plan_for, training_plan
+from lightning_gpp.strategy.options import Context, Options
+from lightning_gpp.strategy.parameters import Placement, equalise, move, place, settle, tensors_of
+from lightning_gpp.strategy.planner import captured_step, evaluation_plan, plan_for, training_plan
 from lightning_gpp.strategy.results import combined, loss_and_rest
-from lightning_gpp.strategy.session import Context, Session
+from lightning_gpp.strategy.self_check import refuses_check, self_check
+from lightning_gpp.strategy.session import Session
 
 TRAINING = "training_step"
+
+SMALL = 50_000_000
+"""Parameters up to which a model is checked without being asked."""
 
 
 class Engine:
@@ -66,7 +74,7 @@ class Engine:
         self.current: Session | None = None
         self._sessions: dict[tuple[str, int], Session] = {}
         self._transport: DistributedTransport | None = None
-        self._first: tuple[Capture, int] | None = None
+        self._first: tuple[Capture | Declared, int] | None = None
 
     # -- once ---------------------------------------------------------------------------------------------------------
 
@@ -84,7 +92,50 @@ class Engine:
         self._agree(captured, self.plan)
         self._first = captured, signature(example)
         self._on_plan(self.plan)
+        if step == TRAINING and self._wants_check(self.plan):
+            with isolate_rng():
+                self._check(captured, self.plan, batch)
         return self.plan
+
+    def _wants_check(self, plan: Plan) -> bool:
+        wanted = self.options.self_check
+        if wanted == "auto":
+            wanted = sum(parameter.numel() for parameter in self.module.parameters()) < SMALL
+        reasons = [reason for reason in self.control.gather(refuses_check(self.module, plan)) if reason]
+        if wanted and reasons:
+            rank_zero_info(f"The self-check (strategy.self_check) is left out: {reasons[0]}.")
+        return bool(wanted) and not reasons
+
+    def _check(self, captured: Capture | Declared, plan: Plan, batch: Any) -> None:
+        """One micro-batch split and unsplit, on the first pipeline. `batch` counts only on rank 0."""
+        equalise(self.module, self.control)
+        self._connected(plan)
+        if self.control.pipeline != 0:
+            return
+        everywhere = {name: tuple(range(self.control.num_devices)) for name in tensors_of(self.module)}
+        arguments = step_arguments(getattr(self.module, TRAINING), 0)
+
+        def call(module: nn.Module, samples: Any) -> Any:
+            with self._context(TRAINING)(), self.user_code():
+                return getattr(module, TRAINING)(samples, *arguments)
+
+        self_check(
+            self.module,
+            captured,
+            plan,
+            batch,
+            control=self.control,
+            call=call,
+            session=lambda module: self._make_session(captured, plan, module, Placement(everywhere), TRAINING),
+            device=self.device,
+            precision=self._precision(),
+        )
+
+    def _precision(self) -> torch.dtype:
+        """The least precise type that modules compute in."""
+        named = {"bf16": torch.bfloat16, "16": torch.float16}.get(str(self.precision.precision).split("-")[0])
+        kinds = [parameter.dtype for parameter in self.module.parameters() if parameter.is_floating_point()]
+        return named or min(kinds, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
 
     def place_parameters(self) -> Placement:
         """Let every rank hold what its stages use, on its device, and nothing else."""
@@ -97,7 +148,7 @@ class Engine:
         move(self.module, self.device)
         return self.placement
 
-    def _agree(self, captured: Capture, plan: Plan) -> None:
+    def _agree(self, captured: Capture | Declared, plan: Plan) -> None:
         text = f"{captured.fingerprint} {plan}"
         digests = self.control.gather(hashlib.sha256(text.encode()).hexdigest()[:12])
         if len(set(digests)) > 1:
@@ -107,8 +158,8 @@ class Engine:
                 "plan by strategy.plan."
             )
 
-    def _capture(self, step: str, example: Any) -> Capture:
-        return capture(self.module, example, step=step, context=self._context(step), device=self.device)
+    def _capture(self, step: str, example: Any) -> Capture | Declared:
+        return captured_step(self.module, example, step, self.options, self._context(step), self.device)
 
     def _context(self, step: str) -> Context:
         """The precision plugin's context for a step; the modules compute in it on all ranks."""
@@ -214,13 +265,18 @@ class Engine:
         if self.plan is None or self.placement is None:
             raise GPPError("A step was to run before parameters were placed.")
         plan = (training_plan if step == TRAINING else evaluation_plan)(captured, self.plan)
+        return self._make_session(captured, plan, self.module, self.placement, step)
+
+    def _make_session(
+        self, captured: Capture | Declared, plan: Plan, module: nn.Module, placement: Placement, step: str
+    ) -> Session:
         return Session(
             capture=captured,
             plan=plan,
-            module=self.module,
-            placement=self.placement,
+            module=module,
+            placement=placement,
             control=self.control,
-            transport=self._connected(self.plan),
+            transport=self._connected(plan),
             device=self.device,
             streams=self.streams,
             context=self._context(step),
@@ -228,7 +284,7 @@ class Engine:
             trace=self.options.trace,
         )
 
-    def _captured(self, step: str, batch: Any) -> Capture:
+    def _captured(self, step: str, batch: Any) -> Capture | Declared:
         """The capture of this form of the batch; the first one was made for the plan."""
         if self._first is not None:
             captured, known = self._first

@@ -150,7 +150,7 @@ class LogExchange:
         self._known: dict[int, tuple[Call, ...]] = {}
 
     def exchange(self, recorder: LogRecorder | None, extra: Sequence[float]) -> tuple[tuple[Call, ...], list[float]]:
-        """Calls, and their values: `extra` first, then value and samples of each call. `recorder` on the step's rank."""
+        """Calls and values: `extra` first, then value and samples of each call. `recorder` on the step's rank."""
         calls = () if recorder is None else tuple(recorder.calls)
         values = [*extra] if recorder is None else [*extra, *_flat(recorder)]
         header = self.control.share(torch.tensor([_key(calls), len(values)]))

@@ -1,4 +1,4 @@
-"""torchmetrics objects: their state grows where the step runs; before values of an epoch are computed, all ranks get it."""
+"""torchmetrics objects: their state grows where the step runs; all ranks get it before an epoch is computed."""
 
 from __future__ import annotations
 

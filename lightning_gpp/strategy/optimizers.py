@@ -1,4 +1,4 @@
-"""Optimizers that were configured on the whole module and step the parameters of one rank: their index, state, merging."""
+"""Optimizers that were configured on the whole module and step one rank's parameters: index, state, merging."""
 
 from __future__ import annotations
 

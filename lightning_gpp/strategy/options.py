@@ -1,8 +1,9 @@
-"""The settings of the strategy, checked when they are given: nothing here needs a model, a trainer or a process group."""
+"""The settings of the strategy, checked when they are given, before there is a model or a process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any, Literal
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
+from lightning_gpp.planning.placement import KEYS, Placement, read
 
-StageSpec = Mapping[str, int] | Sequence[Mapping[str, Any]]
-"""Manual placement: module path -> stage number, or one mapping {name, modules, devices, micro_batch_size} per stage."""
+StageSpec = Placement
+"""Manual placement: module path -> stage number, or stages with the keys modules, name, devices, micro_batch_size; with
+the key inputs too, where the user declares the edges between stages."""
 
-STAGE_KEYS = {"name", "modules", "devices", "micro_batch_size"}
+Context = Callable[[], AbstractContextManager[Any]]
+"""Makes a context to compute in, for example autocast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,8 @@ def check(options: Options) -> None:
     """Raise ConfigError where a setting cannot work, whatever the model."""
     _check_counts(options)
     _check_choices(options)
-    _check_stages(options.stages)
+    if options.stages is not None:
+        read(placement_of(options.stages))
     if options.plan is not None and options.stages is not None:
         raise ConfigError("Both strategy.plan and strategy.stages are given; a plan already says where stages are.")
     for name in ("timeout", "failure_timeout"):
@@ -76,30 +81,17 @@ def _check_choices(options: Options) -> None:
             raise ConfigError(f"strategy.{name} is {getattr(options, name)!r}; it must be one of {values}.")
 
 
-def _check_stages(stages: StageSpec | None) -> None:
-    if stages is None:
-        return
-    if not stages:
-        raise ConfigError("strategy.stages is empty; give module paths and stage numbers, or leave it out.")
+def placement_of(stages: StageSpec) -> Placement:
+    """The placement without the edges that the user may have declared."""
     if isinstance(stages, Mapping):
-        _check_placement(stages)
-        return
-    for entry in stages:
-        if not isinstance(entry, Mapping):
-            raise ConfigError(f"strategy.stages: {entry!r} is not a mapping with the keys {sorted(STAGE_KEYS)}.")
-        unknown = set(entry) - STAGE_KEYS
-        if unknown or not entry.get("modules"):
-            problem = f"has unknown keys {sorted(unknown)}" if unknown else "has no `modules`"
-            raise ConfigError(f"strategy.stages: {dict(entry)} {problem}; the keys are {sorted(STAGE_KEYS)}.")
+        return stages
+    return [{key: value for key, value in _mapping(entry).items() if key != "inputs"} for entry in stages]
 
 
-def _check_placement(stages: Mapping[str, int]) -> None:
-    wrong = {path: number for path, number in stages.items() if isinstance(number, bool) or not isinstance(number, int)}
-    if wrong:
-        raise ConfigError(f"strategy.stages maps module paths to stage numbers; these are not numbers: {wrong}.")
-    numbers = sorted(set(stages.values()))
-    if numbers != list(range(len(numbers))):
-        raise ConfigError(f"strategy.stages must number the stages 0..n-1 without gaps, got {numbers}.")
+def _mapping(entry: Any) -> Mapping[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"strategy.stages: {entry!r} is not a mapping with the keys {', '.join(KEYS)}, inputs.")
+    return entry
 
 
 def seconds(name: str, value: float | timedelta) -> timedelta:

@@ -16,7 +16,7 @@ from lightning_gpp.strategy.control import Control
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """For every parameter and buffer, by canonical name, the devices that use it; the first one counts as its holder."""
+    """For every parameter and buffer (canonical name) the devices that use it; the first one is its holder."""
 
     devices: Mapping[str, tuple[int, ...]]
 
@@ -48,7 +48,7 @@ def drop(module: nn.Module, keep: set[str]) -> None:
 
 
 def replace_tensors(module: nn.Module, swaps: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-    """Put other tensors in the places of parameters and buffers; `swaps` by id of the old one, with the old one alive."""
+    """Put other tensors in the places of parameters and buffers. `swaps`: id of the old one -> (old, new)."""
     for part in module.modules():
         named = [
             *part.named_parameters(recurse=False, remove_duplicate=False),
@@ -97,6 +97,15 @@ def settle(module: nn.Module, placement: Placement, control: Control) -> bool:
         _pass_on(tensors_of_one(module, name), source, [rank for rank in users if rank != source], control)
     drop(module, mine)
     return not absent and len(present[0]) == len(placement.devices)
+
+
+def equalise(module: nn.Module, control: Control) -> None:
+    """Give all ranks the values of rank 0, for all parameters and buffers."""
+    for tensor in tensors_of(module).values():
+        values = tensor.detach().cpu().contiguous()
+        dist.broadcast(values, src=0, group=control.world)
+        with torch.no_grad():
+            tensor.copy_(values)
 
 
 def tensors_of_one(module: nn.Module, name: str) -> Tensor:

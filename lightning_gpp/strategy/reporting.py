@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import compile_program

@@ -1,4 +1,4 @@
-"""One run of a trainer (fit, validate, test or predict): what is attached to module and trainer, and taken off again."""
+"""One run of a trainer (fit, validate, test or predict): what is attached to module and trainer for it."""
 
 from __future__ import annotations
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gpp.capture import Capture, Pipeline
+from lightning_gpp.capture.declared import Declared
 from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.executor import Executor
@@ -18,9 +18,8 @@ from lightning_gpp.runtime.stage import MicroBatch, StageModule
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.strategy.control import Control
+from lightning_gpp.strategy.options import Context
 from lightning_gpp.strategy.parameters import Placement
-
-Context = Callable[[], AbstractContextManager[Any]]
 
 DATA_STREAM = -1
 """The stage number under which the user's step draws its random numbers."""
@@ -61,7 +60,7 @@ class Session:
     def __init__(
         self,
         *,
-        capture: Capture,
+        capture: Capture | Declared,
         plan: Plan,
         module: nn.Module,
         placement: Placement,

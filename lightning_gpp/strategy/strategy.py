@@ -1,4 +1,4 @@
-"""Lightning's view of pipeline parallelism: owns the processes, the placement of parameters, and the running of steps."""
+"""Lightning's view of pipeline parallelism: processes, what ranks tell each other, steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gpp._compat import current_hook, gather_over, reduce_over, subprocess_launcher
+from lightning_gpp._compat import current_hook, gather_over, reduce_over, set_rank_zero, subprocess_launcher
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import devices_per_pipeline
@@ -172,7 +170,7 @@ class GPPStrategy(ParallelStrategy):
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        set_rank_zero(self.global_rank)
 
     def setup_environment(self) -> None:
         """Initialise the device, the process group, and the watch over the other ranks."""
@@ -310,7 +308,7 @@ class GPPStrategy(ParallelStrategy):
         return self._running.engine.evaluate("predict_step", [*args, *kwargs.values()])
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the hooks around backward: `training_step` has computed the gradients; here they are summed over ranks."""
+        """Run the hooks around backward: the step has computed the gradients; here they are summed over ranks."""
         run, module = self._running, self.lightning_module
         if module is None:
             raise ConfigError("The strategy has no module; use trainer.fit(model).")
