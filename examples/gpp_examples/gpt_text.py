@@ -10,10 +10,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from gpp_examples.transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+
+from gpp_examples.transformer import Block
 
 NUM_BYTES = 256
 
@@ -25,7 +26,7 @@ def windows(text: bytes, length: int) -> TensorDataset:
 
 
 class PythonTopics(L.LightningDataModule):
-    """Samples `(bytes [context + 1] int64,)` of the language reference in `pydoc_data.topics`; the last 5 % validate."""
+    """Samples `(bytes [context + 1] int64,)` of the texts in `pydoc_data.topics`; the last 5 % validate."""
 
     def __init__(self, batch_size: int = 16, context: int = 64) -> None:
         super().__init__()

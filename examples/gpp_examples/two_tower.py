@@ -11,12 +11,13 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from gpp_examples.transformer import Block
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import BinaryAccuracy
+
+from gpp_examples.transformer import Block
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEMPLATES = ("a {}", "the number {}", "digit {}, by hand", "this is {}", "{} in ink", "a scan of {}")
@@ -36,7 +37,9 @@ def pairs(images: np.ndarray, labels: np.ndarray, num_captions: int, seed: int) 
     matches = np.tile(np.arange(num_captions) < num_captions // 2, len(images))
     others = (labels + generator.integers(1, 10, len(labels))) % 10
     templates = generator.integers(0, len(TEMPLATES), len(labels))
-    texts = [caption(label, template) for label, template in zip(np.where(matches, labels, others), templates, strict=True)]
+    texts = [
+        caption(label, template) for label, template in zip(np.where(matches, labels, others), templates, strict=True)
+    ]
     pixels = np.repeat(images, num_captions, axis=0)[:, None] / 16
     return TensorDataset(torch.tensor(pixels, dtype=torch.float32), torch.tensor(texts), torch.tensor(matches).float())
 

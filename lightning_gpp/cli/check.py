@@ -36,10 +36,10 @@ def targets(config: DictConfig, path: str = "") -> Iterator[tuple[str, DictConfi
     """Every node with a `_target_`, with its key."""
     if OmegaConf.is_missing(config, "_target_") or "_target_" in config:
         yield path, config
-    for key in config:
+    for key in map(str, config):
         if OmegaConf.is_interpolation(config, key) or OmegaConf.is_missing(config, key):
             continue
-        for name, item in _items(str(key), config[key]):
+        for name, item in _items(key, config[key]):
             yield from targets(item, f"{path}.{name}" if path else name)
 
 
@@ -58,7 +58,9 @@ def check_target(path: str, node: DictConfig) -> None:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path}._target_={node._target_} cannot be imported: {error}") from error
     allowed = arguments(target)
-    given = [str(key) for key in node if str(key) not in ("_target_", "_convert_", "_recursive_", "_partial_", "_args_")]
+    given = [
+        str(key) for key in node if str(key) not in ("_target_", "_convert_", "_recursive_", "_partial_", "_args_")
+    ]
     unknown = [key for key in given if key not in allowed]
     if unknown and "**" not in allowed:
         raise ConfigError(

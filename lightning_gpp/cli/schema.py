@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 
 @dataclass
 class StrategySchema:
-    """One field for each argument of `GPPStrategy` that a user sets; `configs/strategy/gpp.yaml` says what they mean."""
+    """One field for each argument of `GPPStrategy` that a user sets; `configs/strategy/gpp.yaml` explains them."""
 
     _target_: str
     _convert_: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 
 from lightning_gpp.cli.app import run

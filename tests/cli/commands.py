@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
 from lightning_gpp.cli import schema
 from lightning_gpp.cli.app import config_folder
-from omegaconf import DictConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,9 @@ def composed(*overrides: str, name: str = "train") -> DictConfig:
         return compose(name, overrides=list(overrides))
 
 
-def command(name: str, *arguments: str, cwd: Path, timeout: float = 55, **environment: str) -> subprocess.CompletedProcess[str]:
+def command(
+    name: str, *arguments: str, cwd: Path, timeout: float = 55, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `gpp-<name>` in `cwd`; the result has the return code, what was printed, and the errors."""
     return subprocess.run(
         [sys.executable, "-m", f"lightning_gpp.cli.{name}", *arguments],

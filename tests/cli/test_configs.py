@@ -8,12 +8,12 @@ import re
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException
+from omegaconf import OmegaConf
+
 from lightning_gpp.cli.app import config_folder, explain
 from lightning_gpp.cli.check import check
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.strategy import GPPStrategy
-from omegaconf import OmegaConf
-
 from tests.cli.commands import composed
 
 FILES = sorted(str(path.relative_to(config_folder()).with_suffix("")) for path in config_folder().glob("*/*.yaml"))
@@ -34,7 +34,7 @@ def test_the_plan_command_composes() -> None:
 
 def test_every_setting_of_the_strategy_is_a_key_with_a_comment() -> None:
     text = (config_folder() / "strategy" / "gpp.yaml").read_text()
-    keys = {key: comment for key, comment in re.findall(r"^(\w+):[^#\n]*(#.*)?$", text, re.MULTILINE)}
+    keys = dict(re.findall(r"^(\w+):[^#\n]*(#.*)?$", text, re.MULTILINE))
     arguments = set(inspect.signature(GPPStrategy).parameters) - SET_BY_LIGHTNING
     assert arguments == set(keys) - {"defaults", "_target_", "_convert_"}
     assert {key for key in arguments if not keys[key]} == {"stages"}  # its comment is above it
@@ -83,7 +83,10 @@ def test_a_wrong_key_or_type_is_refused_at_composition(override: str, message: s
         ("+callbacks.progress_bar.rate=1", "callbacks.progress_bar.rate: .*refresh_rate"),
         ("strategy.schedule=fastest", "strategy.schedule='fastest' does not exist. Choose one of: 1f1b, gpipe"),
         ("strategy.partitioner=best", "strategy.partitioner='best' does not exist. Choose one of: balanced"),
-        ("model._target_=gpp_examples.two_tower.Three", "model._target_=gpp_examples.two_tower.Three cannot be imported"),
+        (
+            "model._target_=gpp_examples.two_tower.Three",
+            "model._target_=gpp_examples.two_tower.Three cannot be imported",
+        ),
     ],
 )
 def test_a_wrong_name_is_refused_before_anything_is_built(override: str, message: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from lightning_gpp.cli.check import refuse_multirun
 from lightning_gpp.errors import ConfigError
-
 from tests.cli.commands import command
 
 

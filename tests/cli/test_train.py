@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lightning_gpp.cli.app import quiet_overrides
 
+from lightning_gpp.cli.app import quiet_overrides
 from tests.cli.commands import command
 
 SHORT = ("experiment=feature_towers", "debug=default", "trainer.enable_progress_bar=false")

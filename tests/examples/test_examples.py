@@ -5,11 +5,12 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader
+
 from gpp_examples.feature_towers import BreastCancer, FeatureTowers
 from gpp_examples.gpt_text import GPT, PythonTopics
 from gpp_examples.two_tower import CAPTION_BYTES, WORDS, CaptionedDigits, TwoTower, caption
-from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader
 
 EXAMPLES = {
     "two_tower": (TwoTower, CaptionedDigits),

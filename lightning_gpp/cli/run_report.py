@@ -1,0 +1,33 @@
+"""A callback that leaves the plan and its simulated timeline in the run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+
+from lightning_gpp.reports import plan_table, timeline_text
+from lightning_gpp.strategy import GPPStrategy
+
+
+class RunReport(L.Callback):
+    """When training starts, on global rank zero: prints the simulated timeline, writes it (text and JSON) and the plan.
+
+    Args:
+        folder: where `plan.yaml`, `timeline.txt` and `timeline.json` go.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, GPPStrategy) or strategy.plan is None or not trainer.is_global_zero:
+            return
+        timeline = strategy.timeline()
+        text = timeline_text(timeline)
+        print(f"One mini-batch, simulated:\n{text}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "timeline.txt").write_text(f"{plan_table(strategy.plan)}\n\n{text}\n")
+        strategy.plan.save(self.folder / "plan.yaml")
+        timeline.save(self.folder / "timeline.json")
