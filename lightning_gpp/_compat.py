@@ -151,6 +151,12 @@ def transferred(module: Any, batch: Any, device: torch.device) -> Any:
     return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
 
 
+def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:
+    """Make module, data and trainer known to each other as `trainer.fit` does, so that their hooks can be called."""
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module, datamodule=datamodule)
+
+
 def set_rank_zero(rank: int) -> None:
     """Lightning's `rank_zero_*` functions keep the rank as an attribute of a function, in two packages."""
     from lightning.fabric.utilities.rank_zero import rank_zero_only
