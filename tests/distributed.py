@@ -27,6 +27,7 @@ _PRELOADED = [
     "torch.distributed",
     "torch.fx.experimental.symbolic_shapes",
     "hypothesis.strategies",
+    "lightning_gpp.capture",
     "lightning_gpp.runtime",
 ]
 """Whatever tests import in their processes and is slow to import; the second is what the first backward imports."""
