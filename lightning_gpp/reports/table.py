@@ -64,21 +64,19 @@ def _row(plan: Plan, index: int, flight: int, modules_width: int) -> list[str]:
         count(figures.num_parameters),
         count(figures.flops.at(samples)),
         size(figures.activation_bytes.at(samples)),
-        _ends(plan, ((edge.src, edge) for edge in plan.edges if edge.dst == index)),
-        _ends(plan, ((edge.dst, edge) for edge in plan.edges if edge.src == index)),
+        _ends(((edge.src, edge) for edge in plan.edges if edge.dst == index), samples),
+        _ends(((edge.dst, edge) for edge in plan.edges if edge.src == index), samples),
         str(flight),
     ]
 
 
-def _ends(plan: Plan, edges: Iterable[tuple[int, Edge]]) -> str:
-    return ", ".join(_end(plan, other, edge) for other, edge in edges) or "-"
+def _ends(edges: Iterable[tuple[int, Edge]], num_samples: int) -> str:
+    return ", ".join(_end(other, edge, num_samples) for other, edge in edges) or "-"
 
 
-def _end(plan: Plan, other: int, edge: Edge) -> str:
+def _end(other: int, edge: Edge, num_samples: int) -> str:
     name = "data" if other == SOURCE else str(other)
-    if edge.artificial:
-        return f"{name} (order)"
-    return f"{name} ({size(edge.bytes.at(plan.stages[edge.dst].micro_batch_size))})"
+    return f"{name} ({'order' if edge.artificial else size(edge.bytes.at(num_samples))})"
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,0 +1,47 @@
+from dataclasses import replace
+
+import pytest
+
+from lightning_gpp.errors import PlanError
+from lightning_gpp.planning import balanced, check_model, manual
+from tests.planning import graphs
+
+
+def test_the_same_model_fits() -> None:
+    for graph in (graphs.two_towers(), graphs.gpt(), graphs.unet()):
+        plan = balanced(graph, num_devices=3, batch_size=12, model="abc")
+        check_model(plan, graph, "abc")
+        check_model(plan.chained(), graph, "abc")
+        check_model(replace(plan, model=""), graph, "other")
+
+
+def test_another_model_is_refused_with_its_modules() -> None:
+    plan = manual(graphs.two_towers(), {"image_tower": 0, "text_tower": 1, "head": 2}, batch_size=12)
+    with pytest.raises(
+        PlanError, match=r"made for another model.*does not call: image_tower, .*does not place: blocks"
+    ):
+        check_model(plan, graphs.chain())
+
+
+def test_more_layers_are_refused() -> None:
+    plan = manual(graphs.chain(2), {"blocks.0": 0, "blocks.1": 1}, batch_size=12)
+    with pytest.raises(PlanError, match=r"another model. Modules of the model that the plan does not place: blocks.2."):
+        check_model(plan, graphs.chain(3))
+
+
+def test_other_edges_are_refused() -> None:
+    build = graphs.Builder()
+    x = build.data()
+    graph = build.step(build.linear("b", build.linear("a", x)))
+    plan = manual(graph, {"a": 0, "b": 1}, batch_size=4)
+    build = graphs.Builder()
+    x, y = build.data(), build.data()
+    other = build.step(build.linear("b", build.linear("a", x), y))
+    with pytest.raises(PlanError, match=r"it has the edges none .* lacks data -> b"):
+        check_model(plan, other)
+
+
+def test_another_fingerprint_is_refused() -> None:
+    plan = balanced(graphs.chain(), num_devices=2, batch_size=12, model="abc")
+    with pytest.raises(PlanError, match=r"fingerprint is 'abc' and the model's 'xyz'"):
+        check_model(plan, graphs.chain(), "xyz")

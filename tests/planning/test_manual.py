@@ -1,0 +1,128 @@
+import re
+from typing import Any
+
+import pytest
+
+from lightning_gpp.errors import ConfigError, GPPError, PlanError
+from lightning_gpp.plan import Plan
+from lightning_gpp.planning import count_pipelines, devices_per_pipeline, manual
+from tests.planning import graphs
+
+TOWERS = {"image_tower": 0, "text_tower": 1, "head": 2}
+
+
+def stages_of(plan: Plan) -> list[tuple[str, tuple[str, ...], tuple[int, ...], int]]:
+    return [(stage.name, stage.modules, stage.devices, stage.micro_batch_size) for stage in plan.stages]
+
+
+def test_short_form() -> None:
+    plan = manual(graphs.two_towers(), TOWERS, batch_size=32, num_micro_batches=8)
+    assert stages_of(plan) == [
+        ("image_tower", ("image_tower",), (2,), 4),
+        ("text_tower", ("text_tower",), (1,), 4),
+        ("head", ("head", "@step"), (0,), 4),
+    ]
+    assert {(edge.src, edge.dst) for edge in plan.edges} == {(-1, 0), (-1, 1), (0, 2), (1, 2)}
+
+
+def test_named_form_with_devices_replicas_and_sizes() -> None:
+    placement = {
+        "vision": {"modules": ["image_tower"], "devices": [1, 2], "micro_batch_size": 8},
+        "rest": {"modules": ["text_tower", "head"], "devices": [0]},
+    }
+    plan = manual(graphs.two_towers(), placement, batch_size=32, micro_batch_size=4, schedule="gpipe", model="m")
+    assert stages_of(plan) == [
+        ("vision", ("image_tower",), (1, 2), 8),
+        ("rest", ("text_tower", "head", "@step"), (0,), 4),
+    ]
+    assert (plan.schedule, plan.model) == ("gpipe", "m")
+
+
+def test_list_forms_in_any_order() -> None:
+    stages = [{"modules": ["head", "@step"]}, {"name": "text", "modules": "text_tower"}, {"modules": ["image_tower"]}]
+    plan = manual(graphs.two_towers(), stages, batch_size=32)
+    assert [stage.name for stage in plan.stages] == ["text", "image_tower", "head"]
+    assert [stage.devices for stage in plan.stages] == [(2,), (1,), (0,)]
+    assert len(plan.intervals(0)) == 2 * plan.depth
+    assert manual(graphs.two_towers(), {"all": [""]}, batch_size=4).depth == 1
+
+
+def test_submodules_may_be_taken_out_of_a_module() -> None:
+    plan = manual(graphs.chain(4), [{"modules": ["blocks"]}, {"modules": ["blocks.3"]}], batch_size=8)
+    assert plan.stages[1].modules == ("blocks.3", "@step")
+    assert plan.stages[0].figures.num_parameters == 3 * plan.stages[1].figures.num_parameters
+
+
+def test_several_stages_may_share_a_device() -> None:
+    placement = [{"modules": [module], "devices": [index % 2]} for index, module in enumerate(TOWERS)]
+    assert manual(graphs.two_towers(), placement, batch_size=8).num_devices == 2
+
+
+def test_parameters_of_a_divided_module_itself_need_no_stage() -> None:
+    build = graphs.Builder()
+    x = build.linear("net", build.data(), parameter="net.positions")
+    graph = build.step(build.linear("net.b", build.linear("net.a", x)))
+    plan = manual(graph, {"net.a": 0, "net.b": 1}, batch_size=8)
+    assert [stage.figures.num_parameters for stage in plan.stages] == [2 * 64 * 64, 64 * 64]
+
+
+@pytest.mark.parametrize(
+    ("placement", "error", "message"),
+    [
+        ({"image_towr": 0, "text_tower": 0, "head": 1}, PlanError, r"strategy.stages names .*'image_towr'.*'image_tow"),
+        ({"xyz": 0}, PlanError, r"'xyz', which the training step never calls. The step calls: image_tower, "),
+        ({"image_tower": 0, "head": 1}, PlanError, r"leaves 8 parameters without a stage: text_tower.*mlp"),
+        ([{"modules": ["head"]}, {"modules": ["head", "@step"]}], PlanError, r"'head' is listed twice in strategy.st"),
+        ({"image_tower": 0, "text_tower": 2, "head": 3}, ConfigError, r"number the stages 0..n-1 .* \[0, 2, 3\]"),
+        ({"image_tower": -1, "text_tower": 0}, ConfigError, r"number the stages 0..n-1 without gaps"),
+        ({"image_tower": 0, "rest": ["head"]}, ConfigError, "strategy.stages mixes"),
+        ({}, ConfigError, "strategy.stages is empty"),
+        ([{"module": ["head"]}], ConfigError, r"strategy.stages\[0\]: a stage needs `modules`"),
+        ([{"modules": ["head"], "device": [0]}], ConfigError, r"may have name, modules, devices, micro_batch_size"),
+        ({"a": {"modules": ["head"], "devices": "x"}}, ConfigError, r"strategy.stages.a.devices must be a list of int"),
+        ([{"modules": ["head"], "micro_batch_size": 0}], ConfigError, r"micro_batch_size is 0; it must be"),
+        ([{"modules": [""]}, {"modules": ["head"], "micro_batch_size": 64}], ConfigError, r"micro_batch_size=64, but"),
+        ([{"modules": [""], "devices": [0]}, {"modules": ["head"], "devices": [1]}], PlanError, r"must be on device 0"),
+        ([{"modules": [""], "devices": [0]}, {"modules": ["head"]}], ConfigError, r"devices to some stages only"),
+        (
+            {"image_tower": 0, "text_tower": 1, "text_tower.blocks": 2, "head": 3},
+            PlanError,
+            r"modules \['text_tower'\], computes nothing",
+        ),
+    ],
+)
+def test_bad_placements(placement: Any, error: type[GPPError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        manual(graphs.two_towers(), placement, batch_size=32)
+
+
+def test_cyclic_stages_are_named() -> None:
+    placement = {f"blocks.{index}": index % 2 for index in range(4)}
+    with pytest.raises(PlanError, match=r"cycle: blocks.* -> blocks.* -> blocks.*strategy.stages"):
+        manual(graphs.chain(4), placement, batch_size=8)
+
+
+def test_the_step_before_other_stages_is_a_cycle() -> None:
+    with pytest.raises(PlanError, match="The stages form a cycle"):
+        manual(graphs.chain(2), [{"modules": ["blocks.0", "@step"]}, {"modules": ["blocks.1"]}], batch_size=8)
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_devices_that_do_not_suffice(num_devices: int) -> None:
+    message = rf"needs 3 devices, the job has {num_devices} \(trainer.devices.*Set trainer.devices"
+    with pytest.raises(PlanError, match=message):
+        manual(graphs.two_towers(), TOWERS, batch_size=32, num_devices=num_devices)
+
+
+def test_more_micro_batches_than_samples() -> None:
+    with pytest.raises(ConfigError, match=r"More micro-batches than samples: strategy.num_micro_batches=8.* 4 samples"):
+        manual(graphs.two_towers(), TOWERS, batch_size=4, num_micro_batches=8)
+
+
+def test_pipelines() -> None:
+    plan = manual(graphs.two_towers(), TOWERS, batch_size=32, num_devices=6)
+    assert count_pipelines(plan, 6) == 2
+    assert devices_per_pipeline(8, None) == 8
+    assert devices_per_pipeline(8, 2) == 4
+    with pytest.raises(ConfigError, match=re.escape("num_pipelines=3 does not divide the 8 devices") + ".*1, 2, 4, 8"):
+        devices_per_pipeline(8, 3)

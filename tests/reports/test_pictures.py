@@ -1,0 +1,83 @@
+from xml.etree import ElementTree
+
+import pytest
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.plan import Plan
+from lightning_gpp.planning import manual
+from lightning_gpp.reports import graph_svg, graph_text, timeline_svg, timeline_text
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.simulation import StageCosts, Timeline, simulate
+from tests.planning import graphs
+
+
+def chain_plan(schedule: str = "gpipe") -> Plan:
+    return manual(graphs.chain(2), {"blocks.0": 0, "blocks.1": 1}, batch_size=3, micro_batch_size=1, schedule=schedule)
+
+
+def timeline_of(plan: Plan) -> Timeline:
+    return simulate(compile_program(plan), StageCosts.uniform(plan, forward=1, backward=2))
+
+
+def test_gantt_in_text() -> None:
+    assert timeline_text(timeline_of(chain_plan()), width=69).splitlines() == [
+        "device 0 |...F0==F1=F2==B0====B1=====B2=====.......| idle 25 %, 3 B",
+        "device 1 |F0=F1==F2=..........B0=====B1=====B2=====| idle 25 %, 3 B",
+        "         0                                     12 s",
+        "step 12 s, idle 25 %; warm-up/peak in flight: blocks.0 3/3, blocks.1 3/3",
+    ]
+
+
+def test_gantt_of_another_order() -> None:
+    assert timeline_text(timeline_of(chain_plan("1f1b")), width=69).splitlines()[:2] == [
+        "device 0 |...F0==B0=====F1=B1=====F2=B2=====.......| idle 25 %, 1 B",
+        "device 1 |F0=F1==.......B0====F2==B1=====...B2=====| idle 25 %, 2 B",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_lines_fit_the_width(width: int) -> None:
+    rows = timeline_text(timeline_of(chain_plan("1f1b")), width=width).splitlines()[:3]
+    assert all(len(row) <= width for row in rows)
+
+
+def test_stages_that_share_a_device_are_told_apart() -> None:
+    placement = [{"modules": ["blocks.0"], "devices": [0]}, {"modules": ["blocks.1"], "devices": [0]}]
+    plan = manual(graphs.chain(2), placement, batch_size=2, micro_batch_size=1)
+    text = timeline_text(timeline_of(plan), width=150)
+    assert "0F0" in text
+    assert "1B1" in text
+
+
+def test_too_narrow() -> None:
+    with pytest.raises(ConfigError, match="width of at least 40 characters, got 20"):
+        timeline_text(timeline_of(chain_plan()), width=20)
+
+
+def test_empty_timeline() -> None:
+    assert "step 0 s" in timeline_text(Timeline(stages=(), devices=((),)))
+
+
+def test_graph_in_text_shows_what_is_parallel() -> None:
+    plan = manual(graphs.two_towers(), {"image_tower": 0, "text_tower": 1, "head": 2}, batch_size=4, micro_batch_size=1)
+    assert graph_text(plan) == (
+        "level 0: 0 image_tower (device 2) | 1 text_tower (device 1)\n"
+        "level 1: 2 head (device 0)\n"
+        "    image_tower -> head: 256 B both ways\n"
+        "    text_tower -> head: 256 B both ways"
+    )
+
+
+def test_pictures_are_well_formed_and_complete() -> None:
+    plan = manual(graphs.two_towers(), {"image_tower": 0, "text_tower": 1, "head": 2}, batch_size=4)
+    names = {element.text for element in ElementTree.fromstring(graph_svg(plan.chained())).iter()}
+    assert {"0 image_tower", "1 text_tower", "2 head", "device 0", "image_tower"} <= names
+    picture = ElementTree.fromstring(timeline_svg(timeline_of(plan)))
+    titles = {element.text for element in picture.iter("{http://www.w3.org/2000/svg}title")}
+    assert sum("F" in (title or "")[:3] or "B" in (title or "")[:3] for title in titles) == 2 * 3 * 4
+    assert any((title or "").startswith("0F0 image_tower: 0 s to 1 s") for title in titles)
+
+
+def test_names_are_escaped() -> None:
+    placement = [{"name": "<a&b>", "modules": [""]}]
+    ElementTree.fromstring(graph_svg(manual(graphs.chain(2), placement, batch_size=4)))

@@ -1,0 +1,71 @@
+import pytest
+
+from lightning_gpp.planning import manual
+from lightning_gpp.reports import graph_text, plan_table
+from lightning_gpp.reports.units import count, duration, percent, size
+from tests.planning import graphs
+
+PLAN = manual(
+    graphs.two_towers(num_blocks=1),
+    [
+        {"modules": ["image_tower"], "devices": [1, 2], "micro_batch_size": 8},
+        {"modules": ["text_tower"], "devices": [3]},
+        {"modules": ["head"], "devices": [0]},
+    ],
+    batch_size=16,
+    micro_batch_size=4,
+)
+
+TABLE = """\
+| stage         | modules     | devices | samples | parameters | FLOPs | activations | in-edges             | out-edges | in flight |
+| ------------- | ----------- | ------: | ------: | ---------: | ----: | ----------: | -------------------- | --------- | --------: |
+| 0 image_tower | image_tower |     1,2 |       8 |      4.09k |    8M |       8 KiB | data (2 KiB)         | 2 (2 KiB) |         2 |
+| 1 text_tower  | text_tower  |       3 |       4 |      4.09k |    4M |       4 KiB | data (2 KiB)         | 2 (1 KiB) |         2 |
+| 2 head        | head, @step |       0 |       4 |        819 |  800k |       4 KiB | 0 (1 KiB), 1 (1 KiB) | -         |         1 |
+
+3 stages on 4 devices, depth 2, schedule 1f1b, mini-batch of 16 samples in 2/4 micro-batches"""  # noqa: E501
+
+
+def test_table_is_markdown_and_lines_up() -> None:
+    assert plan_table(PLAN) == TABLE
+
+
+def test_long_lists_of_modules_are_cut() -> None:
+    plan = manual(graphs.chain(30), {f"blocks.{i}": int(i > 20) for i in range(30)}, batch_size=4)
+    rows = plan_table(plan, modules_width=30).splitlines()
+    assert "| blocks.0, blocks.1, blocks.... |" in rows[2]
+    assert len({len(row) for row in rows[:4]}) == 1
+
+
+def test_another_batch_size() -> None:
+    assert "mini-batch of 8 samples in 1/2 micro-batches" in plan_table(PLAN, batch_size=8)
+
+
+def test_artificial_edges_are_marked() -> None:
+    assert "0 (order)" in plan_table(PLAN.chained())
+    assert "image_tower -> text_tower: order only" in graph_text(PLAN.chained())
+
+
+def test_whole_model_has_a_name() -> None:
+    assert "(whole model), @step" in plan_table(manual(graphs.chain(), {"": 0}, batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (count(0), "0"),
+        (count(999), "999"),
+        (count(999.7), "1k"),
+        (count(1_234_567), "1.23M"),
+        (count(2.5e21), "2500E"),
+        (size(1000), "0.977 KiB"),
+        (size(5 * 2**30), "5 GiB"),
+        (duration(0.0021), "2.1 ms"),
+        (duration(3), "3 s"),
+        (duration(0), "0 s"),
+        (duration(2e-9), "2 ns"),
+        (percent(0.256), "26 %"),
+    ],
+)
+def test_human_numbers(text: str, expected: str) -> None:
+    assert text == expected
