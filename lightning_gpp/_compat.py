@@ -208,6 +208,14 @@ def uses_dataloader_iter(step: Callable[..., Any]) -> bool:
     return bool(is_param_in_hook_signature(step, "dataloader_iter", explicit=True))
 
 
+def disable_sigterm_broadcast(trainer: Any) -> None:
+    """Take the broadcast out of Lightning's SIGTERM handler: inside a handler it waits for ranks that wait elsewhere.
+
+    The handler that was there before is still called; only the connector decides which functions that are.
+    """
+    trainer._signal_connector._sigterm_notifier_fn = lambda number, frame: None
+
+
 def optimizer_to_device(optimizer: Any, device: torch.device) -> None:
     from lightning.fabric.utilities.optimizer import _optimizer_to_device
 

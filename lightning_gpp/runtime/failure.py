@@ -97,14 +97,31 @@ class FailureMonitor:
         if watcher is None or not watcher.is_alive() or os.getpid() != self._process.pid:
             return
         if not (_is_consequence(error) and watcher.known.wait(_CONSEQUENCE_GRACE)):
-            watcher.submit(self._cause(error))
-            watcher.known.wait(self._exit_grace)
+            trace = "".join(traceback.format_exception(error, limit=-_SHORT))
+            self.fail(f"raised {type(error).__name__}: {error}", trace)
         if watcher.cause is not None and watcher.cause.rank != self.rank:
             _record_for_torchrun(PeerFailure(str(watcher.cause)))
             self._wait_for_the_end()
         _record_for_torchrun(error)
         if isinstance(error, SystemExit) and not error.code:
             exit_now(EXIT_CODE)
+
+    def fail(self, event: str, trace: str = "") -> None:
+        """This rank fails by something that is no exception: `event` is a verb phrase. Returns when the others know."""
+        watcher = self._watcher
+        if watcher is None or not watcher.is_alive():
+            return
+        watcher.submit(
+            Cause(
+                rank=self.rank,
+                process=self._process,
+                action=self._describe(),
+                event=event,
+                reported=True,
+                traceback=trace,
+            )
+        )
+        watcher.known.wait(self._exit_grace)
 
     def stop(self) -> None:
         """End quietly. Ranks may do so at different times: rank 0 waits up to `patience` seconds for the others.
@@ -147,16 +164,6 @@ class FailureMonitor:
     def _wait_for_the_end(self) -> None:
         """The watcher ends the process; this thread must not return into code that works with dead ranks."""
         threading.Event().wait(self._exit_grace)
-
-    def _cause(self, error: BaseException) -> Cause:
-        return Cause(
-            rank=self.rank,
-            process=self._process,
-            action=self._describe(),
-            event=f"raised {type(error).__name__}: {error}",
-            reported=True,
-            traceback="".join(traceback.format_exception(error, limit=-_SHORT)),
-        )
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.report(error)

@@ -45,9 +45,10 @@ class StopFlag:
         self._patience = patience
         self._answered = threading.Event()
         self._previous: dict[signal.Signals, Any] = {}
+        self._installed = False
 
     def __enter__(self) -> StopFlag:
-        self._process = os.getpid()
+        self._process, self._installed = os.getpid(), True
         for each in self.signals:
             self._previous[each] = signal.signal(each, self._receive)
         self._woken, self._wake = socket.socketpair()
@@ -62,6 +63,7 @@ class StopFlag:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._answered.set()
+        self._installed = False
         signal.set_wakeup_fd(self._previous_wakeup)
         for each, handler in self._previous.items():
             signal.signal(each, handler if handler is not None else signal.SIG_DFL)
@@ -84,9 +86,10 @@ class StopFlag:
         return signal.Signals(number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._process:
+        if os.getpid() == self._process and self._installed:
             self.received = signal.Signals(max(self.received or 0, number))
             return
+        # in a worker, or put back after the end by someone who had saved it
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -111,7 +114,7 @@ class StopFlag:
     def _forget_in_worker(self) -> None:
         """A worker's signals are its own: its copy of the socket would report them to this rank."""
         with contextlib.suppress(ValueError):
-            if self._previous:
+            if self._installed:
                 signal.set_wakeup_fd(-1)
         self._wake.close()
         self._woken.close()

@@ -7,21 +7,23 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_gpp.runtime.failure import FailureMonitor
+from tests import distributed
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "lightning_gpp.runtime.failure"])
+CONTEXT.set_forkserver_preload([*distributed._PRELOADED, "lightning_gpp.strategy", "lightning_gpp.runtime.failure"])
+"""One server for all tests: whatever any of them needs and is slow to import."""
 
 STEP_OF_FAULT = 50
 Body = Callable[["Rank"], None]
@@ -49,12 +51,15 @@ class Rank:
         time.sleep(0.005)
 
 
-def main(rank: int, world_size: int, port: int, folder: Path, timeout: float | None, body: Body) -> None:
+def main(rank: int, world_size: int, port: int, folder: Path, target: Callable[..., None], *arguments: Any) -> None:
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.stderr = os.fdopen(2, "w", buffering=1)  # multiprocessing's pipe-less default, but line by line
     torch.set_num_threads(1)
+    target(rank, world_size, port, *arguments)
+
+
+def run_body(rank: int, world_size: int, port: int, timeout: float | None, body: Body) -> None:
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     state: list[Rank] = []
@@ -108,11 +113,19 @@ class Job:
             time.sleep(0.02)
 
 
+def job(
+    folder: Path, body: Body, world_size: int = 3, timeout: float | None = 2.0
+) -> contextlib.AbstractContextManager[Job]:
+    """Ranks of a process group that run `body` under a failure monitor."""
+    return processes_running(folder, world_size, run_body, timeout, body)
+
+
 @contextlib.contextmanager
-def job(folder: Path, body: Body, world_size: int = 3, timeout: float | None = 2.0) -> Iterator[Job]:
+def processes_running(folder: Path, world_size: int, target: Callable[..., None], *more: Any) -> Iterator[Job]:
+    """Processes that run `target(rank, world_size, port, *more)`; their output goes to files. None is left behind."""
     for rank in range(world_size):
         (folder / f"rank{rank}.txt").touch()
-    arguments = (world_size, free_port(), folder, timeout, body)
+    arguments = (world_size, free_port(), folder, target, *more)
     processes = [CONTEXT.Process(target=main, args=(rank, *arguments), daemon=True) for rank in range(world_size)]
     for process in processes:
         process.start()

@@ -1,0 +1,110 @@
+"""A small module trained as a pipeline of three stages, with a fault on a chosen rank in a chosen phase.
+
+A script for launchers (the environment chooses), and a function for processes that a test starts itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gpp import GPPStrategy
+
+WORLD_SIZE = 3
+FAILURE_TIMEOUT = 12.0
+"""Seconds. A stopped rank counts as stopped after a fifth of it."""
+MICRO_BATCHES = 4
+CALLS_BEFORE = {"warm-up": 0, "steady": 2 * MICRO_BATCHES + 1, "validation": 0}
+"""Forwards of a stage, in the fault's mode, before the fault: warm-up is the first, steady in the third mini-batch."""
+
+
+def inject(fault: str) -> None:
+    print(f"fault at {time.monotonic()}", flush=True)
+    if fault == "raise":
+        raise ValueError("the injected fault")
+    if fault == "exit":
+        os._exit(0)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}[fault])
+
+
+class Block(nn.Module):
+    """A layer that fails when the environment says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor and dist.is_initialized():
+            self.fail_if_wanted()
+        return torch.relu(self.linear(x))
+
+    def fail_if_wanted(self) -> None:
+        phase = os.environ.get("FAULT_PHASE", "")
+        if phase and self.training == (phase != "validation") and dist.get_rank() == int(os.environ["FAULT_RANK"]):
+            self.calls += 1
+            if self.calls == CALLS_BEFORE[phase] + 1:
+                inject(os.environ["FAULT"])
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Block(), Block(), Block()
+
+    def step(self, batch: Any, name: str) -> Tensor:
+        x, y = batch
+        loss = nn.functional.mse_loss(self.third(self.second(self.first(x))), y)
+        self.log(name, loss)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.step(batch, "loss")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.step(batch, "val_loss")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder: str, callbacks: list[L.Callback] | None = None) -> None:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(1)
+    data = DataLoader(TensorDataset(torch.randn(64, 8), torch.rand(64, 8)), batch_size=8)
+    trainer = L.Trainer(
+        strategy=GPPStrategy(
+            stages={"first": 0, "second": 1, "third": 2},
+            num_micro_batches=MICRO_BATCHES,
+            failure_timeout=FAILURE_TIMEOUT,
+            self_check=False,
+        ),
+        accelerator="cpu",
+        devices=WORLD_SIZE,
+        max_epochs=int(os.environ.get("EPOCHS", "1")),
+        limit_val_batches=2,
+        num_sanity_val_steps=0,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=bool(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    print(f"pid {os.getpid()} rank {trainer.global_rank}", flush=True)
+    trainer.fit(Module(), data, data)
+
+
+if __name__ == "__main__":
+    fit(str(Path.cwd()))
