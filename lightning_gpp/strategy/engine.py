@@ -19,6 +19,7 @@ from lightning_gpp.capture.batch import batch_size_of
 from lightning_gpp.capture.declared import Declared
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.stage import MicroBatch
@@ -96,6 +97,11 @@ class Engine:
             with isolate_rng():
                 self._check(captured, self.plan, batch)
         return self.plan
+
+    @property
+    def graph(self) -> OperatorGraph | None:
+        """What the step computes that the plan was made for."""
+        return None if self._first is None else self._first[0].graph
 
     def _wants_check(self, plan: Plan) -> bool:
         wanted = self.options.self_check

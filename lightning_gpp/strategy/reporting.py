@@ -8,38 +8,24 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
+from lightning_gpp.reports import plan_table
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import StageCosts, Timeline, simulate
+from lightning_gpp.simulation import StageCosts, Timeline, estimate, simulate
 from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.engine import Engine
 
-FLOPS_PER_SECOND = 1e11
-"""Speed of the device in simulated timelines: only proportions count."""
-
-
 def announce_plan(plan: Plan, num_pipelines: int) -> None:
     """Print the plan, on global rank zero."""
-    rank_zero_info(_text(plan, num_pipelines))
+    copies = f", {num_pipelines} pipelines" if num_pipelines > 1 else ""
+    rank_zero_info(f"The plan{copies}:\n{plan_table(plan)}")
 
 
-def _text(plan: Plan, num_pipelines: int) -> str:
-    lines = [
-        f"Plan: {len(plan.stages)} stages, depth {plan.depth}, schedule {plan.schedule}, {num_pipelines} pipeline(s)"
-    ]
-    for stage in plan.stages:
-        devices = ",".join(map(str, stage.devices))
-        lines.append(
-            f"  {stage.name} on device {devices}: {', '.join(stage.modules)}; micro-batches of "
-            f"{stage.micro_batch_size}, {stage.figures.num_parameters:,} parameters"
-        )
-    return "\n".join(lines)
-
-
-def simulated(plan: Plan) -> Timeline:
-    """The timeline of one mini-batch, from the plan's own figures."""
-    counted = any(stage.figures.flops.at(1) for stage in plan.stages)
-    costs = StageCosts.from_figures(plan, flops_per_second=FLOPS_PER_SECOND) if counted else StageCosts.uniform(plan)
+def simulated(plan: Plan, graph: OperatorGraph) -> Timeline:
+    """The timeline of one mini-batch, by roofline estimates; where nothing is known, all actions take the same time."""
+    known = any(operator.flops.at(1) for operator in graph)
+    costs = estimate(graph, plan) if known else StageCosts.uniform(plan)
     return simulate(compile_program(plan), costs)
 
 

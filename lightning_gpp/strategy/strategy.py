@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -31,12 +31,15 @@ from lightning_gpp.strategy.checkpoint import KEY, entry, load_state, whole_stat
 from lightning_gpp.strategy.checks import check_layer_sync
 from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.data import Placeholder, distribute
+from lightning_gpp.strategy.guard import FailureGuard
 from lightning_gpp.strategy.options import Options, StageSpec, load_plan, seconds
 from lightning_gpp.strategy.parameters import move
 from lightning_gpp.strategy.planner import devices_wanted
 from lightning_gpp.strategy.processes import join, watch
 from lightning_gpp.strategy.reporting import simulated
 from lightning_gpp.strategy.run import Run
+
+log = logging.getLogger(__name__)
 
 
 class GPPStrategy(ParallelStrategy):
@@ -117,6 +120,7 @@ class GPPStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._control: Control | None = None
         self._monitor: FailureMonitor | None = None
+        self._guard: FailureGuard | None = None
         self._run: Run | None = None
         self._resumed: dict[str, Any] = {}
         self._failed = False
@@ -175,7 +179,6 @@ class GPPStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Initialise the device, the process group, and the watch over the other ranks."""
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         if self.cluster_environment is None:
             raise ConfigError("The strategy has no cluster environment yet; it gets one from the trainer.")
@@ -186,6 +189,8 @@ class GPPStrategy(ParallelStrategy):
             self._control = Control(mesh)
         self._failed = False
         self._monitor = watch(self._control, self.options.failure_timeout, self._describe)
+        if self.world_size > 1 and self.lightning_module is not None:
+            self._guard = FailureGuard(self.lightning_module.trainer, self._monitor)
 
     def _describe(self) -> str:
         return "set-up" if self._run is None else self._run.engine.describe()
@@ -264,7 +269,9 @@ class GPPStrategy(ParallelStrategy):
                 part.teardown()
         if self._monitor is not None:
             self._monitor.stop()
-        self._monitor = None
+        if self._guard is not None:
+            self._guard.remove()
+        self._monitor = self._guard = None
 
     def model_to_device(self) -> None:
         """Move what this rank holds of the module to its device."""
@@ -333,16 +340,20 @@ class GPPStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state, under original names; complete on global rank 0. All ranks must call it."""
         placement = None if self._run is None else self._run.engine.placement
-        if placement is None or self._control is None or self.lightning_module is None:
+        if placement is None or self._control is None or self.lightning_module is None or self._failed:
             return super().lightning_module_state_dict()
         return whole_state(self.lightning_module, placement, self._control)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state in the user's indexing; complete on global rank 0. All ranks must call it."""
-        return super().optimizer_state(optimizer) if self._run is None else self._run.optimizer_state(optimizer)
+        alone = self._run is None or self._failed
+        return super().optimizer_state(optimizer) if alone else self._running.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write on global rank 0."""
+        """Write on global rank 0. After a failure of this rank nothing is written: it holds only its own part."""
+        if self._failed and self.world_size > 1:
+            log.warning("No checkpoint is written to %s: this rank has failed, and the others have ended.", filepath)
+            return
         if self._run is not None and self._run.engine.plan is not None:
             engine = self._run.engine
             checkpoint[KEY] = entry(engine.seed, engine.step, str(engine.plan))
@@ -379,6 +390,7 @@ class GPPStrategy(ParallelStrategy):
         Raises:
             PlanError: there is no plan yet.
         """
-        if self.plan is None:
+        graph = None if self._run is None else self._run.engine.graph
+        if self.plan is None or graph is None:
             raise PlanError("There is no plan yet; it is made when trainer.fit starts, or at the first mini-batch.")
-        return simulated(self.plan)
+        return simulated(self.plan, graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -27,7 +28,7 @@ STAGES = [
 
 
 class TwoTowers(pl.LightningModule):
-    """Two towers, a head on both, a metric object, several kinds of logging, values kept over an epoch."""
+    """Two towers, a head on both, an unused module, a metric object, several kinds of logging, values kept for an epoch."""
 
     def __init__(self, width: int = 6, lr: float = 0.05) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class TwoTowers(pl.LightningModule):
         self.seen.append(loss)
         return loss
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         loss, logits = self.loss(batch)
         self.log_dict({"test_loss": loss, "test_spread": logits.std()})
 
@@ -130,4 +131,6 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 55
 def _in_environment(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
     warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning_utilities.core.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     return fn(rank, *args)

@@ -1,0 +1,273 @@
+"""Training in stages gives the numbers of plain Lightning on one process (float64)."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_gpp.strategy.optimizers import state_bytes
+from lightning_gpp.strategy.parameters import bytes_of
+from tests.strategy import harness
+from tests.strategy.harness import TwoTowers, loader, make_data, make_module
+
+EXACT = {"rel": 1e-12, "abs": 1e-12}
+
+Report = dict[str, Any]
+
+
+def report(module: TwoTowers, trainer: pl.Trainer) -> Report:
+    """What a run left behind, for comparison."""
+    return {
+        "losses": module.losses,
+        "metrics": module.metrics,
+        "state": {name: value.tolist() for name, value in module.state_dict().items() if value.device.type != "meta"},
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+        "steps": trainer.global_step,
+        "epoch": trainer.current_epoch,
+    }
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "clip by norm": {"gradient_clip_val": 0.05},
+    "clip by value, accumulate 2": {
+        "gradient_clip_val": 0.01,
+        "gradient_clip_algorithm": "value",
+        "accumulate_grad_batches": 2,
+    },
+    "validation twice per epoch, no sanity check": {
+        "val_check_interval": 1,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+    },
+    "limits": {"limit_train_batches": 2, "limit_val_batches": 1, "gradient_clip_val": 0.3},
+}
+
+
+def fit(name: str, strategy: Any, devices: int) -> Report:
+    pl.seed_everything(7, verbose=False)
+    module = make_module()
+    stopping = EarlyStopping("val_loss", patience=0, min_delta=10.0)
+    extra = {"callbacks": [stopping], "max_epochs": 9} if name == "early stopping" else dict(CONFIGS.get(name, {}))
+    if name == "accumulation scheduler":
+        extra = {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}
+    trainer = harness.trainer(strategy, devices, **extra)
+    trainer.fit(module, loader(shuffle=True), loader(10, seed=2))
+    return report(module, trainer)
+
+
+NAMES = (*CONFIGS, "early stopping", "accumulation scheduler")
+
+
+def fit_all(rank: int, names: tuple[str, ...]) -> dict[str, Report]:
+    return {name: fit(name, harness.strategy(schedule="gpipe" if i % 2 else "1f1b"), 2) for i, name in enumerate(names)}
+
+
+def plain(function: Any, *args: Any) -> Any:
+    """Run in this process; what plain Lightning warns about is not our subject."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*args)
+
+
+def assert_equal(found: Report, expected: Report, whole: bool) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], **EXACT)
+    assert found["metrics"] == [pytest.approx(entry, **EXACT) for entry in expected["metrics"]]
+    assert [found[key] for key in ("lr", "steps", "epoch")] == [expected[key] for key in ("lr", "steps", "epoch")]
+    if whole:
+        assert found["state"].keys() == expected["state"].keys()
+    for key, value in found["state"].items():
+        torch.testing.assert_close(torch.tensor(value), torch.tensor(expected["state"][key]), rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def staged() -> list[dict[str, Report]]:
+    return harness.run(2, fit_all, NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_plain_lightning_on_every_rank(staged: list[dict[str, Report]], name: str) -> None:
+    expected = plain(fit, name, "auto", 1)
+    for rank, found in enumerate(staged):
+        assert_equal(found[name], expected, whole=rank == 0)
+
+
+class Held(Callback):
+    """Notes what this rank holds while it trains."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        parameters = list(module.parameters())
+        self.found = {
+            "bytes": bytes_of(module),
+            "grads": sum(p.grad.nbytes for p in parameters if p.grad is not None),
+            "state": state_bytes(trainer.optimizers[0]),
+            "stepped": sum(len(group["params"]) for group in trainer.optimizers[0].param_groups),
+            "names": [name for name, p in module.named_parameters() if not p.is_meta],
+        }
+
+
+def fit_and_measure(rank: int) -> dict[str, Any]:
+    held = Held()
+    module = make_module(width=32)
+    harness.trainer(harness.strategy(self_check=True), 2, callbacks=[held], max_epochs=1).fit(module, loader())
+    whole = not any(parameter.is_meta for parameter in module.parameters())
+    return {**held.found, "whole": whole, "output": module(*make_data()[:3][:2]).tolist() if whole else None}
+
+
+def test_each_rank_holds_only_its_own_parameters_gradients_and_optimizer_state() -> None:
+    found = harness.run(2, fit_and_measure)
+    module = make_module(width=32)
+    left = sum(p.nbytes for p in module.left.parameters())
+    rest = sum(p.nbytes for p in module.parameters()) - left
+    unused = sum(p.nbytes for p in module.right[2].parameters())  # no stage computes with them: they stay on rank 0
+    for rank, (own, idle, steps) in enumerate(((rest, unused, 4), (left, 0, 4))):
+        assert found[rank]["bytes"] == own
+        assert found[rank]["grads"] == own - idle
+        assert found[rank]["state"] == 2 * (own - idle) + 4 * steps  # Adam counts steps in a float32 per parameter
+    assert all(name.startswith("left.") for name in found[1]["names"])
+    assert found[0]["whole"]  # after training rank 0's module can be called
+    assert not found[1]["whole"]
+
+
+class Stream(IterableDataset[Any]):
+    """Data without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(make_data())
+
+
+def run_everything(rank: int, folder: str) -> dict[str, Any]:
+    pl.seed_everything(7, verbose=False)
+    module = make_module()
+    trainer = harness.trainer(harness.strategy(num_micro_batches=3), 2, max_epochs=1)
+    before = trainer.validate(module, loader(10, seed=2), verbose=False)
+    trainer.fit(module, DataLoader(Stream(), batch_size=8))
+    after = trainer.test(module, [loader(10, seed=2), loader(6, seed=3)], verbose=False)
+    predictions = trainer.predict(module, loader(10, seed=2))
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    return {
+        "before": before,
+        "after": after,
+        "losses": module.losses,
+        "predictions": [None if part is None else part.tolist() for part in predictions or ()],
+    }
+
+
+def run_everything_plainly(folder: str) -> dict[str, Any]:
+    module = make_module()
+    trainer = harness.trainer(max_epochs=1)
+    before = trainer.validate(module, loader(10, seed=2), verbose=False)
+    trainer.fit(module, DataLoader(Stream(), batch_size=8))
+    after = trainer.test(module, [loader(10, seed=2), loader(6, seed=3)], verbose=False)
+    predictions = trainer.predict(module, loader(10, seed=2))
+    state = {name: value.tolist() for name, value in module.state_dict().items()}
+    return {
+        "before": before,
+        "after": after,
+        "losses": module.losses,
+        "predictions": [part.tolist() for part in predictions or ()],
+        "state": state,
+    }
+
+
+def test_validate_fit_test_predict_with_an_iterable_dataset(tmp_path: Path) -> None:
+    found = harness.run(2, run_everything, str(tmp_path))
+    expected = plain(run_everything_plainly, str(tmp_path))
+    for rank in range(2):
+        for key in ("before", "after"):
+            assert found[rank][key] == [pytest.approx(entry, **EXACT) for entry in expected[key]]
+        assert found[rank]["losses"] == pytest.approx(expected["losses"], **EXACT)
+    for part, wanted in zip(found[0]["predictions"], expected["predictions"], strict=True):
+        torch.testing.assert_close(torch.tensor(part), torch.tensor(wanted))
+    assert found[1]["predictions"] == [None, None]
+    state = torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"]
+    for name, value in expected["state"].items():
+        torch.testing.assert_close(state[name].tolist(), value)
+
+
+class Union(torch.utils.data.Sampler[list[int]]):
+    """The mini-batches that two pipelines take together: batches of 4 each of every second sample."""
+
+    def __iter__(self) -> Any:
+        for start in range(0, 10, 4):
+            rows = range(start, min(start + 4, 10))
+            yield [2 * row + pipeline for pipeline in range(2) for row in rows]
+
+    def __len__(self) -> int:
+        return 3
+
+
+def fit_two_pipelines(rank: int) -> Report:
+    module = make_module()
+    strategy = harness.strategy(num_micro_batches=2, num_pipelines=2)
+    trainer = harness.trainer(strategy, 4, gradient_clip_val=0.05)
+    data = make_data(20)
+    sampler = DistributedSampler(data, num_replicas=2, rank=rank // 2, shuffle=False)
+    trainer.fit(module, DataLoader(data, batch_size=4, sampler=sampler), loader(8, batch_size=4, seed=2))
+    return {**report(module, trainer), "sampler": strategy.distributed_sampler_kwargs, "world": trainer.world_size}
+
+
+def fit_union(_: str) -> Report:
+    module = make_module()
+    trainer = harness.trainer(gradient_clip_val=0.05)
+    trainer.fit(module, DataLoader(make_data(20), batch_sampler=Union()), loader(8, batch_size=8, seed=2))
+    return report(module, trainer)
+
+
+def test_two_pipelines_equal_one_process_with_the_joined_mini_batches() -> None:
+    found = harness.run(4, fit_two_pipelines)
+    expected = plain(fit_union, "")
+    assert [entry["sampler"]["rank"] for entry in found] == [0, 0, 1, 1]
+    for entry in found:
+        for name, value in entry["state"].items():
+            torch.testing.assert_close(
+                torch.tensor(value), torch.tensor(expected["state"][name]), rtol=1e-9, atol=1e-12
+            )
+    both = [(a + b) / 2 for a, b in zip(found[0]["losses"], found[2]["losses"], strict=True)]
+    assert both == pytest.approx(expected["losses"], **EXACT)
+    accuracies = [entry["metrics"][-1]["val_acc"] for entry in found]  # a metric object is synchronised over pipelines
+    assert accuracies == pytest.approx([expected["metrics"][-1]["val_acc"]] * 4)
+
+
+class SumLoss(TwoTowers):
+    """The loss is a sum over samples."""
+
+    def loss(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self(batch[0], batch[1])
+        return nn.functional.cross_entropy(logits, batch[2], reduction="sum"), logits
+
+
+def fit_variants(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    summed = SumLoss().double()
+    harness.trainer(harness.strategy(loss_reduction="sum"), 2).fit(summed, loader())
+    torch.manual_seed(0)
+    mixed = TwoTowers()
+    data = [tuple(t.float() if t.is_floating_point() else t for t in batch) for batch in loader()]
+    harness.trainer(harness.strategy(), 2, precision="bf16-mixed", max_epochs=8).fit(mixed, data_loader(data))
+    return {"summed": summed.losses, "mixed": mixed.losses, "dtype": str(next(mixed.left.parameters()).dtype)}
+
+
+def data_loader(batches: list[Any]) -> DataLoader[Any]:
+    return DataLoader(batches, batch_size=None)
+
+
+def fit_summed(_: str) -> list[float]:
+    torch.manual_seed(0)
+    summed = SumLoss().double()
+    harness.trainer().fit(summed, loader())
+    return summed.losses
+
+
+def test_summed_losses_and_bf16() -> None:
+    found = harness.run(2, fit_variants)
+    assert found[0]["summed"] == pytest.approx(plain(fit_summed, ""), **EXACT)
+    assert found[0]["mixed"][-1] < 0.95 * found[0]["mixed"][0]
+    assert found[0]["dtype"] == "torch.float32"
