@@ -55,7 +55,7 @@ def run_steps(rank: int, name: str, layout: Layout, num_steps: int) -> None:
         theirs.step()
     expected = dict(reference.named_parameters())
     for label, parameter in run.parameters.items():
-        _close(parameter.data, expected[label].data, 1e-9, f"{name}: {label} after {num_steps} steps")
+        _close(parameter.data, expected[label].data, 1e-9, f"{name}: {label} after {num_steps} steps", floor=1e-3)
 
 
 class Rank:
