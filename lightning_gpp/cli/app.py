@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ def config_folder() -> Path:
 def run(command: str, config_name: str, task: Task) -> None:
     """Compose the configuration from the command line and hand it to `task`; user errors end without a traceback."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises instead of printing a shortened traceback
+    # Lightning 2.6 on newer torch: nothing that a user could change, and every process would say it
+    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
     sys.argv.extend(quiet_overrides(os.environ))
     schema.register()
     try:

@@ -78,17 +78,22 @@ def arguments(target: Any) -> set[str]:
     return {"**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name for parameter in parameters}
 
 
-def refuse_multirun(is_multirun: bool, num_processes: int, environment: Mapping[str, str] = os.environ) -> None:
-    """A sweep whose processes start each other: every child would start the whole sweep again.
+def refuse_multirun(devices: Any, num_nodes: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse a sweep whose processes start each other: every child would start the whole sweep again.
+
+    Args:
+        devices: `trainer.devices`; what is not a number may stand for several.
+        num_nodes: `trainer.num_nodes`.
+        environment: tells whether the processes were started from outside.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: it is such a sweep.
     """
-    if not is_multirun or num_processes == 1 or any(name in environment for name in EXTERNAL_LAUNCHERS):
+    if (str(devices) == "1" and num_nodes == 1) or any(name in environment for name in EXTERNAL_LAUNCHERS):
         return
     raise ConfigError(
-        f"--multirun with {num_processes} processes per run (trainer.devices x trainer.num_nodes) that start each "
-        "other: every one would start the sweep again. Start one run per command, or have the processes started "
+        f"--multirun with trainer.devices={devices}, trainer.num_nodes={num_nodes}: processes that start each other "
+        "would start the sweep again, each of them. Start one run per command, or have the processes started "
         "from outside: torchrun --nproc-per-node N -m lightning_gpp.cli.train --multirun ..., or "
         "hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=N."
     )

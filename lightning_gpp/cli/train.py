@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 
 from lightning_gpp.cli.app import run
-from lightning_gpp.cli.build import Job, build
 from lightning_gpp.cli.check import refuse_multirun
 
 
@@ -22,26 +20,11 @@ def train(config: DictConfig) -> None:
     Raises:
         ConfigError: the configuration cannot work.
     """
-    is_multirun = HydraConfig.get().mode is RunMode.MULTIRUN
-    job = build(config)
-    refuse_multirun(is_multirun, job.trainer.num_devices * job.trainer.num_nodes)
-    if config.train:
-        job.trainer.fit(job.model, datamodule=job.datamodule, ckpt_path=config.ckpt_path)
-    if config.test and not job.trainer.interrupted:
-        test(job, None if config.train else config.ckpt_path)
-    finish(config)
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        refuse_multirun(config.trainer.devices, config.trainer.num_nodes)
+    from lightning_gpp.cli.job import run_job  # takes seconds to load; what is refused above need not wait for it
 
-
-def test(job: Job, ckpt_path: str | None) -> None:
-    """Test the best checkpoint of this run, else the given one, else the model as it is."""
-    callback = job.trainer.checkpoint_callback
-    best = getattr(callback, "best_model_path", "") or ckpt_path
-    job.trainer.test(job.model, datamodule=job.datamodule, ckpt_path=best or None)
-
-
-@rank_zero_only
-def finish(config: DictConfig) -> None:
-    print(f"Run folder: {config.paths.output_dir}")
+    run_job(config)
 
 
 if __name__ == "__main__":

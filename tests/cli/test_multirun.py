@@ -12,16 +12,18 @@ from tests.cli.commands import command
 
 
 @pytest.mark.parametrize("environment", [{}, {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "4"}])
-def test_a_sweep_of_self_launched_processes_is_refused(environment: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"4 processes per run.*torchrun.*submitit_slurm"):
-        refuse_multirun(True, 4, environment)
+@pytest.mark.parametrize(("devices", "num_nodes"), [(4, 1), (1, 2), ("auto", 1), ([0, 1], 1)])
+def test_a_sweep_of_self_launched_processes_is_refused(
+    devices: object, num_nodes: int, environment: dict[str, str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"--multirun with trainer.devices=.*torchrun.*submitit_slurm"):
+        refuse_multirun(devices, num_nodes, environment)
 
 
 def test_what_can_work_is_allowed() -> None:
-    refuse_multirun(False, 4, {})
-    refuse_multirun(True, 1, {})
-    refuse_multirun(True, 4, {"TORCHELASTIC_RUN_ID": "none"})
-    refuse_multirun(True, 4, {"SLURM_PROCID": "0"})
+    refuse_multirun(1, 1, {})
+    refuse_multirun(4, 1, {"TORCHELASTIC_RUN_ID": "none"})
+    refuse_multirun(4, 2, {"SLURM_PROCID": "0"})
 
 
 @pytest.mark.parametrize("environment", [{}, {"LOCAL_RANK": "1"}], ids=["parent", "child"])

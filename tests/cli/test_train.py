@@ -1,4 +1,4 @@
-"""`gpp-train` as a user runs it: without a pipeline here; with one in tests of the strategy and below."""
+"""`gpp-train` as a user runs it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,43 @@ from pathlib import Path
 import pytest
 
 from lightning_gpp.cli.app import quiet_overrides
+from lightning_gpp.cli.train import main
+from lightning_gpp.plan import Plan
+from lightning_gpp.simulation import Timeline
 from tests.cli.commands import command
 
 SHORT = ("experiment=feature_towers", "debug=default", "trainer.enable_progress_bar=false")
 
 
-def test_one_process_leaves_a_run_folder(tmp_path: Path) -> None:
-    result = command("train", *SHORT, "strategy=single_device", "trainer.devices=1", cwd=tmp_path)
+def test_a_pipeline_leaves_a_run_folder(tmp_path: Path) -> None:
+    result = command("train", *SHORT, "trainer.devices=2", "strategy.self_check=false", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     (folder,) = (tmp_path / "runs" / "debug").iterdir()
-    assert f"Run folder: {folder}" in result.stdout
+    assert result.stdout.count(f"Run folder: {folder}") == 1
+    assert result.stdout.count("One mini-batch, simulated") == 1
     assert "test/accuracy" in result.stdout
-    assert {path.name for path in folder.iterdir()} >= {"checkpoints", "logs", "config"}
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"checkpoints", "logs", "config", "plan.yaml", "timeline.txt", "timeline.json"}
     assert (folder / "checkpoints" / "last.ckpt").is_file()
     assert "train/loss" in (folder / "logs" / "metrics.csv").read_text()
+    assert Plan.load(folder / "plan.yaml").num_devices == len(Timeline.load(folder / "timeline.json").devices) == 2
+
+
+def test_one_process_needs_no_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    arguments = [*SHORT, "strategy=single_device", "trainer.devices=1", "hydra/job_logging=none"]
+    monkeypatch.setattr("sys.argv", ["gpp-train", *arguments])
+    main()
+    (folder,) = (tmp_path / "runs" / "debug").iterdir()
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+    assert not (folder / "plan.yaml").exists()
 
 
 def test_a_mistake_ends_with_one_message_and_no_traceback(tmp_path: Path) -> None:
-    result = command("train", *SHORT, "strategy.schedule=fastest", cwd=tmp_path)
+    result = command("train", *SHORT, "strategy.num_micro_batches=many", cwd=tmp_path)
     assert result.returncode == 1
-    assert "gpp-train: strategy.schedule='fastest' does not exist" in result.stderr
+    assert "gpp-train: Error merging override strategy.num_micro_batches=many" in result.stderr
     assert "Traceback" not in result.stderr
 
 

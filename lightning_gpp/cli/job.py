@@ -1,4 +1,4 @@
-"""From a composed configuration to the objects that it describes."""
+"""A training job: the objects that a composed configuration describes, and their run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 from hydra.utils import instantiate
+from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 
 from lightning_gpp.cli.check import check
@@ -19,6 +20,31 @@ class Job:
     trainer: L.Trainer
     model: L.LightningModule
     datamodule: L.LightningDataModule
+
+
+def run_job(config: DictConfig) -> None:
+    """Train, test, and say where the results are.
+
+    Raises:
+        ConfigError: the configuration names something that does not exist.
+    """
+    job = build(config)
+    if config.train:
+        job.trainer.fit(job.model, datamodule=job.datamodule, ckpt_path=config.ckpt_path)
+    if config.test and not job.trainer.interrupted:
+        _test(job, None if config.train else config.ckpt_path)
+    _finish(config)
+
+
+def _test(job: Job, ckpt_path: str | None) -> None:
+    """Test the best checkpoint of this run, else the given one, else the model as it is."""
+    best = getattr(job.trainer.checkpoint_callback, "best_model_path", "") or ckpt_path
+    job.trainer.test(job.model, datamodule=job.datamodule, ckpt_path=best or None)
+
+
+@rank_zero_only
+def _finish(config: DictConfig) -> None:
+    print(f"Run folder: {config.paths.output_dir}")
 
 
 def build(config: DictConfig) -> Job:

@@ -1,0 +1,91 @@
+"""`gpp-plan`: what it prints and writes, for the examples, without a process group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lightning_gpp.cli.planning import make_plan, num_processes, show
+from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.simulation import Timeline
+from tests.cli.commands import composed
+
+
+@pytest.mark.parametrize(("experiment", "num_stages"), [("two_tower", 4), ("feature_towers", 4), ("gpt_text", 2)])
+def test_the_examples_are_planned(experiment: str, num_stages: int, capsys: pytest.CaptureFixture[str]) -> None:
+    show(composed(f"experiment={experiment}", name="plan"))
+    text = capsys.readouterr().out
+    header = "stage modules devices samples parameters FLOPs activations in-edges out-edges in flight"
+    assert [cell.strip() for cell in text.splitlines()[0].strip("|").split("|")] == header.split(" ", 9)
+    assert f"{num_stages} stages on {num_stages} devices" in text
+    assert "device 0 |" in text
+    assert not dist.is_initialized()
+
+
+def test_the_towers_of_an_example_wait_for_nothing() -> None:
+    plan, _ = make_plan(composed("experiment=feature_towers", name="plan"))
+    assert plan.depth == 2
+    assert [stage.modules for stage in plan.stages if plan.depths()[plan.stages.index(stage)] == 2] == [
+        ("mean_tower",),
+        ("error_tower",),
+        ("worst_tower",),
+    ]
+
+
+def test_what_it_writes_can_be_read(tmp_path: Path) -> None:
+    files = {name: str(tmp_path / name) for name in ("plan.yaml", "timeline.json", "picture.svg")}
+    names = zip(("output", "timeline", "svg"), files.values(), strict=True)
+    config = composed("experiment=feature_towers", *(f"{key}={path}" for key, path in names), name="plan")
+    show(config)
+    plan, timeline = make_plan(config)
+    assert Plan.load(files["plan.yaml"]) == plan
+    assert Timeline.load(files["timeline.json"]) == timeline
+    assert (tmp_path / "picture.svg").read_text().startswith("<svg")
+    again, _ = make_plan(composed("experiment=feature_towers", f"strategy.plan={files['plan.yaml']}", name="plan"))
+    assert again == plan
+
+
+def test_stages_declared_by_hand() -> None:
+    stages = "{mean_tower: 0, error_tower: 0, worst_tower: 1, trunk: 2}"
+    config = composed("experiment=feature_towers", "trainer.devices=3", f"strategy.stages={stages}", name="plan")
+    plan, _ = make_plan(config)
+    assert [stage.modules for stage in plan.stages] == [
+        ("mean_tower", "error_tower"),
+        ("worst_tower",),
+        ("trunk", STEP),
+    ]
+
+
+def test_pipelines_divide_the_devices() -> None:
+    config = composed("experiment=gpt_text", "trainer.devices=8", "strategy.num_pipelines=4", name="plan")
+    assert make_plan(config)[0].num_devices == 2
+
+
+def test_the_chain_has_the_same_stages_and_more_depth() -> None:
+    graph, _ = make_plan(composed("experiment=feature_towers", name="plan"))
+    chain, _ = make_plan(composed("experiment=feature_towers", "strategy.chain_baseline=true", name="plan"))
+    assert [stage.modules for stage in chain.stages] == [stage.modules for stage in graph.stages]
+    assert (graph.depth, chain.depth) == (2, 4)
+
+
+def test_the_number_of_devices_is_configured_not_found() -> None:
+    trainer = composed("experiment=gpt_text", "trainer.devices=4", "trainer.num_nodes=3").trainer
+    assert num_processes(trainer) == 12
+    assert num_processes(composed("experiment=gpt_text", "trainer.devices=[0,3]").trainer) == 2
+    with pytest.raises(ConfigError, match="trainer.devices=auto: gpp-plan does not look at this machine"):
+        num_processes(composed("experiment=gpt_text", "trainer.devices=auto").trainer)
+
+
+def test_other_strategies_have_no_plan() -> None:
+    with pytest.raises(ConfigError, match="gpp-plan plans for strategy=gpp, not for SingleDeviceStrategy"):
+        make_plan(composed("experiment=two_tower", "strategy=single_device", name="plan"))
+
+
+def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.yaml")
+    make_plan(composed("experiment=feature_towers", name="plan"))[0].save(path)
+    with pytest.raises(PlanError, match="strategy.plan.* another model|strategy.plan"):
+        make_plan(composed("experiment=feature_towers", "model.width=16", f"strategy.plan={path}", name="plan"))
