@@ -28,7 +28,7 @@ STAGES = [
 
 
 class TwoTowers(pl.LightningModule):
-    """Two towers, a head on both, an unused module, a metric object, several kinds of logging, values kept for an epoch."""
+    """Two towers, a head, an unused module, a metric object, several kinds of logging, values kept for an epoch."""
 
     def __init__(self, width: int = 6, lr: float = 0.05) -> None:
         super().__init__()
