@@ -22,7 +22,7 @@ from lightning_gpp.planning.units import UnitGraph, find_units
 FINENESS = (1, 2, 4, 8)
 """Pieces per device that the model is cut into, from coarse to fine."""
 
-WORTH_CUTTING = 0.95
+WORTH_CUTTING = 0.9
 """Finer pieces must shorten the step to this part of what coarser ones reach: whole modules run and read better."""
 
 MAX_UNITS = 400

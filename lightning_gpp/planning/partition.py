@@ -111,37 +111,44 @@ class Partition:
     def score(self) -> float:
         """Estimated seconds of a step; infinite where the stages form a cycle.
 
-        The first micro-batch passes the longest path of the stage graph, with its transfers; each further one takes
-        as long as the slowest stage, which computes and moves bytes. In a chain of n equal stages with M micro-batches
-        and free communication this is the known (M + n - 1) times a stage's forward and backward.
+        The first micro-batch passes the longest path of the stage graph, with its transfers. Each further one takes
+        as long as the slowest stage, which computes and moves bytes, or as long as one of the micro-batches in flight
+        takes its turn: a stage at depth d has d of them, and waits for the longest way to the sink and back. In a
+        chain of n equal stages with M micro-batches and free communication this is the known (M + n - 1) times a
+        stage's forward and backward.
         """
         times = list(self.compute)
         for (src, dst), (seconds, _, _) in self.edges.items():
             times[src] += seconds
             times[dst] += seconds
+        ways = self.ways()
+        if ways is None:
+            return inf
         spread = sqrt(sum(time * time for time in times) / len(times))
-        rest = self.problem.num_micro_batches - 1
-        return self.longest_path() + rest * (max(times) + SMOOTHING * spread)
+        period = max(max(times), max(seconds / depth for seconds, depth in ways))
+        return max(ways)[0] + (self.problem.num_micro_batches - 1) * (period + SMOOTHING * spread)
 
-    def longest_path(self) -> float:
-        """Seconds of the slowest path of one micro-batch through the stages and back; infinite in a cycle."""
-        following: list[list[tuple[int, float]]] = [[] for _ in self.compute]
-        waiting = [0] * len(self.compute)
+    def ways(self) -> list[tuple[float, int]] | None:
+        """For every stage the seconds of the slowest way of a micro-batch to the sink and back, itself included, and
+        its depth: the most stages on such a way. None where the stages form a cycle.
+        """
+        num_stages = len(self.compute)
+        before: list[list[tuple[int, float]]] = [[] for _ in range(num_stages)]
+        waiting = [0] * num_stages
         for (src, dst), (seconds, _, backward) in self.edges.items():
-            following[src].append((dst, seconds + self.problem.link.latency * (2 if backward else 1)))
-            waiting[dst] += 1
-        start = [0.0] * len(self.compute)
+            before[dst].append((src, seconds + self.problem.link.latency * (2 if backward else 1)))
+            waiting[src] += 1
+        behind, depth = [0.0] * num_stages, [1] * num_stages
         ready = [stage for stage, count in enumerate(waiting) if not count]
         for stage in ready:
-            end = start[stage] + self.compute[stage]
-            for dst, seconds in following[stage]:
-                start[dst] = max(start[dst], end + seconds)
-                waiting[dst] -= 1
-                if not waiting[dst]:
-                    ready.append(dst)
-        if len(ready) < len(waiting):
-            return inf
-        return max(map(sum, zip(start, self.compute, strict=True)))
+            behind[stage] += self.compute[stage]
+            for src, seconds in before[stage]:
+                behind[src] = max(behind[src], behind[stage] + seconds)
+                depth[src] = max(depth[src], depth[stage] + 1)
+                waiting[src] -= 1
+                if not waiting[src]:
+                    ready.append(src)
+        return list(zip(behind, depth, strict=True)) if len(ready) == num_stages else None
 
     @property
     def bottleneck(self) -> float:

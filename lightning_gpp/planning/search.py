@@ -79,5 +79,5 @@ def _kick(partition: Partition, random: Random) -> None:
         if targets:
             old = partition.stage[unit]
             partition.move(unit, random.choice(targets))
-            if partition.longest_path() == inf:
+            if partition.ways() is None:
                 partition.move(unit, old)

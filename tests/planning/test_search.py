@@ -47,5 +47,6 @@ def test_the_cut_of_a_chain_is_the_best_one() -> None:
 
 def test_a_chain_of_equal_stages_takes_the_known_time() -> None:
     partition = Partition(chain_problem(4, 4, num_micro_batches=6), [0, 1, 2, 3])
-    assert partition.longest_path() == pytest.approx(4 + 3 * 0.01)
-    assert partition.score() == pytest.approx(4 + 3 * 0.01 + 5 * (1 + SMOOTHING))
+    assert partition.ways() == [(pytest.approx(d + 0.01 * (d - 1)), d) for d in (4, 3, 2, 1)]
+    turn = (4 + 3 * 0.01) / 4
+    assert partition.score() == pytest.approx(4 + 3 * 0.01 + 5 * (turn + SMOOTHING))
