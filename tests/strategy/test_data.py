@@ -1,0 +1,62 @@
+"""Peeking at data changes nothing; forms of batches are told apart by shape and dtype, not by samples or values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch.utils.data import DataLoader
+
+from lightning_gpp.strategy.data import Placeholder, outline, peek, signature
+from tests.strategy.harness import make_data
+
+
+def loaders() -> dict[str, DataLoader[Any]]:
+    data = make_data()
+    return {
+        "shuffled": DataLoader(data, batch_size=4, shuffle=True),
+        "own generator": DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        "not batched": DataLoader([tuple(tensor[:4] for tensor in data.tensors)] * 2, batch_size=None),
+    }
+
+
+@pytest.mark.parametrize("name", list(loaders()))
+def test_peeking_gives_the_first_batch_and_changes_nothing(name: str) -> None:
+    loader = loaders()[name]
+    torch.manual_seed(0)
+    iterator = iter(loader)  # Lightning does so before the strategy peeks
+    peeked = peek(loader)
+    first = next(iterator)
+    torch.manual_seed(0)
+    again = next(iter(loaders()[name]))
+    torch.testing.assert_close(first, again)
+    assert signature(peeked) == signature(first)
+    assert len(peeked[0]) == 4
+
+
+def test_workers_that_persist_are_left_alone() -> None:
+    loader = DataLoader(make_data(), batch_size=4, num_workers=1, persistent_workers=True)
+    iterator = iter(loader)
+    peeked = peek(loader)
+    torch.testing.assert_close(next(iterator), peeked)
+
+
+def test_signatures() -> None:
+    batch = {"x": torch.zeros(4, 3), "names": ["a", "b", "c", "d"], "scale": 2.0}
+    longer = {"x": torch.ones(6, 3), "names": list("abcdef"), "scale": 3.0}
+    assert signature(batch) == signature(longer) == signature(outline(batch))
+    for changed in (
+        {**batch, "x": torch.zeros(4, 5)},
+        {**batch, "x": torch.zeros(4, 3).double()},
+        {**batch, "more": torch.zeros(4)},
+        {**batch, "scale": None},
+    ):
+        assert signature(changed) != signature(batch)
+
+
+def test_a_placeholder_counts_its_samples() -> None:
+    placeholder = Placeholder(torch.empty(7, 0))
+    assert extract_batch_size(placeholder) == 7
+    assert "Placeholder" in repr(placeholder)

@@ -1,0 +1,194 @@
+"""What cannot work is refused before training starts, with what, where, the values and a remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.utils.data import DataLoader
+
+from lightning_gpp import ConfigError, GPPError, GPPStrategy, PlanError
+from lightning_gpp.plan import STEP, Plan, Stage
+from lightning_gpp.strategy.checks import check_precision
+from lightning_gpp.strategy.data import Placeholder, peek
+from tests.strategy import harness
+from tests.strategy.harness import TwoTowers, loader, make_data
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"num_micro_batches": 4, "micro_batch_size": 2}, "num_micro_batches=4 and strategy.micro_batch_size=2"),
+        ({"num_micro_batches": 0}, "strategy.num_micro_batches is 0; it must be a whole number >= 1"),
+        ({"num_pipelines": 1.5}, "strategy.num_pipelines is 1.5"),
+        ({"loss_reduction": "max"}, "loss_reduction is 'max'; it must be one of 'mean', 'sum'"),
+        ({"self_check": "never"}, "self_check is 'never'"),
+        ({"stages": {}}, "strategy.stages is empty"),
+        ({"stages": {"a": 0, "b": 2}}, r"without gaps, got \[0, 2\]"),
+        ({"stages": [{"modules": ["a"], "device": 1}]}, "a stage needs `modules`"),
+        ({"stages": ["a"]}, "'a' is not a mapping"),
+        ({"timeout": -1}, "strategy.timeout is .*; it must be more than 0 seconds"),
+        ({"failure_timeout": "soon"}, "failure_timeout is 'soon'; give seconds"),
+    ],
+)
+def test_settings(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        GPPStrategy(**settings)
+
+
+def one_stage(**changes: Any) -> Plan:
+    stage = Stage(name="all", modules=("left", "right", "head", STEP), devices=(0,), micro_batch_size=2)
+    return Plan(stages=(stage,), edges=(), batch_size=8, **changes)
+
+
+def test_a_plan_and_stages() -> None:
+    with pytest.raises(ConfigError, match=r"Both strategy.plan and strategy.stages"):
+        GPPStrategy(plan=one_stage(), stages={"left": 0})
+
+
+def test_a_plan_file_that_is_missing() -> None:
+    with pytest.raises(PlanError, match="nowhere.yaml"):
+        GPPStrategy(plan="nowhere.yaml")
+
+
+class Manual(TwoTowers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(TwoTowers):
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward()
+
+
+class Fetching(TwoTowers):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return next(dataloader_iter)
+
+
+class Quasi(TwoTowers):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Foreign(TwoTowers):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), torch.nn.Parameter(torch.zeros(2))])
+
+
+class Skipping(TwoTowers):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.loss(batch)
+
+
+class Scalarless(TwoTowers):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, logits = self.loss(batch)
+        self.log("logits", logits)
+        return loss
+
+
+class Repeating(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+class Sharpness(TwoTowers):
+    def configure_optimizers(self) -> Any:
+        return Repeating(self.parameters(), lr=0.1)
+
+
+Case = tuple[type[TwoTowers], dict[str, Any], dict[str, Any], str]
+
+CASES: dict[str, Case] = {
+    "more micro-batches than samples": (
+        TwoTowers,
+        {"num_micro_batches": 9},
+        {},
+        "num_micro_batches=9, but .* 8 samples",
+    ),
+    "unknown schedule": (TwoTowers, {"schedule": "2f3b"}, {}, "strategy.schedule='2f3b' is not a schedule.*1f1b"),
+    "unknown partitioner": (TwoTowers, {"partitioner": "best"}, {}, "partitioner='best' does not exist.*balanced"),
+    "cyclic stages": (
+        TwoTowers,
+        {"stages": [{"modules": ["left.0", "head"]}, {"modules": ["left.2", "right"]}]},
+        {},
+        "cycle",
+    ),
+    "unknown module": (TwoTowers, {"stages": {"left": 0, "rihgt": 0, "head": 0}}, {}, "'rihgt'.*Did you mean 'right'"),
+    "fewer devices than the plan": (TwoTowers, {"stages": {"left": 0, "right": 1, "head": 1}}, {}, "needs 2 devices"),
+    "plan of another model": (TwoTowers, {"plan": one_stage(model="0123")}, {}, "made for another model"),
+    "manual optimization": (Manual, {}, {}, "Manual uses manual optimization"),
+    "own backward": (OwnBackward, {}, {}, "OwnBackward overrides `backward`.*on_after_backward"),
+    "dataloader_iter": (Fetching, {}, {}, "Fetching.training_step takes `dataloader_iter`"),
+    "L-BFGS": (Quasi, {}, {}, "returned L-BFGS.*first-order"),
+    "repeated closure": (Sharpness, {}, {}, "called its closure more than once"),
+    "foreign parameter": (Foreign, {}, {}, r"a parameter of shape \(2,\) that is not one of the module's"),
+    "no loss": (Skipping, {}, {}, "must return the loss"),
+    "logging a tensor": (Scalarless, {}, {}, r"self.log\('logits', ...\) was given a tensor of shape \(\d, 3\)"),
+    "weight averaging": (
+        TwoTowers,
+        {},
+        {"callbacks": [StochasticWeightAveraging(0.1)]},
+        "StochasticWeightAveraging copies",
+    ),
+    "synchronised BatchNorm": (TwoTowers, {}, {"sync_batchnorm": True}, "sync_batchnorm=True would average"),
+    "uneven pipelines": (TwoTowers, {"num_pipelines": 2}, {}, "num_pipelines=2 does not divide the 1 devices"),
+}
+
+
+def all_messages(rank: int) -> dict[str, str]:
+    return {name: message_of(lambda case=case: fit(case)) for name, case in CASES.items()}
+
+
+def fit(case: Case) -> None:
+    kind, settings, options, _ = case
+    harness.trainer(harness.strategy(**{"stages": None, **settings}), 1, **options).fit(kind().double(), loader())
+
+
+def message_of(function: Callable[[], None]) -> str:
+    try:
+        function()
+    except GPPError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+@pytest.fixture(scope="module")
+def messages() -> dict[str, str]:
+    found: list[dict[str, str]] = harness.run(1, all_messages)
+    return found[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs(messages: dict[str, str], name: str) -> None:
+    assert re.search(CASES[name][3], messages[name], re.DOTALL), messages[name]
+
+
+def test_a_scaled_loss() -> None:
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    with pytest.raises(ConfigError, match=r"precision='16-mixed' scales the loss.*bf16-mixed"):
+        check_precision(precision)
+
+
+@pytest.mark.parametrize("use", [lambda b: b[0], len, list, lambda b: b["x"], lambda b: b.size(0)])
+def test_a_batch_used_where_there_is_none(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(ConfigError, match=r"a rank that has no data.*trainer.is_global_zero"):
+        use(Placeholder(torch.empty(3, 0)))
+
+
+def test_data_that_can_be_read_once() -> None:
+    with pytest.raises(ConfigError, match=r"a generator that can be read only once.*strategy.example_batch"):
+        peek(batch for batch in loader())
+
+
+def test_empty_data() -> None:
+    with pytest.raises(ConfigError, match="The data loader is empty"):
+        peek(DataLoader(make_data(3), batch_size=4, drop_last=True))
