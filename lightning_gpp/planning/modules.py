@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 
 from lightning_gpp.graph import Operator, OperatorGraph
 from lightning_gpp.plan import STEP
@@ -61,11 +62,17 @@ def some(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+LONGEST_NAME = 40
+"""Characters; longer names tell the first and the last module only."""
+
+
 def stage_names(stage_modules: Sequence[Sequence[str]]) -> list[str]:
-    """Short unique names for stages: `image_tower`, `blocks.0-3`, `head`."""
+    """Short unique names for stages: `image_tower`, `blocks.0-3`, `head`. What all paths begin with is left out."""
+    paths = [[module for module in modules if module != STEP] for modules in stage_modules]
+    start = _common_start([path for listed in paths for path in listed])
     names: list[str] = []
-    for modules in stage_modules:
-        base = name = _name(modules)
+    for listed in paths:
+        base = name = _name([path[start:] for path in listed])
         number = 1
         while name in names:
             number += 1
@@ -74,12 +81,26 @@ def stage_names(stage_modules: Sequence[Sequence[str]]) -> list[str]:
     return names
 
 
-def _name(modules: Sequence[str]) -> str:
-    paths = [module for module in modules if module != STEP]
+def _common_start(paths: Sequence[str]) -> int:
+    """Characters of the modules that hold all paths; none where a number would be left as a name."""
+    common = commonprefix([f"{path}." for path in paths])
+    start = common.rfind(".") + 1
+    rests = [path[start:] for path in paths]
+    return start if all(rest and not rest[0].isdecimal() for rest in rests) else 0
+
+
+def _name(paths: Sequence[str]) -> str:
     if not paths or paths == [""]:
         return "model" if paths else "step"
     labels = [_label(parent, names) for parent, names in _by_parent(paths).items()]
-    return "+".join(labels) if len(labels) <= 2 else f"{labels[0]}..{labels[-1]}"
+    name = "+".join(labels)
+    return name if len(labels) <= 2 and len(name) <= LONGEST_NAME else _span(paths[0], paths[-1])
+
+
+def _span(first: str, last: str) -> str:
+    """`a.b.0.x..1.y` for the paths a.b.0.x and a.b.1.y."""
+    start = commonprefix([f"{first}.", f"{last}."]).rfind(".") + 1
+    return f"{first}..{last[start:]}"
 
 
 def _by_parent(paths: Iterable[str]) -> dict[str, list[str]]:

@@ -1,0 +1,58 @@
+import pytest
+
+from lightning_gpp.planning.modules import around, module_tree, some, stage_names
+from tests.planning import graphs
+
+
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        ([["", "@step"]], ["model"]),
+        ([["image_tower"], ["text_tower"], ["head", "@step"]], ["image_tower", "text_tower", "head"]),
+        ([["blocks.0", "blocks.1", "blocks.2"], ["blocks.3"]], ["blocks.0-2", "blocks.3"]),
+        ([["blocks.0", "blocks.2", "blocks.3"], ["head"]], ["blocks.0,2-3", "head"]),
+        ([["embed", "blocks.0"], ["blocks.1", "head"]], ["embed+blocks.0", "blocks.1+head"]),
+        ([["embed", "blocks.0", "x.y"], ["head"]], ["embed..x.y", "head"]),
+        ([["model.h.0"], ["model.lm_head"]], ["h.0", "lm_head"]),
+        ([["net.conv", "net.norm"], ["net.pool", "net.fc", "net.head"]], ["conv+norm", "pool..head"]),
+        ([["a"], ["@step"]], ["a", "step"]),
+        ([["a.b"], ["c"], ["a.b.d", "a.b.e"], ["a.b.f", "a.b.e"]], ["a.b", "c", "a.b.d+e", "a.b.f+e"]),
+        (
+            [["text_tower.blocks.0.perceptron_norm", "text_tower.blocks.1.attention"], ["text_tower.head"]],
+            ["blocks.0.perceptron_norm..1.attention", "head"],
+        ),
+        (
+            [["text_tower.blocks.0.perceptron_norm", "text_tower.blocks.1.attention_norm"], ["head"]],
+            ["text_tower.blocks.0.perceptron_norm..1.attention_norm", "head"],
+        ),
+    ],
+)
+def test_stage_names(modules: list[list[str]], names: list[str]) -> None:
+    assert stage_names(modules) == names
+
+
+def test_names_are_unique() -> None:
+    modules = [["a", "b", "c"], ["a", "d", "c"], ["a", "e", "c"]]
+    assert stage_names(modules) == ["a..c", "a..c#2", "a..c#3"]
+
+
+def test_tree() -> None:
+    tree = module_tree(graphs.two_towers(num_blocks=1))
+    assert [node.path for node in tree.walk()][:5] == [
+        "",
+        "image_tower",
+        "image_tower.blocks",
+        "image_tower.blocks.0",
+        "image_tower.blocks.0.attn",
+    ]
+    assert tree.has_state
+    assert "@step" not in {node.path for node in tree.walk()}
+
+
+def test_around() -> None:
+    assert around(["a.b.c", "d"]) == {"", "a", "a.b"}
+
+
+def test_some() -> None:
+    assert some(["a", "b"]) == "a, b"
+    assert some(list("abcdefghij")) == "a, b, c, d, e, f, g, h and 2 more"
