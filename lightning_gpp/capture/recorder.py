@@ -21,7 +21,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-import lightning_gpp
 from lightning_gpp._compat import FakeTensor
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import Context, ModuleCall, ModuleRef, Recorded, Recording, Ref, StateRef
@@ -29,7 +28,8 @@ from lightning_gpp.errors import CaptureError
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero"}
 _LIBRARY = (
-    *(f"{Path(str(package.__file__)).parent}{os.sep}" for package in (torch, lightning, torchmetrics, lightning_gpp)),
+    *(f"{Path(str(package.__file__)).parent}{os.sep}" for package in (torch, lightning, torchmetrics)),
+    f"{Path(__file__).parents[1]}{os.sep}",
     str(contextlib.__file__),
     "<",
 )
