@@ -71,7 +71,7 @@ class Watcher(threading.Thread):
         self._interval = min(max(timeout / 8, 0.05), 0.5)
         self._submitted: Cause | None = None
         self._end_by = float("inf")
-        self._last_tick = time.monotonic()
+        self._last_tick = time.monotonic() - self._interval  # the first one is due
         self._open()
 
     def submit(self, cause: Cause) -> None:

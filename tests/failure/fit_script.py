@@ -1,4 +1,4 @@
-"""A small module trained as a pipeline of three stages, with a fault on a chosen rank in a chosen phase.
+"""A small module trained as a pipeline of two or three stages, with a fault on a chosen rank in a chosen phase.
 
 A script for launchers (the environment chooses), and a function for processes that a test starts itself.
 """
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpp import GPPStrategy
 
-WORLD_SIZE = 3
+STAGES = {3: {"first": 0, "second": 1, "third": 2}, 2: {"first": 0, "second": 0, "third": 1}}
 FAILURE_TIMEOUT = 12.0
 """Seconds. A stopped rank counts as stopped after a fifth of it."""
 MICRO_BATCHES = 4
@@ -79,20 +79,20 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(folder: str, callbacks: list[L.Callback] | None = None) -> None:
+def fit(folder: str, world_size: int, callbacks: list[L.Callback] | None = None) -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(1)
     data = DataLoader(TensorDataset(torch.randn(64, 8), torch.rand(64, 8)), batch_size=8)
     trainer = L.Trainer(
         strategy=GPPStrategy(
-            stages={"first": 0, "second": 1, "third": 2},
+            stages=STAGES[world_size],
             num_micro_batches=MICRO_BATCHES,
             failure_timeout=FAILURE_TIMEOUT,
             self_check=False,
         ),
         accelerator="cpu",
-        devices=WORLD_SIZE,
-        max_epochs=int(os.environ.get("EPOCHS", "1")),
+        devices=world_size,
+        max_epochs=1,
         limit_val_batches=2,
         num_sanity_val_steps=0,
         callbacks=callbacks,
@@ -107,4 +107,4 @@ def fit(folder: str, callbacks: list[L.Callback] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    fit(str(Path.cwd()))
+    fit(str(Path.cwd()), world_size=2)

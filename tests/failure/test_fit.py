@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,13 +12,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import lightning as L
 import pytest
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from tests.failure import fit_script
-from tests.failure.fit_script import FAILURE_TIMEOUT, WORLD_SIZE
+from tests.failure.fit_script import FAILURE_TIMEOUT
 from tests.failure.pipeline_rank import free_port, processes_running
+
+WORLD_SIZE = 3
 
 SAID = {
     "raise": r"raised ValueError: the injected fault",
@@ -40,7 +42,7 @@ def fit_as_torchrun_would(rank: int, world_size: int, port: int, folder: str, en
     }
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test", **environment)
-    fit_script.fit(folder, CALLBACKS[environment.get("CALLBACK", "")](folder))
+    fit_script.fit(folder, world_size, CALLBACKS[environment.get("CALLBACK", "")](folder))
 
 
 CALLBACKS = {
@@ -87,6 +89,75 @@ def test_sigterm_ends_all_ranks(tmp_path: Path, rank: int) -> None:
     assert all(running.codes), running.codes
     for each in range(WORLD_SIZE):
         assert names(running.output(each), rank, "terminate"), running.output()
+
+
+LAUNCHERS = {
+    "lightning": (),
+    "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"),
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "kind", "rank", "phase"),
+    [
+        ("lightning", "kill", 0, "steady"),
+        ("lightning", "stop", 0, "validation"),
+        ("lightning", "exit", 1, "warm-up"),
+        ("torchrun", "raise", 1, "steady"),
+        ("torchrun", "stop", 0, "warm-up"),
+    ],
+)
+def test_launchers_leave_nothing_behind(tmp_path: Path, launcher: str, kind: str, rank: int, phase: str) -> None:
+    output = tmp_path / "output.txt"
+    with launched(launcher, output, fault(kind, rank, phase)) as process:
+        code = process.wait(55)
+        text = output.read_text()
+        left = still_there(text, patience=3.0)
+    assert time.monotonic() - began(text) < BOUND.get(kind, 5.0) + 5.0
+    assert code != 0
+    assert names(text, rank, kind), text
+    assert len(pids(text)) == 2
+    assert not left
+    if kind == "raise":
+        assert "ValueError: the injected fault" in text.partition("Root Cause")[2], text
+
+
+@contextlib.contextmanager
+def launched(launcher: str, output: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The script under a launcher; whatever is left of it at the end is killed."""
+    port = str(free_port())
+    more = [f"--master-port={port}"] if launcher == "torchrun" else []
+    command = [sys.executable, *LAUNCHERS[launcher], *more, fit_script.__file__]
+    variables = {**os.environ, "MASTER_PORT": port, "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
+    with output.open("wb") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=stream, cwd=output.parent, env=variables)
+    try:
+        yield process
+    finally:
+        for pid in {process.pid, *pids(output.read_text())}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def pids(output: str) -> set[int]:
+    return {int(pid) for pid in re.findall(r"pid (\d+) rank \d", output)}
+
+
+def still_there(output: str, patience: float) -> set[int]:
+    """Processes of the ranks that have not ended after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while (left := {pid for pid in pids(output) if is_running(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def is_running(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    try:
+        return state.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def began(output: str) -> float:
