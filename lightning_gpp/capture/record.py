@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import logging
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -148,9 +150,24 @@ def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Reco
         if recorder.scope == -1:
             recorder.use((args, kwargs))
 
+    for metric in replica.modules():
+        if isinstance(metric, torchmetrics.Metric | torchmetrics.MetricCollection):
+            _note_uses(metric, recorder)
     if hasattr(replica, "log_dict"):
         vars(replica)["_trainer"] = _ObservedTrainer(trainer, run_time, recorder)
         vars(replica).update(log=log, log_dict=log, print=_Swallow())
+
+
+def _note_uses(metric: nn.Module, recorder: Recorder) -> None:
+    """The step uses what it hands to a metric, though the silenced metric computes nothing from it."""
+
+    def noted(answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if recorder.scope == -1:
+            recorder.use((args, kwargs))
+        return answer(*args, **kwargs)
+
+    for name in ("forward", "update"):
+        object.__setattr__(metric, name, functools.partial(noted, getattr(metric, name)))
 
 
 def _fake_batch(batch: Any, total: int, num_samples: int, mode: FakeTensorMode, device: torch.device) -> Any:

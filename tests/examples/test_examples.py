@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from gpp_examples.feature_towers import BreastCancer, FeatureTowers
 from gpp_examples.gpt_text import GPT, PythonTopics
 from gpp_examples.two_tower import CAPTION_BYTES, WORDS, CaptionedDigits, TwoTower, caption
+from lightning_gpp.capture import capture
 
 EXAMPLES = {
     "two_tower": (TwoTower, CaptionedDigits),
@@ -79,6 +80,16 @@ def test_the_loss_of_a_batch_is_finite_in_float64(
     loss = model.training_step(batch, 0)
     assert loss.dtype is torch.float64
     assert loss.isfinite()
+
+
+@pytest.mark.parametrize("step", ["training_step", "validation_step", "test_step"])
+def test_every_step_is_captured_with_what_it_reads(
+    example: tuple[L.LightningModule, L.LightningDataModule], step: str
+) -> None:
+    model, data = example
+    captured = capture(model, next(iter(data.train_dataloader())), step=step)
+    (logits,) = captured.network.needed
+    assert captured.network.calls[logits.call].outputs[logits.output][0][0] > 0
 
 
 def test_a_few_steps_lower_the_loss(example: tuple[L.LightningModule, L.LightningDataModule]) -> None:
