@@ -4,6 +4,7 @@ place to look at."""
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -206,6 +207,13 @@ def uses_dataloader_iter(step: Callable[..., Any]) -> bool:
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
     return bool(is_param_in_hook_signature(step, "dataloader_iter", explicit=True))
+
+
+def keep_sigterm_handler(trainer: Any) -> None:
+    """Let Lightning leave SIGTERM's handler as it is now, instead of the one it found when the run started."""
+    handlers = trainer._signal_connector._original_handlers
+    if signal.SIGTERM in handlers:
+        handlers[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
 
 
 def disable_sigterm_broadcast(trainer: Any) -> None:

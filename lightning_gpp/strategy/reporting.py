@@ -16,6 +16,7 @@ from lightning_gpp.simulation import StageCosts, Timeline, estimate, simulate
 from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.engine import Engine
 
+
 def announce_plan(plan: Plan, num_pipelines: int) -> None:
     """Print the plan, on global rank zero."""
     copies = f", {num_pipelines} pipelines" if num_pipelines > 1 else ""

@@ -20,7 +20,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gpp._compat import current_hook, gather_over, reduce_over, set_rank_zero, subprocess_launcher
+from lightning_gpp._compat import (
+    current_hook,
+    gather_over,
+    keep_sigterm_handler,
+    reduce_over,
+    set_rank_zero,
+    subprocess_launcher,
+)
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import devices_per_pipeline
@@ -269,8 +276,9 @@ class GPPStrategy(ParallelStrategy):
                 part.teardown()
         if self._monitor is not None:
             self._monitor.stop()
-        if self._guard is not None:
+        if self._guard is not None and self.lightning_module is not None:
             self._guard.remove()
+            keep_sigterm_handler(self.lightning_module.trainer)
         self._monitor = self._guard = None
 
     def model_to_device(self) -> None:

@@ -9,10 +9,16 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
+
+from tests.strategy import harness
+from tests.strategy.harness import TwoTowers, loader
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("script.py"))
@@ -51,37 +57,53 @@ def outcome(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
-def losses(output: str) -> list[str]:
-    return re.findall(r"rank \d of 2 ended with ([\d.]+)", output)
+def losses(output: str) -> list[float]:
+    return [float(number) for number in re.findall(r"rank \d of 2 ended with ([\d.]+)", output)]
 
 
-def slurm(folder: Path) -> str:
-    port, outputs = str(free_port()), []
+def by_lightning(folder: Path) -> str:
+    return succeeded(start([SCRIPT, str(folder), "trace", "0"]))
+
+
+def by_torchrun(folder: Path) -> str:
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    return succeeded(start([*torchrun, SCRIPT, str(folder), "default", "0"]))
+
+
+def by_slurm(folder: Path) -> str:
     common = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "4711"}
-    common |= {"SLURM_JOB_NAME": "train", "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"SLURM_JOB_NAME": "train", "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(free_port())}
     ranks = [{**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
     processes = [start([SCRIPT, str(folder), "default", "0"], **variables) for variables in ranks]
-    for process in processes:
-        code, output = outcome(process)
-        assert code == 0, output
-        outputs.append(output)
-    return "".join(outputs)
+    return "".join([succeeded(process) for process in processes])
 
 
-def test_lightning_torchrun_and_slurm_train_the_same(tmp_path: Path) -> None:
-    code, lightning = outcome(start([SCRIPT, str(tmp_path / "lightning"), "trace", "0"]))
-    assert code == 0, lightning
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}", SCRIPT]
-    code, elastic = outcome(start([*torchrun, str(tmp_path / "torchrun"), "default", "0"]))
-    assert code == 0, elastic
-    found = [losses(output) for output in (lightning, elastic, slurm(tmp_path / "slurm"))]
-    assert [len(entries) for entries in found] == [2, 2, 2]
-    assert len({loss for entries in found for loss in entries}) == 1
-    check_trace(tmp_path / "lightning")
-    assert "in flight" in lightning  # the plan's table, printed once
-    assert lightning.count("| stage") == 1
-    checkpoint = next((tmp_path / "torchrun").rglob("*.ckpt"))
+def succeeded(process: subprocess.Popen[str]) -> str:
+    code, output = outcome(process)
+    assert code == 0, output
+    return output
+
+
+def plain_loss() -> float:
+    """The last loss of the script's training on one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pl.seed_everything(1, verbose=False)
+        module = TwoTowers().double()
+        harness.trainer().fit(module, loader(), loader(10, seed=2))
+    return module.losses[-1]
+
+
+@pytest.mark.parametrize("launch", [by_lightning, by_torchrun, by_slurm])
+def test_started_by(tmp_path: Path, launch: Callable[[Path], str]) -> None:
+    output = launch(tmp_path)
+    assert losses(output) == pytest.approx([plain_loss()] * 2, rel=1e-10)
+    assert output.count("| stage") == 1  # the plan's table, printed once
+    checkpoint = next(tmp_path.rglob("*.ckpt"))
     assert "left.0.weight" in torch.load(checkpoint, weights_only=True)["state_dict"]
+    if launch is by_lightning:
+        check_trace(tmp_path)
 
 
 def check_trace(folder: Path) -> None:
