@@ -265,6 +265,14 @@ def gather_over(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Ten
     return _all_gather_ddp_if_available(tensor, group, sync_grads=sync_grads)
 
 
+def forget_indices(batch_sampler: Any) -> None:
+    """Let prediction writers find no indices of samples, where a loader's batch sampler is never iterated."""
+    from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+
+    if isinstance(batch_sampler, _IndexBatchSamplerWrapper):
+        batch_sampler.seen_batch_indices = []
+
+
 def first_training_batch(trainer: Any, peek: Callable[[Any], Any] | None) -> Any:
     """Set the training data loaders up now instead of when the loop starts, and `peek` at each one's first batch."""
     from torch.utils._pytree import tree_unflatten

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_gpp._compat import uses_dataloader_iter
@@ -52,12 +52,12 @@ def check_precision(precision: Precision) -> None:
 
 def check_callbacks(trainer: pl.Trainer) -> None:
     """Raise ConfigError for callbacks that work on the whole module at once."""
-    kinds: tuple[type, ...] = (StochasticWeightAveraging, BatchSizeFinder, *_averaging())
+    kinds: tuple[type, ...] = (StochasticWeightAveraging, BatchSizeFinder, BaseFinetuning, *_averaging())
     for callback in getattr(trainer, "callbacks", ()):
         if isinstance(callback, kinds):
             raise ConfigError(
-                f"The callback {type(callback).__name__} copies or restores the whole module, of which every rank "
-                "holds a part. Remove it (trainer.callbacks)."
+                f"The callback {type(callback).__name__} copies, restores or compares the whole module, of which every "
+                "rank holds a part. Remove it (trainer.callbacks)."
             )
 
 

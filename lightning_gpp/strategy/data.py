@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_gpp._compat import forget_indices
 from lightning_gpp.capture.batch import batch_size_of, map_samples
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.strategy.control import Control
@@ -53,6 +54,7 @@ class ShadowLoader:
         for name in ("sampler", "batch_sampler", "dataset"):
             if hasattr(loader, name):
                 setattr(self, name, getattr(loader, name))
+        forget_indices(getattr(loader, "batch_sampler", None))
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -91,7 +92,7 @@ class Engine:
         self.plan = plan_for(captured, self.options, self.control.num_devices)
         _check_step_device(self.plan)
         self._agree(captured, self.plan)
-        self._first = captured, signature(example)
+        self._first = captured, self._form(example)
         self._on_plan(self.plan)
         if step == TRAINING and self._wants_check(self.plan):
             with isolate_rng():
@@ -181,7 +182,7 @@ class Engine:
         """
         numbers = torch.zeros(2, dtype=torch.int64)
         if self.control.runs_step:
-            facts = (-1, 0) if batch is None else (batch_size_of(batch), signature(batch))
+            facts = (-1, 0) if batch is None else (batch_size_of(batch), self._form(batch))
             numbers = torch.tensor(facts)
         self.batch_size, self.batch_signature = self.control.share(numbers).tolist()
         return self.batch_size >= 0
@@ -296,7 +297,19 @@ class Engine:
             captured, known = self._first
             if captured.step == step and known == self.batch_signature:
                 return captured
-        return self._capture(step, self.control.share_object(outline(batch) if self.control.runs_step else None))
+        facts = (outline(batch), self._trained()) if self.control.runs_step else None
+        example, trained = self.control.share_object(facts)
+        for parameter, flag in zip(self.module.parameters(), trained, strict=True):
+            if parameter.requires_grad != flag:  # the user's hooks may have changed it where the step runs only
+                parameter.requires_grad_(flag)
+        return self._capture(step, example)
+
+    def _form(self, batch: Any) -> int:
+        """Fingerprint of what a capture depends on: the batch's form, and which parameters are trained."""
+        return signature(batch) ^ (zlib.crc32(bytes(self._trained())) << 16)
+
+    def _trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.module.parameters()]
 
     def _connected(self, plan: Plan) -> DistributedTransport:
         """One transport for all sessions; it connects device 0 to all, which evaluation may need more than training."""

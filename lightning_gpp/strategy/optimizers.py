@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,18 +24,36 @@ class OptimizerIndex:
     def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
         _check(optimizer)
         self.optimizer = optimizer
+        self.groups: list[list[str]] = []
+        self.labels: list[list[str] | None] = []
+        self._kept: list[list[str]] = []
+        self._add_groups(module)
+
+    def _add_groups(self, module: nn.Module) -> None:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self.groups = [[_name(parameter, names) for parameter in group["params"]] for group in optimizer.param_groups]
-        self.labels = [group.get("param_names") for group in optimizer.param_groups]
-        self._kept = self.groups
+        for group in self.optimizer.param_groups[len(self.groups) :]:
+            self.groups.append([_name(parameter, names) for parameter in group["params"]])
+            self.labels.append(group.get("param_names"))
+            self._kept.append(self.groups[-1])
+
+    def refresh(self, module: nn.Module, names: set[str], tensors: Mapping[str, Tensor]) -> None:
+        """Take up groups that a hook has added to the optimizer since; keep of them what is among `names`."""
+        known = len(self.groups)
+        if known < len(self.optimizer.param_groups):
+            self._add_groups(module)
+            self._keep(range(known, len(self.groups)), names, tensors)
 
     def keep(self, names: set[str], tensors: Mapping[str, Tensor]) -> None:
         """Let the optimizer forget all parameters but these, and the state it may have made for them.
 
         `tensors`: the parameters as they are in the module now; placing them may have made new ones.
         """
+        self._keep(range(len(self.groups)), names, tensors)
+
+    def _keep(self, numbers: Iterable[int], names: set[str], tensors: Mapping[str, Tensor]) -> None:
         states = self.optimizer.state
-        for group, known in zip(self.optimizer.param_groups, self.groups, strict=True):
+        for number in numbers:
+            group, known = self.optimizer.param_groups[number], self.groups[number]
             places = [place for place, name in enumerate(known) if name in names]
             before = dict(zip(known, group["params"], strict=True))
             group["params"] = [tensors[known[place]] for place in places]
@@ -45,7 +63,7 @@ class OptimizerIndex:
                 state = states.pop(parameter, None)
                 if name in names and state is not None:
                     states[tensors[name]] = state
-        self._kept = [[name for name in known if name in names] for known in self.groups]
+            self._kept[number] = [name for name in known if name in names]
 
     @property
     def kept(self) -> set[str]:

@@ -71,7 +71,9 @@ class Run:
         self._trace = TraceFile(trainer.default_root_dir, control) if options.trace else None
         self._indices: list[OptimizerIndex] = []
         self._gradients: GradientSync | None = None
+        self._synchronised: tuple[Any, ...] = ()
         self._accumulating = False
+        self._example_input: Any = None
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -89,7 +91,6 @@ class Run:
         for index in self._indices:
             index.keep(placement.names_on(self.control.device), tensors)
             _compat.optimizer_to_device(index.optimizer, self.device)
-        self._gradients = self._gradient_sync(placement)
         _compat.install_automatic_optimization(self.trainer)
 
     def _example(self) -> Any:
@@ -127,12 +128,14 @@ class Run:
         """Let hooks, metrics, clipping and the ends of epochs take part."""
         self._metrics.attach()
         _compat.on_epoch_end_reached(self.trainer, self._metrics.share)
-        if self._gradients is not None:
+        if self._indices:
             vars(self.precision)["clip_grad_by_norm"] = self._clip
         if self.control.num_devices > 1:
             self._hooks.attach()
         if not self.control.runs_step:
             _compat.bypass_batch_hooks(self.module)
+        self._example_input = self.module.example_input_array
+        self.module.example_input_array = None  # summaries and loggers would run the whole module with it on one rank
 
     def detach(self, complete: bool) -> None:
         """Undo `attach`; bring the module to the CPU, and after a normal end (`complete`) whole to rank 0."""
@@ -141,6 +144,8 @@ class Run:
         _compat.restore_epoch_end(self.trainer)
         _compat.restore_batch_hooks(self.module)
         vars(self.precision).pop("clip_grad_by_norm", None)
+        if self._example_input is not None:
+            self.module.example_input_array = self._example_input
         if self._trace is not None:
             self._trace.write()
         if complete and self.engine.placement is not None and self.engine.was_whole:
@@ -169,15 +174,26 @@ class Run:
 
     def synchronise_gradients(self) -> None:
         """Sum gradients over the ranks that hold the same parameters, at the last mini-batch of an optimizer step."""
-        if self._gradients is not None and not self._accumulating:
-            self._gradients.sync()
+        if not self._accumulating:
+            self._current_gradients().sync()
+
+    def _current_gradients(self) -> GradientSync:
+        """Made anew when a hook has frozen or released parameters, or given the optimizer more of them."""
+        placement = self.engine.placement
+        if placement is None:
+            raise GPPError("Gradients were to be summed without a training run.")
+        tensors = tensors_of(self.module)
+        for index in self._indices:
+            index.refresh(self.module, placement.names_on(self.control.device), tensors)
+        trained = tuple(name for index in self._indices for name in index.names if tensors[name].requires_grad)
+        if self._gradients is None or trained != self._synchronised:
+            self._gradients, self._synchronised = self._gradient_sync(placement), trained
+        return self._gradients
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         """In the place of the precision plugin's method: the norm is taken over all stages."""
-        if self._gradients is None:
-            raise GPPError("Gradients were to be clipped without a training run.")
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        clip_by_global_norm(parameters, clip_val, self._gradients.grad_norm())
+        clip_by_global_norm(parameters, clip_val, self._current_gradients().grad_norm())
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

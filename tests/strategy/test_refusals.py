@@ -137,7 +137,7 @@ CASES: dict[str, Case] = {
         TwoTowers,
         {},
         {"callbacks": [StochasticWeightAveraging(0.1)]},
-        "StochasticWeightAveraging copies",
+        "StochasticWeightAveraging copies, restores",
     ),
     "synchronised BatchNorm": (TwoTowers, {}, {"sync_batchnorm": True}, "sync_batchnorm=True would average"),
     "uneven pipelines": (TwoTowers, {"num_pipelines": 2}, {}, "num_pipelines=2 does not divide the 1 devices"),
