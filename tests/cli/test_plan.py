@@ -59,6 +59,15 @@ def test_stages_declared_by_hand() -> None:
     ]
 
 
+def test_a_stage_declared_with_two_replicas() -> None:
+    stages = (
+        "[{name: image, modules: [image_tower], devices: [1]}, {name: text, modules: [text_tower], devices: [2, 3]}, "
+        "{name: head, modules: [head, '@step'], devices: [0]}]"
+    )
+    plan, _ = make_plan(composed("experiment=two_tower", f"strategy.stages={stages}", name="plan"))
+    assert {stage.name: stage.devices for stage in plan.stages} == {"image": (1,), "text": (2, 3), "head": (0,)}
+
+
 def test_pipelines_divide_the_devices() -> None:
     config = composed("experiment=gpt_text", "trainer.devices=8", "strategy.num_pipelines=4", name="plan")
     assert make_plan(config)[0].num_devices == 2
