@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from lightning_gpp.strategy.engine import TRAINING, Engine
 from lightning_gpp.strategy.hooks import SharedHooks
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.optimizers import OptimizerIndex, clip_by_global_norm
-from lightning_gpp.strategy.parameters import Placement, drop, move, tensors_of
+from lightning_gpp.strategy.parameters import Placement, move, tensors_of
 from lightning_gpp.strategy.processes import agreed_seed
 from lightning_gpp.strategy.reporting import TraceFile, announce_plan
 
@@ -126,6 +127,8 @@ class Run:
 
     def attach(self) -> None:
         """Let hooks, metrics, clipping and the ends of epochs take part."""
+        if self.control.num_pipelines == 1:  # Lightning takes every process group for data parallelism
+            warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True\\)`")
         self._metrics.attach()
         _compat.on_epoch_end_reached(self.trainer, self._metrics.share)
         if self._indices:
@@ -179,15 +182,16 @@ class Run:
 
     def _current_gradients(self) -> GradientSync:
         """Made anew when a hook has frozen or released parameters, or given the optimizer more of them."""
+        facts = (self.engine.trained(), *(len(index.optimizer.param_groups) for index in self._indices))
+        if self._gradients is not None and facts == self._synchronised:
+            return self._gradients
         placement = self.engine.placement
         if placement is None:
             raise GPPError("Gradients were to be summed without a training run.")
         tensors = tensors_of(self.module)
         for index in self._indices:
             index.refresh(self.module, placement.names_on(self.control.device), tensors)
-        trained = tuple(name for index in self._indices for name in index.names if tensors[name].requires_grad)
-        if self._gradients is None or trained != self._synchronised:
-            self._gradients, self._synchronised = self._gradient_sync(placement), trained
+        self._gradients, self._synchronised = self._gradient_sync(placement), facts
         return self._gradients
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -220,8 +224,3 @@ class Run:
         for index, state in zip(self._indices, states, strict=True):
             index.load(state)
             _compat.optimizer_to_device(index.optimizer, self.device)
-
-    def drop_foreign(self) -> None:
-        """After loading a whole state dict: keep only what lives here."""
-        if self.engine.placement is not None:
-            drop(self.module, self.engine.placement.names_on(self.control.device))
