@@ -29,7 +29,7 @@ from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.data import outline, signature
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder
 from lightning_gpp.strategy.options import Context, Options
-from lightning_gpp.strategy.parameters import Placement, equalise, move, place, settle, tensors_of
+from lightning_gpp.strategy.parameters import Placement, drop, equalise, move, place, settle, tensors_of
 from lightning_gpp.strategy.planner import captured_step, evaluation_plan, plan_for, training_plan
 from lightning_gpp.strategy.results import combined, loss_and_rest
 from lightning_gpp.strategy.self_check import refuses_check, self_check
@@ -67,6 +67,8 @@ class Engine:
         self.precision, self.device, self.seed = precision, device, seed
         self.streams = RandomStreams(seed, device)
         self.logs = LogExchange(control, device)
+        self._recorder = LogRecorder(module)
+        self._parameters = list(module.parameters())
         self.plan: Plan | None = None
         self.placement: Placement | None = None
         self.was_whole = False
@@ -153,7 +155,14 @@ class Engine:
         self.placement = place(self.module, self.plan, used)
         self.was_whole = settle(self.module, self.placement, self.control)
         move(self.module, self.device)
+        self._parameters = list(self.module.parameters())
         return self.placement
+
+    def drop_foreign(self) -> None:
+        """After a whole state dict was loaded: keep only what lives here."""
+        if self.placement is not None:
+            drop(self.module, self.placement.names_on(self.control.device))
+            self._parameters = list(self.module.parameters())
 
     def _agree(self, captured: Capture | Declared, plan: Plan) -> None:
         text = f"{captured.fingerprint} {plan}"
@@ -215,7 +224,7 @@ class Engine:
     def _run(
         self, step: str, arguments: Sequence[Any], weight: float
     ) -> tuple[list[tuple[MicroBatch, Any]], LogRecorder | None]:
-        recorder = LogRecorder(self.module) if self.control.runs_step else None
+        recorder = self._recorder.reset() if self.control.runs_step else None
         self.current = session = self._session(step, arguments[0])
         invoke = self._invocation(step, arguments[1:], recorder)
         outputs = session.run(arguments[0], invoke, self.batch_size, loss_weight=weight, step=self.step)
@@ -297,19 +306,20 @@ class Engine:
             captured, known = self._first
             if captured.step == step and known == self.batch_signature:
                 return captured
-        facts = (outline(batch), self._trained()) if self.control.runs_step else None
+        facts = (outline(batch), self.trained()) if self.control.runs_step else None
         example, trained = self.control.share_object(facts)
-        for parameter, flag in zip(self.module.parameters(), trained, strict=True):
-            if parameter.requires_grad != flag:  # the user's hooks may have changed it where the step runs only
-                parameter.requires_grad_(flag)
+        for parameter, flag in zip(self._parameters, trained, strict=True):
+            if parameter.requires_grad != bool(flag):  # user code may have changed it where the step runs only
+                parameter.requires_grad_(bool(flag))
         return self._capture(step, example)
 
     def _form(self, batch: Any) -> int:
         """Fingerprint of what a capture depends on: the batch's form, and which parameters are trained."""
-        return signature(batch) ^ (zlib.crc32(bytes(self._trained())) << 16)
+        return signature(batch) ^ (zlib.crc32(self.trained()) << 16)
 
-    def _trained(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self.module.parameters()]
+    def trained(self) -> bytes:
+        """For every parameter of the module 1 if it requires a gradient, else 0."""
+        return bytes([parameter.requires_grad for parameter in self._parameters])
 
     def _connected(self, plan: Plan) -> DistributedTransport:
         """One transport for all sessions; it connects device 0 to all, which evaluation may need more than training."""

@@ -47,9 +47,11 @@ class SharedHooks:
         self._attached = []
 
     def _shared(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = LogRecorder(self.module)
+
         @functools.wraps(plain)
         def hook(*args: Any, **kwargs: Any) -> Any:
-            recorder = LogRecorder(self.module)
+            recorder.reset()
             with self.engine.user_code(), recorder.run(1 if name.endswith("epoch_end") else self.engine.batch_size):
                 result = self._call(name, plain, *args, **kwargs)
             stops = float(result == -1), float(self.module.trainer.should_stop)

@@ -77,20 +77,25 @@ class LogRecorder:
         self.module = module
         self.calls: dict[Call, Values] = {}
         self._metric_paths = {id(part): path for path, part in module.named_modules() if isinstance(part, Metric)}
+        self._owners = [part for part in module.modules() if isinstance(part, pl.LightningModule)]
         self._run: list[tuple[Call, Tensor, int]] = []
         self._samples = 0
+
+    def reset(self) -> LogRecorder:
+        """Forget what was recorded."""
+        self.calls = {}
+        return self
 
     @contextmanager
     def run(self, num_samples: int) -> Iterator[None]:
         """Record one run of user code over `num_samples` samples."""
         self._run, self._samples = [], num_samples
-        owners = [part for part in self.module.modules() if isinstance(part, pl.LightningModule)]
-        for owner in owners:
+        for owner in self._owners:
             object.__setattr__(owner, "log", self._log)
         try:
             yield
         finally:
-            for owner in owners:
+            for owner in self._owners:
                 vars(owner).pop("log", None)
         for call, value, samples in self._run:
             entry = self.calls.setdefault(call, Values())

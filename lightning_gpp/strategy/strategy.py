@@ -379,7 +379,7 @@ class GPPStrategy(ParallelStrategy):
             raise ConfigError("The strategy has no module to load a checkpoint into; use a Trainer.")
         load_state(self.lightning_module, checkpoint["state_dict"], strict)
         if self._run is not None:
-            self._run.drop_foreign()
+            self._run.engine.drop_foreign()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizers' states."""
