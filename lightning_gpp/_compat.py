@@ -39,7 +39,7 @@ def checkpoint_regions(enter: Callable[[], None], leave: Callable[[], None]) -> 
             leave()
 
     _checkpoint.CheckpointFunction = Reentrant  # type: ignore[misc, assignment]
-    _checkpoint._checkpoint_without_reentrant_generator = non_reentrant  # type: ignore[assignment]
+    _checkpoint._checkpoint_without_reentrant_generator = non_reentrant
     try:
         yield
     finally:

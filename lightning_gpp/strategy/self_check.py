@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gpp.capture import Capture, slice_batch
+from lightning_gpp.capture.declared import Declared
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.capture.step import loss_of
 from lightning_gpp.errors import SelfCheckError
@@ -50,7 +51,7 @@ def samples_of(plan: Plan, batch_size: int) -> int:
 
 def self_check(
     module: nn.Module,
-    captured: Capture,
+    captured: Capture | Declared,
     plan: Plan,
     batch: Any,
     *,
@@ -96,7 +97,12 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 
 def _unsplit(
-    whole: nn.Module, captured: Capture, plan: Plan, part: Any, samples: int, call: Callable[[nn.Module, Any], Any]
+    whole: nn.Module,
+    captured: Capture | Declared,
+    plan: Plan,
+    part: Any,
+    samples: int,
+    call: Callable[[nn.Module, Any], Any],
 ) -> dict[str, Any]:
     step = captured.build(plan, whole).step
     step.begin(part, lambda batch: call(whole, batch), seed=0)
@@ -164,8 +170,8 @@ def _compare(
 
 def _message(what: str) -> str:
     return (
-        f"The split model does not compute what the whole model computes: {what}, for one "
-        "micro-batch and the same weights. Training would go on with a wrong model, so it was not started. Likely causes: a forward that keeps state "
-        "between calls, or draws random numbers by other means than torch. List the module that does it whole in one "
+        f"The split model does not compute what the whole model computes: {what}, for one micro-batch and the same "
+        "weights. Training would go on with a wrong model, so it was not started. Likely causes: a forward that keeps "
+        "state between calls, or draws random numbers by other means than torch. List the module that does it in one "
         "stage (strategy.stages); or switch the check off by strategy.self_check=false if the difference is meant."
     )
