@@ -139,7 +139,12 @@ class Watcher(threading.Thread):
         link.close()
         del self._links[link.rank]
         if not link.done and self.cause is None:
-            self._adopt(self._submitted or self._found(link, link.process.ending()))
+            self._adopt(self._submitted or self._found(link, self._silence(link) + link.process.ending()))
+
+    def _silence(self, link: Link) -> str:
+        """A stopped process may have been killed by another rank, a moment before this one judged it."""
+        seconds = time.monotonic() - link.heard
+        return f"stopped answering {seconds:.1f} s ago and " if self._timeout and seconds > self._timeout / 2 else ""
 
     # --- what time does
 

@@ -24,7 +24,7 @@ WORLD_SIZE = 3
 SAID = {
     "raise": r"raised ValueError: the injected fault",
     "kill": r"was killed",
-    "stop": r"stopped answering [\d.]+ s ago \(it is stopped\)",
+    "stop": r"stopped answering [\d.]+ s ago",
     "terminate": r"received SIGTERM",
     "exit": r"(exited with code 0|was killed or exited) without finishing",
 }
