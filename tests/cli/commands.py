@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,12 +28,18 @@ def command(
     name: str, *arguments: str, cwd: Path, timeout: float = 55, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `gpp-<name>` in `cwd`; the result has the return code, what was printed, and the errors."""
-    return subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", f"lightning_gpp.cli.{name}", *arguments],
         cwd=cwd,
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", **os.environ, **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
-        check=False,
+        start_new_session=True,
     )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
