@@ -28,7 +28,7 @@ def command(
     name: str, *arguments: str, cwd: Path, timeout: float = 55, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `gpp-<name>` in `cwd`; the result has the return code, what was printed, and the errors."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", f"lightning_gpp.cli.{name}", *arguments],
         cwd=cwd,
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", **os.environ, **environment},
@@ -36,10 +36,10 @@ def command(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)

@@ -16,7 +16,8 @@ SHORT = ("experiment=feature_towers", "debug=default", "trainer.enable_progress_
 
 
 def test_a_pipeline_leaves_a_run_folder(tmp_path: Path) -> None:
-    result = command("train", *SHORT, "trainer.devices=2", "strategy.self_check=false", cwd=tmp_path)
+    quick = ("strategy.self_check=false", "trainer.detect_anomaly=false", "trainer.num_sanity_val_steps=0")
+    result = command("train", *SHORT, *quick, "trainer.devices=2", "trainer.enable_model_summary=false", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     (folder,) = (tmp_path / "runs" / "debug").iterdir()
     assert result.stdout.count(f"Run folder: {folder}") == 1
