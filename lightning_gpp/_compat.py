@@ -4,6 +4,7 @@ place to look at."""
 from __future__ import annotations
 
 import functools
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,11 +65,23 @@ def autograd_function_calls(handler: Callable[..., Any]) -> Iterator[None]:
 # --- Lightning: imported inside the functions, so that what needs torch alone does not load Lightning ---
 
 
+LAUNCHER = "GPP_LAUNCHER_PID"
+"""Environment variable by which processes that the launcher started know their parent."""
+
+
 def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) -> Any:
     """Lightning's launcher that starts the script again for every further process; it has no public name."""
     from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+    class Launcher(_SubprocessScriptLauncher):
+        def _call_children_scripts(self) -> None:
+            os.environ[LAUNCHER] = str(os.getpid())
+            try:
+                super()._call_children_scripts()
+            finally:
+                del os.environ[LAUNCHER]
+
+    return Launcher(environment, num_processes, num_nodes)
 
 
 def init_process_group(environment: Any, backend: str, **kwargs: Any) -> None:

@@ -7,27 +7,32 @@ import os
 import secrets
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from lightning_gpp._compat import default_backend, init_process_group
+from lightning_gpp._compat import LAUNCHER, default_backend, init_process_group
 from lightning_gpp.runtime.failure import FailureMonitor
 from lightning_gpp.runtime.processes import bind_to_parent, release_from_parent
 from lightning_gpp.strategy.control import Control
 
-HEARTBEATS = 5
+HEARTBEATS: Final = 5
 """A rank counts as stopped after this part of the time in which all ranks must have ended."""
+
+
+def tie_to_launcher(environment: ClusterEnvironment) -> None:
+    """A process that Lightning's launcher started ends with the one that started it, until it is watched over."""
+    if isinstance(environment, LightningEnvironment) and environment.local_rank() > 0 and LAUNCHER in os.environ:
+        bind_to_parent(int(os.environ[LAUNCHER]))
 
 
 def join(environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: timedelta) -> None:
     """Initialise torch.distributed, unless it is; it is destroyed when the interpreter exits."""
     if dist.is_initialized():
         return
-    if isinstance(environment, LightningEnvironment) and environment.local_rank() > 0:
-        bind_to_parent()
     init_process_group(
         environment,
         backend or default_backend(device),

@@ -76,7 +76,7 @@ def self_check(
     samples = samples_of(plan, captured.batch_size)
     part = slice_batch(batch, 0, samples, captured.batch_size) if control.runs_step else None
     whole, split = _copy(module, device), _copy(module, device)
-    with Neutral():
+    with Neutral():  # type: ignore[no-untyped-call]
         expected = _unsplit(whole, captured, plan, part, samples, call) if control.runs_step else {}
         found = _split(split, session, part, samples, call)
     difference = _compare(whole, control, expected, found, TOLERANCES[precision], device)

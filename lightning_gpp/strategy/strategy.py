@@ -42,7 +42,7 @@ from lightning_gpp.strategy.guard import FailureGuard
 from lightning_gpp.strategy.options import Options, StageSpec, load_plan, seconds
 from lightning_gpp.strategy.parameters import move
 from lightning_gpp.strategy.planner import devices_wanted
-from lightning_gpp.strategy.processes import join, watch
+from lightning_gpp.strategy.processes import join, tie_to_launcher, watch
 from lightning_gpp.strategy.reporting import simulated
 from lightning_gpp.strategy.run import Run
 
@@ -173,6 +173,8 @@ class GPPStrategy(ParallelStrategy):
         return {"num_replicas": self.num_pipelines, "rank": 0 if control is None else control.pipeline}
 
     def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None:
+            tie_to_launcher(self.cluster_environment)
         self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:

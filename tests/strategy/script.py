@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -30,6 +32,10 @@ class Fault(Callback):
 
 def main(folder: str, kind: str, rank: str) -> None:
     warnings.simplefilter("ignore")
+    if kind == "orphan" and os.environ.get("LOCAL_RANK") == "1":
+        Path(folder, "started").touch()
+        while os.getppid() == int(os.environ["GPP_LAUNCHER_PID"]):
+            time.sleep(0.05)  # until rank 0 is gone, before there is a process group
     L.seed_everything(1, verbose=False)
     options: dict[str, Any] = {"trace": True, "failure_timeout": 20.0}
     strategy: Any = "gpp" if kind == "default" else lightning_gpp.GPPStrategy(**options)

@@ -121,5 +121,24 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, kind: str, rank: int, ca
     assert time.monotonic() - started < LIMIT
     assert cause in output
     assert re.search(rf"[Rr]ank {rank}", output)
-    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
-    assert left.stdout == ""
+    assert not running(tmp_path)
+
+
+def test_a_rank_whose_launcher_has_gone_ends_before_it_waits(tmp_path: Path) -> None:
+    process = start([SCRIPT, str(tmp_path), "orphan", "0"])
+    wait_for(lambda: (tmp_path / "started").exists())
+    assert running(tmp_path)
+    process.kill()
+    process.communicate(timeout=LIMIT)  # ends when the last holder of its output has ended
+    wait_for(lambda: not running(tmp_path))
+
+
+def running(folder: Path) -> str:
+    return subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True, check=False).stdout
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
