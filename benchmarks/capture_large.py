@@ -1,6 +1,6 @@
 """Time and memory to capture a GPT with 49 billion parameters on the meta device.
 
-    python benchmarks/capture_large.py [layers] [width]
+python benchmarks/capture_large.py [layers] [width]
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in module.parameters()) / 1e9
     flops = sum(operator.flops.at(1) for operator in captured.graph) / 1e12
     print(f"{parameters:.1f} billion parameters, {len(captured.graph)} operators, {flops:.0f} TFLOP forward per sample")
-    print(f"captured in {seconds:.1f} s; peak memory of the process {after / 1e3:.0f} MB ({before / 1e3:.0f} MB before)")
+    print(
+        f"captured in {seconds:.1f} s; peak memory of the process {after / 1e3:.0f} MB ({before / 1e3:.0f} MB before)"
+    )
 
 
 if __name__ == "__main__":

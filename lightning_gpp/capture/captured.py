@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture.batch import batch_size_of
-from lightning_gpp.capture.isolate import names_of
+from lightning_gpp.capture.isolate import add_sizes
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.network import Network, extract
 from lightning_gpp.capture.record import RunTime, record
@@ -144,7 +144,7 @@ def _graph(
         )
         _connect(graph, network, call.refs(), name_of(call.index, network))
     _add_step(graph, network, names, step_flops)
-    _add_sizes(graph, module)
+    add_sizes(graph, module)
     return graph
 
 
@@ -165,12 +165,3 @@ def _add_step(graph: OperatorGraph, network: Network, names: set[str], flops: Af
         )
     )
     _connect(graph, network, network.needed, "step")
-
-
-def _add_sizes(graph: OperatorGraph, module: nn.Module) -> None:
-    for tensor, name in names_of(module):
-        size = tensor.numel() * tensor.element_size()
-        if isinstance(tensor, nn.Parameter):
-            graph.parameter_bytes[name], graph.parameter_sizes[name] = size, tensor.numel()
-        else:
-            graph.buffer_bytes[name] = size

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture.batch import batch_size_of
-from lightning_gpp.capture.isolate import names_of
+from lightning_gpp.capture.isolate import add_sizes, names_of
 from lightning_gpp.capture.pipeline import Pipeline
 from lightning_gpp.capture.step import StepRunner, Stopped, answered
 from lightning_gpp.errors import CaptureError, PlanError
@@ -154,12 +154,7 @@ def _stage_of(reference: str) -> str:
 
 def _graph(module: nn.Module, declarations: Sequence[Declaration]) -> OperatorGraph:
     graph = OperatorGraph()
-    for tensor, name in names_of(module):
-        size = tensor.numel() * tensor.element_size()
-        if isinstance(tensor, nn.Parameter):
-            graph.parameter_bytes[name], graph.parameter_sizes[name] = size, tensor.numel()
-        else:
-            graph.buffer_bytes[name] = size
+    add_sizes(graph, module)
     for reference in sorted({r for d in declarations for r in d.references if r.startswith("@")}):
         graph.add(Operator(name=reference, target="input", module="@source", outputs=(GIVEN,)))
     for declaration in _ordered(declarations):

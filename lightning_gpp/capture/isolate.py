@@ -13,6 +13,7 @@ import torchmetrics
 from torch import nn
 
 from lightning_gpp._compat import FakeTensorMode
+from lightning_gpp.graph import OperatorGraph
 
 _CONTAINERS = (list, dict, set, tuple)
 _COPIED = (nn.Module, torch.Tensor, types.MethodType, functools.partial, *_CONTAINERS)
@@ -82,3 +83,13 @@ def names_of(module: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
         yield parameter, name
     for name, buffer in module.named_buffers():
         yield buffer, name
+
+
+def add_sizes(graph: OperatorGraph, module: nn.Module) -> None:
+    """Enter the sizes of the module's parameters and buffers into its graph."""
+    for tensor, name in names_of(module):
+        size = tensor.numel() * tensor.element_size()
+        if isinstance(tensor, nn.Parameter):
+            graph.parameter_bytes[name], graph.parameter_sizes[name] = size, tensor.numel()
+        else:
+            graph.buffer_bytes[name] = size

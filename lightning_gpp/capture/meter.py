@@ -17,7 +17,7 @@ class Meter(TorchDispatchMode):
     """Adds the cost of every kernel to the call that the recorder is in."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -155,10 +155,17 @@ class _Extraction:
                 "the step reads a tensor that a module computed but did not return",
                 "return it from the module's forward",
             )
+        used += self._unread()
         if not self.recording.complete:
             used = answers
         wanted = dict.fromkeys(ref for ref in used if ref in set(answers))
         return [self._new(ref, "the step") for ref in wanted if ref.call in self.number or ref in self.inputs]
+
+    def _unread(self) -> list[Ref]:
+        """Results that no recorded call reads: the step keeps them by other means, for example in a list."""
+        read = {ref for call in self.recording.calls for ref in call.refs()} | set(self.uses)
+        kept = [_refs(top.result) for top in self.tops if not read & set(_refs(top.result))]
+        return [ref for refs in kept for ref in refs]
 
     def _check_source(self, after: list[Recorded]) -> None:
         for call in after:

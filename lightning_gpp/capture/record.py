@@ -7,13 +7,11 @@ import functools
 import inspect
 import io
 import logging
-import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torchmetrics
 from torch import nn
@@ -23,6 +21,7 @@ from lightning_gpp._compat import FakeTensorMode, autograd_function_calls, check
 from lightning_gpp.capture.batch import map_samples
 from lightning_gpp.capture.isolate import isolated_copy
 from lightning_gpp.capture.meter import Meter
+from lightning_gpp.capture.randomness import undisturbed
 from lightning_gpp.capture.recorder import Recorder, is_user_code, refusal, user_line
 from lightning_gpp.capture.recording import Recording
 from lightning_gpp.errors import CaptureError
@@ -190,7 +189,7 @@ def _fake_batch(batch: Any, total: int, num_samples: int, mode: FakeTensorMode, 
 def _recording(recorder: Recorder, mode: FakeTensorMode) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_quiet())
-        stack.enter_context(_random_states())
+        stack.enter_context(undisturbed())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(mode)
         meter = stack.enter_context(Meter(recorder))
@@ -211,14 +210,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-@contextmanager
-def _random_states() -> Iterator[None]:
-    python, numpy, generator = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(generator)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -17,6 +15,7 @@ from torch.utils import _pytree as pytree
 from lightning_gpp.capture.batch import batch_size_of, slice_batch
 from lightning_gpp.capture.code import variable
 from lightning_gpp.capture.network import InputKey, Network
+from lightning_gpp.capture.randomness import undisturbed
 from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, Size
 from lightning_gpp.errors import CaptureError, ShapeError
@@ -117,20 +116,9 @@ class StepRunner:
         total = batch_size_of(self._batch)
         return self._invoke(slice_batch(self._batch, micro_batch.start, micro_batch.stop, total))
 
-    @contextmanager
-    def draws(self, index: int) -> Iterator[None]:
+    def draws(self, index: int) -> AbstractContextManager[None]:
         """The step's own random streams, the same for the source and the step; the user's go on undisturbed."""
-        python, numpy, generator = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        seed = (self._seed * 1_000_003 + index) % (1 << 63)
-        random.seed(seed)
-        np.random.seed(seed % (1 << 32))
-        torch.default_generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.set_rng_state(generator)
+        return undisturbed((self._seed * 1_000_003 + index) % (1 << 63))
 
 
 @dataclass(kw_only=True)

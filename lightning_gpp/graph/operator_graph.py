@@ -114,7 +114,7 @@ class Operator:
 
 @dataclass(slots=True)
 class OperatorGraph:
-    """Operators and the tensors between them; `nx` holds them as node attribute `operator`, edge attribute `outputs`."""
+    """Operators and the tensors between them: in `nx`, as node attribute `operator` and edge attribute `outputs`."""
 
     nx: nx.DiGraph = field(default_factory=nx.DiGraph)
     parameter_bytes: dict[str, int] = field(default_factory=dict)

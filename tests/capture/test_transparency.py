@@ -64,6 +64,15 @@ def test_side_effects_happen_once_per_micro_batch() -> None:
     assert module.metric.update_count == 3
 
 
+def test_results_kept_in_a_list_are_there() -> None:
+    module = zoo.Keeps().double()
+    module.log = lambda *_: None
+    captured = capture(module, zoo.batch())
+    split_gradients(module, captured, chain_of(captured, module.stages, 2), zoo.batch())
+    expected = module.c(zoo.batch()["y"])
+    torch.testing.assert_close(torch.cat(module.kept).detach(), expected.detach(), rtol=1e-12, atol=1e-14)
+
+
 def test_towers_stay_independent() -> None:
     module = zoo.SeveralCalls().double()
     captured = capture(module, zoo.batch())

@@ -231,6 +231,22 @@ class ReadsValues(Base):
         return {"loss": loss, "out": out.detach()}
 
 
+class Keeps(Base):
+    """The step keeps a result in a list, and reads it in no call of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = linear()
+        self.kept: list[Tensor] = []
+
+    stages = [["a"], ["b"], ["c"]]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        out = self(batch["x"])
+        self.kept.append(self.c(batch["y"]))
+        return F.mse_loss(out, batch["y"])
+
+
 class Penalty(Base):
     """The step reads all parameters."""
 
