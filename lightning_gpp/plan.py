@@ -27,9 +27,11 @@ SOURCE: Final = -1
 class Edge:
     """Tensors that flow from stage `src` to stage `dst` (indices; `src` may be SOURCE).
 
-    `bytes` per micro-batch, affine in its samples. `differentiable`: gradients flow back. `artificial`: no tensor
-    flows, the edge only forces the order (the chain baseline). `dynamic`: shapes are known only when the tensor is there.
-    `sliceable`: intervals of samples can be cut out of every tensor, so that both ends may have other micro-batches.
+    `bytes` per micro-batch, affine in its samples.
+    `differentiable`: gradients flow back.
+    `artificial`: no tensor flows, the edge only forces the order (the chain baseline).
+    `dynamic`: shapes are known only when the tensor is there.
+    `sliceable`: intervals of samples can be cut out of every tensor, so both ends may have other micro-batches.
     """
 
     src: int

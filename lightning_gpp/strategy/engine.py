@@ -30,12 +30,10 @@ from lightning_gpp.strategy.data import outline, signature
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder
 from lightning_gpp.strategy.options import Context, Options
 from lightning_gpp.strategy.parameters import Placement, drop, equalise, move, place, settle, tensors_of
-from lightning_gpp.strategy.planner import captured_step, evaluation_plan, plan_for, training_plan
+from lightning_gpp.strategy.planner import TRAINING, captured_step, evaluation_plan, plan_for, refitted
 from lightning_gpp.strategy.results import combined, loss_and_rest
 from lightning_gpp.strategy.self_check import refuses_check, self_check
 from lightning_gpp.strategy.session import Session
-
-TRAINING = "training_step"
 
 SMALL = 50_000_000
 """Parameters up to which a model is checked without being asked."""
@@ -61,7 +59,9 @@ class Engine:
         device: torch.device,
         seed: int,
         on_plan: Callable[[Plan], None],
+        known: Plan | None = None,
     ) -> None:
+        self._known = known
         self._on_plan = on_plan
         self.module, self.control, self.options = module, control, options
         self.precision, self.device, self.seed = precision, device, seed
@@ -91,11 +91,12 @@ class Engine:
         """
         example = self.control.broadcast(outline(batch) if self.control.rank == 0 else None)
         captured = self._capture(step, example)
-        self.plan = plan_for(captured, self.options, self.control.num_devices)
+        self.plan = plan_for(captured, self.options, self.control.num_devices, self._known)
         _check_step_device(self.plan)
         self._agree(captured, self.plan)
         self._first = captured, self._form(example)
-        self._on_plan(self.plan)
+        if self._known is None:
+            self._on_plan(self.plan)
         if step == TRAINING and self._wants_check(self.plan):
             with isolate_rng():
                 self._check(captured, self.plan, batch)
@@ -280,7 +281,7 @@ class Engine:
         captured = self._captured(step, batch)
         if self.plan is None or self.placement is None:
             raise GPPError("A step was to run before parameters were placed.")
-        plan = (training_plan if step == TRAINING else evaluation_plan)(captured, self.plan)
+        plan = (refitted if step == TRAINING else evaluation_plan)(captured, self.plan)
         return self._make_session(captured, plan, self.module, self.placement, step)
 
     def _make_session(

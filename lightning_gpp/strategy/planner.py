@@ -18,6 +18,8 @@ from lightning_gpp.planning.assign import StageDraft, make_plan
 from lightning_gpp.planning.placement import read
 from lightning_gpp.strategy.options import Context, Options, placement_of
 
+TRAINING = "training_step"
+
 WHOLE = 1 << 30
 """A micro-batch size that no mini-batch exceeds: the step of an evaluation runs once per mini-batch."""
 
@@ -36,21 +38,25 @@ def captured_step(
     return capture(module, batch, step=step, context=context, device=device)
 
 
-def plan_for(captured: Capture | Declared, options: Options, num_devices: int) -> Plan:
+def plan_for(captured: Capture | Declared, options: Options, num_devices: int, known: Plan | None = None) -> Plan:
     """The plan of a run on `num_devices` devices per pipeline.
+
+    Evaluation keeps the stages of training: those of `known`, the plan of an earlier run, or of the given plan.
 
     Raises:
         ConfigError: micro-batches and mini-batch do not fit together.
         PlanError: the stages do not fit the model or the devices.
     """
-    plan = _plan_for(captured, options, num_devices)
+    if captured.step != TRAINING:
+        known = known or options.plan
+    plan = _plan_for(captured, options, num_devices) if known is None else refitted(captured, known)
     if plan.num_devices != num_devices:
         raise PlanError(
             f"The plan needs {plan.num_devices} devices per pipeline, but there are {num_devices} (trainer.devices x "
             "trainer.num_nodes / strategy.num_pipelines). Change these numbers, or the plan (strategy.plan, "
             "strategy.stages)."
         )
-    return plan.chained() if options.chain_baseline else plan
+    return plan.chained() if options.chain_baseline and known is None else plan
 
 
 def _plan_for(captured: Capture | Declared, options: Options, num_devices: int) -> Plan:
@@ -80,11 +86,12 @@ def devices_wanted(options: Options, world_size: int) -> int:
     return 1 + max(listed) if listed else len(entries)
 
 
-def training_plan(captured: Capture | Declared, plan: Plan) -> Plan:
-    """The plan with the edges of another form of the mini-batch: sizes may differ, stages do not."""
-    fresh = make_plan(captured.graph, _drafts(plan), batch_size=captured.batch_size, schedule=plan.schedule)
-    artificial = tuple(edge for edge in plan.edges if edge.artificial)
-    return replace(plan, edges=fresh.edges + artificial)
+def refitted(captured: Capture | Declared, plan: Plan) -> Plan:
+    """The plan's stages for another step or another form of the mini-batch: with the edges and sizes of these."""
+    fresh = make_plan(
+        captured.graph, _drafts(plan), batch_size=captured.batch_size, schedule=plan.schedule, model=plan.model
+    )
+    return fresh.chained() if any(edge.artificial for edge in plan.edges) else fresh
 
 
 def evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:

@@ -10,22 +10,25 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_gpp import _compat
 from lightning_gpp.errors import CheckpointError, GPPError
+from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.gradients import GradientSync
 from lightning_gpp.strategy.checkpoint import make_whole, whole_optimizer_state
 from lightning_gpp.strategy.checks import check_callbacks, check_module, check_precision
 from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.data import peek
-from lightning_gpp.strategy.engine import TRAINING, Engine
+from lightning_gpp.strategy.engine import Engine
 from lightning_gpp.strategy.hooks import SharedHooks
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.optimizers import OptimizerIndex, clip_by_global_norm
 from lightning_gpp.strategy.parameters import Placement, move, tensors_of
+from lightning_gpp.strategy.planner import TRAINING
 from lightning_gpp.strategy.processes import agreed_seed
 from lightning_gpp.strategy.reporting import TraceFile, announce_plan
 
@@ -41,13 +44,19 @@ class Run:
         trainer: of the run.
         control: who this rank is.
         resumed: the entry of the checkpoint that the run resumes from; empty if it does not.
+        known: the plan of an earlier run of the module, which evaluation keeps.
 
     Raises:
         ConfigError: module, precision or callbacks cannot work in stages.
     """
 
     def __init__(
-        self, strategy: GPPStrategy, trainer: pl.Trainer, control: Control, resumed: Mapping[str, Any]
+        self,
+        strategy: GPPStrategy,
+        trainer: pl.Trainer,
+        control: Control,
+        resumed: Mapping[str, Any],
+        known: Plan | None = None,
     ) -> None:
         self.strategy, self.trainer, self.control = strategy, trainer, control
         self.module: pl.LightningModule = trainer.lightning_module
@@ -65,6 +74,7 @@ class Run:
             device=self.device,
             seed=agreed_seed(seed, control),
             on_plan=lambda plan: announce_plan(plan, control.num_pipelines),
+            known=None if trainer.state.fn == TrainerFn.FITTING else known,
         )
         self.engine.step = int(resumed.get("step", 0))
         self._hooks = SharedHooks(self.module, control, self.engine)

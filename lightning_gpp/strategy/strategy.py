@@ -129,6 +129,7 @@ class GPPStrategy(ParallelStrategy):
         self._monitor: FailureMonitor | None = None
         self._guard: FailureGuard | None = None
         self._run: Run | None = None
+        self._known: Plan | None = None
         self._resumed: dict[str, Any] = {}
         self._failed = False
 
@@ -242,6 +243,8 @@ class GPPStrategy(ParallelStrategy):
 
     def connect(self, model: pl.LightningModule) -> None:
         """Take the module of a new run."""
+        same = self._run is not None and self._run.module is model
+        self._known = self.plan if same else None
         super().connect(model)
         self._run, self._resumed = None, {}
 
@@ -256,7 +259,7 @@ class GPPStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         check_layer_sync(self._layer_sync)
         self.model = self.precision_plugin.convert_module(self.model)
-        self._run = Run(self, trainer, self._control, self._resumed)
+        self._run = Run(self, trainer, self._control, self._resumed, self._known)
         if trainer.state.fn == TrainerFn.FITTING:
             self._run.set_up_training()
         self._run.attach()

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumul
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from lightning_gpp import GPPStrategy
 from lightning_gpp.strategy.optimizers import state_bytes
 from lightning_gpp.strategy.parameters import bytes_of
 from tests.strategy import harness
@@ -190,6 +191,31 @@ def test_validate_fit_test_predict_with_an_iterable_dataset(tmp_path: Path) -> N
     state = torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"]
     for name, value in expected["state"].items():
         torch.testing.assert_close(state[name].tolist(), value)
+
+
+def run_with_one_plan(rank: int, folder: str) -> list[Any]:
+    """The stages of each run of a trainer, by name, modules and devices."""
+    module = make_module()
+    strategy = GPPStrategy(num_micro_batches=4, chain_baseline=True)
+    trainer = harness.trainer(strategy, 2, max_epochs=1)
+    runs = []
+    for run in (trainer.fit, trainer.validate, trainer.test, trainer.fit):
+        run(module, loader(8), *([loader(8)] if run == trainer.fit else []))
+        plan = strategy.plan
+        runs.append([(stage.name, stage.modules, stage.devices) for stage in plan.stages] if plan else None)
+    if rank == 0 and strategy.plan is not None:
+        strategy.plan.save(f"{folder}/plan.yaml")
+    trainer.strategy.barrier()
+    given = GPPStrategy(plan=f"{folder}/plan.yaml")
+    harness.trainer(given, 2).validate(module, loader(8), verbose=False)
+    runs.append([(stage.name, stage.modules, stage.devices) for stage in given.plan.stages] if given.plan else None)
+    return runs
+
+
+def test_evaluation_keeps_the_plan_of_training(tmp_path: Path) -> None:
+    first, *others = harness.run(2, run_with_one_plan, str(tmp_path))[0]
+    assert first
+    assert all(other == first for other in others)
 
 
 class Union(torch.utils.data.Sampler[list[int]]):
