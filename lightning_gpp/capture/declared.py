@@ -252,7 +252,8 @@ class DeclaredStep(StepRunner):
             found.update(self._arguments(module, args, kwargs))
             raise Stopped
 
-        with answered(self._networks(), answer), self.draws(micro_batch.index), torch.no_grad():
+        self.start_streams(micro_batch)
+        with answered(self._networks(), answer), torch.no_grad():
             try:
                 self.call(micro_batch)
             except Stopped:
@@ -261,7 +262,8 @@ class DeclaredStep(StepRunner):
 
     def run(self, micro_batch: MicroBatch, result: Any) -> dict[str, torch.Tensor]:
         """Run the whole step with the network's call answered by `result`."""
-        with answered(self._networks(), lambda *_: result), self.draws(micro_batch.index):
+        self.start_streams(micro_batch)
+        with answered(self._networks(), lambda *_: result):
             return self.finish(micro_batch, self.call(micro_batch))
 
     def _networks(self) -> dict[str, nn.Module]:

@@ -11,16 +11,19 @@ import torch
 
 
 @contextmanager
-def undisturbed(seed: int | None = None) -> Iterator[None]:
-    """Within the context the streams start from `seed` (None: where they are); afterwards they go on as before."""
+def undisturbed() -> Iterator[None]:
+    """What is drawn within the context leaves no trace: afterwards the streams go on from where they were."""
     python, numpy, generator = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    if seed is not None:
-        random.seed(seed)
-        np.random.seed(seed % (1 << 32))
-        torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(generator)
+
+
+def seed_streams(seed: int) -> None:
+    """Start all three from `seed`, a number of up to 63 bits."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.default_generator.manual_seed(seed)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from torch.utils import _pytree as pytree
 from lightning_gpp.capture.batch import batch_size_of, slice_batch
 from lightning_gpp.capture.code import variable
 from lightning_gpp.capture.network import InputKey, Network
-from lightning_gpp.capture.randomness import undisturbed
+from lightning_gpp.capture.randomness import seed_streams, undisturbed
 from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, Size
 from lightning_gpp.errors import CaptureError, ShapeError
@@ -30,22 +32,37 @@ class Stopped(BaseException):
 Answer = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
+@functools.cache
+def _answering(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of modules whose calls are answered; it differs from `kind` in nothing else."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)[_ANSWER](self, args, kwargs)
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+_ANSWER: Final = "_gpp_answer"
+
+
 @contextmanager
 def answered(modules: Mapping[str, nn.Module], answer: Answer) -> Iterator[None]:
     """Within the context, a call of one of the modules is answered by `answer(call number, module, args, kwargs)`."""
-    calls = iter(range(1 << 30))
+    numbers = itertools.count()
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return answer(next(calls), self, args, kwargs)
+    def numbered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return answer(next(numbers), module, args, kwargs)
 
-    classes = [(module, type(module)) for module in modules.values()]
+    kinds = [(module, type(module)) for module in modules.values()]
     try:
-        for module, kind in classes:
-            module.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+        for module, kind in kinds:
+            vars(module)[_ANSWER] = numbered
+            module.__class__ = _answering(kind)  # type: ignore[arg-type]
         yield
     finally:
-        for module, kind in classes:
+        for module, kind in kinds:
             module.__class__ = kind
+            vars(module).pop(_ANSWER, None)
 
 
 class _Holes(TorchFunctionMode):
@@ -85,14 +102,17 @@ class StepRunner:
     _batch: Any = None
     _invoke: Callable[[Any], Any] | None = None
     _seed: int = 0
+    _users_streams: ExitStack = field(default_factory=ExitStack)
 
     def begin(self, batch: Any, invoke: Callable[[Any], Any], seed: int) -> None:
         """Take this replica's mini-batch. `invoke(samples)` calls the user's step; `seed` of its draws."""
+        self.end()
         self._batch, self._invoke, self._seed = batch, invoke, seed
-        self.outputs = []
+        self._users_streams.enter_context(undisturbed())
 
     def end(self) -> None:
-        """Let go of the mini-batch."""
+        """Let go of the mini-batch; the user's random streams go on from where they were."""
+        self._users_streams.close()
         self._batch = self._invoke = None
         self.outputs = []
 
@@ -102,8 +122,8 @@ class StepRunner:
 
     def whole(self, micro_batch: MicroBatch) -> Any:
         """Run the step with its modules as they are, unsplit; what it returned. Draws the same random numbers."""
-        with self.draws(micro_batch.index):
-            return self.call(micro_batch)
+        self.start_streams(micro_batch)
+        return self.call(micro_batch)
 
     def finish(self, micro_batch: MicroBatch, output: Any) -> dict[str, torch.Tensor]:
         """Note what the step returned; `{LOSS: loss}` in training."""
@@ -116,9 +136,9 @@ class StepRunner:
         total = batch_size_of(self._batch)
         return self._invoke(slice_batch(self._batch, micro_batch.start, micro_batch.stop, total))
 
-    def draws(self, index: int) -> AbstractContextManager[None]:
-        """The step's own random streams, the same for the source and the step; the user's go on undisturbed."""
-        return undisturbed((self._seed * 1_000_003 + index) % (1 << 63))
+    def start_streams(self, micro_batch: MicroBatch) -> None:
+        """Start the step's own random streams, the same for the source and the step."""
+        seed_streams((self._seed * 1_000_003 + micro_batch.index) % (1 << 63))
 
 
 @dataclass(kw_only=True)
@@ -155,7 +175,8 @@ class UserStep(StepRunner):
                 raise Stopped
             return holes.add(self._result(call, lambda ref: self._hole(ref, micro_batch.num_samples)))
 
-        with answered(self._modules, answer), self.draws(micro_batch.index), torch.no_grad():
+        self.start_streams(micro_batch)
+        with answered(self._modules, answer), torch.no_grad():
             try:
                 with holes if self._mixes else _nothing():
                     self.call(micro_batch)
@@ -238,7 +259,8 @@ class UserStep(StepRunner):
             call = self._expect(number, module)
             return self._result(call, lambda ref: self._value(ref, values, micro_batch))
 
-        with answered(self._modules, answer), self.draws(micro_batch.index):
+        self.start_streams(micro_batch)
+        with answered(self._modules, answer):
             mode = _Holes() if self._mixes else _nothing()
             with mode:
                 output = self.call(micro_batch)

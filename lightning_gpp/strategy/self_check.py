@@ -108,6 +108,7 @@ def _unsplit(
     step.begin(part, lambda batch: call(whole, batch), seed=0)
     with torch.enable_grad():
         loss = loss_of(step.whole(MicroBatch(0, 0, samples, samples)))
+    step.end()
     loss.backward()
     return {"loss": loss.item(), "projections": _projections(whole), "norms": _norms(whole)}
 
