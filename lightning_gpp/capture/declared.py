@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture.batch import batch_size_of
+from lightning_gpp.capture.effects import without_effects
 from lightning_gpp.capture.isolate import add_sizes, names_of
 from lightning_gpp.capture.pipeline import Pipeline
 from lightning_gpp.capture.step import StepRunner, Stopped, answered
@@ -226,17 +227,29 @@ class EagerStage:
 
 def _part(result: Any, reference: str, name: str) -> torch.Tensor:
     _, _, key = reference.partition(".")
-    part = result
-    if key:
-        part = (
-            result[int(key)] if key.isdigit() else result[key] if isinstance(result, Mapping) else getattr(result, key)
-        )
+    part = _item(result, key) if key else result
     if not isinstance(part, torch.Tensor):
         raise CaptureError(
-            f"Stage {name!r} gives a {type(part).__name__} where {reference!r} must be a tensor. Name a part of the "
+            f"Stage {name!r} gives {_described(result)}, in which {reference!r} is no tensor. Name a part of the "
             f"result, as in '{name}.0' or '{name}.key' (strategy.stages, `inputs`)."
         )
     return part
+
+
+def _described(result: Any) -> str:
+    kind = type(result).__name__
+    if isinstance(result, Mapping):
+        return f"a {kind} with the keys {', '.join(map(str, result))}"
+    return f"a {kind} of {len(result)} items" if isinstance(result, list | tuple) else f"a {kind}"
+
+
+def _item(result: Any, key: str) -> Any:
+    """A part of a stage's result, by position, key or attribute; None if there is none."""
+    if isinstance(result, Mapping):
+        return result.get(key)
+    if key.isdigit() and isinstance(result, Sequence):
+        return result[int(key)] if int(key) < len(result) else None
+    return getattr(result, key, None)
 
 
 @dataclass(kw_only=True)
@@ -253,7 +266,7 @@ class DeclaredStep(StepRunner):
             raise Stopped
 
         self.start_streams(micro_batch)
-        with answered(self._networks(), answer), torch.no_grad():
+        with without_effects([self.module]), answered(self._networks(), answer), torch.no_grad():
             try:
                 self.call(micro_batch)
             except Stopped:

@@ -107,7 +107,16 @@ def _run(replica: nn.Module, step: str, batch: Any, run_time: RunTime, recorder:
     except Exception as error:
         recording.complete, recording.stopped = False, _line_of(error)
         if recorder.scope != -1 or not recording.network_calls() or _uncalled(replica, recorder):
-            raise refusal(recording.stopped, f"{type(error).__name__}: {error}", "change this line") from error
+            raise refusal(recording.stopped, f"{type(error).__name__}: {error}", _remedy(error)) from error
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, AttributeError):
+        return (
+            "the step is captured at set-up, before hooks such as on_train_start: create the attribute in __init__ or "
+            "setup()"
+        )
+    return "change this line"
 
 
 def step_arguments(function: Callable[..., Any], batch_idx: int) -> list[int]:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_gpp.capture.batch import batch_size_of, slice_batch
 from lightning_gpp.capture.code import variable
+from lightning_gpp.capture.effects import without_effects
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.randomness import seed_streams, undisturbed
 from lightning_gpp.capture.recorder import refusal
@@ -176,7 +177,7 @@ class UserStep(StepRunner):
             return holes.add(self._result(call, lambda ref: self._hole(ref, micro_batch.num_samples)))
 
         self.start_streams(micro_batch)
-        with answered(self._modules, answer), torch.no_grad():
+        with without_effects([self.module]), answered(self._modules, answer), torch.no_grad():
             try:
                 with holes if self._mixes else _nothing():
                     self.call(micro_batch)

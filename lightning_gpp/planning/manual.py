@@ -94,18 +94,19 @@ def _unknown(module: str, known: Sequence[str]) -> PlanError:
 def _check_parameters(graph: OperatorGraph, owners: dict[str, int]) -> None:
     """A module is forgotten if neither it nor a module around it or inside it is listed.
 
-    Parameters that a module around listed ones uses itself go where they are read, like all its own operators.
+    Parameters that a module around listed ones uses itself go where they are read, like all its own operators; those
+    of the user's step go with the step.
     """
     divided = around(owners)
     left = {
         name: None
         for operator in graph
-        if owner_of(operator.module, owners) is None and operator.module not in divided
+        if operator.module != STEP and owner_of(operator.module, owners) is None and operator.module not in divided
         for name in operator.parameters
     }
     if left:
         raise PlanError(
-            f"strategy.stages leaves {len(left)} parameters without a stage: {some(list(left))}. "
+            f"strategy.stages leaves parameters without a stage: {some(list(left))}. "
             "Add their modules, or a module around them, to a stage."
         )
 

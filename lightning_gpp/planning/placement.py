@@ -63,7 +63,7 @@ def _named(name: str, keys: Any) -> Any:
 
 def _entry(where: str, keys: Any) -> Entry:
     if not isinstance(keys, Mapping) or not keys.get("modules") or set(keys) - set(KEYS):
-        raise ConfigError(f"{where}: a stage needs `modules`, and may have {', '.join(KEYS)}; got {keys!r}.")
+        raise ConfigError(f"{where}: a stage needs `modules`, and may have {', '.join(KEYS)}, inputs; got {keys!r}.")
     size = keys.get("micro_batch_size")
     if size is not None and (not isinstance(size, int) or size < 1):
         raise ConfigError(f"{where}.micro_batch_size is {size!r}; it must be a whole number >= 1.")

@@ -80,9 +80,18 @@ def partition(name: str, graph: OperatorGraph, request: Request) -> Plan:
         ConfigError: there is no such partitioner, or the micro-batches do not fit the mini-batch.
         PlanError: the model does not fit the devices.
     """
+    return partitioner_of(name)(graph, request)
+
+
+def partitioner_of(name: str) -> Partitioner:
+    """The partitioner registered under a name.
+
+    Raises:
+        ConfigError: there is none.
+    """
     if name not in _PARTITIONERS:
         raise ConfigError(
             f"strategy.partitioner={name!r} does not exist. Choose one of: {', '.join(partitioner_names())}; or add "
             "your own with @lightning_gpp.planning.register(...) before the trainer starts."
         )
-    return _PARTITIONERS[name](graph, request)
+    return _PARTITIONERS[name]

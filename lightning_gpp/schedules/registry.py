@@ -51,7 +51,7 @@ def stage_orders(plan: Plan, batch_size: int | None = None) -> StageOrders:
         ScheduleError: the schedule is unknown, or it does not run every micro-batch once, forward before backward.
     """
     total = _checked(plan.batch_size if batch_size is None else batch_size)
-    orders = _generator(plan.schedule)(plan, total)
+    orders = generator_of(plan.schedule)(plan, total)
     for stage in range(len(plan.stages)):
         _check_order(plan, stage, total, orders.get(stage, ()))
     return orders
@@ -84,7 +84,12 @@ def peak(order: tuple[Action, ...]) -> int:
     return max(accumulate(1 if action.kind is Kind.FORWARD else -1 for action in order), default=0)
 
 
-def _generator(name: str) -> Generator:
+def generator_of(name: str) -> Generator:
+    """The generator registered under a name.
+
+    Raises:
+        ScheduleError: there is none.
+    """
     try:
         return _GENERATORS[name]
     except KeyError:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.placement import KEYS, Placement, read
+from lightning_gpp.planning.registry import partitioner_of
+from lightning_gpp.schedules.registry import generator_of
 
 StageSpec = Placement
 """Manual placement: module path -> stage number, or stages with the keys modules, name, devices, micro_batch_size; with
@@ -49,6 +51,8 @@ def check(options: Options) -> None:
     """Raise ConfigError where a setting cannot work, whatever the model."""
     _check_counts(options)
     _check_choices(options)
+    generator_of(options.schedule)
+    partitioner_of(options.partitioner)
     if options.stages is not None:
         read(placement_of(options.stages))
     if options.plan is not None and options.stages is not None:

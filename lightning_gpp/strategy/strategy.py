@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -188,6 +189,8 @@ class GPPStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Initialise the device, the process group, and the watch over the other ranks."""
+        # Lightning 2.6 on torch >= 2.12 warns of its own code, in every process
+        warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
         super().setup_environment()
         self.set_world_ranks()
         if self.cluster_environment is None:

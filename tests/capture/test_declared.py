@@ -142,3 +142,13 @@ def test_a_result_that_is_no_tensor() -> None:
     declared = declare(module, zoo.batch(), broken, step="training_step")
     with pytest.raises(CaptureError, match="Name a part of the result, as in 'left.0'"):
         split_gradients(module, declared, plan_of(declared), zoo.batch())
+
+
+@pytest.mark.parametrize("reference", ["left.1.nokey", "left.7", "left.nokey"])
+def test_a_part_that_the_result_does_not_have(reference: str) -> None:
+    module = TowersWithNorm().double()
+    broken = entries()
+    broken[-1] = {**broken[-1], "inputs": [reference]}
+    declared = declare(module, zoo.batch(), broken, step="training_step")
+    with pytest.raises(CaptureError, match=f"gives a tuple of 2 items, in which '{reference}' is no tensor"):
+        split_gradients(module, declared, plan_of(declared), zoo.batch())

@@ -140,6 +140,7 @@ REFUSED = [
     (EarlyParameter, "uses a parameter in front of its first module call"),
     (NoNetwork, "calls no submodule that has parameters"),
     (Broken, "same reduction dim"),
+    (zoo.LateAttribute, "captured at set-up, before hooks such as on_train_start"),
 ]
 
 
@@ -157,7 +158,7 @@ def test_refused_with_line_reason_and_ways_out(kind: type[Base], reason: str) ->
     assert "Ways out: (1)" in text
     assert "(2) declare the stages" in text
     if kind is not NoNetwork:
-        assert "test_refusals.py:" in text
+        assert ".py:" in text.partition(": ")[0]
 
 
 @pytest.mark.parametrize("kind", [Epoch, EpochWindow, Logs])

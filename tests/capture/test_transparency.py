@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_gpp.capture import capture
+from lightning_gpp.planning import manual
 from tests.capture import zoo
 from tests.capture.inprocess import assert_transparent, chain_of, split_gradients
 
@@ -64,6 +65,15 @@ def test_side_effects_happen_once_per_micro_batch() -> None:
     assert module.metric.update_count == 3
 
 
+def test_counters_in_front_of_the_network_count_once() -> None:
+    module = zoo.Counts().double()
+    module.log = lambda *_: None
+    captured = capture(module, zoo.batch())
+    split_gradients(module, captured, chain_of(captured, module.stages, 2), zoo.batch())
+    assert module.samples == zoo.B
+    assert module.batches == [0, 0, 0]
+
+
 def test_results_kept_in_a_list_are_there() -> None:
     module = zoo.Keeps().double()
     module.log = lambda *_: None
@@ -71,6 +81,13 @@ def test_results_kept_in_a_list_are_there() -> None:
     split_gradients(module, captured, chain_of(captured, module.stages, 2), zoo.batch())
     expected = module.c(zoo.batch()["y"])
     torch.testing.assert_close(torch.cat(module.kept).detach(), expected.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_a_parameter_of_the_loss_goes_with_the_step() -> None:
+    module = zoo.LogitScale().double()
+    captured = capture(module, zoo.batch())
+    plan = manual(captured.graph, {"a": 0, "b": 1}, batch_size=zoo.B)
+    assert "scale" in captured.build(plan, module).parameters[plan.step_stage]
 
 
 def test_towers_stay_independent() -> None:

@@ -231,6 +231,38 @@ class ReadsValues(Base):
         return {"loss": loss, "out": out.detach()}
 
 
+class Counts(Base):
+    """The step counts and keeps things in front of its network call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = 0
+        self.batches: list[int] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.samples += len(batch["x"])
+        self.batches.append(batch_idx)
+        return F.mse_loss(self(batch["x"]), batch["y"])
+
+
+class LogitScale(Base):
+    """A parameter of the LightningModule itself that only the loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch["x"]) * self.scale.exp(), batch["y"])
+
+
+class LateAttribute(Base):
+    """Reads what on_train_start would have made."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch["x"] * self.made_later), batch["y"])
+
+
 class Keeps(Base):
     """The step keeps a result in a list, and reads it in no call of torch."""
 
@@ -355,6 +387,7 @@ WORKING = [
     SeveralCalls,
     ReadsValues,
     Penalty,
+    LogitScale,
     Structures,
     Frozen,
     Autocast,
