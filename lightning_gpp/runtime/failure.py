@@ -25,7 +25,7 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lightning_gpp.errors import PeerFailure
+from lightning_gpp.errors import GPPError, PeerFailure
 from lightning_gpp.runtime.links import Address, Link, Listener, connect, exchange_through
 from lightning_gpp.runtime.processes import ProcessIdentity, exit_now
 from lightning_gpp.runtime.watch import EXIT_CODE, Cause, Watcher
@@ -97,7 +97,8 @@ class FailureMonitor:
         if watcher is None or not watcher.is_alive() or os.getpid() != self._process.pid:
             return
         if not (_is_consequence(error) and watcher.known.wait(_CONSEQUENCE_GRACE)):
-            trace = "".join(traceback.format_exception(error, limit=-_SHORT))
+            explains_itself = isinstance(error, GPPError)  # and its own rank shows the traceback as Python does
+            trace = "" if explains_itself else "".join(traceback.format_exception(error, limit=-_SHORT))
             self.fail(f"raised {type(error).__name__}: {error}", trace)
         if watcher.cause is not None and watcher.cause.rank != self.rank:
             _record_for_torchrun(PeerFailure(str(watcher.cause)))
