@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 
 from lightning_gpp.capture.recorder import Recorder, refusal
-from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref, StateRef
+from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref
 
 InputKey = tuple[str, int, int]
 """Where the source finds an input: ("call", network call number, leaf of its arguments), or ("glue", number of the
@@ -181,12 +180,3 @@ class _Extraction:
 
 def _refs(tree: Any) -> list[Ref]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
-
-
-def states_of(call: Recorded) -> list[str]:
-    return [leaf.name for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, StateRef)]
-
-
-def is_constant(leaf: Any) -> bool:
-    """Whether a value can stand in a replay as it is."""
-    return not isinstance(leaf, torch.Tensor) or type(leaf) in (torch.Tensor, torch.nn.Parameter)
