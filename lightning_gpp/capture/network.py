@@ -30,6 +30,8 @@ class Network:
     """Values that the step reads, as answers of network calls."""
     step_states: list[str]
     step_flops: float
+    step_targets: list[str]
+    """What the step itself calls on network values, in front of its last network call."""
     recording: Recording
 
     def network_calls(self) -> list[ModuleCall]:
@@ -72,6 +74,7 @@ class _Extraction:
             needed=self._needed(after),
             step_states=sorted({name for call in after for name in call.states()}),
             step_flops=sum(call.flops for call in after),
+            step_targets=[call.target for call in self._step_calls()],
             recording=self.recording,
         )
 

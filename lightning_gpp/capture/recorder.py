@@ -149,7 +149,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _READS and isinstance(args[0], FakeTensor):
             return self._read(name, args[0])
-        return self.record(func, _target(func, name), args, kwargs, functools.partial(func, *args, **kwargs))
+        return self.record(func, target_of(func, name), args, kwargs, functools.partial(func, *args, **kwargs))
 
     def apply(self, cls: type, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handler for custom autograd functions: one call, whatever they do inside."""
@@ -284,7 +284,7 @@ def _no_function() -> None:
     """Stands for the call that made a tensor of the batch."""
 
 
-def _target(func: Callable[..., Any], name: str) -> str:
+def target_of(func: Callable[..., Any], name: str) -> str:
     if name in ("__get__", "__set__"):
         return f"Tensor.{getattr(func.__self__, '__name__', '')}.{name}"  # type: ignore[attr-defined]
     return name

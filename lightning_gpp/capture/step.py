@@ -19,7 +19,7 @@ from lightning_gpp.capture.code import variable
 from lightning_gpp.capture.effects import without_effects
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.randomness import seed_streams, undisturbed
-from lightning_gpp.capture.recorder import refusal
+from lightning_gpp.capture.recorder import refusal, target_of
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, Size
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.graph import TensorSpec
@@ -73,6 +73,7 @@ class _Holes(TorchFunctionMode):
         super().__init__()
         self.holes: dict[int, torch.Tensor] = {}
         self.calls: list[list[Any]] = []
+        self.targets: list[str] = []
 
     def add(self, tree: Any) -> Any:
         self.holes.update({id(leaf): leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)})
@@ -89,6 +90,7 @@ class _Holes(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
             self.calls.append(leaves)
+            self.targets.append(target_of(func, getattr(func, "__name__", str(func))))
             self.add(result)
         return result
 
@@ -155,7 +157,7 @@ class UserStep(StepRunner):
         self._calls = self.network.network_calls()
         self._modules = {call.path: self.module.get_submodule(call.path) for call in self._calls}
         self._paths = {id(module): path for path, module in self._modules.items()}
-        self._mixes = any(call.scope == -1 for call in self.network.calls)
+        self._mixes = len(self._calls) > 1
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
 
     # --- source
@@ -227,6 +229,13 @@ class UserStep(StepRunner):
                 )
 
     def _take_mixed(self, found: dict[str, torch.Tensor], holes: _Holes) -> None:
+        if self._mixes and holes.targets != self.network.step_targets:
+            raise refusal(
+                self._calls[-1].line,
+                f"between its module calls the step called {self.network.step_targets} when it was captured, and "
+                f"{holes.targets} now",
+                "let the step compute the same for every batch, or decide inside a module's forward",
+            )
         for number, call in self._glue.items():
             leaves = holes.calls[number]
             self._compare(pytree.tree_leaves((call.args, call.kwargs)), leaves, holes, call)

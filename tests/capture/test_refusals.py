@@ -219,3 +219,23 @@ def test_a_step_without_loss_is_refused() -> None:
 def test_no_training_step() -> None:
     with pytest.raises(CaptureError, match="Linear has no method 'training_step'"):
         capture(nn.Linear(2, 2), zoo.batch())
+
+
+class Window(Base):
+    """Between its module calls the step decides by a run-time value that no capture has seen change."""
+
+    window = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        h = self.a(batch["x"])
+        return self.b(h.relu() if self.window else h).mean()
+
+
+def test_a_decision_between_module_calls_is_noticed() -> None:
+    module = Window().double()
+    captured = capture(module, zoo.batch())
+    plan = chain_of(captured, module.stages)
+    split_gradients(module, captured, plan, zoo.batch())
+    module.window = True
+    with pytest.raises(CaptureError, match=r"the step called \[\] when it was captured, and \['relu'\] now"):
+        split_gradients(module, captured, plan, zoo.batch())
