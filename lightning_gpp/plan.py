@@ -55,12 +55,17 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A convex part of the model. Every device in `devices` is a replica that takes its share of each micro-batch."""
+    """A convex part of the model. Every device in `devices` is a replica that takes its share of each micro-batch.
+
+    `recompute`: between forward and backward of a micro-batch only the inputs are kept; the backward computes the
+    forward again. Not for the stage that lists STEP.
+    """
 
     name: str
     modules: tuple[str, ...]
     devices: tuple[int, ...]
     micro_batch_size: int
+    recompute: bool = False
     figures: Figures = Figures()
 
 
@@ -190,6 +195,17 @@ def _check_stages(plan: Plan) -> None:
             raise PlanError(f"Stage {stage.name!r}: micro_batch_size is {stage.micro_batch_size}; it must be >= 1.")
         if not stage.devices or len(set(stage.devices)) < len(stage.devices):
             raise PlanError(f"Stage {stage.name!r}: devices must be a non-empty list without repeats: {stage.devices}.")
+        _check_recompute(stage)
+
+
+def _check_recompute(stage: Stage) -> None:
+    if not isinstance(stage.recompute, bool):
+        raise PlanError(f"Stage {stage.name!r}: recompute is {stage.recompute!r}; it must be true or false.")
+    if stage.recompute and STEP in stage.modules:
+        raise PlanError(
+            f"Stage {stage.name!r} is to be recomputed, but it runs the user's step ({STEP!r}), which would log and "
+            f"count twice. Give {STEP!r} a stage of its own, after the modules of this one, or leave recompute out."
+        )
 
 
 def _check_edges(plan: Plan) -> None:
@@ -235,6 +251,7 @@ def _stage_from(entry: dict[str, Any]) -> Stage:
         modules=tuple(entry["modules"]),
         devices=tuple(entry["devices"]),
         micro_batch_size=entry["micro_batch_size"],
+        recompute=entry.get("recompute", False),
         figures=Figures(**figures),
     )
 

@@ -27,6 +27,7 @@ class StageDraft:
     modules: tuple[str, ...]
     devices: tuple[int, ...]
     micro_batch_size: int
+    recompute: bool = False
 
 
 def assign(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> Assignment:
@@ -224,6 +225,7 @@ def make_plan(
             modules=draft.modules,
             devices=draft.devices,
             micro_batch_size=draft.micro_batch_size,
+            recompute=draft.recompute,
             figures=figures[index],
         )
         for index, draft in enumerate(drafts)

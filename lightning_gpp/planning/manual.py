@@ -32,9 +32,9 @@ def manual(
 
     Args:
         graph: the captured operators.
-        placement: `{module path: stage number}`, `{stage name: {modules, devices, micro_batch_size}}`, or a list of
-            `{name, modules, devices, micro_batch_size}`; all but `modules` may be left out. The module "@step" stands
-            for the user's step; without it the step joins the stage that makes most of what it reads.
+        placement: `{module path: stage number}`, `{stage name: keys}`, or a list of keys: `name`, `modules`, `devices`,
+            `micro_batch_size`, `recompute`; all but `modules` may be left out. The module "@step" stands for the
+            user's step; without it the step joins the stage that makes most of what it reads.
         batch_size: samples of the mini-batch of one pipeline replica.
         num_devices: of the job, if known: a plan that needs more is refused.
         num_micro_batches: for stages without a `micro_batch_size`; or `micro_batch_size`; by default twice the depth.
@@ -54,6 +54,7 @@ def manual(
             modules=entry.modules,
             devices=entry.devices or (index,),
             micro_batch_size=entry.micro_batch_size or batch_size,
+            recompute=entry.recompute,
         )
         for index, (entry, name) in enumerate(zip(entries, names, strict=True))
     ]

@@ -114,6 +114,7 @@ def _drafts(plan: Plan) -> list[StageDraft]:
             modules=stage.modules,
             devices=stage.devices,
             micro_batch_size=stage.micro_batch_size,
+            recompute=stage.recompute,
         )
         for stage in plan.stages
     ]
