@@ -1,0 +1,201 @@
+"""Which devices there are, and what joins them: any mix of devices, in nested groups such as nodes and racks.
+
+A cluster is its devices, numbered from 0, and its levels, from the innermost outwards. A level says for every device
+in which group it is, and which link joins the devices of a group:
+
+    device                       0  1  2  3  4  5  6  7
+    level 0, link NVLink         0  0  0  0  1  1  1  1     the groups are nodes
+    level 1, link InfiniBand     0  0  0  0  0  0  0  0
+
+Devices 2 and 3 talk over NVLink, 3 and 4 over InfiniBand: the innermost level whose group holds both decides.
+A link of one pair in one direction, where given, comes before all levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+from typing import Final
+
+from lightning_gpp.cluster.device import Device
+from lightning_gpp.cluster.link import Link
+from lightning_gpp.errors import ConfigError
+
+_NOTHING_TO_CROSS: Final = Link()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """A way for devices to talk: `groups` has the group number of every device, `link` joins those of one group."""
+
+    link: Link
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine with `count` devices of one kind, every two of them joined by `link`."""
+
+    device: Device
+    count: int
+    link: Link = field(default_factory=Link)
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ConfigError(f"Node of {self.device.name!r}: count={self.count} must be 1 or more.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices and the links between them; every two devices are joined in both directions.
+
+    Args:
+        name: for reports.
+        devices: the kind of each device.
+        levels: innermost first.
+        links: of single pairs, (from, to); these come before the levels.
+
+    Raises:
+        ConfigError: there is no device, a level or link does not fit the devices, or nothing joins two of them.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    levels: tuple[Level, ...]
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict, hash=False)
+    kinds: tuple[Device, ...] = field(init=False, repr=False, compare=False)
+    """The distinct devices, in the order of their first appearance."""
+    _kind_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "links", dict(self.links))
+        _check(self)
+        kinds = tuple(dict.fromkeys(self.devices))
+        number = {kind: index for index, kind in enumerate(kinds)}
+        object.__setattr__(self, "kinds", kinds)
+        object.__setattr__(self, "_kind_of", tuple(number[device] for device in self.devices))
+
+    @classmethod
+    def uniform(cls, device: Device, num_devices: int, link: Link | None = None, name: str = "") -> Cluster:
+        """`num_devices` devices of one kind in one node, every two joined by `link` (free of cost by default)."""
+        level = Level(link=link or Link(), groups=(0,) * num_devices)
+        return cls(name=name or f"{num_devices} x {device.name}", devices=(device,) * num_devices, levels=(level,))
+
+    @classmethod
+    def of_nodes(cls, name: str, nodes: Sequence[Node], between: Link | None = None) -> Cluster:
+        """Nodes one after another, in the order given; `between` joins devices of different nodes."""
+        if not nodes:
+            raise ConfigError(f"Cluster {name!r} has no nodes; give at least one.")
+        inside = Level(link=nodes[0].link, groups=tuple(i for i, node in enumerate(nodes) for _ in range(node.count)))
+        outside = () if between is None else (Level(link=between, groups=(0,) * len(inside.groups)),)
+        return cls(
+            name=name,
+            devices=tuple(node.device for node in nodes for _ in range(node.count)),
+            levels=(inside, *outside),
+            links=dict(_links_unlike_the_first(nodes)),
+        )
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)
+
+    @property
+    def homogeneous(self) -> bool:
+        """Whether all devices are of one kind; says nothing about the links."""
+        return len(self.kinds) == 1
+
+    def kind(self, device: int) -> int:
+        """Where the device's kind is in `kinds`."""
+        return self._kind_of[device]
+
+    def node_of(self, device: int) -> int:
+        """The device's group at the innermost level; without levels every device is a node of its own."""
+        return self.levels[0].groups[device] if self.levels else device
+
+    def link(self, src: int, dst: int) -> Link:
+        """What joins two devices in this direction; free of cost from a device to itself."""
+        if src == dst:
+            return _NOTHING_TO_CROSS
+        if self.links and (src, dst) in self.links:
+            return self.links[src, dst]
+        return next(level.link for level in self.levels if level.groups[src] == level.groups[dst])
+
+    def all_reduce_seconds(self, devices: Sequence[int], num_bytes: float) -> float:
+        """Seconds to sum `num_bytes` bytes over the devices, in a ring in the order given; 0 for one device.
+
+        Each of the 2(n - 1) steps sends an n-th of the bytes to the next device, so the slowest link sets the pace.
+        Source: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+        JPDC 69(2), 2009, section 4.
+        """
+        num_devices = len(devices)
+        if num_devices < 2:
+            return 0.0
+        ring = zip(devices, [*devices[1:], devices[0]], strict=True)
+        return 2 * (num_devices - 1) * max(self.link(*pair).seconds(num_bytes / num_devices) for pair in ring)
+
+    def subset(self, devices: Sequence[int]) -> Cluster:
+        """Only these devices, renumbered from 0 in the order given; groups keep their numbers.
+
+        Raises:
+            ConfigError: a device is not of this cluster, or is named twice.
+        """
+        if len(set(devices)) < len(devices) or not set(devices) <= set(range(self.num_devices)):
+            raise ConfigError(
+                f"Devices {list(devices)} of cluster {self.name!r}: each must be named once and lie between 0 and "
+                f"{self.num_devices - 1}."
+            )
+        number = {old: new for new, old in enumerate(devices)}
+        return Cluster(
+            name=self.name,
+            devices=tuple(self.devices[device] for device in devices),
+            levels=tuple(
+                Level(link=level.link, groups=tuple(level.groups[device] for device in devices))
+                for level in self.levels
+            ),
+            links={
+                (number[src], number[dst]): link
+                for (src, dst), link in self.links.items()
+                if src in number and dst in number
+            },
+        )
+
+
+def _links_unlike_the_first(nodes: Sequence[Node]) -> Iterator[tuple[tuple[int, int], Link]]:
+    """A level has one link, that of the first node: pairs within nodes that have another one are given singly."""
+    start = 0
+    for node in nodes:
+        if node.link != nodes[0].link:
+            yield from ((pair, node.link) for pair in permutations(range(start, start + node.count), 2))
+        start += node.count
+
+
+def _check(cluster: Cluster) -> None:
+    name, num_devices = cluster.name, cluster.num_devices
+    if not num_devices:
+        raise ConfigError(f"Cluster {name!r} has no devices; give at least one.")
+    for index, level in enumerate(cluster.levels):
+        if len(level.groups) != num_devices:
+            raise ConfigError(
+                f"Cluster {name!r}: levels[{index}].groups has {len(level.groups)} numbers for {num_devices} devices; "
+                "give one number for every device."
+            )
+    for src, dst in cluster.links:
+        if src == dst or not (0 <= src < num_devices and 0 <= dst < num_devices):
+            raise ConfigError(
+                f"Cluster {name!r}: links[{src}, {dst}] must join two different devices between 0 and "
+                f"{num_devices - 1}."
+            )
+    _check_connected(cluster)
+
+
+def _check_connected(cluster: Cluster) -> None:
+    if any(len(set(level.groups)) == 1 for level in cluster.levels):
+        return  # spares a thousand devices their million pairs
+    for src, dst in permutations(range(cluster.num_devices), 2):
+        joined = any(level.groups[src] == level.groups[dst] for level in cluster.levels)
+        if not joined and (src, dst) not in cluster.links:
+            raise ConfigError(
+                f"Cluster {cluster.name!r}: nothing joins device {src} to device {dst}. "
+                "Give `between` (the link of devices of different nodes), or a link of this pair under `links`."
+            )
