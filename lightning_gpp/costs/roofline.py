@@ -1,109 +1,77 @@
-"""Seconds of operators by the roofline model, from nothing but the operator graph and three figures of a device.
+"""Seconds of operators by the roofline model, from nothing but the operator graph and a few figures of a device.
 
 Source: S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009.
 An operator takes as long as its arithmetic or as moving its tensors, whichever is longer, plus the cost of calling it.
+The constant cost of a call, and parameters that are read once per micro-batch however small that is, are what makes
+small micro-batches inefficient.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import inf
 from typing import Final
 
-from lightning_gpp.errors import ConfigError
-from lightning_gpp.graph import Affine, Operator, OperatorGraph
+from lightning_gpp.cluster import Device
+from lightning_gpp.costs.model import Seconds
+from lightning_gpp.graph import Operator, OperatorGraph
 
-BACKWARD_RATIO: Final = 2.0
-"""Backward over forward: one product for the gradient of the input, one for that of the weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """What a device sustains in practice: FLOP/s, bytes/s of memory, and seconds that calling an operator costs."""
-
-    name: str
-    flops_per_second: float
-    bytes_per_second: float
-    seconds_per_operator: float
-
-    def __post_init__(self) -> None:
-        if self.flops_per_second <= 0 or self.bytes_per_second <= 0 or self.seconds_per_operator < 0:
-            raise ConfigError(
-                f"Device {self.name!r}: flops_per_second={self.flops_per_second:g} and "
-                f"bytes_per_second={self.bytes_per_second:g} must be above 0, "
-                f"seconds_per_operator={self.seconds_per_operator:g} must not be below 0."
-            )
+ACCUMULATION_PASSES: Final = 3
+"""Adding a micro-batch's weight gradient to the sum so far reads both and writes one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """A directed connection of two devices: seconds until a message's first byte arrives, then bytes per second."""
+class Roofline:
+    """Costs of the operators of a graph by the roofline model.
 
-    latency: float = 0
-    bytes_per_second: float = inf
+    The backward of an operator with parameters is one product for the gradient of its input, where that is wanted, and
+    one for that of its weights. Of other operators it costs twice the forward: both factors of a product have one.
+    """
 
-    def __post_init__(self) -> None:
-        if self.latency < 0 or self.bytes_per_second <= 0:
-            raise ConfigError(
-                f"Link: latency={self.latency:g} s must not be below 0, "
-                f"bytes_per_second={self.bytes_per_second:g} must be above 0."
-            )
+    name = "roofline"
 
-    def seconds(self, num_bytes: float) -> float:
-        return self.latency + num_bytes / self.bytes_per_second
+    def __init__(self, graph: OperatorGraph) -> None:
+        self.graph = graph
+        self._wanted = {operator.name: self._input_gradient_wanted(operator) for operator in graph}
+
+    def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
+        """See `CostModel`; values that come from the data cost nothing."""
+        if operator.target == "input":
+            return Seconds(0.0)
+        moving = self._moved(operator, num_samples) / device.bytes_per_second
+        arithmetic = operator.flops.at(num_samples) / device.flops_per_second(_dtype(operator))
+        forward = device.seconds_per_operator + max(arithmetic, moving)
+        if not has_backward(operator):
+            return Seconds(forward)
+        if not operator.parameters:
+            return Seconds(forward, 2 * forward)
+        accumulation = ACCUMULATION_PASSES * self._parameter_bytes(operator) / device.bytes_per_second
+        return Seconds(forward, forward if self._wanted[operator.name] else 0.0, forward + accumulation)
+
+    def _input_gradient_wanted(self, operator: Operator) -> bool:
+        edges = self.graph.nx.in_edges(operator.name, data="outputs")
+        return any(self.graph[source].outputs[output].requires_grad for source, _, outputs in edges for output in outputs)
+
+    def _moved(self, operator: Operator, num_samples: int) -> float:
+        read = sum(
+            self.graph[source].outputs[output].bytes(num_samples)
+            for source, _, outputs in self.graph.nx.in_edges(operator.name, data="outputs")
+            for output in outputs
+        )
+        written = sum(spec.bytes(num_samples) for spec in operator.outputs)
+        return float(read + written) + min(self._parameter_bytes(operator), self._gathered(operator, num_samples))
+
+    def _gathered(self, operator: Operator, num_samples: int) -> float:
+        """Lookups (no arithmetic) read no more of their table than they write."""
+        if operator.flops.at(num_samples):
+            return float("inf")
+        return float(sum(spec.bytes(num_samples) for spec in operator.outputs))
+
+    def _parameter_bytes(self, operator: Operator) -> float:
+        return float(sum(self.graph.parameter_bytes[name] for name in operator.parameters))
 
 
-CPU: Final = Device(name="cpu", flops_per_second=30e9, bytes_per_second=8e9, seconds_per_operator=8e-6)
-"""One thread of a server core under PyTorch, float32: about a third of what its vector units could do."""
-
-A100: Final = Device(name="a100", flops_per_second=150e12, bytes_per_second=1.4e12, seconds_per_operator=6e-6)
-"""Half of the 312 TFLOP/s (bfloat16, dense) and 70 % of the 2.0 TB/s of the manufacturer's sheet for the SXM 80 GB."""
-
-H100: Final = Device(name="h100", flops_per_second=450e12, bytes_per_second=2.3e12, seconds_per_operator=5e-6)
-"""Half of the 989 TFLOP/s (bfloat16, dense) and 70 % of the 3.35 TB/s of the manufacturer's sheet for the SXM."""
-
-DEVICES: Final = {device.name: device for device in (CPU, A100, H100)}
-
-LOOPBACK: Final = Link(latency=150e-6, bytes_per_second=1e9)
-"""gloo between processes of one machine."""
-
-NVLINK: Final = Link(latency=15e-6, bytes_per_second=200e9)
-"""NCCL between GPUs of one node."""
-
-
-def link_of(device: Device) -> Link:
-    """The link between neighbouring devices of this kind, where nothing more is known."""
-    return LOOPBACK if device.name == CPU.name else NVLINK
-
-
-def operator_seconds(graph: OperatorGraph, operator: Operator, num_samples: int, device: Device) -> float:
-    """Forward seconds of one operator for a micro-batch of `num_samples`; 0 for values that come from the data."""
-    if operator.target == "input":
-        return 0.0
-    arithmetic = operator.flops.at(num_samples) / device.flops_per_second
-    return device.seconds_per_operator + max(arithmetic, _moved(graph, operator, num_samples) / device.bytes_per_second)
-
-
-def _moved(graph: OperatorGraph, operator: Operator, num_samples: int) -> float:
-    read = sum(
-        graph[source].outputs[output].bytes(num_samples)
-        for source, _, outputs in graph.nx.in_edges(operator.name, data="outputs")
-        for output in outputs
-    )
-    written = sum(spec.bytes(num_samples) for spec in operator.outputs)
-    return float(read + written + sum(graph.parameter_bytes[name] for name in operator.parameters))
+def _dtype(operator: Operator) -> str:
+    return operator.outputs[0].dtype if operator.outputs else "float32"
 
 
 def has_backward(operator: Operator) -> bool:
     """Whether autograd visits the operator: it makes something that requires grad, or it is the step itself."""
     return operator.target == "step" or any(spec.requires_grad for spec in operator.outputs)
-
-
-def through(first: float, last: float, num_samples: int) -> Affine:
-    """The affine function that is `first` at 1 sample and `last` at `num_samples` (more than 1).
-
-    The roofline is convex and grows no faster than its argument, so this is never negative, and never below the model
-    in between.
-    """
-    slope = (last - first) / (num_samples - 1)
-    return Affine(slope, first - slope)

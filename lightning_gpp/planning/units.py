@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from lightning_gpp.costs.roofline import BACKWARD_RATIO, Device, has_backward, operator_seconds
-from lightning_gpp.graph import Affine, Operator, OperatorGraph
+from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, topological
-from lightning_gpp.planning.assign import Assignment, assign, crossing, forced, owner_of
+from lightning_gpp.planning.assign import assign, crossing, forced, owner_of
 from lightning_gpp.planning.modules import ModuleNode, module_tree
 
 Modules = tuple[str, ...]
@@ -22,28 +21,32 @@ Modules = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Module paths that stay together, and what they cost: seconds per micro-batch, FLOPs, bytes."""
+    """Module paths that stay together, their operators, and what they keep: bytes per micro-batch, parameters.
+
+    `divisible`: its data can be cut into the shares of several replicas.
+    """
 
     modules: Modules
-    forward: float
-    backward: float
-    flops: Affine
-    activation_bytes: Affine
-    parameter_bytes: int
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
+    operators: tuple[str, ...] = ()
+    flops: Affine = Affine()
+    saved_bytes: Affine = Affine()
+    num_parameters: int = 0
+    parameter_bytes: int = 0
+    divisible: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A tensor that unit `src` makes and the units `dsts` read: bytes per micro-batch, forwards and backwards."""
+    """A tensor that unit `src` makes and the units `dsts` read: bytes per micro-batch, forwards and backwards.
+
+    `sliceable`: samples can be cut out of it, so that both ends may have other shares of a micro-batch.
+    """
 
     src: int
     dsts: tuple[int, ...]
-    bytes: float
-    num_directions: int
+    bytes: Affine
+    num_directions: int = 2
+    sliceable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +62,8 @@ class UnitGraph:
         graph.add_edges_from((value.src, dst) for value in self.values for dst in value.dsts)
         return graph
 
-    @property
-    def seconds(self) -> float:
-        return sum(unit.seconds for unit in self.units)
 
-
-def find_units(graph: OperatorGraph, *, num_pieces: float, num_samples: int, device: Device) -> UnitGraph:
+def find_units(graph: OperatorGraph, *, num_pieces: float, seconds: Mapping[str, float]) -> UnitGraph:
     """Cut the model at module borders until no piece costs more than 1 / `num_pieces` of the whole.
 
     A module stays whole when it is that light, when none of its submodules has parameters or buffers, or when its
@@ -73,11 +72,8 @@ def find_units(graph: OperatorGraph, *, num_pieces: float, num_samples: int, dev
     Args:
         graph: the captured operators.
         num_pieces: the higher, the finer; infinity cuts wherever it is possible.
-        num_samples: samples of the micro-batch that costs are computed for.
-        device: turns FLOPs and bytes into seconds.
+        seconds: of every operator, in any unit: only shares of the whole count.
     """
-
-    seconds = {operator.name: operator_seconds(graph, operator, num_samples, device) for operator in graph}
     limit = sum(seconds.values()) / num_pieces
 
     def light(node: ModuleNode) -> bool:
@@ -85,7 +81,7 @@ def find_units(graph: OperatorGraph, *, num_pieces: float, num_samples: int, dev
 
     modules = _without_cycles(graph, _leaves(module_tree(graph), light) or [("",)])
     modules = _with_step(graph, _with_stateless(graph, modules))
-    return _measured(graph, modules, num_samples, seconds)
+    return _described(graph, modules)
 
 
 def _leaves(root: ModuleNode, light: Callable[[ModuleNode], bool]) -> list[Modules]:
@@ -213,42 +209,57 @@ def _bytes(graph: OperatorGraph, values: Iterable[tuple[str, int]]) -> int:
     return sum(graph[name].outputs[output].bytes(1) for name, output in values)
 
 
-def _measured(
-    graph: OperatorGraph, modules: Sequence[Modules], num_samples: int, seconds: Mapping[str, float]
-) -> UnitGraph:
+def _described(graph: OperatorGraph, modules: Sequence[Modules]) -> UnitGraph:
     assignment = assign(graph, modules)
+    values = crossing(graph, assignment)
     operators: list[list[Operator]] = [[] for _ in modules]
     for operator in graph:
         for unit in assignment[operator.name]:
             if unit != SOURCE:
                 operators[unit].append(operator)
-    units = tuple(_unit(graph, paths, operators[index], seconds) for index, paths in enumerate(modules))
-    return UnitGraph(units=units, values=_values(graph, assignment, num_samples))
+    units = tuple(
+        _unit(graph, paths, operators[index], values.get((SOURCE, index), [])) for index, paths in enumerate(modules)
+    )
+    return UnitGraph(units=units, values=_values(graph, values))
 
 
-def _unit(graph: OperatorGraph, modules: Modules, operators: Sequence[Operator], seconds: Mapping[str, float]) -> Unit:
+def _unit(
+    graph: OperatorGraph, modules: Modules, operators: Sequence[Operator], data: Iterable[tuple[str, int]]
+) -> Unit:
     parameters = {name for operator in operators for name in operator.parameters}
     return Unit(
         modules=modules,
-        forward=sum(seconds[operator.name] for operator in operators),
-        backward=BACKWARD_RATIO * sum(seconds[operator.name] for operator in operators if has_backward(operator)),
+        operators=tuple(operator.name for operator in operators),
         flops=sum((operator.flops for operator in operators), Affine()),
-        activation_bytes=sum((operator.saved_bytes for operator in operators), Affine()),
+        saved_bytes=sum((operator.saved_bytes for operator in operators), Affine()),
+        num_parameters=sum(graph.parameter_sizes[name] for name in parameters),
         parameter_bytes=sum(graph.parameter_bytes[name] for name in parameters),
+        divisible=all(_sliceable(graph[name].outputs[output]) for name, output in data),
     )
 
 
-def _values(graph: OperatorGraph, assignment: Assignment, num_samples: int) -> tuple[Value, ...]:
+def _sliceable(spec: TensorSpec) -> bool:
+    return not spec.dynamic and (spec.sliceable or not spec.varies)
+
+
+def _values(
+    graph: OperatorGraph, flows: Mapping[tuple[int, int], Iterable[tuple[str, int]]]
+) -> tuple[Value, ...]:
     readers: dict[tuple[int, str, int], list[int]] = {}
-    for (src, dst), flow in crossing(graph, assignment).items():
+    for (src, dst), flow in flows.items():
         for name, output in flow if src != SOURCE else ():
             readers.setdefault((src, name, output), []).append(dst)
     return tuple(
-        Value(
-            src=src,
-            dsts=tuple(sorted(dsts)),
-            bytes=graph[name].outputs[output].bytes(num_samples),
-            num_directions=2 if graph[name].outputs[output].requires_grad else 1,
-        )
-        for (src, name, output), dsts in readers.items()
+        _value(src, dsts, graph[name].outputs[output]) for (src, name, output), dsts in readers.items()
+    )
+
+
+def _value(src: int, dsts: Sequence[int], spec: TensorSpec) -> Value:
+    fixed = spec.bytes(0)
+    return Value(
+        src=src,
+        dsts=tuple(sorted(dsts)),
+        bytes=Affine(spec.bytes(1) - fixed, fixed),
+        num_directions=2 if spec.requires_grad else 1,
+        sliceable=_sliceable(spec),
     )

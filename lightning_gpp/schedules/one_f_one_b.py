@@ -7,7 +7,7 @@ image; the rule below was reconstructed from the figures in its text and from th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_gpp.plan import SOURCE, Plan
@@ -41,19 +41,29 @@ def _order(stage: int, warm_up: int, number: int) -> tuple[Action, ...]:
 
 
 def in_flight_samples(plan: Plan) -> dict[int, int]:
+    """For every stage the samples to hold in flight; see `samples_in_flight`."""
+    graph = plan.graph()
+    sizes = [stage.micro_batch_size for stage in plan.stages]
+    return dict(enumerate(samples_in_flight(sizes, [list(graph.successors(stage)) for stage in range(len(sizes))])))
+
+
+def samples_in_flight(sizes: Sequence[int], successors: Sequence[Sequence[int]]) -> list[int]:
     """For every stage the samples to hold in flight, so that no stage ever waits in a balanced steady state.
 
     w_sink = b;  w_i = max over successors j of roundup_{b_i}(w_j + max(b_i, b_j)).
 
     With one micro-batch size b this is b times the depth of the stage. With other sizes a stage must run ahead by the
     larger of both sizes: its successor starts only when a whole micro-batch of its own has arrived.
+
+    Args:
+        sizes: of the micro-batches of all stages, in topological order.
+        successors: of every stage.
     """
-    graph = plan.graph()
-    samples: dict[int, int] = {}
-    for stage in reversed(range(len(plan.stages))):
-        size = plan.stages[stage].micro_batch_size
-        ahead = [samples[j] + max(size, plan.stages[j].micro_batch_size) for j in graph.successors(stage)]
-        samples[stage] = max((_round_up(value, size) for value in ahead), default=size)
+    samples = list(sizes)
+    for stage in reversed(range(len(sizes))):
+        size = sizes[stage]
+        ahead = [_round_up(samples[j] + max(size, sizes[j]), size) for j in successors[stage]]
+        samples[stage] = max(ahead, default=size)
     return samples
 
 

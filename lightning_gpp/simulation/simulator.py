@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lightning_gpp.errors import PlanError, VerificationError
@@ -10,7 +11,7 @@ from lightning_gpp.schedules import Instruction, Kind, Op, Program
 from lightning_gpp.schedules.messages import samples_of
 from lightning_gpp.schedules.replay import replay
 from lightning_gpp.simulation.stage_costs import StageCosts
-from lightning_gpp.simulation.timeline import Span, Timeline, Transfer
+from lightning_gpp.simulation.timeline import Reduction, Span, Timeline, Transfer
 
 
 def simulate(program: Program, costs: StageCosts) -> Timeline:
@@ -19,7 +20,7 @@ def simulate(program: Program, costs: StageCosts) -> Timeline:
     A device runs its instructions in order; only WAIT makes it wait. A transfer starts when it was sent, its buffer was
     posted and the previous transfer between the same two devices, in the same direction, has ended; it overlaps with
     computing. A micro-batch's activations live from the start of its forward to the end of its backward (in inference,
-    of its forward).
+    of its forward). Gradients of replicas are summed when all actions have ended.
 
     Args:
         program: a verified one.
@@ -39,6 +40,7 @@ def simulate(program: Program, costs: StageCosts) -> Timeline:
         stages=tuple(stage.name for stage in program.plan.stages),
         devices=devices,
         transfers=tuple(sorted(clock.transfers, key=lambda transfer: (transfer.start, transfer.message))),
+        reductions=tuple(_reductions(clock)),
         peak_bytes=tuple(_peak_bytes(clock, device) for device in range(len(devices))),
     )
 
@@ -68,7 +70,7 @@ class _Clock:
         if instruction.action is not None:
             samples = self.samples[device, instruction.action.stage][instruction.action.micro_batch]
             start = self.time[device]
-            self.time[device] += self.costs.seconds(instruction.action, samples)
+            self.time[device] += self.costs.seconds(instruction.action, device, samples)
             self.spans[device].append(Span(instruction.action, start, self.time[device]))
         elif instruction.message is not None and instruction.op is Op.WAIT:
             self.time[device] = max(self.time[device], self.arrived[instruction.message])
@@ -88,15 +90,29 @@ class _Clock:
         self.transfers.append(Transfer(number, *pair, message.producer, message.consumer, start, stop))
 
 
+def _reductions(clock: _Clock) -> Iterator[Reduction]:
+    """Gradients are summed when all actions have ended, stage after stage, as the runtime does it."""
+    plan = clock.program.plan
+    for stage, seconds in enumerate(clock.costs.all_reduce if clock.program.training else ()):
+        if seconds:
+            devices = plan.devices_of(stage)
+            start = max(clock.time[device] for device in devices)
+            for device in devices:
+                clock.time[device] = start + seconds
+            yield Reduction(stage, devices, start, start + seconds)
+
+
 def _peak_bytes(clock: _Clock, device: int) -> float:
-    stages = clock.program.plan.stages_on(device)
-    static = sum(clock.costs.stages[stage].parameter_bytes for stage in stages) * clock.costs.parameter_copies
+    costs = {stage: clock.costs.replica(stage, device) for stage in clock.program.plan.stages_on(device)}
+    static = sum(cost.parameter_bytes for cost in costs.values()) * clock.costs.parameter_copies
     now = most = 0.0
     for span in clock.spans[device]:
+        cost = costs[span.action.stage]
         samples = clock.samples[device, span.action.stage][span.action.micro_batch]
-        size = clock.costs.stages[span.action.stage].activation_bytes.at(samples) if samples else 0.0
+        size = cost.activation_bytes.at(samples) if samples else 0.0
+        working = cost.working_bytes.at(samples) if samples and span.action.kind is Kind.BACKWARD else 0.0
         now += size if span.action.kind is Kind.FORWARD else 0
-        most = max(most, now)
+        most = max(most, now + working)
         now -= size if span.action.kind is _last_kind(clock.program) else 0
     return static + most
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_gpp.costs.roofline import Link
+from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Action, Kind, Message
@@ -19,12 +19,14 @@ class StageCost:
         forward: seconds of a forward, affine in the samples of the replica's share.
         backward: seconds of a full backward.
         activation_bytes: what a micro-batch in flight keeps.
+        working_bytes: what a backward needs in addition while it runs: activations that it computes again.
         parameter_bytes: the stage's parameters.
     """
 
     forward: Affine = Affine(0, 1)
     backward: Affine = Affine(0, 1)
     activation_bytes: Affine = Affine()
+    working_bytes: Affine = Affine()
     parameter_bytes: float = 0
 
 
@@ -34,16 +36,21 @@ class StageCosts:
 
     Args:
         stages: one for each stage of the plan.
-        links: by (sending device, receiving device); for those that differ from `default_link`.
-        default_link: all other pairs.
+        replicas: by (stage, device); for replicas that differ from the others of their stage.
+        cluster: tells the links, by the plan's device numbers; None joins all devices by `default_link`.
+        default_link: between any two devices where there is no cluster.
+        all_reduce: for every stage the seconds that its replicas, in this and in other pipelines, take to sum their
+            gradients at the end of the step; empty where nothing is summed.
         data: seconds of a data action, affine in samples.
         parameter_copies: how many times a device keeps each parameter's bytes: itself, its gradient, the optimizer's
             state. 4 is Adam's figure, 2 plain gradient descent's, 1 inference's.
     """
 
     stages: tuple[StageCost, ...]
-    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    replicas: Mapping[tuple[int, int], StageCost] = field(default_factory=dict)
+    cluster: Cluster | None = None
     default_link: Link = Link()
+    all_reduce: tuple[float, ...] = ()
     data: Affine = Affine()
     parameter_copies: float = 4
 
@@ -84,17 +91,22 @@ class StageCosts:
         )
         return cls(stages=stages, default_link=link or Link())
 
-    def seconds(self, action: Action, num_samples: int) -> float:
+    def replica(self, stage: int, device: int) -> StageCost:
+        """What a stage costs on one of its devices."""
+        return self.replicas.get((stage, device), self.stages[stage])
+
+    def seconds(self, action: Action, device: int, num_samples: int) -> float:
         """Duration of an action on a replica whose share is `num_samples`; an empty share takes none."""
         if not num_samples:
             return 0
-        stage = self.stages[action.stage]
+        stage = self.replica(action.stage, device)
         cost = {Kind.DATA: self.data, Kind.FORWARD: stage.forward, Kind.BACKWARD: stage.backward}[action.kind]
         return cost.at(num_samples)
 
     def transfer_seconds(self, plan: Plan, message: Message) -> float:
         num_bytes = plan.edges[message.edge].bytes.at(message.stop - message.start)
-        return self.links.get((message.src, message.dst), self.default_link).seconds(num_bytes)
+        link = self.cluster.link(message.src, message.dst) if self.cluster else self.default_link
+        return link.seconds(num_bytes)
 
 
 def _scaled(cost: Affine, factor: float, offset: float) -> Affine:

@@ -35,9 +35,19 @@ class Transfer:
     stop: float
 
 
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """The replicas of a stage, on `devices`, sum their gradients from `start` to `stop`, in seconds."""
+
+    stage: int
+    devices: tuple[int, ...]
+    start: float
+    stop: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Spans of every device in the order in which they ran, and the transfers between devices.
+    """Spans of every device in the order in which they ran, transfers between devices, and sums of gradients.
 
     `peak_bytes` for each device; `stages` are the stages' names, by index.
     """
@@ -45,12 +55,13 @@ class Timeline:
     stages: tuple[str, ...]
     devices: tuple[tuple[Span, ...], ...]
     transfers: tuple[Transfer, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
     peak_bytes: tuple[float, ...] = ()
 
     @property
     def makespan(self) -> float:
         """Seconds from the first start to the last stop."""
-        spans = [span for device in self.devices for span in device]
+        spans: list[Span | Reduction] = [*(span for device in self.devices for span in device), *self.reductions]
         return max((span.stop for span in spans), default=0) - min((span.start for span in spans), default=0)
 
     @property
@@ -120,6 +131,9 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
         for span in spans:
             stage = timeline.stages[span.action.stage]
             events.append(_event(str(span.action), span, device, 0, {"stage": stage, "kind": span.action.kind.name}))
+    for reduction in timeline.reductions:
+        name = f"sum gradients of {timeline.stages[reduction.stage]}"
+        events += [_event(name, reduction, device, 0, {"stage": reduction.stage}) for device in reduction.devices]
     for src, dst in sorted({(transfer.src, transfer.dst) for transfer in timeline.transfers}):
         events.append(_name("thread_name", dst, 1 + src, f"receive from device {src}"))
     for transfer in timeline.transfers:
@@ -128,7 +142,7 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     return events
 
 
-def _event(name: str, span: Span | Transfer, process: int, thread: int, details: dict[str, Any]) -> dict[str, Any]:
+def _event(name: str, span: Span | Transfer | Reduction, process: int, thread: int, details: dict[str, Any]) -> dict[str, Any]:
     times = {"ts": span.start * 1e6, "dur": (span.stop - span.start) * 1e6}
     return {"name": name, "ph": "X", "pid": process, "tid": thread, "args": details, **times}
 
@@ -155,6 +169,7 @@ def _content(timeline: Timeline) -> dict[str, Any]:
             [entry.message, entry.src, entry.dst, str(entry.producer), str(entry.consumer), entry.start, entry.stop]
             for entry in timeline.transfers
         ],
+        "reductions": [[entry.stage, entry.devices, entry.start, entry.stop] for entry in timeline.reductions],
         "peak_bytes": timeline.peak_bytes,
     }
 
@@ -169,6 +184,9 @@ def _timeline(content: dict[str, Any]) -> Timeline:
         transfers=tuple(
             Transfer(message, src, dst, Action.parse(producer), Action.parse(consumer), start, stop)
             for message, src, dst, producer, consumer, start, stop in content["transfers"]
+        ),
+        reductions=tuple(
+            Reduction(stage, tuple(devices), start, stop) for stage, devices, start, stop in content["reductions"]
         ),
         peak_bytes=tuple(content["peak_bytes"]),
     )

@@ -11,7 +11,8 @@ from torch import nn
 
 from lightning_gpp.capture import Capture, capture
 from lightning_gpp.capture.declared import Declared, declare, is_declared
-from lightning_gpp.errors import PlanError
+from lightning_gpp.cluster import preset
+from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import SOURCE, STEP, Plan
 from lightning_gpp.planning import Request, check_model, manual, partition
 from lightning_gpp.planning.assign import StageDraft, make_plan
@@ -44,12 +45,15 @@ def plan_for(captured: Capture | Declared, options: Options, num_devices: int, k
     Evaluation keeps the stages of training: those of `known`, the plan of an earlier run, or of the given plan.
 
     Raises:
-        ConfigError: micro-batches and mini-batch do not fit together.
+        ConfigError: micro-batches and mini-batch do not fit together, or `recompute` names what is no stage.
         PlanError: the stages do not fit the model or the devices.
     """
     if captured.step != TRAINING:
         known = known or options.plan
-    plan = _plan_for(captured, options, num_devices) if known is None else refitted(captured, known)
+    if known is None:
+        plan = recomputing(_plan_for(captured, options, num_devices), options.recompute)
+    else:
+        plan = refitted(captured, known)
     if plan.num_devices != num_devices:
         raise PlanError(
             f"The plan needs {plan.num_devices} devices per pipeline, but there are {num_devices} (trainer.devices x "
@@ -67,12 +71,35 @@ def _plan_for(captured: Capture | Declared, options: Options, num_devices: int) 
         "batch_size": captured.batch_size,
         "num_micro_batches": options.num_micro_batches,
         "micro_batch_size": options.micro_batch_size,
-        "schedule": options.schedule,
         "model": captured.fingerprint,
     }
     if options.stages is not None:
-        return manual(captured.graph, placement_of(options.stages), **sizes)
-    return partition(options.partitioner, captured.graph, Request(num_devices=num_devices, **sizes))
+        return manual(captured.graph, placement_of(options.stages), schedule=options.schedule, **sizes)
+    cluster = preset("cpu_host", num_devices=num_devices)
+    request = Request(cluster=cluster, schedules=(options.schedule,), copies=False, max_replicas=1, **sizes)
+    return partition(options.partitioner, captured.graph, request).plan
+
+
+def recomputing(plan: Plan, recompute: bool | Sequence[str] | None) -> Plan:
+    """The plan with these stages recomputed: none (False), all but the step's (True), those listed; None: as it is.
+
+    Raises:
+        ConfigError: a listed stage does not exist, or runs the step.
+    """
+    if recompute is None:
+        return plan
+    step = plan.stages[plan.step_stage].name
+    others = [stage.name for stage in plan.stages if stage.name != step]
+    wanted = (others if recompute else []) if isinstance(recompute, bool) else recompute
+    unknown = sorted(set(wanted) - {step, *others})
+    if unknown:
+        raise ConfigError(f"strategy.recompute lists {unknown}; the stages that can be recomputed are {others}.")
+    if step in wanted:
+        raise ConfigError(
+            f"strategy.recompute lists stage {step!r}, which runs the training step: it would log and count twice. "
+            f"Leave it out, or give {STEP!r} a stage of its own (strategy.stages); others: {others}."
+        )
+    return replace(plan, stages=tuple(replace(stage, recompute=stage.name in wanted) for stage in plan.stages))
 
 
 def devices_wanted(options: Options, world_size: int) -> int:

@@ -8,11 +8,14 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_gpp.cluster import preset
+from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.reports import plan_table
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import StageCosts, Timeline, estimate, simulate
+from lightning_gpp.planning import estimate
+from lightning_gpp.simulation import StageCosts, Timeline, simulate
 from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.engine import Engine
 
@@ -26,7 +29,8 @@ def announce_plan(plan: Plan, num_pipelines: int) -> None:
 def simulated(plan: Plan, graph: OperatorGraph) -> Timeline:
     """The timeline of one mini-batch, by roofline estimates; where nothing is known, all actions take the same time."""
     known = any(operator.flops.at(1) for operator in graph)
-    costs = estimate(graph, plan) if known else StageCosts.uniform(plan)
+    cluster = preset("cpu_host", num_devices=plan.num_devices)
+    costs = estimate(graph, plan, cluster, Roofline(graph)) if known else StageCosts.uniform(plan)
     return simulate(compile_program(plan), costs)
 
 

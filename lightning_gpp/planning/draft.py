@@ -1,0 +1,97 @@
+"""A draft: a plan as partitioners write it, in numbers of units and of the cluster's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_gpp.cluster import Cluster
+from lightning_gpp.graph import Affine
+from lightning_gpp.plan import topological
+from lightning_gpp.planning.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStage:
+    """Units on devices; each device takes an equal share of every micro-batch of `micro_batch_size` samples."""
+
+    units: tuple[int, ...]
+    devices: tuple[int, ...]
+    micro_batch_size: int
+    recompute: bool = False
+
+    @property
+    def share(self) -> int:
+        """Samples of the largest share."""
+        return -(-self.micro_batch_size // len(self.devices))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """Stages in any order, and the schedule's name."""
+
+    stages: tuple[DraftStage, ...]
+    schedule: str = "1f1b"
+
+    def __str__(self) -> str:
+        stages = [f"{len(stage.units)}u x{len(stage.devices)}{'r' * stage.recompute}" for stage in self.stages]
+        sizes = sorted({stage.micro_batch_size for stage in self.stages})
+        return f"{len(stages)} stages ({', '.join(stages)}), b={'/'.join(map(str, sizes))}, {self.schedule}"
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What flows between two stages of a draft: bytes per micro-batch in the forward and in the backward."""
+
+    forward: Affine
+    backward: Affine
+    differentiable: bool
+
+
+def stage_of_units(num_units: int, stages: Sequence[Iterable[int]]) -> list[int]:
+    """For every unit the number of its stage; -1 where no stage has it."""
+    owner = [-1] * num_units
+    for index, units in enumerate(stages):
+        for unit in units:
+            owner[unit] = index
+    return owner
+
+
+def flows(problem: Problem, owner: Sequence[int]) -> dict[tuple[int, int], Flow]:
+    """The edges of the stage graph. A value travels once to each stage that reads it."""
+    sums: dict[tuple[int, int], list[float]] = {}
+    for value in problem.units.values:
+        src = owner[value.src]
+        for dst in {owner[unit] for unit in value.dsts} - {src}:
+            entry = sums.setdefault((src, dst), [0.0, 0.0, 0.0, 0.0])
+            entry[0] += value.bytes.per_sample
+            entry[1] += value.bytes.fixed
+            if value.num_directions == 2:
+                entry[2] += value.bytes.per_sample
+                entry[3] += value.bytes.fixed
+    return {
+        pair: Flow(Affine(a, b), Affine(c, d), bool(c or d)) for pair, (a, b, c, d) in sorted(sums.items())
+    }
+
+
+def transfer_seconds(cluster: Cluster, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int) -> float:
+    """Until a micro-batch has gone from all replicas of one stage to all of another; links work side by side."""
+    slowest, i, j = 0.0, 0, 0
+    while i < len(src) and j < len(dst):
+        start = max(i * num_samples // len(src), j * num_samples // len(dst))
+        ends = (i + 1) * num_samples // len(src), (j + 1) * num_samples // len(dst)
+        if min(ends) > start:
+            slowest = max(slowest, cluster.link(src[i], dst[j]).seconds(size.at(min(ends) - start)))
+        i, j = i + (ends[0] <= ends[1]), j + (ends[1] <= ends[0])
+    return slowest
+
+
+def in_topological_order(problem: Problem, draft: Draft) -> Draft:
+    """The same draft with its stages in topological order, the one of the step last.
+
+    Raises:
+        networkx.NetworkXUnfeasible: the stages form a cycle.
+    """
+    owner = stage_of_units(problem.num_units, [stage.units for stage in draft.stages])
+    order = topological(list(flows(problem, owner)), len(draft.stages))
+    return Draft(stages=tuple(draft.stages[index] for index in order), schedule=draft.schedule)

@@ -1,0 +1,191 @@
+"""What a draft is worth: the seconds of a whole step, warm-up, drain and gradient synchronisation included, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import networkx as nx
+
+from lightning_gpp.graph import Affine
+from lightning_gpp.plan import topological
+from lightning_gpp.planning.draft import Draft, DraftStage, Flow, flows, stage_of_units, transfer_seconds
+from lightning_gpp.planning.pipeline_clock import Pipeline, end_times
+from lightning_gpp.planning.problem import Problem
+from lightning_gpp.planning.units import Value
+from lightning_gpp.schedules.one_f_one_b import samples_in_flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFigures:
+    """One replica of a stage: seconds and bytes per micro-batch, bytes that stay, seconds of its all-reduce."""
+
+    forward: float
+    backward: float
+    kept_bytes: float
+    working_bytes: float
+    static_bytes: float
+    all_reduce: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A draft's step.
+
+    Args:
+        seconds: of the step; infinite where the stages form a cycle.
+        excess_bytes: the most that a device needs beyond its memory; 0 if all fit.
+        peak_bytes: of a device of each stage.
+        bottleneck: seconds per sample of the slowest stage, forward and backward.
+        in_flight: micro-batches of each stage.
+    """
+
+    seconds: float
+    excess_bytes: float = 0.0
+    peak_bytes: tuple[float, ...] = ()
+    bottleneck: float = inf
+    in_flight: tuple[int, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.excess_bytes <= 0 and self.seconds < inf
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """What searches minimise: first what does not fit, then time."""
+        return max(0.0, self.excess_bytes), self.seconds
+
+
+@dataclass(slots=True, eq=False)
+class Evaluator:
+    """Evaluates drafts of one problem, and remembers what stages cost."""
+
+    problem: Problem
+    evaluations: int = 0
+    _figures: dict[DraftStage, StageFigures] = field(default_factory=dict)
+    _transfers: dict[tuple[tuple[int, ...], tuple[int, ...], Affine, int], float] = field(default_factory=dict)
+    _rigid_units: list[int] = field(init=False)
+    _rigid_values: list[Value] = field(init=False)
+
+    def __post_init__(self) -> None:
+        units = self.problem.units
+        self._rigid_units = [index for index, unit in enumerate(units.units) if not unit.divisible]
+        self._rigid_values = [value for value in units.values if not value.sliceable]
+
+    def __call__(self, draft: Draft) -> Evaluation:
+        """Evaluate; micro-batch sizes must be the same in all stages."""
+        self.evaluations += 1
+        edges = self.edges(draft)
+        if not self._divisible(draft):
+            return Evaluation(seconds=inf)
+        try:
+            order = topological(list(edges), len(draft.stages))
+        except nx.NetworkXUnfeasible:
+            return Evaluation(seconds=inf)
+        position = {stage: index for index, stage in enumerate(order)}
+        stages = [draft.stages[index] for index in order]
+        return self._evaluate(
+            stages, {(position[a], position[b]): flow for (a, b), flow in edges.items()}, draft.schedule, order
+        )
+
+    def _divisible(self, draft: Draft) -> bool:
+        """Whether nothing is cut into shares that cannot be cut."""
+        if not self._rigid_values and not self._rigid_units:
+            return True
+        owner = stage_of_units(self.problem.num_units, [stage.units for stage in draft.stages])
+        replicas = [len(stage.devices) for stage in draft.stages]
+        return all(replicas[owner[unit]] == 1 for unit in self._rigid_units) and all(
+            replicas[owner[value.src]] == replicas[owner[dst]] for value in self._rigid_values for dst in value.dsts
+        )
+
+    def edges(self, draft: Draft) -> dict[tuple[int, int], Flow]:
+        return flows(self.problem, stage_of_units(self.problem.num_units, [stage.units for stage in draft.stages]))
+
+    def _evaluate(
+        self, stages: Sequence[DraftStage], edges: Mapping[tuple[int, int], Flow], schedule: str, order: Sequence[int]
+    ) -> Evaluation:
+        size = stages[0].micro_batch_size
+        number = -(-self.problem.batch_size // size)
+        counts = in_flight_counts(len(stages), edges, schedule, number)
+        figures = [self.figures(stage) for stage in stages]
+        ends = end_times(self._pipeline(stages, figures, edges), counts, number)
+        peaks = [
+            entry.static_bytes + count * entry.kept_bytes + entry.working_bytes
+            for entry, count in zip(figures, counts, strict=True)
+        ]
+        limits = [min(self.problem.memory_bytes[list(stage.devices)]) for stage in stages]
+        place = sorted(range(len(order)), key=order.__getitem__)
+        return Evaluation(
+            seconds=max(end + entry.all_reduce for end, entry in zip(ends, figures, strict=True)),
+            excess_bytes=max(0.0, *(peak - limit for peak, limit in zip(peaks, limits, strict=True))),
+            peak_bytes=tuple(peaks[index] for index in place),
+            bottleneck=max(entry.forward + entry.backward for entry in figures) / size,
+            in_flight=tuple(counts[index] for index in place),
+        )
+
+    def _pipeline(
+        self, stages: Sequence[DraftStage], figures: Sequence[StageFigures], edges: Mapping[tuple[int, int], Flow]
+    ) -> Pipeline:
+        return Pipeline(
+            forward=[entry.forward for entry in figures],
+            backward=[entry.backward for entry in figures],
+            sent={(a, b): self._transfer(stages[a], stages[b], flow.forward) for (a, b), flow in edges.items()},
+            returned={
+                (a, b): self._transfer(stages[b], stages[a], flow.backward)
+                for (a, b), flow in edges.items()
+                if flow.differentiable
+            },
+        )
+
+    def _transfer(self, src: DraftStage, dst: DraftStage, size: Affine) -> float:
+        key = src.devices, dst.devices, size, src.micro_batch_size
+        if key not in self._transfers:
+            self._transfers[key] = transfer_seconds(self.problem.cluster, *key)
+        return self._transfers[key]
+
+    def figures(self, stage: DraftStage) -> StageFigures:
+        """What one replica of a stage costs; the slowest kind of its devices counts."""
+        if stage not in self._figures:
+            self._figures[stage] = stage_figures(self.problem, stage)
+        return self._figures[stage]
+
+
+def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:
+    """What one replica of a stage costs; the slowest kind of its devices counts."""
+    units = list(stage.units)
+    kinds = {problem.cluster.kind(device) for device in stage.devices}
+    seconds = [problem.seconds(stage.share, kind) for kind in kinds]
+    forward = max(float(entry.forward[units].sum()) for entry in seconds)
+    backward = max(float((entry.input_gradient + entry.weight_gradient)[units].sum()) for entry in seconds)
+    saved = float(problem.saved_bytes(stage.share)[units].sum())
+    inputs = input_bytes(problem, stage) if stage.recompute else 0.0
+    parameters = float(problem.parameter_bytes[units].sum())
+    return StageFigures(
+        forward=forward,
+        backward=backward + (forward if stage.recompute else 0.0),
+        kept_bytes=inputs if stage.recompute else saved,
+        working_bytes=saved if stage.recompute else 0.0,
+        static_bytes=parameters * problem.footprint.copies,
+        all_reduce=problem.cluster.all_reduce_seconds(stage.devices, parameters),
+    )
+
+
+def input_bytes(problem: Problem, stage: DraftStage) -> float:
+    """What a stage receives from others per micro-batch, on one replica."""
+    units = set(stage.units)
+    values = problem.units.values
+    return sum(v.bytes.at(stage.share) for v in values if v.src not in units and not units.isdisjoint(v.dsts))
+
+
+def in_flight_counts(
+    num_stages: int, edges: Mapping[tuple[int, int], Flow], schedule: str, num_micro_batches: int
+) -> list[int]:
+    """Micro-batches that each stage, in topological order, has in flight at most."""
+    if schedule == "gpipe":
+        return [num_micro_batches] * num_stages
+    successors: list[list[int]] = [[] for _ in range(num_stages)]
+    for src, dst in edges:
+        successors[src].append(dst)
+    samples = samples_in_flight([1] * num_stages, successors)
+    return [min(count, num_micro_batches) for count in samples]

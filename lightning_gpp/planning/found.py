@@ -1,0 +1,105 @@
+"""From a request to a plan: search, realise, and simulate the program that would run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightning_gpp.cluster import Cluster
+from lightning_gpp.errors import PlanError
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.plan import Plan
+from lightning_gpp.planning.answer import Alternative, Answer, Control
+from lightning_gpp.planning.estimate import estimate
+from lightning_gpp.planning.problem import Problem
+from lightning_gpp.planning.realise import realise
+from lightning_gpp.planning.registry import partitioner_of
+from lightning_gpp.planning.request import Request
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.simulation import Timeline, simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan, what it is expected to do, and how it was found.
+
+    Args:
+        partitioner: its name.
+        plan: of one pipeline.
+        num_pipelines: copies of the pipeline that share the mini-batch.
+        timeline: simulated, of one pipeline, with the sums of gradients over all of them.
+        memory_bytes: limit of every device of the pipeline.
+        search_seconds: what the search took.
+        answer: of the partitioner.
+    """
+
+    partitioner: str
+    plan: Plan
+    num_pipelines: int
+    timeline: Timeline
+    memory_bytes: tuple[float, ...]
+    search_seconds: float
+    answer: Answer
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step, simulated."""
+        return self.timeline.makespan
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.plan.batch_size * self.num_pipelines / self.seconds
+
+    @property
+    def gap(self) -> float | None:
+        """By how much the step may exceed the best possible one, as a fraction of the latter; None if not known."""
+        bound = self.answer.lower_bound
+        return max(0.0, self.seconds / bound - 1) if bound else None
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        return self.answer.alternatives
+
+    @property
+    def fits(self) -> bool:
+        return all(peak <= limit for peak, limit in zip(self.timeline.peak_bytes, self.memory_bytes, strict=True))
+
+
+def partition(name: str, graph: OperatorGraph, request: Request) -> Found:
+    """A plan by the partitioner of that name.
+
+    Raises:
+        ConfigError: there is no such partitioner, or the micro-batches do not fit the mini-batch.
+        PlanError: the model does not fit the devices; the message says by how much, and what would help.
+    """
+    partitioner, problem = partitioner_of(name), request.problem(graph)
+    control = Control(seconds=request.seconds, progress=request.progress)
+    answer = partitioner(problem, control)
+    if answer.draft is None:
+        raise PlanError(f"The partitioner {name!r} found no plan. {' '.join(answer.notes)}")
+    return judged(name, problem, answer, control.elapsed, request.model)
+
+
+def judged(name: str, problem: Problem, answer: Answer, search_seconds: float, model: str = "") -> Found:
+    """The plan of an answer's draft, with the simulation of its program."""
+    if answer.draft is None:
+        raise PlanError(f"The partitioner {name!r} found no plan. {' '.join(answer.notes)}")
+    plan, copies = realise(problem, answer.draft, model)
+    costs = estimate(
+        problem.graph, plan, problem.cluster, problem.costs, footprint=problem.footprint, num_pipelines=copies
+    )
+    timeline = simulate(compile_program(plan), costs)
+    plan = replace(plan, notes={**plan.notes, **notes_of(name, problem.cluster, timeline.makespan)})
+    return Found(
+        partitioner=name,
+        plan=plan,
+        num_pipelines=copies,
+        timeline=timeline,
+        memory_bytes=tuple(problem.memory_bytes[: plan.num_devices]),
+        search_seconds=search_seconds,
+        answer=answer,
+    )
+
+
+def notes_of(name: str, cluster: Cluster, seconds: float) -> dict[str, str]:
+    """What the plan file remembers of its origin."""
+    return {"partitioner": name, "cluster": cluster.name, "simulated_step": f"{seconds:.6g} s"}

@@ -1,0 +1,117 @@
+"""A quick simulator for search: stages instead of devices, one common number of micro-batches, 1F1B or all forwards first.
+
+It follows the rules of `simulation.simulate` for the programs of `1f1b` and `gpipe` with one stage per device: a transfer starts
+when it was sent, its buffer was posted (LOOKAHEAD actions before it is read) and the link is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LOOKAHEAD = 2
+"""Actions between posting a buffer and reading it, as `schedules.lower` places them."""
+
+EXACT_ACTIONS = 8_000
+"""Longer runs are continued by their period instead of being played to the end."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pipeline:
+    """Stages in topological order, per micro-batch: seconds of compute, and of transfers by (producer, consumer)."""
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    sent: dict[tuple[int, int], float]
+    returned: dict[tuple[int, int], float]
+    """Gradients that come back: (producer, consumer) of the forward -> seconds of the way back."""
+
+
+def end_times(pipeline: Pipeline, warm_up: Sequence[int], num_micro_batches: int) -> list[float]:
+    """For every stage the end of its last backward. `warm_up`: forwards before the first backward, at least 1."""
+    num_stages, short = len(pipeline.forward), max(24, 3 * max(warm_up))
+    if 2 * num_stages * num_micro_batches <= EXACT_ACTIONS or num_micro_batches <= short + 8:
+        return _play(pipeline, warm_up, num_micro_batches)
+    if min(warm_up) == num_micro_batches:  # all forwards first: as many more forwards as backwards
+        ends = [_play(pipeline, [number] * num_stages, number) for number in (short, short + 8)]
+    else:
+        ends = [_play(pipeline, warm_up, number) for number in (short, short + 8)]
+    rest = (num_micro_batches - short) / 8
+    return [first + (second - first) * rest for first, second in zip(*ends, strict=True)]
+
+
+def _play(pipeline: Pipeline, warm_up: Sequence[int], num_micro_batches: int) -> list[float]:
+    stages = _stages(pipeline, warm_up, num_micro_batches)
+    waiting = list(reversed(stages))
+    while waiting:
+        waiting.pop().run(waiting)
+    return [stage.time for stage in stages]
+
+
+class _Edge:
+    """A one-way channel of a stage: when each micro-batch was sent, and when the link is free again."""
+
+    __slots__ = ("free", "seconds", "sent")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.free = seconds, 0.0
+        self.sent: list[float] = []
+
+
+class _Stage:
+    """The order of one stage: `warm_up` forwards, then a backward and a forward in turn, then backwards."""
+
+    __slots__ = ("done", "ends", "forward", "backward", "incoming", "neighbours", "number", "outgoing", "time", "warm_up")
+
+    def __init__(self, forward: float, backward: float, warm_up: int, number: int) -> None:
+        self.forward, self.backward = forward, backward
+        self.warm_up, self.number = warm_up, number
+        self.done = [0, 0]  # forwards, backwards
+        self.time = 0.0
+        self.ends = [0.0] * (LOOKAHEAD + 1)
+        self.incoming: tuple[list[_Edge], list[_Edge]] = ([], [])  # of forwards, of backwards
+        self.outgoing: tuple[list[_Edge], list[_Edge]] = ([], [])
+        self.neighbours: tuple[list[_Stage], list[_Stage]] = ([], [])
+
+    def run(self, waiting: list[_Stage]) -> None:
+        """Advance as far as inputs are there; stages that may go on because of it are appended to `waiting`."""
+        forwards, backwards = self.done
+        while backwards < self.number:
+            direction = 0 if forwards < min(self.number, backwards + self.warm_up) else 1
+            index = backwards if direction else forwards
+            for edge in self.incoming[direction]:
+                if len(edge.sent) <= index:
+                    self.done[:] = forwards, backwards
+                    return
+            self._execute(direction, index)
+            waiting.extend(self.neighbours[direction])
+            if direction:
+                backwards += 1
+            else:
+                forwards += 1
+        self.done[:] = forwards, backwards
+
+    def _execute(self, direction: int, index: int) -> None:
+        start, posted = self.time, self.ends[-1 - LOOKAHEAD]
+        for edge in self.incoming[direction]:
+            edge.free = max(edge.sent[index], edge.free, posted) + edge.seconds
+            start = max(start, edge.free)
+        self.time = start + (self.backward if direction else self.forward)
+        self.ends.append(self.time)
+        for edge in self.outgoing[direction]:
+            edge.sent.append(self.time)
+
+
+def _stages(pipeline: Pipeline, warm_up: Sequence[int], number: int) -> list[_Stage]:
+    stages = [
+        _Stage(forward, backward, warm, number)
+        for forward, backward, warm in zip(pipeline.forward, pipeline.backward, warm_up, strict=True)
+    ]
+    for direction, channels in enumerate((pipeline.sent, pipeline.returned)):
+        for (first, second), seconds in channels.items():
+            src, dst = (stages[second], stages[first]) if direction else (stages[first], stages[second])
+            edge = _Edge(seconds)
+            src.outgoing[direction].append(edge)
+            src.neighbours[direction].append(dst)
+            dst.incoming[direction].append(edge)
+    return stages

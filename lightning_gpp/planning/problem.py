@@ -1,0 +1,136 @@
+"""The planning problem: units to be placed on the devices of a cluster, with what every unit costs there.
+
+All partitioners see the model through this one object, so that none of them counts differently from another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gpp.cluster import Cluster
+from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.costs.model import CostModel
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.planning.units import UnitGraph, find_units
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSeconds:
+    """Seconds of all units, by unit, for one micro-batch share on one kind of device."""
+
+    forward: Array
+    input_gradient: Array
+    weight_gradient: Array
+
+    @property
+    def total(self) -> Array:
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+@dataclass(kw_only=True, eq=False)
+class Problem:
+    """Units, devices, and the choices that a partitioner has.
+
+    Args:
+        graph: the captured operators.
+        costs: seconds of operators.
+        units: pieces that are never divided.
+        cluster: devices and links.
+        batch_size: samples of the mini-batch.
+        sizes: micro-batch sizes to choose from, ascending; each divides the mini-batch.
+        schedules: names to choose from.
+        footprint: what a device keeps per byte of parameters.
+        recompute: whether stages may recompute their activations: None leaves it to the partitioner.
+        max_replicas: devices of a stage at most.
+        copies: whether copies of the whole pipeline may share the mini-batch.
+    """
+
+    graph: OperatorGraph
+    costs: CostModel
+    units: UnitGraph
+    cluster: Cluster
+    batch_size: int
+    sizes: tuple[int, ...]
+    schedules: tuple[str, ...] = ("1f1b",)
+    footprint: Footprint = field(default_factory=Footprint)
+    recompute: bool | None = None
+    max_replicas: float = inf
+    copies: bool = True
+    _seconds: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict, init=False)
+    _saved: dict[int, Array] = field(default_factory=dict, init=False)
+
+    @property
+    def num_units(self) -> int:
+        return len(self.units.units)
+
+    @property
+    def num_devices(self) -> int:
+        return self.cluster.num_devices
+
+    def seconds(self, num_samples: int, kind: int = 0) -> UnitSeconds:
+        """Seconds of every unit for `num_samples` samples on devices of a kind (an index into `cluster.kinds`)."""
+        key = num_samples, kind
+        if key not in self._seconds:
+            self._seconds[key] = self._unit_seconds(num_samples, kind)
+        return self._seconds[key]
+
+    def saved_bytes(self, num_samples: int) -> Array:
+        """What autograd keeps of every unit for `num_samples` samples."""
+        if num_samples not in self._saved:
+            units = self.units.units
+            self._saved[num_samples] = np.array([unit.saved_bytes.at(num_samples) for unit in units], dtype=float)
+        return self._saved[num_samples]
+
+    @cached_property
+    def static_bytes(self) -> Array:
+        """Weights, gradients and optimizer state of every unit."""
+        return self.parameter_bytes * self.footprint.copies
+
+    @cached_property
+    def parameter_bytes(self) -> Array:
+        """Weights of every unit; its gradients take the same."""
+        return np.array([unit.parameter_bytes for unit in self.units.units], dtype=float)
+
+    @cached_property
+    def memory_bytes(self) -> Array:
+        """Of every device."""
+        return np.array([device.memory_bytes for device in self.cluster.devices], dtype=float)
+
+    @cached_property
+    def order(self) -> nx.DiGraph:
+        """The graph of units."""
+        return self.units.graph()
+
+    def coarsened(self, num_pieces: float) -> Problem:
+        """The same problem with larger units: none costs more than 1 / `num_pieces` of the whole."""
+        seconds = operator_seconds(self.graph, self.costs, self.cluster, self.sizes[-1])
+        return self.on(find_units(self.graph, num_pieces=num_pieces, seconds=seconds))
+
+    def on(self, units: UnitGraph) -> Problem:
+        """The same problem with other units."""
+        return replace(self, units=units)
+
+    def _unit_seconds(self, num_samples: int, kind: int) -> UnitSeconds:
+        device = self.cluster.kinds[kind]
+        names = {name for unit in self.units.units for name in unit.operators}
+        costs = {name: self.costs.seconds(self.graph[name], num_samples, device) for name in names}
+        columns = np.zeros((3, self.num_units))
+        for index, unit in enumerate(self.units.units):
+            for name in unit.operators:
+                columns[:, index] += costs[name]
+        return UnitSeconds(*columns)
+
+
+def operator_seconds(
+    graph: OperatorGraph, costs: CostModel, cluster: Cluster, num_samples: int
+) -> dict[str, float]:
+    """Forward and backward seconds of every operator on the cluster's first kind of device."""
+    return {operator.name: sum(costs.seconds(operator, num_samples, cluster.kinds[0])) for operator in graph}

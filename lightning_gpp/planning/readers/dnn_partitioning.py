@@ -1,0 +1,107 @@
+"""Profiles in the form of dnn-partitioning (github.com/msr-fiddle/dnn-partitioning).
+
+Source: J. Tarnawski et al., "Efficient algorithms for device placement of DNN graph operators", NeurIPS 2020.
+
+One JSON object: limits of the machine (`maxFPGAs`, `maxSizePerFPGA`, `maxCPUs`; "FPGA" stands for any accelerator),
+which are left alone; `edges` from `sourceId` to `destId` with a `cost` in time for a link of the authors, left alone,
+and often with a `size` in bytes; and `nodes` with
+
+* `id`, and often a `name`;
+* `fpgaLatency`: time on an accelerator. The time on a processor, `cpuLatency`, is left alone;
+* `size`: bytes that the node occupies, for its result and for its parameters;
+* `isBackwardNode`: whether it belongs to the backward, the loss or the optimizer;
+* `colorClass`, if it must be on the same device as all nodes of this number: forward and backward of a layer.
+
+**Folding.** An operator of this library has a forward and a backward, so backward nodes are folded onto the forward
+nodes of their colour class, in proportion to the forward times where there are several (in equal parts if those are 0).
+A backward node without a class goes to where the first node goes that reads it: sums of gradients stand before the
+backward that they are for. What then belongs to no forward node - the loss - is the backward of the user's step.
+
+**Data and parameters.** A forward node that reads nothing and takes no time is a parameter of its readers if other
+forward nodes are in its colour class, and else the data. In files without such nodes, the bytes of a node beyond those
+that it sends are its parameters. Nothing tells what a node without readers sends: all its bytes count as activations.
+
+**Activations.** Where edges lead from forward to backward nodes, the results that are read so are kept for the
+backward. Otherwise every result is, of nodes that have a backward.
+
+The mini-batch that was profiled counts as one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import networkx as nx
+
+from lightning_gpp.costs.table import CostTable
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.planning.readers.entries import (
+    Entry,
+    assemble,
+    edges_of,
+    name_of,
+    nodes_of,
+    own_parameter,
+    read_by_step,
+    unique_names,
+)
+from lightning_gpp.planning.readers.folding import Node, Profile, folded, profile_of, read_by_loss
+from lightning_gpp.planning.readers.located import Located
+
+
+def recognises(content: Located) -> bool:
+    return "maxSizePerFPGA" in content or "maxFPGAs" in content
+
+
+def read(content: Located, time_unit: float) -> tuple[OperatorGraph, CostTable]:
+    """See `lightning_gpp.planning.readers.read_graph`."""
+    listed = nodes_of(content)
+    names = unique_names({number: name_of(node) for number, node in listed.items()})
+    nodes = {number: _node(node, names[number], time_unit) for number, node in listed.items()}
+    profile = profile_of(nodes, _graph(content, nodes))
+    backward, step_backward = folded(profile)
+    entries = {number: _entry(profile, number, backward) for number in profile.operators}
+    pairs = list(profile.graph.subgraph(profile.operators).edges)
+    for number in read_by_loss(profile) or read_by_step(entries, pairs):
+        entries[number] = replace(entries[number], feeds_step=True)
+    return assemble(entries, pairs, name=content.file, step_backward=step_backward)
+
+
+def _node(node: Located, name: str, time_unit: float) -> Node:
+    return Node(
+        name=name,
+        seconds=node["fpgaLatency"].number() * time_unit,
+        size=node["size"].number(),
+        backward=node["isBackwardNode"].flag(),
+        colour=node["colorClass"].integer() if "colorClass" in node else None,
+    )
+
+
+def _graph(content: Located, nodes: Mapping[int, Node]) -> nx.DiGraph:
+    """Node ids, and edges with their bytes; an edge without `size` sends all that its node occupies."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(nodes)
+    for (source, target), edge in edges_of(content, nodes).items():
+        graph.add_edge(source, target, size=edge["size"].number() if "size" in edge else nodes[source].size)
+    return graph
+
+
+def _entry(profile: Profile, number: int, backward: Mapping[int, float]) -> Entry:
+    node = profile.nodes[number]
+    sizes = [size for _, _, size in profile.graph.out_edges(number, data="size")]
+    sent = max(sizes, default=0.0)
+    kept = profile.keeps(number) if profile.tells_what_is_kept else number in backward
+    entry = Entry(
+        name=node.name,
+        forward=node.seconds,
+        backward=backward.get(number, 0.0),
+        has_backward=number in backward,
+        output_bytes=sent,
+        saved_bytes=(sent if kept else 0.0) if sizes else node.size,
+        cluster=f"colour{node.colour}" if len(profile.partners(number)) > 1 else "",
+    )
+    if profile.parameters:
+        read = [profile.nodes[p] for p in profile.graph.predecessors(number) if p in profile.parameters]
+        return replace(entry, parameters={parameter.name: parameter.size for parameter in read})
+    return own_parameter(entry, max(0.0, node.size - sent) if sizes else 0.0)

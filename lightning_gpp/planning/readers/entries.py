@@ -1,0 +1,204 @@
+"""From the entries of a profile to an operator graph as capture would record it, and to its cost table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import networkx as nx
+
+from lightning_gpp.costs.table import CostTable, OperatorSeconds
+from lightning_gpp.errors import PlanError
+from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
+from lightning_gpp.plan import STEP
+from lightning_gpp.planning.assign import DATA
+from lightning_gpp.planning.readers.located import Located
+
+FLOAT_BYTES = 4
+"""Bytes of an element of a parameter; the profiles were taken in single precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """An operator of a profile: seconds and bytes per sample, and the bytes of its parameters by their names.
+
+    `name` is unique and without dots (`unique_names`): it becomes the path of a module. Entries with the same non-empty `cluster` stay together. `feeds_step`: the user's step reads the result.
+    """
+
+    name: str
+    forward: float = 0.0
+    backward: float = 0.0
+    has_backward: bool = True
+    output_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    cluster: str = ""
+    feeds_step: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether it stands for a value that is simply there: it takes no time and has no parameters."""
+        return not (self.forward or self.backward or self.parameters)
+
+
+Pair = tuple[int, int]
+
+
+def unique_names(names: Mapping[int, str]) -> dict[int, str]:
+    """Names that can be paths of modules, without dots; where several are equal, the later ones get their number."""
+    taken = {"step"}
+    unique: dict[int, str] = {}
+    for number, name in names.items():
+        name = name.replace(".", "_").replace("@", "_") or "operator"
+        name = f"{name}_{number}" if name in taken else name
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        unique[number] = name
+    return unique
+
+
+def name_of(node: Located) -> str:
+    """The node's name, or one made of its id."""
+    return node["name"].text() if "name" in node else f"node{node['id'].integer()}"
+
+
+def nodes_of(content: Located) -> dict[int, Located]:
+    """The nodes of a file by their ids.
+
+    Raises:
+        PlanError: two nodes have one id.
+    """
+    nodes: dict[int, Located] = {}
+    for node in content["nodes"]:
+        number = node["id"].integer()
+        if number in nodes:
+            raise node["id"].error("must be an id that no other node has")
+        nodes[number] = node
+    return nodes
+
+
+def edges_of(content: Located, ids: Iterable[int]) -> dict[Pair, Located]:
+    """The edges of a file, by the numbers of the nodes at their ends.
+
+    Raises:
+        PlanError: an edge names a node that does not exist, or the edges form a cycle.
+    """
+    known = set(ids)
+    edges: dict[Pair, Located] = {}
+    for edge in content["edges"]:
+        for end in ("sourceId", "destId"):
+            if edge[end].integer() not in known:
+                raise edge[end].error("must be the id of a node")
+        edges[edge["sourceId"].integer(), edge["destId"].integer()] = edge
+    graph = nx.DiGraph(list(edges))
+    if not nx.is_directed_acyclic_graph(graph):
+        raise cyclic(content.file, [str(source) for source, *_ in nx.find_cycle(graph)])
+    return edges
+
+
+def cyclic(file: str, names: list[str]) -> PlanError:
+    return PlanError(
+        f"{file}: edges form a cycle: {' -> '.join([*names, names[0]])}. "
+        "No operator of it could ever start; remove one of these edges."
+    )
+
+
+def read_by_step(entries: Mapping[int, Entry], pairs: Iterable[Pair]) -> set[int]:
+    """Entries that nothing reads, except discarded results: those take no time, unless there is nothing else."""
+    read = {source for source, _ in pairs}
+    unread = {number for number in entries if number not in read}
+    return {number for number in unread if not entries[number].idle} or unread
+
+
+def assemble(
+    entries: Mapping[int, Entry], pairs: Iterable[Pair], *, name: str, step_backward: float = 0.0
+) -> tuple[OperatorGraph, CostTable]:
+    """A graph with one module per entry, and its costs.
+
+    Entries that read nothing and stand for a value are the data; where such an entry computes, it reads data of 0
+    bytes, because profiles do not tell the size of their data.
+
+    Args:
+        entries: by number.
+        pairs: which entry is read by which other one. They form no cycle.
+        name: of the cost table.
+        step_backward: seconds per sample of the backward of the user's step, the loss.
+    """
+    order = nx.DiGraph()
+    order.add_nodes_from(entries)
+    order.add_edges_from(pairs)
+    position = {number: index for index, number in enumerate(entries)}
+    sequence = list(nx.lexicographical_topological_sort(order, key=position.__getitem__))
+    build = _Build()
+    for number in sequence:
+        sources = sorted(order.predecessors(number), key=position.__getitem__)
+        build.add(entries[number], [entries[source].name for source in sources])
+    build.add_step([entries[number].name for number in sequence if entries[number].feeds_step], step_backward)
+    return build.graph, CostTable(name=name, operators=build.seconds)
+
+
+class _Build:
+    """The graph and the seconds so far."""
+
+    def __init__(self) -> None:
+        self.graph = OperatorGraph()
+        self.seconds: dict[str, OperatorSeconds] = {}
+
+    def add(self, entry: Entry, sources: list[str]) -> None:
+        name = entry.name
+        if not sources and entry.idle and not entry.cluster:
+            self._add_data(name, entry.output_bytes)
+            return
+        if not sources:
+            self._add_data(f"data.{name}", 0.0)
+        self.graph.add(_operator(entry))
+        self._connect(name, sources or [f"data.{name}"])
+        for parameter, size in entry.parameters.items():
+            self.graph.parameter_bytes[parameter] = round(size)
+            self.graph.parameter_sizes[parameter] = round(size / FLOAT_BYTES)
+        self.seconds[name] = _seconds(entry)
+
+    def add_step(self, sources: list[str], backward: float) -> None:
+        self.graph.add(Operator(name="step", target="step", module=STEP))
+        self._connect("step", sources)
+        self.seconds["step"] = OperatorSeconds(input_gradient=Affine(backward))
+
+    def _add_data(self, name: str, num_bytes: float) -> None:
+        self.graph.add(Operator(name=name, target="input", module=DATA, outputs=(_spec(num_bytes, grad=False),)))
+        self.seconds[name] = OperatorSeconds()
+
+    def _connect(self, target: str, sources: list[str]) -> None:
+        for source in sources:
+            self.graph.connect(source, target, 0)
+
+
+def _operator(entry: Entry) -> Operator:
+    return Operator(
+        name=entry.name,
+        target="profiled",
+        module=entry.name,
+        parameters=tuple(entry.parameters),
+        outputs=(_spec(entry.output_bytes, grad=entry.has_backward),),
+        saved_bytes=Affine(entry.saved_bytes),
+        cluster=entry.cluster,
+    )
+
+
+def _spec(num_bytes: float, grad: bool) -> TensorSpec:
+    return TensorSpec(shape=(Affine(1), Affine(0, round(num_bytes))), dtype="uint8", requires_grad=grad)
+
+
+def _seconds(entry: Entry) -> OperatorSeconds:
+    """Where there are parameters, their gradient takes half of the backward: two products of equal size."""
+    weight = entry.backward / 2 if entry.parameters else 0.0
+    return OperatorSeconds(
+        forward=Affine(entry.forward),
+        input_gradient=Affine(entry.backward - weight),
+        weight_gradient=Affine(weight),
+    )
+
+
+def own_parameter(entry: Entry, num_bytes: float) -> Entry:
+    """The entry with one parameter of its own; as it is where that has no bytes."""
+    return replace(entry, parameters={f"{entry.name}.weight": num_bytes}) if num_bytes else entry

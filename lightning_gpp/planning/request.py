@@ -1,0 +1,90 @@
+"""What a user asks a partitioner for, and the planning problem that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from lightning_gpp.cluster import Cluster
+from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.costs.model import CostModel
+from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.planning.answer import Progress
+from lightning_gpp.planning.micro_batches import resolve_size
+from lightning_gpp.planning.problem import Problem, operator_seconds
+from lightning_gpp.planning.units import find_units
+
+NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Into how many micro-batches a mini-batch may be cut where the user leaves it open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a partitioner is asked for.
+
+    Args:
+        cluster: the devices to use.
+        batch_size: samples of the mini-batch of one pipeline replica.
+        num_micro_batches: or `micro_batch_size`, or neither: then the partitioner chooses.
+        schedules: names to choose from.
+        model: fingerprint written into the plan.
+        costs: seconds of operators; by default the roofline model.
+        footprint: what a device keeps per byte of parameters.
+        recompute: whether stages recompute their activations; None leaves it to the partitioner.
+        max_replicas: devices of a stage at most; None sets no limit.
+        num_pieces: operators are grouped into modules of no more than 1 / `num_pieces` of the whole.
+        copies: whether copies of the whole pipeline may share the mini-batch.
+        seconds: of the search, for partitioners that can stop at any time.
+        progress: called during the search.
+    """
+
+    cluster: Cluster
+    batch_size: int
+    num_micro_batches: int | None = None
+    micro_batch_size: int | None = None
+    schedules: tuple[str, ...] = ("1f1b",)
+    model: str = ""
+    costs: CostModel | None = None
+    footprint: Footprint = field(default_factory=Footprint)
+    recompute: bool | None = None
+    max_replicas: int | None = None
+    num_pieces: float = inf
+    copies: bool = True
+    seconds: float = 10.0
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"A plan needs a mini-batch of at least 1 sample, got {self.batch_size}.")
+        if not self.seconds > 0:
+            raise ConfigError(f"strategy.search_seconds={self.seconds:g}; it must be more than 0 seconds.")
+        resolve_size(self.batch_size, self.num_micro_batches, self.micro_batch_size, 1)
+
+    def problem(self, graph: OperatorGraph) -> Problem:
+        """The same for all partitioners.
+
+        Raises:
+            ConfigError: the micro-batches do not fit the mini-batch.
+        """
+        costs, sizes = self.costs or Roofline(graph), self._sizes()
+        seconds = operator_seconds(graph, costs, self.cluster, sizes[-1])
+        return Problem(
+            graph=graph,
+            costs=costs,
+            units=find_units(graph, num_pieces=self.num_pieces, seconds=seconds),
+            cluster=self.cluster,
+            batch_size=self.batch_size,
+            sizes=sizes,
+            schedules=self.schedules,
+            footprint=self.footprint,
+            recompute=self.recompute,
+            max_replicas=inf if self.max_replicas is None else self.max_replicas,
+            copies=self.copies,
+        )
+
+    def _sizes(self) -> tuple[int, ...]:
+        if self.num_micro_batches is None and self.micro_batch_size is None:
+            return tuple(sorted({-(-self.batch_size // number) for number in NUMBERS if number <= self.batch_size}))
+        return (resolve_size(self.batch_size, self.num_micro_batches, self.micro_batch_size, 1),)
