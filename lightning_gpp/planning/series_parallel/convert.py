@@ -87,7 +87,8 @@ def fold_broadcasts(
     """The graph without the nodes that each of their readers may compute again: masks, positions, constants.
 
     They cost next to nothing, nothing or only such nodes come before them, and several nodes of other kinds read them,
-    directly or through other such nodes. Nothing else loses a predecessor, so all other nodes keep their order.
+    directly or through more of them. What only folded nodes come before is folded too, where it costs next to
+    nothing. All other nodes keep their order, for no folded node lies between two of them.
 
     Args:
         graph: acyclic.
@@ -98,16 +99,26 @@ def fold_broadcasts(
     Returns:
         The graph of the other nodes, and the folded nodes in topological order.
     """
-    limit = fraction * sum(weights[node] for node in graph) / len(graph)
+    limit = fraction * sum(weights[node] for node in graph) / max(1, len(graph))
     light: dict[Node, None] = {}
     for node in nx.topological_sort(graph):
         if weights[node] < limit and node not in keep and all(other in light for other in graph.pred[node]):
             light[node] = None
+    readers = _readers(graph, light)
+    folded: dict[Node, None] = {}
+    for node in light:
+        sources = graph.pred[node]
+        if len(readers[node]) > 1 or (sources and all(other in folded for other in sources)):
+            folded[node] = None
+    return graph.subgraph([node for node in graph if node not in folded]), tuple(folded)
+
+
+def _readers(graph: nx.DiGraph, light: Mapping[Node, None]) -> dict[Node, set[Node]]:
+    """For each light node the others that read it, directly or through light nodes only."""
     readers: dict[Node, set[Node]] = {}
-    for node in reversed(light):
+    for node in reversed(list(light)):
         readers[node] = set().union(*(readers[other] if other in light else {other} for other in graph.succ[node]))
-    folded = tuple(node for node in light if len(readers[node]) > 1)
-    return graph.subgraph([node for node in graph if node not in set(folded)]), folded
+    return readers
 
 
 def _integers(weights: Sequence[float]) -> list[int]:
