@@ -5,5 +5,19 @@ from __future__ import annotations
 from lightning_gpp.cluster.cluster import Cluster, Level, Node
 from lightning_gpp.cluster.device import Device
 from lightning_gpp.cluster.link import Link
+from lightning_gpp.cluster.load import cluster_of, load
+from lightning_gpp.cluster.presets import CLUSTERS, DEVICES, Machine, preset
 
-__all__ = ["Cluster", "Device", "Level", "Link", "Node"]
+__all__ = [
+    "CLUSTERS",
+    "DEVICES",
+    "Cluster",
+    "Device",
+    "Level",
+    "Link",
+    "Machine",
+    "Node",
+    "cluster_of",
+    "load",
+    "preset",
+]

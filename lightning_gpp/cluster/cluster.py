@@ -83,8 +83,21 @@ class Cluster:
         return cls(name=name or f"{num_devices} x {device.name}", devices=(device,) * num_devices, levels=(level,))
 
     @classmethod
-    def of_nodes(cls, name: str, nodes: Sequence[Node], between: Link | None = None) -> Cluster:
-        """Nodes one after another, in the order given; `between` joins devices of different nodes."""
+    def of_nodes(
+        cls,
+        name: str,
+        nodes: Sequence[Node],
+        between: Link | None = None,
+        links: Mapping[tuple[int, int], Link] | None = None,
+    ) -> Cluster:
+        """Nodes one after another, in the order given.
+
+        Args:
+            name: for reports.
+            nodes: of any kinds.
+            between: joins devices of different nodes; may be left out where `links` joins them all.
+            links: of single pairs, (from, to), before all else.
+        """
         if not nodes:
             raise ConfigError(f"Cluster {name!r} has no nodes; give at least one.")
         inside = Level(link=nodes[0].link, groups=tuple(i for i, node in enumerate(nodes) for _ in range(node.count)))
@@ -93,7 +106,7 @@ class Cluster:
             name=name,
             devices=tuple(node.device for node in nodes for _ in range(node.count)),
             levels=(inside, *outside),
-            links=dict(_links_unlike_the_first(nodes)),
+            links={**dict(_links_unlike_the_first(nodes)), **(links or {})},
         )
 
     @property

@@ -1,0 +1,37 @@
+"""Looking up what a user named, with the names that come close if there is no such thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import TypeVar
+
+from lightning_gpp.errors import ConfigError
+
+Named = TypeVar("Named")
+
+
+def one_of(known: Mapping[str, Named], name: object, key: str, what: str) -> Named:
+    """What is known by this name.
+
+    Raises:
+        ConfigError: nothing is; names the configuration's key and what is known.
+    """
+    if isinstance(name, str) and name in known:
+        return known[name]
+    raise ConfigError(f"{key}={name!r}: there is no such {what}.{did_you_mean(name, known)}")
+
+
+def check_keys(given: Iterable[object], known: Iterable[str], key: str) -> None:
+    """Raises ConfigError for the first key that is not known."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{key}.{name} is not a setting.{did_you_mean(name, known)}")
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    known = list(known)
+    close = get_close_matches(str(name), known, n=3, cutoff=0.5)
+    guess = f" Did you mean {' or '.join(close)}?" if close else ""
+    return f"{guess} There are: {', '.join(sorted(known))}."

@@ -1,0 +1,1 @@
+"""What the present machine is (`detect.detect`) and what it sustains (`calibrate.calibrate`)."""

@@ -1,0 +1,118 @@
+"""What a device of this machine sustains under PyTorch, measured in a second or two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from statistics import median
+from time import perf_counter
+from typing import Final
+
+import torch
+
+from lightning_gpp.cluster import Device
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.measure.memory import memory_bytes
+
+SECONDS_PER_FIGURE: Final = 0.4
+LARGEST_MATRIX: Final = 8192
+LONG_ENOUGH: Final = 0.01
+"""Seconds of one matrix product from which starting it, and reading the clock, no longer show."""
+COPIED_BYTES: Final = 128 * 2**20  # more than the caches hold
+OPERATORS_PER_LOOP: Final = 200
+
+
+def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, num_threads: int = 1) -> Device:
+    """Measure arithmetic, memory and the cost of calling an operator; takes less than 3 seconds on an idle device.
+
+    The peaks of the result are the measured figures, so that its efficiencies are 1. FLOP/s are those of large matrix
+    products, bytes/s those of a copy (reading and writing together), and seconds per operator those of a tiny
+    addition that autograd records.
+
+    Args:
+        device: of this machine, "cpu" or "cuda:0".
+        dtype: of the matrices; a floating-point type.
+        num_threads: of a CPU; 1 is what the processes of a pipeline use. The number in force before is restored.
+
+    Raises:
+        ConfigError: the data type is not floating-point, or the device is neither a CPU nor a CUDA device.
+    """
+    if not dtype.is_floating_point or device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"calibrate(device={device}, dtype={dtype}): give a CPU or CUDA device and a floating-point type."
+        )
+    with _threads(num_threads) if device.type == "cpu" else nullcontext():
+        return Device(
+            name=_name(device),
+            memory_bytes=memory_bytes(device),
+            peak_flops={str(dtype).removeprefix("torch."): _flops_per_second(device, dtype)},
+            peak_bytes_per_second=_bytes_per_second(device),
+            flops_efficiency=1.0,
+            bytes_efficiency=1.0,
+            seconds_per_operator=_seconds_per_operator(device),
+            source=f"measured under PyTorch {torch.__version__}",
+        )
+
+
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_properties(device).name
+
+
+def _flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """Grows the matrices until one product takes long enough, so that one code fits a laptop and an H200."""
+    size = 128
+    while True:
+        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(left)
+
+        def multiply(left: torch.Tensor = left, right: torch.Tensor = right, out: torch.Tensor = out) -> None:
+            torch.mm(left, right, out=out)
+
+        if size == LARGEST_MATRIX or _seconds(multiply, device, at_most=LONG_ENOUGH) >= LONG_ENOUGH:
+            return 2 * size**3 / _seconds(multiply, device)
+        size *= 2
+
+
+def _bytes_per_second(device: torch.device) -> float:
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPIED_BYTES / _seconds(lambda: target.copy_(source), device)
+
+
+def _seconds_per_operator(device: torch.device) -> float:
+    tiny = torch.ones(1, device=device, requires_grad=True)
+
+    def loop() -> None:
+        for _ in range(OPERATORS_PER_LOOP):
+            tiny + tiny
+
+    with torch.enable_grad():
+        return _seconds(loop, device) / OPERATORS_PER_LOOP
+
+
+def _seconds(call: Callable[[], object], device: torch.device, at_most: float = SECONDS_PER_FIGURE) -> float:
+    """Median of the seconds of one call, repeated for `at_most` seconds after a first call that is not counted."""
+    _timed(call, device)
+    stop = perf_counter() + at_most
+    seconds = [_timed(call, device)]
+    while perf_counter() < stop:
+        seconds.append(_timed(call, device))
+    return median(seconds)
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    start = perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter() - start

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_gpp.cluster import CLUSTERS, DEVICES, Link, cluster_of, load, preset
+from lightning_gpp.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "cluster"
+
+LAB = yaml.safe_load("""
+name: lab
+nodes:
+  - {device: a100_sxm_80gb, count: 8, link: {latency: 15e-6, bytes_per_second: 300e9}}
+  - {device: t4, count: 4, num: 2, link: {bytes_per_second: 15.75e9}}
+  - device: {like: l4, name: tuned, flops_efficiency: 0.7}
+between: {latency: 20e-6, bytes_per_second: 25e9}
+links:
+  - {devices: [0, 8], bytes_per_second: 1e9}
+  - {devices: [1, 9], bytes_per_second: 2e9, one_way: true}
+""")
+
+
+def test_every_preset_is_written_out_in_a_file() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(CLUSTERS)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_files_and_presets_agree(name: str) -> None:
+    assert load(CONFIGS / f"{name}.yaml") == preset(name)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_number_of_nodes_can_be_overridden(name: str) -> None:
+    settings = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    assert cluster_of({**settings, "num_nodes": 3, "num_devices": None}) == preset(name, 3)
+    assert cluster_of({**settings, "num_nodes": 2, "num_devices": 5}) == preset(name, 2, 5)
+
+
+def test_the_comments_of_the_host_are_its_figures() -> None:
+    comment = (CONFIGS / "cpu_host.yaml").read_text().partition("stands for:\n")[2]
+    lines = [line.removeprefix("#   ") for line in comment.splitlines() if line.startswith("#")]
+    written_out = cluster_of({"name": "cpu_host", **yaml.safe_load("\n".join(lines)), "num_nodes": 2})
+    source = {"source": DEVICES["cpu"].source}
+    assert [d.peak_flops for d in written_out.devices] == [DEVICES["cpu"].peak_flops] * 8
+    assert {**_fields(written_out.devices[0]), **source} == _fields(DEVICES["cpu"])
+    assert written_out.levels == preset("cpu_host", 2).levels
+
+
+def _fields(device: object) -> dict[str, object]:
+    return {name: getattr(device, name) for name in device.__slots__}
+
+
+def test_a_cluster_of_many_kinds() -> None:
+    lab = cluster_of(LAB)
+    assert (lab.name, lab.num_devices) == ("lab", 17)
+    assert [kind.name for kind in lab.kinds] == ["a100_sxm_80gb", "t4", "tuned"]
+    assert [lab.node_of(device) for device in (7, 8, 12, 16)] == [0, 1, 2, 3]
+    assert lab.devices[16].flops_efficiency == 0.7
+    assert lab.devices[16].peak_flops == DEVICES["l4"].peak_flops
+    assert lab.link(0, 7) == Link(latency=15e-6, bytes_per_second=300e9)
+    assert lab.link(14, 15) == Link(bytes_per_second=15.75e9)
+    assert lab.link(8, 0) == lab.link(0, 8) == Link(bytes_per_second=1e9)
+    assert lab.link(1, 9) == Link(bytes_per_second=2e9)
+    assert lab.link(9, 1) == lab.link(8, 12) == Link(latency=20e-6, bytes_per_second=25e9)
+
+
+def test_nodes_are_repeated_in_order() -> None:
+    twice = cluster_of({**LAB, "num_nodes": 2})
+    assert twice.num_devices == 34
+    assert twice.devices[17:] == twice.devices[:17]
+    assert [twice.node_of(device) for device in (16, 17, 33)] == [3, 4, 7]
+
+
+def test_links_alone_can_join_the_nodes() -> None:
+    settings = {"nodes": [{"device": "t4"}, {"device": "l4"}], "links": [{"devices": [0, 1], "latency": 1}]}
+    assert cluster_of(settings).link(1, 0).latency == 1
+    settings["nodes"].append({"device": "t4"})
+    with pytest.raises(ConfigError, match=r"cluster\.nodes: .* nothing joins device 0 to device 2\. Give `between`"):
+        cluster_of(settings)
+
+
+def test_a_file_names_its_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "desk.yaml"
+    path.write_text("nodes: [{device: l4}]")
+    assert load(path).name == "desk"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("nodes: [", "cannot be read as YAML"),
+        ("- 1", r"desk\.yaml: cluster must be a mapping of settings, not \[1\]"),
+        ("preset: nothing", r"desk\.yaml: cluster\.preset='nothing'"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "desk.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load(path)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read as YAML: .*No such file"):
+        load(tmp_path / "none.yaml")
+
+
+DEVICE = {"name": "x", "memory_bytes": 1e9, "peak_flops": {"float32": 1e12}, "peak_bytes_per_second": 1e9}
+
+# where in LAB, what is put there, and the message
+MISTAKES: list[tuple[tuple[str | int, ...], Any, str]] = [
+    (("nodes", 1, "device"), "t5", "cluster.nodes[1].device='t5': there is no such device. Did you mean t4"),
+    (("nodes", 1, "device"), 4, "cluster.nodes[1].device must be a mapping of settings, not 4"),
+    (("nodes", 1, "device"), {"like": "T44"}, "cluster.nodes[1].device.like='T44': there is no such device"),
+    (("nodes", 1, "device"), {**DEVICE, "memory": 1}, "cluster.nodes[1].device.memory is not a setting. Did you mean"),
+    (("nodes", 1, "device"), {**DEVICE, "memory_bytes": -1}, "cluster.nodes[1].device: Device 'x': memory_bytes=-1 mu"),
+    (("nodes", 1, "device"), {**DEVICE, "memory_bytes": "16 GB"}, "device.memory_bytes='16 GB' must be a number"),
+    (("nodes", 1, "device"), {**DEVICE, "peak_flops": 1e12}, "device.peak_flops must be a mapping"),
+    (("nodes", 1, "device"), {**DEVICE, "peak_flops": {"float32": None}}, "peak_flops.float32=None must be a number"),
+    (("nodes", 1, "device"), {"name": "x"}, "cluster.nodes[1].device.memory_bytes is missing: give it, or a preset"),
+    (("nodes", 1, "count"), 0, "cluster.nodes[1].count: Node of 't4': count=0 must be 1 or more"),
+    (("nodes", 1, "count"), 2.5, "cluster.nodes[1].count=2.5 must be a whole number"),
+    (("nodes", 1, "num"), 0, "cluster.nodes[1].num=0 must be 1 or more"),
+    (("nodes", 1, "cuont"), 1, "cluster.nodes[1].cuont is not a setting. Did you mean count"),
+    (("nodes", 1, "link"), None, "cluster.nodes[1].link is missing: say what joins the 4 devices of this node"),
+    (("nodes", 1, "link"), {"latency": -1}, "cluster.nodes[1].link: Link: latency=-1 s must not be below 0"),
+    (("nodes", 1, "link"), {"bandwidth": 1}, "cluster.nodes[1].link.bandwidth is not a setting. There are: bytes_per"),
+    (("nodes", 1), {"count": 1}, "cluster.nodes[1].device is missing"),
+    (("nodes",), {}, "cluster.nodes must be a list, not {}"),
+    (("nodes",), [], "cluster.nodes is empty; give at least one node"),
+    (("between", "bytes_per_second"), 0, "cluster.between: Link: latency=2e-05 s must not be below 0, bytes_per_secon"),
+    (("between", "latency"), True, "cluster.between.latency=True must be a number"),
+    (("between",), 25e9, "cluster.between must be a mapping of settings"),
+    (("between",), None, "cluster.nodes: Cluster 'lab': nothing joins device 0 to device 9. Give `between`"),
+    (
+        ("links", 1, "devices"),
+        [0, 17],
+        "cluster.links[1].devices=[0, 17] must be two different devices between 0 and",
+    ),
+    (("links", 1, "devices"), [3, 3], "cluster.links[1].devices=[3, 3] must be two different devices"),
+    (("links", 1, "devices"), None, "cluster.links[1].devices must be a list, not None"),
+    (("links", 1, "one_way"), "no", "cluster.links[1].one_way='no' must be true or false"),
+    (("links", 1, "speed"), 1, "cluster.links[1].speed is not a setting"),
+    (("num_nodes",), 0, "cluster.num_nodes=0 must be 1 or more"),
+    (("num_nodes",), "two", "cluster.num_nodes='two' must be a whole number"),
+    (("num_devices",), 99, "cluster.num_devices=99, but 'lab' has 17 devices"),
+    (("node",), [], "cluster.node is not a setting. Did you mean nodes"),
+    (("preset",), "summit", "cluster.name is not a setting. There are: num_devices, num_nodes, preset"),
+]
+
+
+@pytest.mark.parametrize(("where", "value", "message"), MISTAKES, ids=[mistake[2][:50] for mistake in MISTAKES])
+def test_mistakes_are_named(where: tuple[str | int, ...], value: object, message: str) -> None:
+    settings = copy.deepcopy(LAB)
+    target = settings
+    for key in where[:-1]:
+        target = target[key]
+    target[where[-1]] = value
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        cluster_of(settings)
+
+
+def test_nothing_to_go_by() -> None:
+    with pytest.raises(ConfigError, match="cluster: give `preset` .* or `nodes`"):
+        cluster_of({"num_nodes": 2})

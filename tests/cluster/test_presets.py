@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_gpp.cluster import CLUSTERS, DEVICES, Cluster, preset
+from lightning_gpp.errors import ConfigError
+
+
+def test_figures_that_everybody_knows() -> None:
+    h100, t4 = DEVICES["h100_sxm"], DEVICES["t4"]
+    assert h100.flops_per_second("bfloat16") == pytest.approx(0.5 * 989.5e12)
+    assert h100.bytes_per_second == pytest.approx(0.7 * 3.35e12)
+    assert t4.flops_per_second("bfloat16") == t4.flops_per_second("float32")  # Turing has no bfloat16 units
+    assert DEVICES["h200_sxm"].memory_bytes == 141e9
+    assert DEVICES["h200_sxm"].peak_flops == h100.peak_flops
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
+def test_every_device_has_a_source_and_plausible_peaks(device: object) -> None:
+    assert device.source
+    peaks = device.peak_flops
+    assert peaks["float64"] < peaks["float32"] < max(peaks.values())
+    assert 2 < peaks["float32"] / device.peak_bytes_per_second < 110  # FLOP per byte: catches a slip of three digits
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_links_within_a_node_are_better_than_between_nodes(name: str) -> None:
+    cluster = preset(name, num_nodes=3)
+    count = cluster.num_devices // 3
+    inside, between = cluster.link(0, count - 1), cluster.link(count - 1, count)
+    assert cluster.name == name
+    assert cluster.homogeneous
+    assert [cluster.node_of(device) for device in (0, count, 3 * count - 1)] == [0, 1, 2]
+    assert inside.bytes_per_second > between.bytes_per_second
+    assert inside.latency < between.latency
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "inside", "between"),
+    [
+        ("summit", 4, 50e9, 12.5e9),
+        ("dgx_a100", 8, 300e9, 25e9),
+        ("dgx_h100", 8, 450e9, 50e9),
+        ("dgx_h200", 8, 450e9, 50e9),
+        ("t4_box", 4, 15.75e9, 1.25e9),
+    ],
+)
+def test_bandwidths_of_one_direction(name: str, count: int, inside: float, between: float) -> None:
+    cluster = preset(name, num_nodes=2)
+    assert cluster.num_devices == 2 * count
+    assert cluster.link(0, 1).bytes_per_second == inside
+    assert cluster.link(0, count).bytes_per_second == between
+
+
+def test_a_builder_makes_what_its_name_makes() -> None:
+    assert {name: build(2) for name, build in CLUSTERS.items()} == {name: preset(name, 2) for name in CLUSTERS}
+
+
+def test_only_the_first_devices() -> None:
+    cluster = preset("dgx_h100", num_nodes=2, num_devices=10)
+    assert [cluster.node_of(device) for device in range(10)] == [0] * 8 + [1] * 2
+
+
+def test_a_host_has_as_many_processes_as_asked_for() -> None:
+    def nodes(cluster: Cluster) -> list[int]:
+        return [cluster.node_of(device) for device in range(cluster.num_devices)]
+
+    assert nodes(preset("cpu_host", num_devices=6)) == [0] * 6
+    assert nodes(preset("cpu_host", num_nodes=2, num_devices=5)) == [0, 0, 0, 1, 1]
+
+
+def test_a_thousand_devices_take_no_time() -> None:
+    assert preset("dgx_h100", num_nodes=128).link(0, 1023).bytes_per_second == 50e9
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.preset='dgx_h10': .* Did you mean dgx_h100 or .*There are: cpu_"):
+        preset("dgx_h10")
+    with pytest.raises(ConfigError, match=r"cluster\.num_nodes=0 must be 1 or more"):
+        preset("summit", num_nodes=0)
+    with pytest.raises(ConfigError, match=r"cluster\.num_devices=0 must be 1 or more"):
+        preset("summit", num_devices=0)
+    with pytest.raises(ConfigError, match=r"cluster\.num_devices=5, but 'summit' has 4 devices. Raise cluster.num_n"):
+        preset("summit", num_devices=5)

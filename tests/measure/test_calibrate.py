@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+import torch
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.measure import calibrate as module
+from lightning_gpp.measure import memory
+from lightning_gpp.measure.calibrate import calibrate
+from lightning_gpp.measure.memory import memory_bytes
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONG_ENOUGH", 1e-4)
+    monkeypatch.setattr(module, "COPIED_BYTES", 2**20)
+    monkeypatch.setattr(module._seconds, "__defaults__", (0.02,))
+
+
+def test_the_figures_are_those_of_a_computer() -> None:
+    device = calibrate(CPU)
+    assert device.name == "cpu"
+    assert 1e8 < device.flops_per_second("float32") < 1e13
+    assert 1e8 < device.bytes_per_second < 1e12
+    assert 1e-8 < device.seconds_per_operator < 1e-3
+    assert (device.flops_efficiency, device.bytes_efficiency) == (1, 1)
+    assert device.memory_bytes == memory_bytes(CPU)
+    assert torch.__version__ in device.source
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_peaks_go_by_the_name_of_the_data_type(dtype: torch.dtype) -> None:
+    assert list(calibrate(CPU, dtype).peak_flops) == [str(dtype).split(".")[1]]
+
+
+def test_flops_are_those_of_the_product_that_took_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        sizes.append(len(left))
+
+    def seconds(call: object, device: torch.device, at_most: float = 0.5) -> float:
+        call()
+        return 0.02 if sizes[-1] == 512 else 0.001
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    monkeypatch.setattr(module, "_seconds", seconds)
+    assert module._flops_per_second(CPU, torch.float32) == 2 * 512**3 / 0.02
+    assert sizes == [128, 256, 512, 512]
+
+
+def test_a_copy_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COPIED_BYTES", 1000)
+    monkeypatch.setattr(module, "_seconds", lambda call, device: 0.5)
+    assert module._bytes_per_second(CPU) == 4000
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize(("asked", "used"), [({}, 1), ({"num_threads": 2}, 2)])
+def test_threads_are_set_and_restored(monkeypatch: pytest.MonkeyPatch, asked: dict[str, int], used: int) -> None:
+    seen = set()
+    timed = module._timed
+    monkeypatch.setattr(module, "_timed", lambda *args: (seen.add(torch.get_num_threads()), timed(*args))[1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        calibrate(CPU, **asked)
+        assert torch.get_num_threads() == 3
+        assert seen == {used}
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_are_restored_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> float:
+        raise RuntimeError("out of memory")
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(module, "_bytes_per_second", fail)
+    monkeypatch.setattr(module, "_flops_per_second", lambda *_: 1.0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        calibrate(CPU, num_threads=before + 1)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("device", "dtype"), [(CPU, torch.int64), (torch.device("meta"), torch.float32)])
+def test_what_cannot_be_measured(device: torch.device, dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=f"device={device}, dtype={dtype}.*give a CPU or CUDA device"):
+        calibrate(device, dtype)
+
+
+def test_repetitions_end_in_time() -> None:
+    start = perf_counter()
+    assert module._seconds(lambda: None, CPU, at_most=0.05) < 0.05
+    assert perf_counter() - start < 5
+
+
+@pytest.mark.parametrize(("content", "limited"), [("1000000\n", True), ("max\n", False), (None, False)])
+def test_a_container_has_less_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None, limited: bool
+) -> None:
+    path = tmp_path / "memory.max"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setattr(memory, "CONTAINER_LIMIT", path)
+    assert (memory_bytes(CPU) == 1_000_000) == limited
+    assert memory_bytes(CPU) > 0
