@@ -1,8 +1,9 @@
 """Making any graph series-parallel, at the least delay found.
 
-Adding order is the only change made: nothing is computed twice. Published conversions synchronise whole layers of the
-graph; here only the parts that are not series-parallel change (`cuts`), and several ways are tried on each of them.
-Series and parallel parts need no choice: converting their pieces separately loses nothing.
+Broadcasts of negligible cost are left to their readers; all else is computed once, and only order is added. The
+plainest conversion makes every depth of the graph wait for all of the depth before (`strata`). Here only the parts that
+are not series-parallel change, and several ways are tried on each of them (`cuts`), strata among them. Series and
+parallel parts need no choice: converting their pieces separately loses nothing.
 """
 
 from __future__ import annotations
@@ -171,4 +172,4 @@ def _added(order: Order, tree: Tree) -> tuple[tuple[Node, Node], ...]:
 def _price(order: Order, tree: Tree, weights: Mapping[Node, float]) -> float:
     heads, _ = longest_paths(order, order.everything, [weights[node] for node in order.nodes])
     before, after = max(heads.values()), critical_path(tree, weights)
-    return max(1.0, after / before) if before else 1.0  # less than 1 is rounding
+    return max(1.0, round(after / before, 12)) if before else 1.0  # the rest is rounding
