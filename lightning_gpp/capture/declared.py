@@ -216,6 +216,11 @@ class EagerStage:
     sent: tuple[str, ...]
     uses_random: bool = True
 
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The module and all inside."""
+        return tuple(self.root.get_submodule(self.declaration.module).modules())
+
     def forward(self, values: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         arguments = {key: values[reference] for key, reference in self.declaration.inputs}
         positional = [value for key, value in arguments.items() if isinstance(key, int)]

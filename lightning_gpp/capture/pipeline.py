@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ class CapturedStage:
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     modules: tuple[str, ...]
+    parts: tuple[nn.Module, ...]
     step: UserStep | None
     sent: tuple[str, ...]
 
@@ -108,16 +109,25 @@ def _stage(
     forward = code.compile()
     states = code.used_states | {name for op in operators.values() for name in (*op.parameters, *op.buffers)}
     parameters = tuple(name for name in capture.graph.parameter_sizes if name in states)
+    buffers = tuple(name for name in capture.graph.buffer_bytes if name in states)
     return CapturedStage(
         code=forward,
         source=code.source(),
         uses_random=any(operator.random for operator in operators.values()),
         parameters=parameters,
-        buffers=tuple(name for name in capture.graph.buffer_bytes if name in states),
+        buffers=buffers,
         modules=tuple(code.modules),
+        parts=_parts(module, code.modules, [*parameters, *buffers]),
         step=step if holds_step else None,
         sent=tuple(variable(ref) for ref in sent),
     )
+
+
+def _parts(module: nn.Module, paths: Sequence[str], states: Sequence[str]) -> tuple[nn.Module, ...]:
+    """Modules that run whole, with all inside, and the owners of the tensors that are read one by one."""
+    whole = [part for path in paths for part in module.get_submodule(path).modules()]
+    owners = [module.get_submodule(name.rpartition(".")[0]) for name in states]
+    return tuple(dict.fromkeys([*whole, *owners]))
 
 
 def _number(operator: str) -> int:

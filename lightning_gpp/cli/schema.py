@@ -22,6 +22,7 @@ class StrategySchema:
     partitioner: str
     num_pipelines: int | None
     chain_baseline: bool
+    recompute: Any
     loss_reduction: str
     self_check: Any
     example_batch: Any

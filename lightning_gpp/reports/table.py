@@ -20,7 +20,8 @@ HEADER = (
     "out-edges",
     "in flight",
 )
-"""Samples, FLOPs (forward) and activations are those of one micro-batch, and so are the bytes of edges."""
+"""Samples, FLOPs (forward) and activations are those of one micro-batch, and so are the bytes of edges. Activations
+marked "recomputed" are not kept: the stage computes them again for its backward."""
 
 LEFT_ALIGNED = ("stage", "modules", "in-edges", "out-edges")
 
@@ -63,7 +64,7 @@ def _row(plan: Plan, index: int, flight: int, modules_width: int) -> list[str]:
         str(samples),
         count(figures.num_parameters),
         count(figures.flops.at(samples)),
-        size(figures.activation_bytes.at(samples)),
+        size(figures.activation_bytes.at(samples)) + (" (recomputed)" if stage.recompute else ""),
         _ends(((edge.src, edge) for edge in plan.edges if edge.dst == index), samples),
         _ends(((edge.dst, edge) for edge in plan.edges if edge.src == index), samples),
         str(flight),

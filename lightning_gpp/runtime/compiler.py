@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_gpp.errors import ScheduleError
+from lightning_gpp.errors import PlanError, ScheduleError
 from lightning_gpp.plan import SOURCE
 from lightning_gpp.runtime.boundary import Border, borders, carried, promises
+from lightning_gpp.runtime.module_state import ModuleState
 from lightning_gpp.runtime.operations import ComputeBackward, ComputeForward, Forward, ReadData, Saved, State
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.receipts import receipts
+from lightning_gpp.runtime.recompute import RecomputedForward
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
 from lightning_gpp.runtime.transfers import DynamicReceive, DynamicSend, Inbox, Link, Receive, Send
 from lightning_gpp.schedules.actions import Action, Kind
@@ -42,6 +44,8 @@ class Compiler:
         self._streams, self._pipeline = streams, pipeline
         self._state, self._link = state, link
         self.saved: dict[tuple[int, int], Saved] = {}
+        self.recomputed: dict[tuple[int, int], RecomputedForward] = {}
+        self._module_states: dict[int, ModuleState] = {}
         self.inboxes: dict[int, Inbox] = {peer: Inbox() for peer in _dynamic_peers(program, device)}
         self._sends: dict[int, Send] = {}
         self._receives: dict[int, Receive] = {}
@@ -121,20 +125,36 @@ class Compiler:
     def _forward(self, action: Action, micro_batch: MicroBatch) -> Operation:
         common = self._common(action, micro_batch)
         training = self._program.training
-        return ComputeForward(
-            **common,
-            forward=self._with_stream(action),
-            promised=promises(common["outgoing"], micro_batch.num_samples),
-            saved=self._saved(action) if training else None,
-            differentiable=_differentiable(common["outgoing"]),
-            has_loss=training and action.stage == self._plan.step_stage,
-        ).run
+        common |= {
+            "forward": self._with_stream(action),
+            "promised": promises(common["outgoing"], micro_batch.num_samples),
+            "saved": self._saved(action) if training else None,
+            "differentiable": _differentiable(common["outgoing"]),
+            "has_loss": training and action.stage == self._plan.step_stage,
+        }
+        if not (training and self._plan.stages[action.stage].recompute):
+            return ComputeForward(**common).run
+        forward = RecomputedForward(**common, modules=self._module_state(action.stage))
+        self.recomputed[action.stage, action.micro_batch] = forward
+        return forward.run
 
     def _backward(self, action: Action, micro_batch: MicroBatch) -> Operation:
-        return ComputeBackward(**self._common(action, micro_batch), saved=self._saved(action)).run
+        backward = ComputeBackward(**self._common(action, micro_batch), saved=self._saved(action)).run
+        forward = self.recomputed.get((action.stage, action.micro_batch))
+        return backward if forward is None else _in_turn(forward.run_again, backward)
 
     def _saved(self, action: Action) -> Saved:
         return self.saved.setdefault((action.stage, action.micro_batch), Saved())
+
+    def _module_state(self, stage: int) -> ModuleState:
+        if self._streams is None and self._stages[stage].uses_random:
+            raise PlanError(
+                f"Stage {self._plan.stages[stage].name!r} draws random numbers and is to be recomputed: give the "
+                "executor `streams`, from which it can draw the same numbers again."
+            )
+        if stage not in self._module_states:
+            self._module_states[stage] = ModuleState(self._stages[stage].parts)
+        return self._module_states[stage]
 
     def _with_stream(self, action: Action) -> Forward:
         stage, state, streams = self._stages[action.stage], self._state, self._streams
@@ -152,6 +172,14 @@ class Compiler:
 
 def _nothing() -> None:
     """The share of a replica that has no samples."""
+
+
+def _in_turn(first: Operation, second: Operation) -> Operation:
+    def run() -> None:
+        first()
+        second()
+
+    return run
 
 
 def _then_release(wait: Operation, sends: Sequence[Send]) -> Operation:

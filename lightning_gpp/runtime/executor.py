@@ -1,8 +1,9 @@
 """The executor: one device's part of a program, compiled once into a flat list of operations, then run for every
 mini-batch.
 
-What it keeps: the inputs of a forward that need gradients and the autograd edges of its outputs, until the backward;
-what it received, until it was read; what it sends, until it is known to have arrived. Nothing else.
+What it keeps: the inputs of a forward that need gradients and the autograd edges of its outputs, until the backward
+(all inputs and no edges where the plan says to recompute); what it received, until it was read; what it sends, until it
+is known to have arrived. Nothing else.
 """
 
 from __future__ import annotations
@@ -157,6 +158,8 @@ class Executor:
             inbox.clear()
         for saved in self._compiler.saved.values():
             saved.clear()
+        for forward in self._compiler.recomputed.values():
+            forward.clear()
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -95,7 +95,7 @@ class ReadData(Compute):
     def run(self) -> None:
         outputs = self.source.inputs(self.micro_batch)
         check_promises(outputs, self.promised, self.owner)
-        _hand_out(outputs, self.outgoing, self.state)
+        hand_out(outputs, self.outgoing, self.state)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -117,7 +117,7 @@ class ComputeForward(Compute):
             self.state.enter(self.stage)
         outputs = self.forward(self._inputs(saved), self.micro_batch)
         check_promises(outputs, self.promised, self.owner)
-        _hand_out(outputs, self.outgoing, self.state)
+        hand_out(outputs, self.outgoing, self.state)
         if saved is not None:
             self._save(saved, outputs)
 
@@ -160,7 +160,7 @@ def _checked_loss(loss: Tensor | None, owner: str) -> Tensor:
     return loss
 
 
-def _hand_out(outputs: Mapping[str, Tensor], outgoing: Iterable[Border], state: State) -> None:
+def hand_out(outputs: Mapping[str, Tensor], outgoing: Iterable[Border], state: State) -> None:
     """Make the messages out of what a stage returned."""
     for border in outgoing:
         if border.edge.artificial:

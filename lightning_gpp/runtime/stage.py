@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gpp.graph import TensorSpec
 
@@ -41,6 +41,11 @@ class StageModule(Protocol):
 
     uses_random: bool
     """Whether the forward draws random numbers, and so needs the stage's own stream."""
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """The user's modules whose buffers and attributes the forward may change, each without its submodules."""
+        ...
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
         """From the values of the in-edges' slots to those of the out-edges' slots (and LOSS, on the step's stage)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +35,7 @@ class Options:
     partitioner: str
     num_pipelines: int | None
     chain_baseline: bool
+    recompute: bool | Sequence[str] | None
     loss_reduction: Literal["mean", "sum"]
     self_check: bool | Literal["auto"]
     example_batch: Any
@@ -51,6 +52,7 @@ def check(options: Options) -> None:
     """Raise ConfigError where a setting cannot work, whatever the model."""
     _check_counts(options)
     _check_choices(options)
+    _check_recompute(options.recompute)
     generator_of(options.schedule)
     partitioner_of(options.partitioner)
     if options.stages is not None:
@@ -83,6 +85,17 @@ def _check_choices(options: Options) -> None:
         if getattr(options, name) not in allowed:
             values = ", ".join(map(repr, allowed))
             raise ConfigError(f"strategy.{name} is {getattr(options, name)!r}; it must be one of {values}.")
+
+
+def _check_recompute(recompute: Any) -> None:
+    listed = isinstance(recompute, Sequence) and not isinstance(recompute, str)
+    if listed and all(isinstance(name, str) for name in recompute):
+        return
+    if recompute is not None and not isinstance(recompute, bool):
+        raise ConfigError(
+            f"strategy.recompute is {recompute!r}; it must be true, false, a list of names of stages, or null for what "
+            "the plan says."
+        )
 
 
 def placement_of(stages: StageSpec) -> Placement:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,11 @@ class InContext:
     def __init__(self, stage: StageModule, context: Context) -> None:
         self._stage, self._context = stage, context
         self.uses_random = stage.uses_random
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """The stage's."""
+        return self._stage.parts
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
         with self._context():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -59,12 +59,16 @@ class GPPStrategy(ParallelStrategy):
             path, at most one per sample.
         micro_batch_size: samples of a micro-batch; instead of `num_micro_batches`.
         stages: manual placement. A mapping from module path to stage number, or a list of mappings with the keys
-            `modules` (paths), and if wanted `name`, `devices` (numbers inside one pipeline) and `micro_batch_size`.
+            `modules` (paths), and if wanted `name`, `devices` (numbers inside one pipeline), `micro_batch_size` and
+            `recompute`.
             The module "@step" stands for the user's step (the loss); without it the step joins the sink.
         plan: a Plan, or the path of a saved one; instead of `stages` and `partitioner`.
         partitioner: name of the algorithm that finds stages where neither `stages` nor `plan` is given.
         num_pipelines: copies of the whole pipeline (data parallel). Default: number of processes / devices of the plan.
         chain_baseline: force the stages to run as a chain, the sequential baseline.
+        recompute: stages that keep only their inputs between forward and backward of a micro-batch, and compute their
+            forward again: True for all but the one that runs the user's step, False for none, or a list of their
+            names. Default: what the plan (or `stages`) says, else none.
         loss_reduction: how the user's loss combines over samples: "mean" or "sum".
         self_check: compare one micro-batch of the split model with the unsplit one before training. "auto": for models
             below 50 million parameters.
@@ -89,9 +93,10 @@ class GPPStrategy(ParallelStrategy):
         micro_batch_size: int | None = None,
         stages: StageSpec | None = None,
         plan: Plan | str | Path | None = None,
-        partitioner: str = "balanced",
+        partitioner: str = "auto",
         num_pipelines: int | None = None,
         chain_baseline: bool = False,
+        recompute: bool | Sequence[str] | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         self_check: bool | Literal["auto"] = "auto",
         example_batch: Any = None,
@@ -116,6 +121,7 @@ class GPPStrategy(ParallelStrategy):
             partitioner=partitioner,
             num_pipelines=num_pipelines,
             chain_baseline=chain_baseline,
+            recompute=recompute,
             loss_reduction=loss_reduction,
             self_check=self_check,
             example_batch=example_batch,

@@ -67,6 +67,7 @@ class Mixer(nn.Module):
     """A stage: mixes whatever comes in, and returns every kind of tensor. The step's stage adds a loss."""
 
     uses_random = False
+    parts = ()
 
     def __init__(self, plan: Plan, index: int) -> None:
         super().__init__()

@@ -1,0 +1,63 @@
+"""Recomputation: a forward that leaves nothing but its inputs, and the same forward again for the backward.
+
+The first run, too, is one with gradients, whose graph is dropped: code that asks for the grad mode, and kernels that
+are chosen by it, do the same both times (and draw the same random numbers), and every output tells whether it needs a
+gradient. It takes no more memory than the second run will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_gpp.errors import GPPError
+from lightning_gpp.runtime.boundary import check_promises
+from lightning_gpp.runtime.module_state import Found, ModuleState
+from lightning_gpp.runtime.operations import ComputeForward, hand_out
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RecomputedForward(ComputeForward):
+    """Run a stage and keep its inputs; `run_again` before the backward. `modules`: whose state the forward changes."""
+
+    modules: ModuleState
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    found: Found = Found([], [])
+
+    def run(self) -> None:
+        self.state.enter(self.stage)
+        self.inputs = self._inputs(self.saved)
+        self.versions = {name: tensor._version for name, tensor in self.inputs.items()}
+        self.found = self.modules.look()
+        outputs = self.forward(self.inputs, self.micro_batch)
+        check_promises(outputs, self.promised, self.owner)
+        hand_out(_without_graph(outputs), self.outgoing, self.state)
+
+    def run_again(self) -> None:
+        """Make the graph: with the numbers, buffers and attributes that the first run found, which stay untouched."""
+        self._check_inputs()
+        with self.modules.restored(self.found):
+            outputs = self.forward(self.inputs, self.micro_batch)
+        check_promises(outputs, self.promised, f"{self.owner}, recomputed,")
+        self.clear()
+        if self.saved is not None:
+            self._save(self.saved, outputs)
+
+    def clear(self) -> None:
+        """Drop every tensor."""
+        self.inputs, self.versions, self.found = {}, {}, Found([], [])
+
+    def _check_inputs(self) -> None:
+        changed = [name for name, tensor in self.inputs.items() if tensor._version != self.versions[name]]
+        if changed:
+            raise GPPError(
+                f"{self.owner} cannot be recomputed: its inputs {changed} were changed in place since its forward. "
+                "Let the module that changes them work on a clone(), or leave the stage out of strategy.recompute."
+            )
+
+
+def _without_graph(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: output.detach().requires_grad_(output.requires_grad) for name, output in outputs.items()}
