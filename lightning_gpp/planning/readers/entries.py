@@ -22,7 +22,8 @@ FLOAT_BYTES = 4
 class Entry:
     """An operator of a profile: seconds and bytes per sample, and the bytes of its parameters by their names.
 
-    `name` is unique and without dots (`unique_names`): it becomes the path of a module. Entries with the same non-empty `cluster` stay together. `feeds_step`: the user's step reads the result.
+    `name` is unique and can be the path of a module (`unique_names`). Entries with the same non-empty `cluster` stay
+    together. `feeds_step`: the user's step reads the result.
     """
 
     name: str

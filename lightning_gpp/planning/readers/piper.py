@@ -1,9 +1,9 @@
 """Profiles in the form that the planner Piper reads (J. Tarnawski et al., NeurIPS 2021; github.com/msr-fiddle/piper).
 
 One JSON object: limits of the machine (`maxMemoryPerDevice`, `maxDevices`, `bandwidth`, `mbsInBatch`), which are not
-part of a graph and are left alone; `edges` from `sourceId` to `destId` that carry `communicationCost` bytes; and `nodes`,
-one per layer, with an `id` and often a `name`. `TMPCs` of a node maps degrees of tensor parallelism to the ways to run
-the layer: usually one that keeps everything ("vanilla") and one that recomputes activations. Each has
+part of a graph and are left alone; `edges` from `sourceId` to `destId` that carry `communicationCost` bytes; and
+`nodes`, one per layer, with an `id` and often a `name`. `TMPCs` of a node maps degrees of tensor parallelism to the
+ways to run the layer: usually one that keeps everything ("vanilla") and one that recomputes activations. Each has
 
 * `timePerSample`: forward and backward together;
 * `parameterSize`: bytes of the weights;

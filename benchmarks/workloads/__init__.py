@@ -1,0 +1,49 @@
+"""Models to plan for: those of the GraphPipe paper, and branching models of today. Real, but built without memory.
+
+`graph("mmt")` is the captured operator graph of `WORKLOADS["mmt"]`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from benchmarks.workloads.encoder_decoder import encoder_decoder
+from benchmarks.workloads.mixture_of_experts import mixture_of_experts
+from benchmarks.workloads.multimodal import vision_audio_language
+from benchmarks.workloads.recommendation import candle_uno, dlrm
+from benchmarks.workloads.transformers import case_study, mmt
+from benchmarks.workloads.unet import unet
+from benchmarks.workloads.workload import Built, Workload
+from lightning_gpp.capture import capture
+from lightning_gpp.graph import OperatorGraph
+
+__all__ = ["WORKLOADS", "Built", "Workload", "build", "graph"]
+
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        mmt(4),
+        mmt(2),
+        dlrm(),
+        *(candle_uno(num_branches) for num_branches in (7, 2, 4, 8, 16)),
+        case_study(),
+        vision_audio_language(),
+        encoder_decoder(),
+        mixture_of_experts(),
+        unet(),
+    )
+}
+
+
+def build(name: str) -> Built:
+    """The model and the example batch of a workload, on the meta device."""
+    with torch.device("meta"):
+        return WORKLOADS[name].build()
+
+
+@cache
+def graph(name: str) -> OperatorGraph:
+    """The operators of a workload's training step; the same object every time, so leave it as it is."""
+    return capture(*build(name)).graph

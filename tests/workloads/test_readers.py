@@ -1,0 +1,265 @@
+"""Tiny profiles of the published forms, and what the readers make of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gpp.costs.table import OperatorSeconds
+from lightning_gpp.errors import PlanError
+from lightning_gpp.graph import Affine
+from lightning_gpp.plan import STEP
+from lightning_gpp.planning.assign import DATA, StageDraft, make_plan
+from lightning_gpp.planning.readers import dnn_partitioning, read_graph
+from lightning_gpp.planning.readers.located import Located
+from tests.planning import graphs
+
+PIPER = """{"maxMemoryPerDevice": 8e10, "maxDevices": 4, "bandwidth": 25e9, "mbsInBatch": 8,
+"nodes": [
+ {"id": 7, "name": "head.out", "TMPCs": {"1": [
+   {"id": "activation recomp", "timePerSample": 8, "parameterSize": 400, "memoryUsageA": 1, "memoryUsageB": 900},
+   {"id": "vanilla", "timePerSample": 6, "parameterSize": 400, "memoryUsageA": 50, "memoryUsageB": 800}]}},
+ {"id": 0, "name": "tokens", "TMPCs": {"1": [
+   {"id": "vanilla", "timePerSample": 0, "parameterSize": 0, "memoryUsageA": 0, "memoryUsageB": 0}]}},
+ {"id": 1, "TMPCs": {"1": [
+   {"id": "vanilla", "timePerSample": 3, "parameterSize": 0, "memoryUsageA": 30, "memoryUsageB": 0}]}},
+ {"id": 2, "name": "head_out", "TMPCs": {"1": [
+   {"id": "vanilla", "timePerSample": 3, "parameterSize": 80, "memoryUsageA": 20, "memoryUsageB": 160}]}}],
+"edges": [{"sourceId": 0, "destId": 1, "communicationCost": 16}, {"sourceId": 1, "destId": 7, "communicationCost": 30},
+ {"sourceId": 2, "destId": 7, "communicationCost": 20}]}"""
+
+
+def node(number: int, time: float, size: float = 0, *, backward: bool = False, colour: int | None = None) -> Any:
+    content = {"id": number, "name": f"n{number}", "supportedOnFpga": 1, "cpuLatency": 10 * time}
+    content |= {"fpgaLatency": time, "isBackwardNode": backward, "size": size}
+    return content | ({} if colour is None else {"colorClass": colour})
+
+
+def partitioning(nodes: list[Any], edges: list[tuple[int, int, float]]) -> Any:
+    listed = [{"sourceId": a, "destId": b, "cost": size / 2e9, "size": size} for a, b, size in edges]
+    return {"maxSizePerFPGA": 1e10, "maxFPGAs": 2, "maxCPUs": 1, "nodes": nodes, "edges": listed}
+
+
+LAYERS = partitioning(
+    [node(1, 0), node(2, 2, 150, colour=2), node(3, 4, 64, colour=3), node(4, 0, 7)]
+    + [node(12, 6, 150, backward=True, colour=2), node(13, 5, 64, backward=True, colour=3)],
+    [(1, 2, 8), (2, 3, 100), (2, 4, 100), (13, 12, 100)],
+)
+"""Forward 1 -> 2 -> 3 with the backward 13 -> 12. Node 4 is a result that nobody reads."""
+
+OPERATORS = partitioning(
+    [node(1, 0, 40, colour=1), node(2, 3, 10, colour=1), node(3, 1, 0, colour=1), node(4, 2, 10)]
+    + [node(5, 0.5, backward=True, colour=9), node(6, 0.25, backward=True), node(7, 8, backward=True, colour=1)],
+    [(1, 2, 40), (4, 2, 10), (2, 3, 10), (3, 5, 12), (5, 6, 12), (6, 7, 12), (2, 7, 10)],
+)
+"""1 is a weight of 2, which 3 shares a layer with; 5 is the loss; 6 has no class and stands before the backward 7."""
+
+
+def write(folder: Path, content: Any) -> Path:
+    path = folder / "graph.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_own_graphs_come_back_as_they_were(tmp_path: Path) -> None:
+    graph = graphs.two_towers()
+    again, costs = read_graph(write(tmp_path, graph.to_json()))
+    assert again.to_json() == graph.to_json()
+    assert costs is None
+
+
+def test_piper(tmp_path: Path) -> None:
+    graph, costs = read_graph(write(tmp_path, PIPER))
+    assert [operator.name for operator in graph] == [
+        "tokens",
+        "node1",
+        "data.head_out_2",
+        "head_out_2",
+        "head_out",
+        "step",
+    ]
+    assert [operator.module for operator in graph] == [DATA, "node1", DATA, "head_out_2", "head_out", STEP]
+    assert [o.outputs[0].bytes(2) for o in graph if o.outputs] == [32, 60, 0, 40, 0]
+    assert sorted(graph.nx.edges) == [
+        ("data.head_out_2", "head_out_2"),
+        ("head_out", "step"),
+        ("head_out_2", "head_out"),
+        ("node1", "head_out"),
+        ("tokens", "node1"),
+    ]
+    assert graph["head_out"].saved_bytes == Affine(50)
+    assert graph.parameter_bytes == {"head_out_2.weight": 80, "head_out.weight": 400}
+    assert costs is not None
+    assert list(costs.operators) == [operator.name for operator in graph]
+    assert costs.operators["head_out"].forward.at(3) == pytest.approx(6e-3)
+    assert costs.operators["head_out"].input_gradient.at(1) == pytest.approx(2e-3)
+    assert costs.operators["head_out"].weight_gradient.at(1) == pytest.approx(2e-3)
+    assert costs.operators["node1"].backward.at(1) == costs.operators["node1"].input_gradient.at(1)
+    assert costs.operators["tokens"] == OperatorSeconds()
+
+
+def test_times_can_be_in_seconds(tmp_path: Path) -> None:
+    _, costs = read_graph(write(tmp_path, PIPER), time_unit=1.0)
+    assert costs is not None
+    assert costs.operators["head_out"].forward.at(1) == pytest.approx(2.0)
+
+
+def test_backward_layers_are_folded_onto_their_forward(tmp_path: Path) -> None:
+    graph, costs = read_graph(write(tmp_path, LAYERS))
+    assert [(o.name, o.target) for o in graph] == [
+        ("n1", "input"),
+        ("n2", "profiled"),
+        ("n3", "profiled"),
+        ("n4", "profiled"),
+        ("step", "step"),
+    ]
+    assert costs is not None
+    assert costs.operators["n2"] == OperatorSeconds(
+        forward=Affine(2e-3), input_gradient=Affine(3e-3), weight_gradient=Affine(3e-3)
+    )
+    assert costs.operators["n3"].weight_gradient == Affine()
+    assert costs.operators["n3"].input_gradient.at(1) == pytest.approx(5e-3)
+    assert graph.parameter_bytes == {"n2.weight": 50}
+    assert [graph[name].saved_bytes.at(1) for name in ("n2", "n3", "n4")] == [100, 64, 7]
+    assert list(graph.nx.predecessors("step")) == ["n3"]
+    assert {o.name for o in graph if any(spec.requires_grad for spec in o.outputs)} == {"n2", "n3"}
+
+
+def test_operators_share_the_backward_of_their_colour_class(tmp_path: Path) -> None:
+    graph, costs = read_graph(write(tmp_path, OPERATORS))
+    assert [o.name for o in graph] == ["data.n4", "n4", "n2", "n3", "step"]
+    assert (graph["n2"].parameters, graph.parameter_bytes) == (("n1",), {"n1": 40})
+    assert (graph["n2"].cluster, graph["n3"].cluster, graph["n4"].cluster) == ("colour1", "colour1", "")
+    assert costs is not None
+    backward = {name: seconds.backward.at(1) for name, seconds in costs.operators.items()}
+    assert backward["n2"] == pytest.approx(8.25e-3 * 3 / 4)
+    assert backward["n3"] == pytest.approx(8.25e-3 / 4)
+    assert backward["step"] == pytest.approx(0.5e-3)
+    assert backward["n4"] == 0
+    assert not graph["n4"].outputs[0].requires_grad
+    assert [graph[name].saved_bytes.at(1) for name in ("n4", "n2", "n3")] == [0, 10, 12]
+    assert list(graph.nx.predecessors("step")) == ["n3"]
+
+
+def test_backward_without_forward_times_is_shared_equally(tmp_path: Path) -> None:
+    nodes = [node(1, 1), node(2, 0, colour=5), node(3, 0, colour=5), node(4, 8, backward=True, colour=5)]
+    _, costs = read_graph(write(tmp_path, partitioning(nodes, [(1, 2, 4), (2, 3, 4)])))
+    assert costs is not None
+    assert [costs.operators[name].backward.at(1) for name in ("n2", "n3")] == [4e-3, 4e-3]
+
+
+def test_edges_without_a_size_send_all_that_a_node_occupies(tmp_path: Path) -> None:
+    content = json.loads(json.dumps(LAYERS))
+    for edge in content["edges"]:
+        del edge["size"]
+    graph, _ = read_graph(write(tmp_path, content))
+    assert graph["n2"].outputs[0].bytes(1) == 150
+    assert graph.parameter_bytes == {}
+
+
+def test_what_is_read_can_be_planned(tmp_path: Path) -> None:
+    graph, _ = read_graph(write(tmp_path, PIPER))
+    drafts = [
+        StageDraft(name="a", modules=("node1",), devices=(0,), micro_batch_size=1),
+        StageDraft(name="b", modules=("head_out_2",), devices=(1,), micro_batch_size=1),
+        StageDraft(name="c", modules=("head_out", STEP), devices=(2,), micro_batch_size=1),
+    ]
+    plan = make_plan(graph, drafts, batch_size=4)
+    assert [(edge.src, edge.dst, edge.bytes.at(1)) for edge in plan.edges if edge.src >= 0] == [(0, 2, 30), (1, 2, 20)]
+    assert [stage.figures.parameter_bytes for stage in plan.stages] == [0, 80, 400]
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Any:
+    """Forward nodes in some order, their backward in the other, with colour classes for some."""
+    count = draw(st.integers(1, 6))
+    times = st.integers(0, 5)
+    colours = draw(st.lists(st.none() | st.integers(0, 3), min_size=count, max_size=count))
+    pairs = [(a, b) for b in range(count) for a in range(b) if draw(st.booleans())]
+    nodes = [node(i, draw(times), 8, colour=colours[i]) for i in range(count)]
+    nodes += [node(count + i, draw(times), 8, backward=True, colour=colours[i]) for i in range(count)]
+    edges = [(a, b, 8) for a, b in pairs] + [(count + b, count + a, 8) for a, b in pairs]
+    return partitioning(nodes, edges)
+
+
+@given(profiles())
+def test_no_time_is_lost(content: Any) -> None:
+    graph, costs = dnn_partitioning.read(Located(content, "profile.json"), 1.0)
+    total = sum((s.forward + s.backward for s in costs.operators.values()), Affine()).at(1)
+    assert total == pytest.approx(sum(entry["fpgaLatency"] for entry in content["nodes"]))
+    assert list(costs.operators) == [operator.name for operator in graph]
+    position = {name: index for index, name in enumerate(graph.nx)}
+    assert all(position[a] < position[b] for a, b in graph.nx.edges)
+    assert nx.is_directed_acyclic_graph(graph.nx)
+
+
+def changed(text: str, old: str, new: str) -> str:
+    assert old in text
+    return text.replace(old, new)
+
+
+NATIVE = graphs.chain(2).to_json()
+
+REFUSED = {
+    "not_json": ("{", r"graph\.json: is not JSON .* Give a file"),
+    "unknown": ('{"layers": []}', r"no known kind of operator graph; its keys are: layers\. Expected"),
+    "list": ("[1]", r"its keys are: none\. Expected"),
+    "missing": (
+        changed(PIPER, '"memoryUsageA": 30, ', ""),
+        r"nodes\[2\]\.TMPCs\.1\[0\]\.memoryUsageA is missing\. Add",
+    ),
+    "negative": (changed(PIPER, '"timePerSample": 6', '"timePerSample": -6'), r"timePerSample must be a number .*-6"),
+    "no_degree": (PIPER.replace('"1": [', '"2": ['), r"nodes\[0\]\.TMPCs\.1 is missing\. Add it"),
+    "no_way": (
+        '{"mbsInBatch": 1, "nodes": [{"id": 0, "TMPCs": {"1": []}}], "edges": []}',
+        "must list at least one way",
+    ),
+    "no_object": ('{"maxFPGAs": 1, "nodes": [3], "edges": []}', r"nodes\[0\] must be an object .* but is 3"),
+    "no_list": ('{"maxFPGAs": 1, "nodes": {}, "edges": []}', r"nodes must be a list"),
+    "two_ids": (
+        changed(PIPER, '"id": 2,', '"id": 1,'),
+        r"nodes\[3\]\.id must be an id that no other node has, but is 1",
+    ),
+    "no_node": (changed(PIPER, '"destId": 1', '"destId": 5'), r"edges\[0\]\.destId must be the id of a node, but is 5"),
+    "cycle": (changed(PIPER, '"sourceId": 2', '"sourceId": 7'), r"edges form a cycle: 7 -> 7\. .* remove one"),
+    "id": (changed(PIPER, '"id": 2,', '"id": "x",'), r"nodes\[3\]\.id must be a whole number, but is 'x'"),
+    "name": (changed(PIPER, '"head_out"', "5"), r"nodes\[3\]\.name must be text, but is 5"),
+    "flag": (
+        json.dumps(LAYERS).replace('"isBackwardNode": true', '"isBackwardNode": 2'),
+        "must be true, false, 0 or 1",
+    ),
+    "native_key": (changed(NATIVE, '"saved_bytes"', '"kept"'), r"key 'saved_bytes' is missing\. Write the graph again"),
+    "native_type": ('{"operators": 3, "edges": [], "parameter_bytes": {}}', r"graph\.json: key 'parameter_sizes'"),
+    "native_value": (changed(NATIVE, '"float32"', '"float32", "shape": 3'), r"graph\.json: 'int' .*\. Write the graph"),
+    "native_edge": (changed(NATIVE, '"name": "op1"', '"name": "op9"'), r"operator 'op1' is not among operators\. Add"),
+    "native_output": (changed(NATIVE, "[\n    0\n   ]", "[4]"), r"reads outputs \[4\] of 'op0', which has 1"),
+    "native_parameter": (changed(NATIVE, '"blocks.1.weight": ', '"other": '), r"parameter 'blocks.1.weight', which"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_is_told(case: str, tmp_path: Path) -> None:
+    content, message = REFUSED[case]
+    with pytest.raises(PlanError, match=message):
+        read_graph(write(tmp_path, content))
+
+
+def test_own_graphs_must_not_be_cyclic_and_must_be_in_order(tmp_path: Path) -> None:
+    graph = graphs.chain(2)
+    content = json.loads(graph.to_json())
+    content["edges"].append(["op2", "op1", [0]])
+    with pytest.raises(PlanError, match=r"edges form a cycle: op1 -> op2 -> op1"):
+        read_graph(write(tmp_path, content))
+    content = json.loads(graph.to_json())
+    content["operators"].reverse()
+    with pytest.raises(PlanError, match=r"'op3' stands before 'op2', which it reads\. List operators"):
+        read_graph(write(tmp_path, content))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"none\.json: cannot be read .* Give the path"):
+        read_graph(tmp_path / "none.json")

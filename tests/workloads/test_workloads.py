@@ -1,0 +1,123 @@
+"""Sizes of the workloads, against what the papers state and against sums done by hand."""
+
+import networkx as nx
+import pytest
+
+from benchmarks.workloads import WORKLOADS, build, graph
+from lightning_gpp.plan import STEP
+from lightning_gpp.planning.modules import module_tree
+
+MILLION, GIGA = 1e6, 1e9
+
+
+def num_parameters(name: str, prefix: str = "") -> int:
+    return sum(size for path, size in graph(name).parameter_sizes.items() if path.startswith(prefix))
+
+
+def flops(name: str, prefix: str = "") -> float:
+    """Forward FLOPs of one sample."""
+    return sum(operator.flops.at(1) for operator in graph(name) if operator.module.startswith(prefix))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_names_and_batches_agree_with_the_registry(name: str) -> None:
+    workload = WORKLOADS[name]
+    assert workload.name == name
+    assert workload.source
+    _, batch = build(name)
+    tensors = [leaf for entry in batch for leaf in (entry if isinstance(entry, list) else [entry])]
+    assert {tensor.shape[0] for tensor in tensors} == {workload.batch_size}
+    assert all(tensor.is_meta for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", ["mmt2", "dlrm", "candle_uno_2", "case_study", "unet", "mixture_of_experts"])
+def test_the_graph_holds_every_parameter_of_the_model_and_ends_in_the_step(name: str) -> None:
+    module, _ = build(name)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    captured = graph(name)
+    read = {parameter for operator in captured for parameter in operator.parameters}
+    assert read == {path for path, _ in module.named_parameters()}
+    assert nx.is_directed_acyclic_graph(captured.nx)
+    assert next(operator.module for operator in reversed(list(captured))) == STEP
+    assert graph(name) is captured
+
+
+def test_mmt() -> None:
+    assert num_parameters("mmt", "branches.0.0.") == pytest.approx(12.58 * MILLION, rel=1e-3)
+    assert num_parameters("mmt") == pytest.approx(403 * MILLION, rel=2e-3)
+    assert num_parameters("mmt2", "branches.1.") == num_parameters("mmt", "branches.3.")
+    products = 2 * 256 * 4 * 8 * 12 * 1024**2
+    attention = 4 * 256**2 * 1024 * 4 * 8
+    assert flops("mmt") == pytest.approx(products + attention, rel=0.01)
+
+
+def test_branches_of_mmt_do_not_read_each_other() -> None:
+    captured = graph("mmt")
+    for branch in range(4):
+        names = [operator.name for operator in captured if operator.module.startswith(f"branches.{branch}.")]
+        ancestors = set().union(*(nx.ancestors(captured.nx, name) for name in names)) - set(names)
+        assert {captured[name].target for name in ancestors} == {"input"}
+
+
+def test_dlrm() -> None:
+    assert num_parameters("dlrm", "towers.") == pytest.approx(470 * MILLION, rel=1e-3)
+    assert num_parameters("dlrm", "tables.") == 448 * MILLION
+    width = 7 * 4096 + 7 * 6400
+    assert num_parameters("dlrm", "trunk.0.") == (width + 1) * 4096
+    assert flops("dlrm") == pytest.approx(2 * (7 * 4 + 3) * 4096**2 + 2 * width * 4096, rel=0.01)
+
+
+@pytest.mark.parametrize("num_branches", [2, 4, 7, 8, 16])
+def test_candle_uno(num_branches: int) -> None:
+    name = "candle_uno" if num_branches == 7 else f"candle_uno_{num_branches}"
+    assert num_parameters(name, "towers.") == num_branches * 4 * 4097 * 4096
+    assert num_parameters(name, "trunk.") == (num_branches * 4096 + 1 + 3 * 4097) * 4096
+    assert len(module_tree(graph(name)).children["towers"].children) == num_branches
+
+
+def test_candle_uno_has_470_million_parameters_in_its_towers() -> None:
+    assert num_parameters("candle_uno", "towers.") == pytest.approx(470 * MILLION, rel=1e-3)
+
+
+def test_case_study_has_four_layers_of_attention_and_two_linear_layers_per_branch() -> None:
+    branches = module_tree(graph("case_study")).children["branches"].children
+    assert [list(layer.children) for branch in branches.values() for layer in branch.children.values()] == [
+        ["attention", "up", "down"]
+    ] * 8
+    assert num_parameters("case_study", "branches.0.0.") == 12 * 1024**2
+
+
+def test_vision_audio_language() -> None:
+    name = "vision_audio_language"
+    assert num_parameters(name, "vision.") == pytest.approx(304 * MILLION, rel=0.01)
+    assert num_parameters(name, "audio.") == pytest.approx(637 * MILLION, rel=0.01)
+    assert num_parameters(name, "language.") + num_parameters(name, "embedding.") == pytest.approx(
+        6738 * MILLION, rel=0.001
+    )
+    products = 2 * 2350 * 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 1024 * 4096 * 32000
+    attention = 4 * 2350**2 * 4096 * 32
+    assert flops(name, "language") == pytest.approx(products + attention, rel=0.01)
+
+
+def test_every_layer_of_the_decoder_reads_the_result_of_the_encoder() -> None:
+    captured = graph("encoder_decoder")
+    result = [operator.name for operator in captured if operator.module == "encoder.norm"][-1]
+    readers = {captured[name].module for name in captured.nx.successors(result)}
+    assert readers == {f"decoder.layers.{layer}.cross.{part}" for layer in range(24) for part in ("key", "value")}
+    assert num_parameters("encoder_decoder") == pytest.approx(738 * MILLION, rel=0.002)
+
+
+def test_every_expert_computes_every_position() -> None:
+    for expert in range(8):
+        prefix = f"layers.0.feed_forward.experts.{expert}."
+        assert flops("mixture_of_experts", prefix) == pytest.approx(2 * 512 * 2 * 1024 * 4096, rel=0.01)
+    assert num_parameters("mixture_of_experts", "layers.0.feed_forward.experts.") == 8 * 2 * 1024 * 4096
+
+
+def test_unet() -> None:
+    captured = graph("unet")
+    assert num_parameters("unet") == pytest.approx(31.03 * MILLION, rel=1e-3)
+    assert flops("unet", "down.0.0") == pytest.approx(2 * 9 * 64 * 512**2, rel=0.01)
+    joins = [operator for operator in captured if operator.target == "cat"]
+    sources = [{captured[name].module.split(".")[0] for name in captured.nx.predecessors(join.name)} for join in joins]
+    assert sources == [{"down", "widen"}] * 4
