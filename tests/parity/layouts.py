@@ -12,11 +12,15 @@ from tests.parity.models import Subject
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """`num_stages` of 2, 3 or 4 (joined from the subject's), each on its devices with its micro-batch size."""
+    """`num_stages` of 2, 3 or 4 (joined from the subject's), each on its devices with its micro-batch size.
+
+    `recompute`: all stages but the step's.
+    """
 
     devices: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     num_pipelines: int = 1
+    recompute: bool = False
 
     @property
     def world_size(self) -> int:
@@ -25,6 +29,7 @@ class Layout:
 
 TWO = {
     "2 ranks": Layout(devices=((1,), (0,)), sizes=(2, 2)),
+    "2 ranks, recomputed": Layout(devices=((1,), (0,)), sizes=(2, 2), recompute=True),
     "uneven last micro-batch": Layout(devices=((1,), (0,)), sizes=(3, 3)),
     "unequal micro-batch sizes": Layout(devices=((1,), (0,)), sizes=(4, 2)),
 }
@@ -32,6 +37,7 @@ FOUR = {
     "replicated stage": Layout(devices=((2, 3), (1,), (0,)), sizes=(4, 2, 2)),
     "replicated pipeline": Layout(devices=((1,), (0,)), sizes=(2, 2), num_pipelines=2),
     "4 ranks": Layout(devices=((3,), (2,), (1,), (0,)), sizes=(2, 2, 2, 2)),
+    "replicated stage, recomputed": Layout(devices=((2, 3), (1,), (0,)), sizes=(4, 2, 2), recompute=True),
 }
 
 
@@ -55,7 +61,7 @@ def plan_of(captured: Capture, subject: Subject, layout: Layout, schedule: str) 
         sizes[-1] = captured.batch_size
     modules[-1] = (*modules[-1], STEP)
     drafts = [
-        StageDraft(name=f"s{i}", modules=m, devices=d, micro_batch_size=b)
+        StageDraft(name=f"s{i}", modules=m, devices=d, micro_batch_size=b, recompute=layout.recompute and STEP not in m)
         for i, (m, d, b) in enumerate(zip(modules, devices, sizes, strict=True))
     ]
     return make_plan(captured.graph, drafts, batch_size=captured.batch_size, schedule=schedule)
