@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_gpp.graph import Affine
+from lightning_gpp.cluster import Device
+from lightning_gpp.costs.model import Seconds
+from lightning_gpp.errors import PlanError
+from lightning_gpp.graph import Affine, Operator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,22 @@ class OperatorSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """Seconds of every operator of a graph. `name` says where they come from."""
+    """Seconds of every operator of a graph, as a cost model. `name` says where they come from."""
 
     name: str
     operators: Mapping[str, OperatorSeconds]
+
+    def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
+        """Seconds for a micro-batch. They hold for the device that they were measured on, whichever `device` is.
+
+        Raises:
+            PlanError: the table does not list the operator.
+        """
+        if operator.name not in self.operators:
+            raise PlanError(
+                f"Costs of {self.name}: operator {operator.name!r} is not listed. Use the costs that were read "
+                "together with the graph, or measure them for it."
+            )
+        listed = self.operators[operator.name]
+        parts = (listed.forward, listed.input_gradient, listed.weight_gradient)
+        return Seconds(*(part.at(num_samples) for part in parts))

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_gpp.cluster import DEVICES
+from lightning_gpp.costs.model import CostModel
 from lightning_gpp.costs.table import OperatorSeconds
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine
@@ -99,6 +101,7 @@ def test_piper(tmp_path: Path) -> None:
     assert costs.operators["head_out"].input_gradient.at(1) == pytest.approx(2e-3)
     assert costs.operators["head_out"].weight_gradient.at(1) == pytest.approx(2e-3)
     assert costs.operators["node1"].backward.at(1) == costs.operators["node1"].input_gradient.at(1)
+    assert costs.operators["head_out_2"].weight_gradient == costs.operators["head_out_2"].backward
     assert costs.operators["tokens"] == OperatorSeconds()
 
 
@@ -119,7 +122,7 @@ def test_backward_layers_are_folded_onto_their_forward(tmp_path: Path) -> None:
     ]
     assert costs is not None
     assert costs.operators["n2"] == OperatorSeconds(
-        forward=Affine(2e-3), input_gradient=Affine(3e-3), weight_gradient=Affine(3e-3)
+        forward=Affine(2e-3), input_gradient=Affine(), weight_gradient=Affine(6e-3)
     )
     assert costs.operators["n3"].weight_gradient == Affine()
     assert costs.operators["n3"].input_gradient.at(1) == pytest.approx(5e-3)
@@ -159,6 +162,15 @@ def test_edges_without_a_size_send_all_that_a_node_occupies(tmp_path: Path) -> N
     graph, _ = read_graph(write(tmp_path, content))
     assert graph["n2"].outputs[0].bytes(1) == 150
     assert graph.parameter_bytes == {}
+
+
+def test_costs_are_a_cost_model(tmp_path: Path) -> None:
+    graph, costs = read_graph(write(tmp_path, LAYERS))
+    assert costs is not None
+    model: CostModel = costs
+    assert model.seconds(graph["n2"], 10, DEVICES["a100_sxm_80gb"]) == pytest.approx((20e-3, 0, 60e-3))
+    with pytest.raises(PlanError, match=r"graph\.json: operator 'op1' is not listed\. Use the costs"):
+        model.seconds(graphs.chain(1)["op1"], 1, DEVICES["a100_sxm_80gb"])
 
 
 def test_what_is_read_can_be_planned(tmp_path: Path) -> None:

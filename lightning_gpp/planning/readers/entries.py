@@ -158,7 +158,8 @@ class _Build:
         for parameter, size in entry.parameters.items():
             self.graph.parameter_bytes[parameter] = round(size)
             self.graph.parameter_sizes[parameter] = round(size / FLOAT_BYTES)
-        self.seconds[name] = _seconds(entry)
+        wanted = any(self.graph[source].outputs[0].requires_grad for source in sources)
+        self.seconds[name] = _seconds(entry, wanted)
 
     def add_step(self, sources: list[str], backward: float) -> None:
         self.graph.add(Operator(name="step", target="step", module=STEP))
@@ -190,9 +191,10 @@ def _spec(num_bytes: float, grad: bool) -> TensorSpec:
     return TensorSpec(shape=(Affine(1), Affine(0, round(num_bytes))), dtype="uint8", requires_grad=grad)
 
 
-def _seconds(entry: Entry) -> OperatorSeconds:
-    """Where there are parameters, their gradient takes half of the backward: two products of equal size."""
-    weight = entry.backward / 2 if entry.parameters else 0.0
+def _seconds(entry: Entry, input_gradient_wanted: bool) -> OperatorSeconds:
+    """The gradients of input and parameters are products of equal size, so each takes half where there are both."""
+    share = (0.5 if input_gradient_wanted else 1.0) if entry.parameters else 0.0
+    weight = share * entry.backward
     return OperatorSeconds(
         forward=Affine(entry.forward),
         input_gradient=Affine(entry.backward - weight),
