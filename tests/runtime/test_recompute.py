@@ -26,6 +26,7 @@ from lightning_gpp.strategy.planner import recomputing
 from lightning_gpp.strategy.session import InContext
 from tests.runtime.stages import Mixer
 from tests.runtime.test_executor import Altered, NoTransport, executor_of, one_device
+from tests.strategies import plan_of
 
 SAMPLES, WIDTH = 8, 6
 
@@ -269,6 +270,14 @@ def test_between_forward_and_backward_only_the_inputs_are_held(recompute: bool) 
     assert (sink.seen[0] == 0) == recompute
     assert not held
     assert not first.tokens
+
+
+def test_outputs_that_wait_to_be_read_hold_no_graph() -> None:
+    """The sink reads four micro-batches of the first stage at once."""
+    plan = recomputing(plan_of([(0, 1)], [2, 8], 8, devices=[(0,), (0,)], data=True), True)
+    first = Mixer(plan, 0)
+    executor_of(plan, [first, Mixer(plan, 1)]).run()
+    assert first.peak_alive == 1
 
 
 def test_after_a_failure_nothing_is_held_and_it_runs_again() -> None:
