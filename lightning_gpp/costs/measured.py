@@ -1,0 +1,150 @@
+"""Measured seconds: of whole blocks of a model, spread over the operators in them, behind the interface of cost models.
+
+A block is timed as one piece, because a single operator is too short for a clock and costs another time alone than
+among its neighbours. What an operator has of its block's seconds is its share of the block by the roofline model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_gpp.cluster import Device
+from lightning_gpp.costs.model import Seconds
+from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.costs.table import CostTable, OperatorSeconds
+from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.graph import Affine, Operator, OperatorGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSeconds:
+    """Seconds of some operators together, by the number of samples of the micro-batch."""
+
+    operators: tuple[str, ...]
+    points: Mapping[int, Seconds]
+
+
+class MeasuredCosts:
+    """Costs of the operators of one graph on one kind of device (see `CostModel`).
+
+    Args:
+        table: seconds of operators.
+        device: name of the kind of device that the table holds for.
+    """
+
+    def __init__(self, table: CostTable, device: str) -> None:
+        self.table, self.device = table, device
+
+    @property
+    def name(self) -> str:
+        """The table's."""
+        return self.table.name
+
+    def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
+        """See `CostModel`; values that come from the data cost nothing.
+
+        Raises:
+            ConfigError: the device is of another kind than the measured one.
+            PlanError: the table is of another model.
+        """
+        if device.name != self.device:
+            raise ConfigError(
+                f"The costs ({self.name}) were measured on {self.device!r}, but the cluster has {device.name!r}. "
+                "Measure on that device, plan for the cluster that was measured, or choose strategy.costs=roofline."
+            )
+        if operator.target == "input":
+            return Seconds(0.0)
+        entry = self.table.operators.get(operator.name)
+        if entry is None:
+            raise PlanError(
+                f"The costs ({self.name}) have no figures for operator {operator.name!r}: they are those of another "
+                "model. Measure this one, or choose strategy.costs=roofline."
+            )
+        parts = (entry.forward, entry.input_gradient, entry.weight_gradient)
+        return Seconds(*(part.at(num_samples) for part in parts))
+
+
+def spread(graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device, name: str) -> CostTable:
+    """Seconds of operators from seconds of blocks.
+
+    An operator that several blocks compute (cheap glue) has the mean of its parts in them.
+
+    Args:
+        graph: the operators.
+        blocks: what was measured; every operator that is not data is in at least one.
+        device: says by the roofline model which share of its block an operator is.
+        name: of the table.
+    """
+    roofline = Roofline(graph)
+    found: dict[str, list[OperatorSeconds]] = {}
+    for block in blocks:
+        whole = OperatorSeconds(
+            forward=fitted({size: seconds.forward for size, seconds in block.points.items()}),
+            input_gradient=fitted({size: seconds.input_gradient for size, seconds in block.points.items()}),
+            weight_gradient=fitted({size: seconds.weight_gradient for size, seconds in block.points.items()}),
+        )
+        expected = [roofline.seconds(graph[operator], max(block.points), device) for operator in block.operators]
+        for operator, part in zip(block.operators, _parts(whole, expected), strict=True):
+            found.setdefault(operator, []).append(part)
+    return CostTable(name=name, operators={operator: _mean(parts) for operator, parts in found.items()})
+
+
+def _parts(whole: OperatorSeconds, expected: Sequence[Seconds]) -> list[OperatorSeconds]:
+    forward = _shares([seconds.forward for seconds in expected])
+    backward = _shares([seconds.backward for seconds in expected], forward)
+    inputs = _shares([seconds.input_gradient for seconds in expected], backward)
+    weights = _shares([seconds.weight_gradient for seconds in expected], backward)
+    return [
+        OperatorSeconds(
+            forward=_scaled(whole.forward, forward[index]),
+            input_gradient=_scaled(whole.input_gradient, inputs[index]),
+            weight_gradient=_scaled(whole.weight_gradient, weights[index]),
+        )
+        for index in range(len(expected))
+    ]
+
+
+def _shares(weights: Sequence[float], otherwise: Sequence[float] | None = None) -> Sequence[float]:
+    """Weights that sum to 1; `otherwise`, or equal ones, where all are 0."""
+    total = sum(weights)
+    if total > 0:
+        return [weight / total for weight in weights]
+    return otherwise or [1 / len(weights) for _ in weights]
+
+
+def _scaled(cost: Affine, factor: float) -> Affine:
+    return Affine(cost.per_sample * factor, cost.fixed * factor)
+
+
+def _mean(parts: Sequence[OperatorSeconds]) -> OperatorSeconds:
+    def mean(costs: Iterable[Affine]) -> Affine:
+        return _scaled(sum(costs, Affine()), 1 / len(parts))
+
+    return OperatorSeconds(
+        forward=mean(part.forward for part in parts),
+        input_gradient=mean(part.input_gradient for part in parts),
+        weight_gradient=mean(part.weight_gradient for part in parts),
+    )
+
+
+def fitted(points: Mapping[int, float]) -> Affine:
+    """The affine function with the least squares of relative errors through seconds by samples; nowhere negative.
+
+    Through two points it is exact, unless it would be negative at 0 samples or fall. One point is taken as
+    proportional to the samples.
+    """
+    weights = {size: 1 / seconds**2 if seconds > 0 else 1.0 for size, seconds in points.items()}
+    total = sum(weights.values())
+    mean_size = sum(weights[size] * size for size in points) / total
+    mean_seconds = sum(weights[size] * seconds for size, seconds in points.items()) / total
+    spread_of_sizes = sum(weights[size] * (size - mean_size) ** 2 for size in points)
+    products = sum(weights[size] * (size - mean_size) * (points[size] - mean_seconds) for size in points)
+    slope = products / spread_of_sizes if spread_of_sizes else mean_seconds / mean_size
+    if slope < 0:
+        return Affine(0, mean_seconds)
+    fixed = mean_seconds - slope * mean_size
+    if fixed >= 0:
+        return Affine(slope, fixed)
+    squares = sum(weights[size] * size**2 for size in points)
+    return Affine(sum(weights[size] * size * seconds for size, seconds in points.items()) / squares, 0)

@@ -1,0 +1,175 @@
+"""Which parts of a model are measured: blocks as fine as plans cut it, each with a fingerprint of what it computes."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from lightning_gpp.capture import Capture, Pipeline
+from lightning_gpp.capture.isolate import names_of
+from lightning_gpp.capture.recording import Recorded, Ref, Size, StateRef
+from lightning_gpp.errors import CaptureError
+from lightning_gpp.graph import Operator, TensorSpec
+from lightning_gpp.plan import SOURCE, STEP, Plan
+from lightning_gpp.planning.assign import StageDraft, assign, crossing, make_plan
+from lightning_gpp.planning.modules import stage_names
+from lightning_gpp.planning.units import find_units
+
+Modules = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A stage of a plan with one stage per block. `content`: equal for blocks that compute the same on other data."""
+
+    stage: int
+    name: str
+    operators: tuple[str, ...]
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """All blocks of a model, and what runs them."""
+
+    plan: Plan
+    pipeline: Pipeline
+    blocks: tuple[Block, ...]
+
+
+def find_blocks(capture: Capture, module: nn.Module, seconds: Mapping[str, float], num_pieces: float) -> Blocks:
+    """Cut the model at module borders, the user's step apart.
+
+    Where so fine a cut goes through a module that must run whole, or through tensors whose shapes are not known, it is
+    made coarser, up to the whole model as one block.
+
+    Args:
+        capture: of the module's step.
+        module: what the blocks run.
+        seconds: of every operator, in any unit: only shares of the whole count.
+        num_pieces: a block has no more than 1 / `num_pieces` of all seconds, unless it cannot be divided.
+
+    Raises:
+        CaptureError: the model cannot run, not even as one block.
+    """
+    *cuts, last = _cuts(capture, seconds, num_pieces)
+    for modules in cuts:
+        try:
+            plan, pipeline = _built(capture, module, modules)
+        except CaptureError:
+            continue
+        if not any(edge.dynamic for edge in plan.edges if edge.src != SOURCE):
+            break
+    else:
+        plan, pipeline = _built(capture, module, last)
+    return Blocks(plan=plan, pipeline=pipeline, blocks=_described(capture, module, plan))
+
+
+def _cuts(capture: Capture, seconds: Mapping[str, float], num_pieces: float) -> Iterator[list[Modules]]:
+    """From the finest to the whole model."""
+    for pieces in (num_pieces, *(limit for limit in (64, 16, 4, 1) if limit < num_pieces)):
+        units = find_units(capture.graph, num_pieces=pieces, seconds=seconds).units
+        modules = [tuple(path for path in unit.modules if path != STEP) for unit in units]
+        yield [*filter(None, modules), (STEP,)]
+    yield [("",), (STEP,)]
+    yield [("", STEP)]
+
+
+def _built(capture: Capture, module: nn.Module, modules: Sequence[Modules]) -> tuple[Plan, Pipeline]:
+    drafts = [
+        StageDraft(name=name, modules=paths, devices=(index,), micro_batch_size=capture.batch_size)
+        for index, (name, paths) in enumerate(zip(stage_names(modules), modules, strict=True))
+    ]
+    plan = make_plan(capture.graph, drafts, batch_size=capture.batch_size)
+    return plan, capture.build(plan, module)
+
+
+def _described(capture: Capture, module: nn.Module, plan: Plan) -> tuple[Block, ...]:
+    assignment = assign(capture.graph, [stage.modules for stage in plan.stages])
+    flows = crossing(capture.graph, assignment)
+    content = _Content(capture, module)
+    blocks = []
+    for index, stage in enumerate(plan.stages):
+        operators = [operator for operator in capture.graph if index in assignment[operator.name]]
+        sent = dict.fromkeys(value for pair, values in flows.items() if pair[0] == index for value in values)
+        blocks.append(
+            Block(
+                stage=index,
+                name=stage.name,
+                operators=tuple(operator.name for operator in operators),
+                content=content.of(operators, list(sent)),
+            )
+        )
+    return tuple(blocks)
+
+
+class _Content:
+    """Describes operators without the names of modules and the numbers of calls, which differ between equal blocks."""
+
+    def __init__(self, capture: Capture, module: nn.Module) -> None:
+        self._capture, self._module = capture, module
+        self._states = {name: tensor for tensor, name in names_of(module)}
+
+    def of(self, operators: Sequence[Operator], sent: Sequence[tuple[str, int]]) -> str:
+        """The fingerprint of a block that hands out the values `sent`."""
+        known: dict[str, str] = {operator.name: str(index) for index, operator in enumerate(operators)}
+        lines = [line for operator in operators for line in self._lines(operator, known)]
+        lines += [f"sent {self._value(name, output, known)}" for name, output in sent]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+    def _lines(self, operator: Operator, known: dict[str, str]) -> Iterator[str]:
+        yield f"{operator.target} -> {', '.join(map(_spec, operator.outputs))}; {operator.saved_bytes}"
+        if operator.target == "step":
+            yield _source(type(self._module))
+            read = self._capture.network.needed
+        else:
+            call = self._capture.network.calls[int(operator.name.partition("_")[0])]
+            yield f"{self._arguments(call, known)} {call.context}"
+            read = call.mutated
+        yield " ".join(self._value(_name(ref, self._capture), ref.output, known) for ref in read)
+
+    def _arguments(self, call: Recorded, known: dict[str, str]) -> str:
+        leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+        return f"{structure} {' '.join(self._leaf(leaf, known) for leaf in leaves)}"
+
+    def _leaf(self, leaf: Any, known: dict[str, str]) -> str:
+        if isinstance(leaf, Ref):
+            return self._value(_name(leaf, self._capture), leaf.output, known)
+        if isinstance(leaf, StateRef):
+            tensor = self._states[leaf.name]
+            return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+        if isinstance(leaf, Size):
+            return str(leaf.value)
+        simple = leaf is None or isinstance(leaf, bool | int | float | str | slice | torch.dtype)
+        return repr(leaf) if simple else type(leaf).__name__
+
+    def _value(self, name: str, output: int, known: dict[str, str]) -> str:
+        """A value of the block by its operator's place in it, one from outside by its form and order of appearance."""
+        outside = name not in known
+        number = known.setdefault(name, f"outside {len(known)}")
+        return f"{number}.{output}" + (f" {_spec(self._capture.graph[name].outputs[output])}" if outside else "")
+
+
+def _name(ref: Ref, capture: Capture) -> str:
+    from lightning_gpp.capture.captured import name_of
+
+    return name_of(ref.call, capture.network)
+
+
+def _spec(spec: TensorSpec) -> str:
+    return f"[{', '.join(map(str, spec.shape))}] {spec.dtype} {spec.requires_grad} {spec.dynamic}"
+
+
+def _source(kind: type) -> str:
+    """The step is Python that no graph describes: its class, or only the class's name where there is no source."""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return f"{kind.__module__}.{kind.__qualname__}"

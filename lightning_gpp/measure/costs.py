@@ -1,0 +1,204 @@
+"""Costs of operators, measured on a device of this machine: one block of the model after the other."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from math import inf
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_gpp.capture import Capture, batch_size_of
+from lightning_gpp.capture.randomness import undisturbed
+from lightning_gpp.capture.record import step_arguments
+from lightning_gpp.cluster import Device
+from lightning_gpp.costs.measured import BlockSeconds, MeasuredCosts, spread
+from lightning_gpp.costs.model import Seconds
+from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.measure.blocks import Block, Blocks, find_blocks
+from lightning_gpp.measure.replica import filled, hollow_copy, random_like
+from lightning_gpp.measure.store import Store, default_folder
+from lightning_gpp.measure.timing import BlockTimer
+from lightning_gpp.plan import SOURCE
+from lightning_gpp.runtime.stage import MicroBatch
+
+Progress = Callable[[int, int, str], None]
+"""Called before each measurement: how many are done, how many there are, the block's name and samples."""
+
+SECONDS_PER_BLOCK: Final = 0.2
+
+
+def measure_costs(
+    capture: Capture,
+    module: nn.Module,
+    batch: Any,
+    *,
+    device: Device,
+    sizes: Sequence[int],
+    torch_device: torch.device | str = "cpu",
+    num_pieces: float = inf,
+    num_threads: int = 1,
+    cache: str | Path | None = None,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    budget: float = SECONDS_PER_BLOCK,
+    progress: Progress | None = None,
+) -> MeasuredCosts:
+    """Measure what the operators of a captured model cost on the present device.
+
+    The model is cut into blocks at module borders. Each block runs alone on random inputs of its captured shapes (on
+    the batch where it reads that). Blocks with the same content are measured once, and never again on this kind of
+    device with this version of PyTorch. Neither the module nor the random streams change. No more memory is taken than
+    the largest block needs.
+
+    Args:
+        capture: of the module's training step.
+        module: may be on the meta device.
+        batch: a mini-batch with real tensors.
+        device: what `torch_device` is called in the cluster to plan for.
+        sizes: of micro-batches in samples, two or more for costs that hold at other sizes too.
+        torch_device: where to measure, "cpu" or "cuda:0".
+        num_pieces: a block has at most 1 / `num_pieces` of the whole by the roofline model, unless it is undividable.
+        num_threads: of a CPU; 1 is what the processes of a pipeline use. The number in force before is restored.
+        cache: folder of the cache; None is `store.default_folder()`.
+        context: in which modules compute, for example autocast, as when the step was captured.
+        budget: seconds for each block and size; every one is repeated at least 3 times.
+        progress: told what is measured.
+
+    Raises:
+        ConfigError: the sizes do not fit the batch, or the batch has no values.
+    """
+    sizes = _checked_sizes(sizes, batch)
+    place = torch.device(torch_device)
+    roofline = Roofline(capture.graph)
+    expected = {operator.name: sum(roofline.seconds(operator, sizes[-1], device)) for operator in capture.graph}
+    replica = hollow_copy(module, place)
+    blocks = find_blocks(capture, replica, expected, num_pieces)
+    store = Store(default_folder() if cache is None else cache, _kind(place, num_threads))
+    todo = _missing(blocks, sizes, store)
+    if todo:
+        with _prepared(place, num_threads):
+            bench = _Bench(capture, blocks, replica, module, place, context, budget)
+            bench.run(batch, todo, store, progress)
+        store.save()
+    measured = [
+        BlockSeconds(operators=block.operators, points={size: store.figures[block.content, size] for size in sizes})
+        for block in blocks.blocks
+    ]
+    name = f"measured on {store.device}, torch {torch.__version__}"
+    return MeasuredCosts(spread(capture.graph, measured, device, name), device.name)
+
+
+def _missing(blocks: Blocks, sizes: Sequence[int], store: Store) -> list[tuple[Block, int]]:
+    """The first of all blocks with the same content, size after size, as far as the store does not know it."""
+    unique = {block.content: block for block in reversed(blocks.blocks)}
+    return [(block, size) for size in sizes for block in unique.values() if (block.content, size) not in store.figures]
+
+
+class _Bench:
+    """Puts blocks on the device, one at a time, and times them."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        blocks: Blocks,
+        replica: nn.Module,
+        module: nn.Module,
+        device: torch.device,
+        context: Callable[[], AbstractContextManager[Any]],
+        budget: float,
+    ) -> None:
+        self._capture, self._blocks, self._device = capture, blocks, device
+        self._replica, self._module = replica, module
+        self._step = blocks.pipeline.step
+        self._timer = BlockTimer(device=device, context=context, budget=budget, after=self._forget)
+
+    def run(self, batch: Any, todo: Sequence[tuple[Block, int]], store: Store, progress: Progress | None) -> None:
+        step = getattr(self._replica, self._capture.step)
+        arguments = step_arguments(step, 0)
+        batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), batch)
+        self._step.begin(batch, lambda samples: step(samples, *arguments), seed=0)
+        try:
+            for done, (block, size) in enumerate(todo):
+                if progress is not None:
+                    progress(done, len(todo), f"{block.name}, {size} samples")
+                store.figures[block.content, size] = self._measure(block, size)
+        finally:
+            self._step.end()
+
+    def _forget(self) -> None:
+        """What the user's step returned."""
+        self._step.outputs.clear()
+
+    def _measure(self, block: Block, size: int) -> Seconds:
+        pipeline = self._blocks.pipeline
+        names = (*pipeline.parameters[block.stage], *pipeline.buffers[block.stage])
+        micro_batch = MicroBatch(0, 0, size, self._capture.batch_size)
+        with filled(self._replica, self._module, names, self._device):
+            values = self._values(block, micro_batch)
+            return self._timer.seconds(pipeline.stages[block.stage], values, micro_batch)
+
+    def _values(self, block: Block, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
+        edges = zip(self._blocks.plan.edges, self._blocks.pipeline.slots, strict=True)
+        for edge, slots in edges:
+            if edge.dst != block.stage:
+                continue
+            given = self._step.inputs(micro_batch) if edge.src == SOURCE else {}
+            for slot in slots:
+                value = given.get(slot.name)
+                if value is None:
+                    sizes = slot.spec.sizes(micro_batch.num_samples)
+                    value = random_like(sizes, getattr(torch, slot.spec.dtype), self._device)
+                values[slot.name] = value.detach().requires_grad_(slot.spec.requires_grad)
+        return values
+
+
+def _checked_sizes(sizes: Sequence[int], batch: Any) -> list[int]:
+    total = batch_size_of(batch)
+    if not sizes or not all(1 <= size <= total for size in sizes):
+        raise ConfigError(
+            f"Costs are to be measured with micro-batches of {list(sizes)} samples; give one or more sizes from 1 to "
+            f"{total}, the samples of the batch."
+        )
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(batch)):
+        raise ConfigError("Costs are to be measured with a batch on the meta device; give one with real tensors.")
+    return sorted(set(sizes))
+
+
+@contextmanager
+def _prepared(device: torch.device, num_threads: int) -> Iterator[None]:
+    """The threads of a pipeline's process, and random streams that go on afterwards as if nothing had happened."""
+    before = torch.get_num_threads()
+    with ExitStack() as stack:
+        stack.enter_context(undisturbed())
+        stack.enter_context(torch.enable_grad())
+        if device.type == "cuda":
+            stack.enter_context(torch.random.fork_rng([device]))
+        else:
+            stack.callback(torch.set_num_threads, before)
+            torch.set_num_threads(num_threads)
+        yield
+
+
+def _kind(device: torch.device, num_threads: int) -> str:
+    """What decides the speed of a device, in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).name
+    threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
+    return f"{_processor()}, {threads}"
+
+
+def _processor() -> str:
+    try:
+        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:  # no such file outside Linux
+        names = []
+    return next(iter(names), platform.processor() or platform.machine() or os.name)

@@ -1,0 +1,92 @@
+"""Figures of blocks that were measured before, in one JSON file per kind of device and version of PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from lightning_gpp.costs.model import Seconds
+from lightning_gpp.errors import ConfigError
+
+FORMAT: Final = 1
+
+Key = tuple[str, int]
+"""A block's content, and the samples of its micro-batch."""
+
+
+def default_folder() -> Path:
+    """`lightning-gpp` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-gpp"
+
+
+class Store:
+    """What is known of blocks on one kind of device.
+
+    Args:
+        folder: where the file is; it need not exist.
+        device: name of the kind of device, with all that decides its speed.
+    """
+
+    def __init__(self, folder: str | Path, device: str) -> None:
+        self.device = device
+        name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device} torch {torch.__version__}").strip("-").lower()
+        self.path = Path(folder) / f"costs-{name}.json"
+        self.figures: dict[Key, Seconds] = self._read()
+
+    def save(self) -> None:
+        """Write what is known, with what others wrote in the meantime.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        figures = {**self._read(), **self.figures}
+        blocks: dict[str, dict[str, list[float]]] = {}
+        for (content, size), seconds in sorted(figures.items()):
+            blocks.setdefault(content, {})[str(size)] = list(seconds)
+        text = json.dumps({**self._header(), "blocks": blocks}, indent=1)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".json", delete=False) as file:
+                file.write(text)
+            os.replace(file.name, self.path)
+        except OSError as error:
+            raise ConfigError(
+                f"Measured costs cannot be written to {self.path}: {error}. Give another folder (cache=...)."
+            ) from error
+
+    def _header(self) -> dict[str, Any]:
+        return {"format": FORMAT, "device": self.device, "torch": torch.__version__}
+
+    def _read(self) -> dict[Key, Seconds]:
+        try:
+            content = json.loads(self.path.read_text())
+            if {key: content[key] for key in self._header()} != self._header():
+                return {}
+            return {
+                (block, int(size)): _checked(values)
+                for block, sizes in content["blocks"].items()
+                for size, values in sizes.items()
+            }
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            warnings.warn(
+                f"The cache of measured costs {self.path} is damaged ({type(error).__name__}: {error}); all blocks are "
+                "measured again, and it is written anew.",
+                stacklevel=2,
+            )
+            return {}
+
+
+def _checked(values: list[float]) -> Seconds:
+    seconds = Seconds(*map(float, values))
+    if len(values) != len(seconds) or not all(0 <= value < float("inf") for value in seconds):
+        raise ValueError(f"{values} are not seconds of forward, input gradient and weight gradient")
+    return seconds

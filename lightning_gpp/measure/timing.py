@@ -1,0 +1,120 @@
+"""How long one block takes, forwards and backwards.
+
+A stage has many blocks, but calls Python and autograd once. What that takes is measured with a block that computes
+nothing, and taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lightning_gpp.costs.model import Seconds
+from lightning_gpp.runtime.stage import MicroBatch, StageModule
+
+WARM_UPS: Final = 2
+FEWEST: Final = 3
+"""Repetitions at least."""
+
+
+Times = tuple[float, float, float]
+"""Seconds of a forward, of a full backward, and of a backward to the inputs only."""
+
+
+class _Nothing:
+    uses_random = False
+    parts = ()
+
+    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+        return {name: value.view_as(value) for name, value in values.items()}
+
+
+@dataclass(kw_only=True)
+class BlockTimer:
+    """Runs blocks again and again, as the executor runs a stage.
+
+    Args:
+        device: where the tensors are.
+        context: in which modules compute, for example autocast; backwards run outside.
+        budget: seconds after which a block that was repeated often enough is left.
+        after: called after every repetition.
+    """
+
+    device: torch.device
+    context: Callable[[], AbstractContextManager[Any]]
+    budget: float
+    after: Callable[[], None]
+    _of_nothing: Times = field(init=False)
+
+    def __post_init__(self) -> None:
+        tiny = torch.ones(1, device=self.device, requires_grad=True)
+        self._of_nothing = self._medians(_Nothing(), {"x": tiny}, MicroBatch(0, 0, 1, 1))
+
+    def seconds(self, stage: StageModule, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> Seconds:
+        """Medians. The input gradients are timed alone, the weight gradients are what a full backward takes more."""
+        times = self._medians(stage, values, micro_batch)
+        pairs = zip(times, self._of_nothing, strict=True)
+        forward, backward, inputs = (max(0.0, time - nothing) for time, nothing in pairs)
+        inputs = min(inputs, backward)
+        return Seconds(forward, inputs, backward - inputs)
+
+    def _medians(self, stage: StageModule, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> Times:
+        for _ in range(WARM_UPS):
+            self._repetition(stage, values, micro_batch)
+        stop = perf_counter() + self.budget
+        repetitions: list[Times] = []
+        while len(repetitions) < FEWEST or perf_counter() < stop:
+            repetitions.append(self._repetition(stage, values, micro_batch))
+        forward, backward, inputs = map(median, zip(*repetitions, strict=True))
+        return forward, backward, inputs
+
+    def _repetition(self, stage: StageModule, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> Times:
+        """A forward with a full backward, and another one with a backward to its inputs only."""
+        forward, roots, _, seeds = self._forward(stage, values, micro_batch)
+        backward = self._timed(lambda: torch.autograd.backward(roots, seeds))[0] if roots else 0.0
+        _, roots, leaves, seeds = self._forward(stage, values, micro_batch)
+        inputs = 0.0
+        if roots and leaves:
+            inputs, _ = self._timed(lambda: torch.autograd.grad(roots, leaves, seeds, allow_unused=True))
+        self.after()
+        return forward, backward, inputs
+
+    def _forward(
+        self, stage: StageModule, values: Mapping[str, Tensor], micro_batch: MicroBatch
+    ) -> tuple[float, list[Tensor], list[Tensor], list[Tensor]]:
+        """Seconds, differentiable outputs, differentiable inputs, and a gradient for each output."""
+        given = {name: value.detach().requires_grad_(value.requires_grad) for name, value in values.items()}
+        with self.context():
+            seconds, outputs = self._timed(lambda: stage.forward(given, micro_batch))
+        roots = [output for output in outputs.values() if output.requires_grad]
+        leaves = [value for value in given.values() if value.requires_grad]
+        return seconds, roots, leaves, _seeds(roots)
+
+    def _timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
+        if self.device.type == "cuda":
+            return _timed_by_events(call, self.device)
+        start = perf_counter()
+        result = call()
+        return perf_counter() - start, result
+
+
+def _seeds(roots: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.ones_like(root) if root.dim() == 0 else torch.randn_like(root) for root in roots]
+
+
+def _timed_by_events(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    torch.cuda.synchronize(device)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.current_stream(device)
+    start.record(stream)
+    result = call()
+    stop.record(stream)
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(stop) / 1e3, result
