@@ -1,0 +1,1 @@
+"""The default partitioner; `search.py` is its whole course."""

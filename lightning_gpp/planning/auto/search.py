@@ -1,0 +1,217 @@
+"""The default partitioner: any DAG, any stages, replicas, micro-batch size, schedule and recomputation, jointly.
+
+First shapes come from contiguous cuts of several orders of the units (`seeds`) and from the other partitioners, so that
+none of them is ever better. The best ones are improved by single changes (`moves`) as long as the step gets shorter, and
+then disturbed and improved again, until the time is up or the step is as short as the lower bound (`bound`) allows.
+Every candidate is judged by the simulated seconds of its whole step and by the memory of every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from heapq import heappush, nsmallest
+from math import inf
+from random import Random
+
+from lightning_gpp.planning.answer import Alternative, Answer, Control
+from lightning_gpp.planning.auto.moves import moves
+from lightning_gpp.planning.auto.orders import orders
+from lightning_gpp.planning.auto.seeds import MAX_SLOTS, Cuts, seeds
+from lightning_gpp.planning.auto.shape import Shape
+from lightning_gpp.planning.bound import lower_bound
+from lightning_gpp.planning.draft import Draft
+from lightning_gpp.planning.evaluate import Evaluation, Evaluator
+from lightning_gpp.planning.problem import Problem
+from lightning_gpp.planning.registry import register
+
+PATIENCE = 60
+"""So many disturbances in a row without a shorter step end the search."""
+
+NUM_STARTS = 6
+"""Shapes that are improved before any is disturbed."""
+
+MAX_EVALUATIONS = 40_000
+"""Of shapes: where this comes before the time limit, the same model gives the same plan on every machine."""
+
+GOOD_ENOUGH = 1.002
+"""Times the lower bound: nothing is left to be gained."""
+
+Rank = tuple[float, float]
+
+
+@register("auto")
+def auto(problem: Problem, control: Control) -> Answer:
+    """The shortest step found in `control.seconds`, with a lower bound; a good plan after a fraction of that."""
+    search = _Search(problem, control)
+    try:
+        search.run()
+        notes: tuple[str, ...] = ()
+    except KeyboardInterrupt:
+        notes = ("The search was interrupted; this is the best plan so far.",)
+    return search.answer(notes)
+
+
+@dataclass(slots=True)
+class _Search:
+    problem: Problem
+    control: Control
+    evaluate: Evaluator = field(init=False)
+    bound: float = field(init=False)
+    known: dict[Shape, Rank] = field(default_factory=dict)
+    best: Shape | None = None
+    rank: Rank = (inf, inf)
+    others: list[tuple[Rank, int, Draft, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.evaluate = Evaluator(self.problem)
+        self.bound = lower_bound(self.problem)
+
+    @property
+    def done(self) -> bool:
+        good = self.rank[0] == 0 and self.rank[1] <= self.bound * GOOD_ENOUGH
+        return good or self.control.expired or self.evaluate.evaluations >= MAX_EVALUATIONS
+
+    def run(self) -> None:
+        starts = self._starts()
+        for shape in starts:
+            if self.done:
+                return
+            self._improve(shape)
+        random, failures = Random(0), 0
+        while not self.done and self.best is not None and failures < PATIENCE:
+            before = self.rank
+            self._improve(self._disturbed(self.best if random.random() < 0.7 else random.choice(starts), random))
+            failures = 0 if self.rank < before else failures + 1
+
+    def _starts(self) -> list[Shape]:
+        """The best first shapes of different sizes and numbers of stages."""
+        ranked: list[tuple[Rank, int, Shape]] = []
+        for shape in self._first_shapes():
+            rank = self._judge(shape)
+            heappush(ranked, (rank, len(ranked), shape))
+            if self.control.elapsed > 0.4 * self.control.seconds:
+                break
+        chosen: dict[tuple[int, int], Shape] = {}
+        for _, _, shape in nsmallest(200, ranked):
+            chosen.setdefault((shape.size, len(shape.groups)), shape)
+        return list(chosen.values())[:NUM_STARTS]
+
+    def _first_shapes(self) -> Iterator[Shape]:
+        problem = self.problem
+        weights = problem.seconds(problem.sizes[len(problem.sizes) // 2]).total
+        found = orders(problem, weights)
+        yield from self._cut(_variants(problem, found))
+        if self.best is None:
+            yield from self._cut(replace(cuts, fitting=False) for cuts in _variants(problem, found))
+
+    def _cut(self, variants: Iterable[Cuts]) -> Iterator[Shape]:
+        problem = self.problem
+        for cuts in variants:
+            number = -(-problem.batch_size // cuts.size)
+            for seconds, shape in seeds(problem, cuts):
+                if self.rank[0] > 0 or number * seconds / 1.1 < self.rank[1]:
+                    yield shape
+                    if len(set(shape.replicas)) == 1 and shape.replicas[0] > 1:
+                        yield replace(shape, spread=True)
+
+    def _judge(self, shape: Shape) -> Rank:
+        if shape not in self.known:
+            rank = self.known[shape] = self.evaluate(shape.draft()).rank
+            if rank < self.rank:
+                self.best, self.rank = shape, rank
+                self.control.report(self.control.elapsed / self.control.seconds, rank[1], self.bound)
+        return self.known[shape]
+
+    def _improve(self, shape: Shape) -> None:
+        """Take every change that makes the step shorter, until none does."""
+        rank = self._judge(shape)
+        improved = True
+        while improved and not self.done:
+            improved = False
+            for candidate in moves(self.problem, shape, self._loads(shape)):
+                if self.done:
+                    return
+                if candidate in self.known or self._hopeless(candidate, rank):
+                    continue
+                found = self._judge(candidate)
+                if found < (rank[0], rank[1] * (1 - 1e-9)):
+                    shape, rank, improved = candidate, found, True
+                    break
+
+    def _loads(self, shape: Shape) -> list[float]:
+        """For every stage the seconds of its own work in a step."""
+        number = -(-self.problem.batch_size // shape.size)
+        figures = [self.evaluate.figures(stage) for stage in shape.draft().stages]
+        return [number * (entry.forward + entry.backward) + entry.all_reduce for entry in figures]
+
+    def _hopeless(self, shape: Shape, rank: Rank) -> bool:
+        """Whether one stage alone takes longer than the best step."""
+        return rank[0] == 0 and max(self._loads(shape)) >= rank[1]
+
+    def _disturbed(self, shape: Shape, random: Random) -> Shape:
+        for _ in range(random.choice((1, 2, 3))):
+            options = list(moves(self.problem, shape, [random.random() for _ in shape.groups]))
+            if options:
+                shape = random.choice(options)
+        return shape
+
+    def answer(self, notes: tuple[str, ...]) -> Answer:
+        draft = self.best.draft() if self.best is not None and self.rank[1] < inf else None
+        return Answer(
+            draft=draft,
+            objective=self.rank[1],
+            objective_name="seconds of a step",
+            states=self.evaluate.evaluations,
+            lower_bound=self.bound,
+            alternatives=tuple(self._alternatives()),
+            notes=notes,
+        )
+
+    def _alternatives(self) -> Iterator[Alternative]:
+        """The best shapes of other kinds: of another size, number of stages or recomputation."""
+        kinds = {_kind(self.best)} if self.best else set()
+        for shape, rank in sorted(self.known.items(), key=lambda entry: entry[1]):
+            if rank[1] < inf and _kind(shape) not in kinds and len(kinds) < 6:
+                kinds.add(_kind(shape))
+                draft = shape.draft()
+                yield Alternative(draft=draft, seconds=rank[1], reason=self._reason(self.evaluate(draft)))
+
+    def _reason(self, evaluation: Evaluation) -> str:
+        if not evaluation.fits:
+            return f"needs {evaluation.excess_bytes / 1e9:.2f} GB more memory than a device has"
+        return f"the step takes {evaluation.seconds / self.rank[1] - 1:.1%} longer"
+
+
+def _kind(shape: Shape) -> tuple[int, int, bool]:
+    return shape.size, len(shape.groups), any(shape.recompute)
+
+
+def _variants(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
+    """Ways to cut, the most promising first: middle sizes, branches apart; then all others."""
+    widths = _widths(problem)
+    sizes = sorted(problem.sizes, key=lambda size: abs(-(-problem.batch_size // size) - 4 * problem.num_devices**0.5))
+    again = [flag for flag in (False, True) if problem.recompute in (None, flag)]
+    for apart in (True, False):
+        for order in found:
+            for size in sizes:
+                for width in widths:
+                    if width <= size:
+                        for schedule in problem.schedules:
+                            for recompute in again:
+                                yield Cuts(
+                                    order=order,
+                                    size=size,
+                                    width=width,
+                                    apart=apart,
+                                    recompute=recompute,
+                                    schedule=schedule,
+                                    fitting=True,
+                                )
+
+
+def _widths(problem: Problem) -> list[int]:
+    """Devices are taken in groups where there are many."""
+    widths = [1 << shift for shift in range(problem.num_devices.bit_length())]
+    fitting = [w for w in widths if problem.num_devices % w == 0 and problem.num_devices // w <= MAX_SLOTS]
+    return fitting[:1] or [1]

@@ -1,0 +1,185 @@
+"""First shapes: orders of the units cut into contiguous stages, each with replicas, the slowest as fast as possible.
+
+For one order, one micro-batch size and one limit on a stage's seconds, a dynamic programme finds for every number of
+stages s and devices k the longest end of the order that s stages on k devices can run within the limit:
+
+    reach[s][k] = max over r of extend_r(reach[s - 1][k - r])
+
+where extend_r(i) is where a stage with r replicas that begins at i (counted from the sink) must end. The limit rises in small
+steps from perfect balance; for every number of stages the first limit that suffices gives a shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gpp.planning.auto.shape import Shape
+from lightning_gpp.planning.problem import Array, Problem
+
+LIMITS = np.geomspace(1.0, 4.0, 48)
+"""Limits on a stage's seconds, in those of perfect balance."""
+
+MAX_SLOTS = 64
+"""More devices are taken in groups of equal size."""
+
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuts:
+    """How an order may be cut.
+
+    Args:
+        order: of all units.
+        size: samples of a micro-batch.
+        width: devices are taken in groups of so many.
+        apart: no stage holds units that nothing connects.
+        recompute: all stages but the step's do.
+        schedule: for the shape.
+        fitting: stages respect the memory, with as many micro-batches in flight as stages follow.
+    """
+
+    order: Sequence[int]
+    size: int
+    width: int = 1
+    apart: bool = False
+    recompute: bool = False
+    schedule: str = "1f1b"
+    fitting: bool = False
+
+
+def replica_counts(most: int) -> list[int]:
+    """Numbers of replicas worth trying: small ones, powers of two and halves between, and all devices."""
+    powers = [base << shift for base in (1, 3) for shift in range(most.bit_length())]
+    return sorted({count for count in [*powers, most, most - 1] if 1 <= count <= most})
+
+
+def seeds(problem: Problem, cuts: Cuts) -> Iterator[tuple[float, Shape]]:
+    """The seconds of the slowest stage and the shape, for every useful number of stages."""
+    table = _Table(problem, cuts)
+    found: set[int] = set()
+    for limit in LIMITS * table.balance:
+        for num_stages, ends, replicas in table.solve(limit, found):
+            found.add(num_stages)
+            yield limit, _shape(problem, cuts, ends, replicas)
+        if len(found) >= table.most_stages:
+            return
+
+
+class _Table:
+    """Prefix sums along the reversed order, one row per number of replicas."""
+
+    def __init__(self, problem: Problem, cuts: Cuts) -> None:
+        self.problem, self.cuts = problem, cuts
+        self.reverse = np.array(list(reversed(cuts.order)))
+        self.num_slots = problem.num_devices // cuts.width
+        most = int(min(self.num_slots, max(1, problem.max_replicas // cuts.width)))
+        self.counts = replica_counts(most)
+        self.most_stages = min(self.num_slots, problem.num_units)
+        self.seconds = [self._prefix(count * cuts.width) for count in self.counts]
+        self.balance = self.seconds[0][-1] / self.num_slots
+        self.borders = _borders(problem, self.reverse) if cuts.apart else None
+
+    def _prefix(self, replicas: int) -> Array:
+        """Seconds per micro-batch, the sum of gradients divided over all of them."""
+        problem, size = self.problem, self.cuts.size
+        table = problem.seconds(-(-size // replicas), _slowest(problem))
+        total = table.total + (table.forward if self.cuts.recompute else 0.0)
+        number = -(-problem.batch_size // size)
+        devices = range(replicas)
+        summing = problem.cluster.all_reduce_seconds(devices, 1e9) / 1e9 if replicas > 1 else 0.0
+        each = total + problem.parameter_bytes * summing / number
+        return np.concatenate([[0.0], np.cumsum(each[self.reverse])])
+
+    def _extensions(self, limit: float, row: int, num_following: int) -> Positions:
+        seconds = self.seconds[row]
+        ends = np.searchsorted(seconds, seconds + limit * (1 + 1e-9), side="right") - 1
+        if self.cuts.fitting:
+            ends = np.minimum(ends, self._fitting(row, num_following))
+        if self.borders is not None:
+            ends = np.minimum(ends, self.borders)
+        return ends.astype(np.int64)
+
+    def _fitting(self, row: int, num_following: int) -> Positions:
+        problem, replicas = self.problem, self.counts[row] * self.cuts.width
+        saved = problem.saved_bytes(-(-self.cuts.size // replicas))
+        copies = 1 if self.cuts.recompute else num_following + 1
+        needed = np.concatenate([[0.0], np.cumsum((problem.static_bytes + copies * saved)[self.reverse])])
+        return np.searchsorted(needed, needed + float(problem.memory_bytes.min()), side="right") - 1
+
+    def solve(self, limit: float, known: set[int]) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Stages (from the sink) as ends and replicas, for every number of stages not yet known."""
+        num_units = len(self.reverse)
+        reach = np.full(self.num_slots + 1, -1, dtype=np.int64)
+        reach[0] = 0
+        choices: list[NDArray[np.int64]] = []
+        extensions = [self._extensions(limit, row, 0) for row in range(len(self.counts))]
+        for stage in range(self.most_stages):
+            if self.cuts.fitting:
+                extensions = [self._extensions(limit, row, stage) for row in range(len(self.counts))]
+            reach, choice = self._step(reach, extensions)
+            choices.append(choice)
+            if reach[-1] >= num_units and stage + 1 not in known:
+                yield stage + 1, *self._trace(choices, limit)
+            if reach.max() < 0:
+                return
+
+    def _step(self, reach: Positions, extensions: list[Positions]) -> tuple[Positions, Positions]:
+        best, choice = np.full_like(reach, -1), np.zeros_like(reach)
+        for row, count in enumerate(self.counts):
+            before = reach[: len(reach) - count]
+            ends = np.where(before >= 0, extensions[row][np.maximum(before, 0)], -1)
+            ends = np.where(ends > before, ends, -1)
+            better = ends > best[count:]
+            best[count:][better], choice[count:][better] = ends[better], row
+        return best, choice
+
+    def _trace(self, choices: list[Positions], limit: float) -> tuple[list[int], list[int]]:
+        """From the choices back to the ends and replicas of all stages."""
+        slots, rows = self.num_slots, []
+        for choice in reversed(choices):
+            rows.append(int(choice[slots]))
+            slots -= self.counts[rows[-1]]
+        ends, position = [], 0
+        for stage, row in enumerate(reversed(rows)):
+            position = int(self._extensions(limit, row, stage)[position])
+            ends.append(position)
+        return ends, [self.counts[row] * self.cuts.width for row in reversed(rows)]
+
+
+def _slowest(problem: Problem) -> int:
+    size = problem.sizes[-1]
+    return max(range(len(problem.cluster.kinds)), key=lambda kind: float(problem.seconds(size, kind).total.sum()))
+
+
+def _borders(problem: Problem, reverse: Positions) -> Positions:
+    """For every position where a stage that begins there must end at the latest so that its units are connected."""
+    num_units = len(reverse)
+    neighbours = [{*problem.order.successors(unit), *problem.order.predecessors(unit)} for unit in map(int, reverse)]
+    borders = np.full(num_units + 1, num_units, dtype=np.int64)
+    for start in range(num_units):
+        inside = {int(reverse[start])}
+        for stop in range(start + 1, num_units):
+            if inside.isdisjoint(neighbours[stop]):
+                borders[start] = stop
+                break
+            inside.add(int(reverse[stop]))
+    return borders
+
+
+def _shape(problem: Problem, cuts: Cuts, ends: list[int], replicas: list[int]) -> Shape:
+    reverse = list(reversed(cuts.order))
+    starts = [0, *ends[:-1]]
+    groups = [tuple(sorted(reverse[start:stop])) for start, stop in zip(starts, ends, strict=True)][::-1]
+    step = problem.num_units - 1
+    return Shape(
+        groups=tuple(groups),
+        replicas=tuple(reversed(replicas)),
+        recompute=tuple(cuts.recompute and step not in group for group in groups),
+        size=cuts.size,
+        schedule=cuts.schedule,
+    )

@@ -1,0 +1,181 @@
+"""A lower bound on the step of every plan of a problem, whatever its stages, replicas and schedule.
+
+For one micro-batch size b, with M micro-batches on K devices, let t_u = f_u + g_u be the forward and backward seconds of
+unit u for b samples (replicas that share b samples take no less in sum), W their sum, p_u the bytes of its weights.
+
+* The devices compute for M W seconds in sum.
+* A device waits for the first forward of all stages ahead of its own, and after its last backward for theirs. Give every
+  unit one path of ancestors, the longest; let D_u be the units whose path holds u. Weighting a device's units by their
+  seconds, at most T per device, all devices wait for u, if r devices run it, for at least
+  t_u(b / r) (M W(D_u) / T - r) seconds in sum: the work behind u, less that in the stage of u itself.
+* r > 1 replicas of u sum its gradients: 2 (r - 1) p_u / bandwidth seconds in sum, over the links that r devices need. That may
+  overlap with waiting for the last backwards, so one share s of it counts, and 1 - s of them.
+
+* Between its last forward and its last backward a device waits until that micro-batch has gone through all stages behind
+  and back, and has no more than M - 1 backwards to do meanwhile. Give every unit one path of descendants, the longest, of
+  C_u seconds; behind the stage of u it takes C_u - T / M at least, and M - 1 backwards no more than (M - 1) / M of the largest
+  share e = max g_u / t_u of T. Let H be any set of units, for example those for which C_u exceeds c = T (1 + (M - 1) e) / M.
+
+    K T >= M W - c M W(H) / T + sum_u min_r [ 2 s (r - 1) p_u / bandwidth_r
+                                              + (f_u + (1 - s) g_u)(b / r) max(0, M W(D_u) / T - r)
+                                              + t_u(b / r) M W(H_u) / T ]
+
+for any s in [0, 1], where H_u are the units of H whose path of descendants holds u.
+The right side falls with T, so the smallest T that satisfies it bounds the step from below. In addition, some stage has
+to run each unit M times. The bound of the problem is the least of those of its micro-batch sizes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from lightning_gpp.planning.problem import Array, Problem
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Values of s that are tried; the best one counts."""
+
+
+def lower_bound(problem: Problem) -> float:
+    """Seconds that no plan's step can beat."""
+    simple = {size: float(sum(_fastest(problem, size)[:2]).sum()) for size in problem.sizes}
+    least = inf
+    for size in sorted(problem.sizes, key=lambda size: simple[size] * -(-problem.batch_size // size)):
+        devices = _fastest(problem, size)[2]
+        if simple[size] * -(-problem.batch_size // size) / devices < least:
+            least = min(least, bound_of_size(problem, size))
+    return least
+
+
+def bound_of_size(problem: Problem, size: int) -> float:
+    """The same for plans with micro-batches of `size` samples."""
+    return max(_whole(problem, size), _largest_unit(problem, size))
+
+
+def _whole(problem: Problem, size: int) -> float:
+    number = -(-problem.batch_size // size)
+    forward, backward, speed = _fastest(problem, size)
+    total = forward + backward
+    choices = [_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size)]
+    paths = _Paths(problem, total, backward, number)
+    return max(_solve(choices, paths, speed, share) for share in SHARES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What all units cost at least with any number of replicas from `fewest` to some larger one."""
+
+    fewest: int
+    most: int
+    forward: Array
+    backward: Array
+    summing: Array
+    """Device seconds of summing the gradients."""
+
+
+def _replica_ranges(problem: Problem, size: int) -> list[tuple[int, int]]:
+    """Numbers of replicas, single ones while they are small, ranges behind."""
+    most = int(min(problem.max_replicas, problem.num_devices))
+    starts = [count for count in range(1, most + 1) if count <= 16 or count & (count - 1) == 0]
+    return list(zip(starts, [start - 1 for start in starts[1:]] + [most], strict=True))
+
+
+def _choice(problem: Problem, size: int, fewest: int, most: int) -> _Choice:
+    forward, backward, _ = _fastest(problem, max(1, size // most))
+    bandwidth = _bandwidth(problem, fewest)
+    return _Choice(fewest, most, forward, backward, 2 * (fewest - 1) * problem.parameter_bytes / bandwidth)
+
+
+def _bandwidth(problem: Problem, replicas: int) -> float:
+    """Of the slowest link that so many devices cannot avoid, wherever they are."""
+    single = [link.bytes_per_second for link in problem.cluster.links.values()]
+    for level in problem.cluster.levels:
+        if max(Counter(level.groups).values()) >= replicas:
+            return max([level.link.bytes_per_second, *single])
+    return max([level.link.bytes_per_second for level in problem.cluster.levels] + single)
+
+
+def _fastest(problem: Problem, size: int) -> tuple[Array, Array, float]:
+    """Seconds of all units on their fastest kind of device, and how many such devices the cluster is worth."""
+    tables = [problem.seconds(size, kind) for kind in range(len(problem.cluster.kinds))]
+    forward = np.min([table.forward for table in tables], axis=0)
+    total = np.min([table.total for table in tables], axis=0)
+    slowdowns = [float(np.min(table.total / np.maximum(total, 1e-30))) for table in tables]
+    worth = sum(1 / max(1.0, slowdowns[problem.cluster.kind(device)]) for device in range(problem.num_devices))
+    return np.minimum(forward, total), total - np.minimum(forward, total), worth
+
+
+class _Paths:
+    """The longest paths to and from every unit, and the work on them."""
+
+    def __init__(self, problem: Problem, total: Array, backward: Array, number: int) -> None:
+        self.total, self.number = total, number
+        self.behind = number * _behind(problem, total)
+        self.after, self.holds = _after(problem, total)
+        self.backward_share = float((backward / np.maximum(total, 1e-30)).max())
+        self.work = number * float(total.sum())
+
+    def waiting(self, seconds: float) -> tuple[Array, float]:
+        """For a step of so many seconds: how often the units behind are waited for in the middle, and what to take off."""
+        allowed = seconds * (1 + (self.number - 1) * self.backward_share) / self.number
+        weights = np.where(self.after > allowed, self.total * self.number / seconds, 0.0)
+        return self.holds @ weights, allowed * float(weights.sum())
+
+
+def _behind(problem: Problem, total: Array) -> Array:
+    """For every unit the seconds of the units whose longest path of ancestors holds it."""
+    num_units = problem.num_units
+    parent, length = [-1] * num_units, [0.0] * num_units
+    for unit in range(num_units):
+        for before in problem.order.predecessors(unit):
+            if length[before] + total[before] > length[unit] or parent[unit] < 0:
+                parent[unit], length[unit] = before, length[before] + total[before]
+    behind = np.zeros(num_units)
+    for unit in reversed(range(num_units)):
+        if parent[unit] >= 0:
+            behind[parent[unit]] += behind[unit] + total[unit]
+    return behind
+
+
+def _after(problem: Problem, total: Array) -> tuple[Array, Array]:
+    """For every unit the seconds of its longest path of descendants; and a matrix: does the path of u (column) hold v."""
+    num_units = problem.num_units
+    after, holds = np.zeros(num_units), np.zeros((num_units, num_units))
+    for unit in reversed(range(num_units)):
+        following = list(problem.order.successors(unit))
+        if following:
+            child = max(following, key=lambda other: after[other] + total[other])
+            after[unit] = after[child] + total[child]
+            holds[:, unit] = holds[:, child]
+            holds[child, unit] = 1.0
+    return after, holds
+
+
+def _solve(choices: list[_Choice], paths: _Paths, num_devices: float, share: float) -> float:
+    """The smallest T of the inequality."""
+    low, high = paths.work / num_devices, paths.work + float(paths.total.sum())
+    for _ in range(30):
+        middle = (low + high) / 2
+        often, allowed = paths.waiting(middle)
+        costs = [
+            share * c.summing
+            + (c.forward + (1 - share) * c.backward) * np.maximum(0.0, paths.behind / middle - c.most)
+            + (c.forward + c.backward) * often
+            for c in choices
+        ]
+        idle = float(np.min(costs, axis=0).sum()) - allowed
+        low, high = (middle, high) if num_devices * middle < paths.work + idle else (low, middle)
+    return low
+
+
+def _largest_unit(problem: Problem, size: int) -> float:
+    """Seconds of the unit that takes longest, on as many devices as may share it."""
+    most = int(min(problem.max_replicas, problem.num_devices, size))
+    number = -(-problem.batch_size // size)
+    kinds = range(len(problem.cluster.kinds))
+    return number * max(
+        0.0, float(np.min([problem.seconds(-(-size // most), kind).total for kind in kinds], axis=0).max(initial=0.0))
+    )
