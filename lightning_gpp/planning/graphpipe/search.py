@@ -1,0 +1,208 @@
+"""The search over targets and micro-batch sizes, and the drafts that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, sqrt
+
+from lightning_gpp.planning.answer import Alternative, Answer, Control
+from lightning_gpp.planning.draft import Draft, DraftStage
+from lightning_gpp.planning.evaluate import Evaluator
+from lightning_gpp.planning.graphpipe.lines import Line, line_of
+from lightning_gpp.planning.graphpipe.sets import Grid
+from lightning_gpp.planning.graphpipe.solve import Solver
+from lightning_gpp.planning.graphpipe.tables import Tables
+from lightning_gpp.planning.graphpipe.trace import Piece, strategy
+from lightning_gpp.planning.problem import Problem
+from lightning_gpp.planning.registry import register
+from lightning_gpp.planning.series_parallel import Conversion, make_series_parallel
+from lightning_gpp.planning.topology import Devices, layouts, side_by_side
+
+PRECISION = 1e-3
+"""The found bottleneck is at most this fraction above the best one."""
+
+COARSE = 0.03
+"""The same, for the first look at a micro-batch size; sizes whose step may still become the shortest are refined."""
+
+OBJECTIVE = "seconds per sample of the slowest stage, transfers and all-reduce included"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Size:
+    """The search for one micro-batch size: no strategy is as fast as `low`, and `pieces` are one of `high`.
+
+    `seconds`: of the step of `draft`, the best layout of the pieces found so far.
+    """
+
+    tables: Tables
+    low: float
+    high: float = inf
+    pieces: list[Piece] = field(default_factory=list)
+    draft: Draft | None = None
+    seconds: float = inf
+
+
+@register("graphpipe")
+def graphpipe(problem: Problem, control: Control) -> Answer:
+    """The strategy whose slowest stage is fastest, at the micro-batch size with the shortest step; see the package."""
+    conversion = converted(problem)
+    search = _Search(problem=problem, control=control, line=line_of(conversion.tree), folded=conversion.folded)
+    found = search.run()
+    best = found[0] if found else None
+    return Answer(
+        draft=best.draft if best else None,
+        objective=best.high if best else inf,
+        objective_name=OBJECTIVE,
+        states=search.states,
+        alternatives=tuple(_alternatives(found)),
+        notes=tuple(_notes(conversion, search, best is not None)),
+    )
+
+
+def converted(problem: Problem) -> Conversion:
+    """The units in series-parallel order, at the least delay found. Units with parameters are never computed twice."""
+    seconds = problem.seconds(problem.sizes[-1]).total
+    keep = [unit for unit, num_bytes in enumerate(problem.parameter_bytes) if num_bytes]
+    return make_series_parallel(problem.order, dict(enumerate(seconds.tolist())), keep=[*keep, problem.num_units - 1])
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Search:
+    problem: Problem
+    control: Control
+    line: Line
+    folded: tuple[object, ...]
+    states: int = 0
+    stopped: bool = False
+    evaluator: Evaluator = field(init=False)
+    grid: Grid = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.evaluator = Evaluator(self.problem)
+        self.grid = Grid(self.problem.num_devices)
+
+    def run(self) -> list[_Size]:
+        """Micro-batch sizes with a strategy, the shortest step first."""
+        found: list[_Size] = []
+        best = inf
+        sizes = self._sizes()
+        for number, entry in enumerate(sizes):
+            if self._least(entry.tables) < best:
+                self._narrow(entry, COARSE)
+                self._place(entry)
+                best = min(best, entry.seconds)
+                found.append(entry)
+            self.control.report((number + 1) / len(sizes), best)
+        for entry in found:
+            if entry.seconds <= best * (1 + COARSE):
+                self._narrow(entry, PRECISION)
+                self._place(entry)
+                best = min(best, entry.seconds)
+        return sorted((entry for entry in found if entry.draft), key=lambda entry: entry.seconds)
+
+    def _sizes(self) -> list[_Size]:
+        """The most promising first, so that others can be left out."""
+        schedule = "1f1b" if "1f1b" in self.problem.schedules else self.problem.schedules[0]
+        tables = [Tables(self.problem, size, self.line, schedule) for size in self.problem.sizes]
+        entries = [_Size(tables=entry, low=entry.bound * (1 - 1e-9)) for entry in tables]
+        return sorted(entries, key=lambda entry: self._least(entry.tables))
+
+    def _least(self, tables: Tables) -> float:
+        """Seconds that no step with this micro-batch size can beat."""
+        return tables.bound * tables.size * (self.problem.batch_size // tables.size)
+
+    def _narrow(self, entry: _Size, precision: float) -> None:
+        """Binary search, first by ratios: the best target may lie far above the bound."""
+        if entry.high == inf and not self._try(entry, inf):
+            return
+        while entry.high > entry.low * (1 + precision):
+            if self.control.expired:
+                self.stopped = True
+                return
+            target = sqrt(entry.low * entry.high)
+            if not self._try(entry, target):
+                entry.low = target
+
+    def _try(self, entry: _Size, target: float) -> bool:
+        solver = Solver(entry.tables, target, self.grid)
+        pieces = strategy(solver)
+        self.states += solver.states
+        if pieces is None:
+            return False
+        entry.pieces, entry.high = pieces, max(piece.seconds for piece in pieces)
+        return True
+
+    def _place(self, entry: _Size) -> None:
+        """The best layout of the pieces, if it is better than those before."""
+        if not entry.pieces:
+            return
+        for draft in self._drafts(entry):
+            evaluation = self.evaluator(draft)
+            if evaluation.fits and evaluation.seconds < entry.seconds:
+                entry.draft, entry.seconds = draft, evaluation.seconds
+
+    def _drafts(self, entry: _Size) -> Iterator[Draft]:
+        """The step's stage comes last, which is where layouts put device 0."""
+        step = self.problem.num_units - 1
+        pieces = sorted(with_folded(self.problem, entry.pieces, self.folded), key=lambda piece: step in piece.units)
+        for devices in placements([piece.replicas for piece in pieces], self.problem.copies):
+            stages = tuple(
+                DraftStage(
+                    units=tuple(sorted(piece.units)),
+                    devices=place,
+                    micro_batch_size=entry.tables.size,
+                    recompute=piece.recompute,
+                )
+                for piece, place in zip(pieces, devices, strict=True)
+            )
+            yield Draft(stages=stages, schedule=entry.tables.schedule)
+
+
+def placements(replicas: Sequence[int], copies: bool) -> Iterator[Devices]:
+    """Stages side by side in their order; and by falling replicas, so that powers of two never straddle nodes."""
+    found = layouts(replicas)
+    yield from found if copies else found[:1]
+    last = len(replicas) - 1
+    order = sorted(range(last), key=lambda index: replicas[index])
+    if order != list(range(last)):
+        places = side_by_side([replicas[index] for index in [*order, last]])
+        yield [place for _, place in sorted(zip([*order, last], places, strict=True))]
+
+
+def with_folded(problem: Problem, pieces: Sequence[Piece], folded: Sequence[object]) -> list[Piece]:
+    """Put units that the tree lacks into the first of the stages that read them: all edges then still lead forward."""
+    stage_of = {unit: index for index, piece in enumerate(pieces) for unit in piece.units}
+    added: dict[int, list[int]] = {}
+    for unit in reversed(folded):
+        assert isinstance(unit, int)
+        stage_of[unit] = min(stage_of[reader] for reader in problem.order.successors(unit))
+        added.setdefault(stage_of[unit], []).append(unit)
+    return [replace(piece, units=piece.units + tuple(added.get(index, ()))) for index, piece in enumerate(pieces)]
+
+
+def _alternatives(found: Sequence[_Size]) -> Iterator[Alternative]:
+    for entry in found[1:]:
+        if entry.draft is not None:
+            yield Alternative(
+                draft=entry.draft,
+                seconds=entry.seconds,
+                reason=f"micro-batches of {entry.tables.size} samples make the step longer",
+            )
+
+
+def _notes(conversion: Conversion, search: _Search, found: bool) -> Iterator[str]:
+    if conversion.added:
+        yield (
+            f"The order of the units is not series-parallel: {len(conversion.added)} pairs without an order were put "
+            f"in one, which makes the longest path {conversion.price - 1:.2%} longer."
+        )
+    if conversion.folded:
+        yield f"{len(conversion.folded)} units of negligible cost that many others read were placed after the search."
+    if search.stopped:
+        yield f"The search stopped after {search.control.seconds:g} s; the bottleneck may be improved."
+    if not found:
+        yield (
+            f"No stages fit the memory of the {search.problem.num_devices} devices of {search.problem.cluster.name!r} "
+            "with every device used. Use more or larger devices, smaller micro-batches, or recompute=true."
+        )

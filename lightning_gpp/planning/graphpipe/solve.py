@@ -1,0 +1,199 @@
+"""The dynamic programme for one target: which pairs (depth, devices) a strategy exists for, from the sinks backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from lightning_gpp.planning.graphpipe.cuts import NONE, Shape
+from lightning_gpp.planning.graphpipe.sets import Grid
+from lightning_gpp.planning.graphpipe.tables import Tables
+
+Moves: TypeAlias = list[tuple[int, int, list[int], list[tuple[int, int]]]]
+"""Of stages that begin at one cut, by replicas: shift, mask, the ends without and with a mask of their own."""
+
+Entries: TypeAlias = tuple[tuple[int, int], ...]
+"""Where a line ends and what follows there: (parts of the line that are left, pairs of what follows)."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Solution:
+    """Of a line with what follows it: pairs of everything from each part on, and of what follows each end."""
+
+    shape: Shape
+    entries: Entries
+    values: list[int]
+    following: list[int]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Way:
+    """One way to pass a fork whose lines are divided.
+
+    The line of group `through` continues into the stage behind the fork, or all lines end before it; what follows
+    has depth `depth`. `head` is the end of the stage before the fork, a number in `ends`, NONE for a plain one; `same`
+    tells whether the head is of the line that is passed through. `closed`: how many other lines of each group.
+    """
+
+    depth: int
+    through: int
+    passing: Solution
+    head: int
+    same: bool
+    closed: tuple[int, ...]
+    pairs: int
+
+
+@dataclass(slots=True, eq=False)
+class Solver:
+    """Solves for one target, in seconds per sample; `states` counts pairs found."""
+
+    tables: Tables
+    target: float
+    grid: Grid
+    states: int = 0
+    _moves: dict[Shape, list[Moves]] = field(default_factory=dict)
+    _known: dict[tuple[Shape, Entries], Solution] = field(default_factory=dict)
+    _masks: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def whole(self) -> Solution:
+        """Of the whole graph, which nothing follows."""
+        shape = self.tables.shape
+        return self.solve(shape, ((len(shape), self.grid.bit(0, 0)),))
+
+    def solve(self, shape: Shape, entries: Entries) -> Solution:
+        key = shape, entries
+        if key not in self._known:
+            self._known[key] = self._solve(shape, entries)
+        return self._known[key]
+
+    def _solve(self, shape: Shape, entries: Entries) -> Solution:
+        values, following = [0] * (len(shape) + 1), [0] * len(shape.ends)
+        solution = Solution(shape=shape, entries=entries, values=values, following=following)
+        for part, pairs in entries:
+            values[part] |= pairs
+        following[-1] = values[-1]
+        moves = self.moves(shape)
+        for part in reversed(range(len(shape))):
+            values[part] |= _reached(moves[shape.first[part]], following)
+            if shape.groups[part]:
+                for way in self.ways(solution, part):
+                    if way.head == NONE:
+                        values[part] |= way.pairs
+                    else:
+                        following[way.head] |= way.pairs
+            if part:
+                following[shape.last[part]] = values[part]
+            self.states += values[part].bit_count()
+        return solution
+
+    def moves(self, shape: Shape) -> list[Moves]:
+        """By start."""
+        if shape not in self._moves:
+            found: list[Moves] = [[] for _ in shape.starts]
+            for index, option in enumerate(self.tables.options):
+                self._add_moves(found, shape, index, option.replicas)
+            self._moves[shape] = found
+        return self._moves[shape]
+
+    def _add_moves(self, found: list[Moves], shape: Shape, index: int, replicas: int) -> None:
+        costs, plenty = self.tables.costs(shape)[index], self.grid.num_devices
+        limits = np.where(costs.seconds <= self.target, costs.room, 0)
+        np.maximum(limits, np.where(costs.longer <= self.target, costs.more_room, 0), out=limits)
+        starts, ends = np.nonzero(limits)
+        if not len(starts):
+            return
+        caps = limits[starts, ends].tolist()
+        borders, behind = np.searchsorted(starts, range(len(shape.starts) + 1)).tolist(), ends.tolist()
+        shift, mask = self.grid.width + replicas, self.mask(replicas, plenty)
+        for start, (low, high) in enumerate(zip(borders, borders[1:], strict=False)):
+            if low < high:
+                pairs = list(zip(behind[low:high], caps[low:high], strict=True))
+                free = [end for end, cap in pairs if cap >= plenty]
+                bound = [(end, self.mask(replicas, cap)) for end, cap in pairs if cap < plenty]
+                found[start].append((shift, mask, free, bound))
+
+    def mask(self, replicas: int, limit: int) -> int:
+        key = replicas, limit
+        if key not in self._masks:
+            self._masks[key] = self.grid.mask(replicas, limit)
+        return self._masks[key]
+
+    def ways(self, solution: Solution, part: int) -> Iterator[Way]:
+        """All ways to pass the fork at `part` of a solution whose later parts are solved."""
+        for depth, entries in self._followers(solution, part).items():
+            yield from self._passed(solution.shape, part, depth, entries)
+
+    def _followers(self, solution: Solution, part: int) -> dict[int, list[dict[int, int]]]:
+        """By depth of what follows the fork: for each group, what follows its line by the parts that are left of it."""
+        shape, moves = solution.shape, self.moves(solution.shape)
+        found: dict[int, list[dict[int, int]]] = {}
+
+        def add(group: int, at: int, pairs: int) -> None:
+            for depth, row in self.grid.rows(pairs):
+                groups = found.setdefault(depth, [{} for _ in shape.groups[part]])
+                groups[group][at] = row << depth * self.grid.width
+
+        add(0, len(shape.branches[part][0]), solution.values[part + 1])
+        for start in shape.tails[part]:
+            cut = shape.starts[start]
+            add(cut.group, cut.at, _reached(moves[start], solution.following))
+        return found
+
+    def _passed(self, shape: Shape, part: int, depth: int, entries: Sequence[dict[int, int]]) -> Iterator[Way]:
+        join, branches = self.grid.join, shape.branches[part]
+        counts = tuple(len(group) for group in shape.groups[part])
+        closed = [self.closed(branch, depth) for branch in branches]
+        for through, follow in enumerate(entries):
+            if not follow:
+                continue
+            passing = self.solve(branches[through], tuple(sorted(follow.items())))
+            rest = _less(counts, through)
+            others = self._beside(closed, rest)
+            way = Way(depth=depth, through=through, passing=passing, head=NONE, same=False, closed=rest, pairs=0)
+            yield _with(way, NONE, False, rest, join(passing.values[0], others))
+            for head in shape.heads[part]:
+                cut = shape.ends[head]
+                if cut.group == through:
+                    yield _with(way, head, True, rest, join(passing.values[cut.at], others))
+                if rest[cut.group]:
+                    fewer = _less(rest, cut.group)
+                    beside = join(closed[cut.group].values[cut.at], self._beside(closed, fewer))
+                    yield _with(way, head, False, fewer, join(passing.values[0], beside))
+
+    def closed(self, shape: Shape, depth: int) -> Solution:
+        """A line followed by a stage with `depth` micro-batches in flight, whose devices count elsewhere."""
+        return self.solve(shape, ((len(shape), self.grid.bit(depth, 0)),))
+
+    def _beside(self, closed: Sequence[Solution], counts: Sequence[int]) -> int:
+        result = 1
+        for solution, count in zip(closed, counts, strict=True):
+            for _ in range(count):
+                result = self.grid.join(result, solution.values[0])
+        return result
+
+
+def _reached(moves: Moves, following: Sequence[int]) -> int:
+    """Pairs of all stages that begin at a cut, with what follows them."""
+    total = 0
+    for shift, mask, free, bound in moves:
+        pairs = 0
+        for end in free:
+            pairs |= following[end]
+        for end, limit in bound:
+            pairs |= following[end] & limit
+        total |= (pairs & mask) << shift
+    return total
+
+
+def _less(counts: Sequence[int], group: int) -> tuple[int, ...]:
+    return tuple(count - (index == group) for index, count in enumerate(counts))
+
+
+def _with(way: Way, head: int, same: bool, closed: tuple[int, ...], pairs: int) -> Way:
+    return Way(
+        depth=way.depth, through=way.through, passing=way.passing, head=head, same=same, closed=closed, pairs=pairs
+    )

@@ -1,0 +1,194 @@
+"""What every stage costs, for one micro-batch size: seconds per sample, and how many micro-batches fit its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gpp.cluster import Cluster, Link
+from lightning_gpp.planning.graphpipe.cuts import (
+    FIXED,
+    INPUT_FIXED,
+    INPUT_PER_SAMPLE,
+    MESSAGES,
+    PER_SAMPLE,
+    RIGID,
+    Shape,
+    shape_of,
+)
+from lightning_gpp.planning.graphpipe.lines import Likeness, Line
+from lightning_gpp.planning.problem import Array, Problem
+
+Counts = NDArray[np.int64]
+
+
+def weakest_link(cluster: Cluster, num_devices: int) -> Link:
+    """What joins `num_devices` neighbouring devices at worst.
+
+    The innermost level whose groups all hold so many; where links of single pairs are given, the weakest of all.
+    """
+    links = [level.link for level in cluster.levels]
+    sizes = [min(np.bincount(np.unique(level.groups, return_inverse=True)[1])) for level in cluster.levels]
+    if not cluster.links:
+        return next((link for link, size in zip(links, sizes, strict=True) if size >= num_devices), links[-1])
+    links.extend(cluster.links.values())
+    return Link(latency=max(x.latency for x in links), bytes_per_second=min(x.bytes_per_second for x in links))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A number of replicas: their share of a micro-batch, the links inside and to neighbours, costs of all units."""
+
+    replicas: int
+    share: int
+    inside: Link
+    between: Link
+    forward: Array
+    backward: Array
+    saved: Array
+
+
+def options_of(problem: Problem, size: int) -> list[Option]:
+    """Powers of two; each replica has at least one sample. A neighbour is taken to have as many replicas."""
+    found, replicas = [], 1
+    while replicas <= min(problem.num_devices, problem.max_replicas, size):
+        share = -(-size // replicas)
+        kinds = [problem.seconds(share, kind) for kind in range(len(problem.cluster.kinds))]
+        option = Option(
+            replicas=replicas,
+            share=share,
+            inside=weakest_link(problem.cluster, replicas),
+            between=weakest_link(problem.cluster, 2 * replicas),
+            forward=np.max([kind.forward for kind in kinds], axis=0),
+            backward=np.max([kind.input_gradient + kind.weight_gradient for kind in kinds], axis=0),
+            saved=problem.saved_bytes(share),
+        )
+        found.append(option)
+        replicas *= 2
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Of all stages of a shape by one option, by [start, end].
+
+    Args:
+        seconds: per sample; infinite where there is no such stage.
+        room: micro-batches in flight that fit; 0 if none does.
+        longer: seconds with the forward recomputed in the backward.
+        more_room: micro-batches in flight that fit then.
+    """
+
+    seconds: Array
+    room: Counts
+    longer: Array
+    more_room: Counts
+
+
+@dataclass(slots=True, eq=False)
+class Tables:
+    """Costs of one micro-batch size; stages of lines that are alike are computed once."""
+
+    problem: Problem
+    size: int
+    line: Line
+    schedule: str
+    options: list[Option] = field(init=False)
+    likeness: Likeness = field(init=False)
+    shape: Shape = field(init=False)
+    _costs: dict[Shape, list[Costs]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.options = options_of(self.problem, self.size)
+        self.likeness = Likeness(self.problem, _unit_kinds(self.problem, self.options))
+        self.shape = shape_of(self.line, self.likeness, {})
+
+    @property
+    def num_micro_batches(self) -> int:
+        return -(-self.problem.batch_size // self.size)
+
+    @property
+    def bound(self) -> float:
+        """Seconds per sample that no strategy can beat: all devices busy all the time, each unit as cheap as can be."""
+        spent = [(entry.forward + entry.backward) * entry.replicas for entry in self.options]
+        units = list(self.line.units)
+        return float(np.min(spent, axis=0)[units].sum()) / self.problem.num_devices / self.size
+
+    def costs(self, shape: Shape) -> list[Costs]:
+        """By option."""
+        if shape not in self._costs:
+            self._costs[shape] = [self._of(shape, option) for option in self.options]
+        return self._costs[shape]
+
+    def _of(self, shape: Shape, option: Option) -> Costs:
+        problem, border = self.problem, shape.border
+        forward, backward, saved, static, parameters, rigid, step = _sums(shape, problem, option)
+        valid = _valid(shape, option, border[RIGID] + rigid)
+        weights = self._transfer(border, option) + self._all_reduce(parameters, option)
+        seconds = np.where(valid, (forward + backward) / self.size + weights, inf)
+        again = valid & (step == 0) & (problem.recompute is not False)  # the user's step is never run twice
+        received = border[INPUT_PER_SAMPLE] * option.share + border[INPUT_FIXED]
+        free = min(problem.memory_bytes) - static
+        return Costs(
+            seconds=seconds,
+            room=self._room(free, saved) * valid,
+            longer=np.where(again, seconds + forward / self.size, inf),
+            more_room=self._room(free - saved, received) * again,
+        )
+
+    def _transfer(self, border: Array, option: Option) -> Array:
+        """Seconds per sample: the messages of a micro-batch one after the other, each replica sending its share."""
+        num_bytes = border[PER_SAMPLE] * option.share + border[FIXED]
+        link = option.between
+        return (border[MESSAGES] * link.latency + num_bytes / link.bytes_per_second) / self.size
+
+    def _all_reduce(self, parameters: Array, option: Option) -> Array | float:
+        """Seconds per sample of the mini-batch, by a ring."""
+        if option.replicas == 1:
+            return 0.0
+        link, steps = option.inside, 2 * (option.replicas - 1)
+        seconds = steps * (link.latency + parameters / option.replicas / link.bytes_per_second)
+        return seconds / self.problem.batch_size
+
+    def _room(self, free: Array, kept: Array) -> Counts:
+        """Micro-batches in flight that fit; all of them counts as any number. `gpipe` has all of them in flight."""
+        most, plenty = self.num_micro_batches, self.problem.num_devices
+        with np.errstate(divide="ignore", invalid="ignore"):
+            room = np.where(kept > 0, np.floor(free / kept), np.where(free >= 0, inf, 0.0))
+        limited = 0.0 if self.schedule == "gpipe" else np.clip(room, 0, plenty)
+        return np.where(room >= most, plenty, limited).astype(np.int64)
+
+
+def _unit_kinds(problem: Problem, options: Sequence[Option]) -> list[int]:
+    """Numbers for units, the same for units that cost the same."""
+    rows = [column for option in options for column in (option.forward, option.backward, option.saved)]
+    units = problem.units.units
+    step = [float(index == len(units) - 1) for index in range(len(units))]
+    rigid = [float(not unit.divisible) for unit in units]
+    table = np.array([*rows, problem.parameter_bytes, step, rigid]).T.copy()
+    numbers: dict[bytes, int] = {}
+    return [numbers.setdefault(row.tobytes(), len(numbers)) for row in table]
+
+
+def _sums(shape: Shape, problem: Problem, option: Option) -> Array:
+    """Over the units of every stage: forward, backward, saved, static and parameter bytes, indivisible units, step."""
+    units = list(shape.line.units)
+    rigid = [float(not problem.units.units[unit].divisible) for unit in units]
+    step = [float(unit == problem.num_units - 1) for unit in units]
+    columns = [option.forward, option.backward, option.saved, problem.static_bytes, problem.parameter_bytes]
+    table = np.array([*(column[units] for column in columns), rigid, step])
+    until, missing = table @ shape.before.T, table @ ~shape.after.T
+    sums: Array = until[:, None, :] - missing[:, :, None]
+    return np.maximum(sums, 0.0)
+
+
+def _valid(shape: Shape, option: Option, rigid: Array) -> NDArray[np.bool_]:
+    """At least one whole part in each stage, and replicas only where all can be cut into shares."""
+    starts = np.array([cut.part for cut in shape.starts])[:, None]
+    ends = np.array([cut.part for cut in shape.ends])[None, :]
+    allowed: NDArray[np.bool_] = starts < ends
+    return allowed & (rigid < 0.5) if option.replicas > 1 else allowed
