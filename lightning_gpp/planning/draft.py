@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.graph import Affine
@@ -28,15 +28,21 @@ class DraftStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """Stages in any order, and the schedule's name."""
+    """Stages in any order, and the schedule's name.
+
+    `chained`: the stages run as a chain in their topological order, even where they do not need each other, as
+    partitioners have it that know only chains.
+    """
 
     stages: tuple[DraftStage, ...]
     schedule: str = "1f1b"
+    chained: bool = False
 
     def __str__(self) -> str:
         stages = [f"{len(stage.units)}u x{len(stage.devices)}{'r' * stage.recompute}" for stage in self.stages]
         sizes = sorted({stage.micro_batch_size for stage in self.stages})
-        return f"{len(stages)} stages ({', '.join(stages)}), b={'/'.join(map(str, sizes))}, {self.schedule}"
+        chain = ", a chain" * self.chained
+        return f"{len(stages)} stages ({', '.join(stages)}), b={'/'.join(map(str, sizes))}, {self.schedule}{chain}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,15 @@ def flows(problem: Problem, owner: Sequence[int]) -> dict[tuple[int, int], Flow]
     }
 
 
+def with_chain(edges: Mapping[tuple[int, int], Flow], num_stages: int) -> dict[tuple[int, int], Flow]:
+    """The edges of stages in topological order, and those that make a chain of them: nothing but a token each way.
+
+    The counterpart of `Plan.chained`.
+    """
+    token = Flow(Affine(), Affine(), differentiable=True)
+    return {**{(index, index + 1): token for index in range(num_stages - 1)}, **edges}
+
+
 def transfer_seconds(cluster: Cluster, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int) -> float:
     """Until a micro-batch has gone from all replicas of one stage to all of another; links work side by side."""
     slowest, i, j = 0.0, 0, 0
@@ -94,4 +109,4 @@ def in_topological_order(problem: Problem, draft: Draft) -> Draft:
     """
     owner = stage_of_units(problem.num_units, [stage.units for stage in draft.stages])
     order = topological(list(flows(problem, owner)), len(draft.stages))
-    return Draft(stages=tuple(draft.stages[index] for index in order), schedule=draft.schedule)
+    return replace(draft, stages=tuple(draft.stages[index] for index in order))

@@ -10,7 +10,7 @@ import networkx as nx
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import topological
-from lightning_gpp.planning.draft import Draft, DraftStage, Flow, flows, stage_of_units, transfer_seconds
+from lightning_gpp.planning.draft import Draft, DraftStage, Flow, flows, stage_of_units, transfer_seconds, with_chain
 from lightning_gpp.planning.pipeline_clock import Pipeline, end_times
 from lightning_gpp.planning.problem import Problem
 from lightning_gpp.planning.units import Value
@@ -54,7 +54,7 @@ class Evaluation:
     @property
     def rank(self) -> tuple[float, float]:
         """What searches minimise: first what does not fit, then time."""
-        return max(0.0, self.excess_bytes), self.seconds
+        return (max(0.0, self.excess_bytes), self.seconds) if self.seconds < inf else (inf, inf)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,9 +85,10 @@ class Evaluator:
             return Evaluation(seconds=inf)
         position = {stage: index for index, stage in enumerate(order)}
         stages = [draft.stages[index] for index in order]
-        return self._evaluate(
-            stages, {(position[a], position[b]): flow for (a, b), flow in edges.items()}, draft.schedule, order
-        )
+        edges = {(position[a], position[b]): flow for (a, b), flow in edges.items()}
+        if draft.chained:
+            edges = with_chain(edges, len(stages))
+        return self._evaluate(stages, edges, draft.schedule, order)
 
     def _divisible(self, draft: Draft) -> bool:
         """Whether nothing is cut into shares that cannot be cut."""

@@ -43,7 +43,8 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
     ]
     batch_size = problem.batch_size // copies
     drafts = list(_with_one_step(drafts))
-    return make_plan(problem.graph, drafts, batch_size=batch_size, schedule=draft.schedule, model=model), copies
+    plan = make_plan(problem.graph, drafts, batch_size=batch_size, schedule=draft.schedule, model=model)
+    return plan.chained() if draft.chained else plan, copies
 
 
 def folded(problem: Problem, draft: Draft) -> tuple[Draft, int]:
