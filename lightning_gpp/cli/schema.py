@@ -20,6 +20,10 @@ class StrategySchema:
     stages: Any
     plan: str | None
     partitioner: str
+    search_seconds: float
+    cluster: Any
+    costs: str
+    max_replicas: int | None
     num_pipelines: int | None
     chain_baseline: bool
     recompute: Any

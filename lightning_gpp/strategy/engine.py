@@ -6,6 +6,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,15 +20,20 @@ from lightning_gpp.capture import Capture
 from lightning_gpp.capture.batch import batch_size_of
 from lightning_gpp.capture.declared import Declared
 from lightning_gpp.capture.record import step_arguments
+from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.costs.model import CostModel
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.reports.progress import search_progress
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.strategy.control import Control
+from lightning_gpp.strategy.costs import measured_costs
 from lightning_gpp.strategy.data import outline, signature
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder
+from lightning_gpp.strategy.machine import Machine, resolved
 from lightning_gpp.strategy.options import Context, Options
 from lightning_gpp.strategy.parameters import Placement, drop, equalise, move, place, settle, tensors_of
 from lightning_gpp.strategy.planner import TRAINING, captured_step, evaluation_plan, plan_for, refitted
@@ -47,6 +53,7 @@ class Engine:
         placement: where parameters live, once they were placed.
         step: mini-batches trained so far; numbers the random streams.
         batch_size, batch_signature: of the mini-batch that was announced last.
+        footprint: what a device keeps per byte of parameters, for planning.
     """
 
     def __init__(
@@ -60,8 +67,12 @@ class Engine:
         seed: int,
         on_plan: Callable[[Plan], None],
         known: Plan | None = None,
+        num_nodes: int = 1,
     ) -> None:
         self._known = known
+        self.num_nodes = num_nodes
+        self.footprint = Footprint()
+        self._costs: CostModel | None = None
         self._on_plan = on_plan
         self.module, self.control, self.options = module, control, options
         self.precision, self.device, self.seed = precision, device, seed
@@ -91,7 +102,7 @@ class Engine:
         """
         example = self.control.broadcast(outline(batch) if self.control.rank == 0 else None)
         captured = self._capture(step, example)
-        self.plan = plan_for(captured, self.options, self.control.num_devices, self._known)
+        self.plan = self._planned(captured, batch)
         _check_step_device(self.plan)
         self._agree(captured, self.plan)
         self._first = captured, self._form(example)
@@ -101,6 +112,37 @@ class Engine:
             with isolate_rng():
                 self._check(captured, self.plan, batch)
         return self.plan
+
+    def _planned(self, captured: Capture | Declared, batch: Any) -> Plan:
+        """Rank 0's plan, or its refusal: a search stops elsewhere in another process, and finds another plan."""
+        outcome: Plan | GPPError | None = None
+        if self.control.rank == 0:
+            try:
+                outcome = self._searched(captured, batch)
+            except GPPError as error:
+                outcome = error
+        outcome = self.control.broadcast(outcome)
+        if not isinstance(outcome, Plan):
+            raise outcome or GPPError("Rank 0 made no plan.")
+        return outcome
+
+    def _searched(self, captured: Capture | Declared, batch: Any) -> Plan:
+        def machine() -> Machine:
+            found = self.machine()
+            if self.options.costs == "measured" and captured.step == TRAINING:
+                context = self._context(TRAINING)
+                self._costs = measured_costs(
+                    captured, self.module, batch, self.options, found.cluster, device=self.device, context=context
+                )
+            return replace(found, costs=self._costs)
+
+        with search_progress() as progress:
+            return plan_for(captured, self.options, self.control.num_devices, self._known, machine, progress)
+
+    def machine(self) -> Machine:
+        """What plans are made for, by all ranks' devices; costs that were measured are known on rank 0."""
+        cluster = resolved(self.options.cluster, self.control.world_size, self.num_nodes, self.device.type)
+        return Machine(cluster=cluster, footprint=self.footprint, costs=self._costs)
 
     @property
     def graph(self) -> OperatorGraph | None:

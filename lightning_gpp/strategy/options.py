@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.placement import KEYS, Placement, read
@@ -33,6 +34,10 @@ class Options:
     stages: StageSpec | None
     plan: Plan | None
     partitioner: str
+    search_seconds: float
+    cluster: Cluster | str | None
+    costs: Literal["roofline", "measured"]
+    max_replicas: int | None
     num_pipelines: int | None
     chain_baseline: bool
     recompute: bool | Sequence[str] | None
@@ -53,6 +58,7 @@ def check(options: Options) -> None:
     _check_counts(options)
     _check_choices(options)
     _check_recompute(options.recompute)
+    _check_seconds(options.search_seconds)
     generator_of(options.schedule)
     partitioner_of(options.partitioner)
     if options.stages is not None:
@@ -65,7 +71,7 @@ def check(options: Options) -> None:
 
 
 def _check_counts(options: Options) -> None:
-    for name in ("num_micro_batches", "micro_batch_size", "num_pipelines"):
+    for name in ("num_micro_batches", "micro_batch_size", "max_replicas", "num_pipelines"):
         value = getattr(options, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"strategy.{name} is {value!r}; it must be a whole number >= 1, or None.")
@@ -78,6 +84,7 @@ def _check_counts(options: Options) -> None:
 
 def _check_choices(options: Options) -> None:
     choices: tuple[tuple[str, tuple[Any, ...]], ...] = (
+        ("costs", ("roofline", "measured")),
         ("loss_reduction", ("mean", "sum")),
         ("self_check", ("auto", True, False)),
     )
@@ -85,6 +92,11 @@ def _check_choices(options: Options) -> None:
         if getattr(options, name) not in allowed:
             values = ", ".join(map(repr, allowed))
             raise ConfigError(f"strategy.{name} is {getattr(options, name)!r}; it must be one of {values}.")
+
+
+def _check_seconds(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"strategy.search_seconds is {value!r}; it must be more than 0 seconds.")
 
 
 def _check_recompute(recompute: Any) -> None:

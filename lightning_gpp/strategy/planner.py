@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from torch import nn
 
 from lightning_gpp.capture import Capture, capture
 from lightning_gpp.capture.declared import Declared, declare, is_declared
-from lightning_gpp.cluster import preset
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import SOURCE, STEP, Plan
-from lightning_gpp.planning import Request, check_model, manual, partition
+from lightning_gpp.planning import Found, Request, check_model, manual, partition
+from lightning_gpp.planning.answer import Progress
 from lightning_gpp.planning.assign import StageDraft, make_plan
 from lightning_gpp.planning.placement import read
+from lightning_gpp.strategy.machine import Machine, first, resolved
 from lightning_gpp.strategy.options import Context, Options, placement_of
 
 TRAINING = "training_step"
@@ -39,10 +41,34 @@ def captured_step(
     return capture(module, batch, step=step, context=context, device=device)
 
 
-def plan_for(captured: Capture | Declared, options: Options, num_devices: int, known: Plan | None = None) -> Plan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The plan of one pipeline, copies of it, and how it was found, where a partitioner found it."""
+
+    plan: Plan
+    num_pipelines: int = 1
+    found: Found | None = None
+
+
+def plan_for(
+    captured: Capture | Declared,
+    options: Options,
+    num_devices: int,
+    known: Plan | None = None,
+    machine: Callable[[], Machine] | None = None,
+    progress: Progress | None = None,
+) -> Plan:
     """The plan of a run on `num_devices` devices per pipeline.
 
     Evaluation keeps the stages of training: those of `known`, the plan of an earlier run, or of the given plan.
+
+    Args:
+        captured: the step.
+        options: of the strategy.
+        num_devices: of one pipeline.
+        known: the plan of an earlier run.
+        machine: tells what to plan for, of which the first devices are used; by default the cluster in `options`.
+        progress: called during the search.
 
     Raises:
         ConfigError: micro-batches and mini-batch do not fit together, or `recompute` names what is no stage.
@@ -51,33 +77,107 @@ def plan_for(captured: Capture | Declared, options: Options, num_devices: int, k
     if captured.step != TRAINING:
         known = known or options.plan
     if known is None:
-        plan = recomputing(_plan_for(captured, options, num_devices), options.recompute)
+        machine = machine or partial(_default, options, num_devices)
+        plan = planned(captured, options, machine, num_devices, progress=progress).plan
     else:
         plan = refitted(captured, known)
+    check_devices(plan, num_devices)
+    return plan
+
+
+def _default(options: Options, num_devices: int) -> Machine:
+    return Machine(cluster=resolved(options.cluster, num_devices))
+
+
+def planned(
+    captured: Capture | Declared,
+    options: Options,
+    machine: Callable[[], Machine],
+    num_devices: int,
+    *,
+    copies: bool = False,
+    progress: Progress | None = None,
+) -> Planned:
+    """A new plan: from a file, by hand, or by a partitioner.
+
+    Args:
+        captured: the step.
+        options: of the strategy.
+        machine: asked only where a partitioner is.
+        num_devices: to plan for: those of one pipeline, or of all where there may be copies.
+        copies: whether the partitioner may choose copies of a smaller pipeline.
+        progress: called during the search.
+
+    Raises:
+        ConfigError, PlanError: see `plan_for`.
+    """
+    result = _given(captured, options) or _found(captured, options, first(machine(), num_devices), copies, progress)
+    plan = recomputing(result.plan, options.recompute)
+    return replace(result, plan=plan.chained() if options.chain_baseline else plan)
+
+
+def _given(captured: Capture | Declared, options: Options) -> Planned | None:
+    if options.plan is not None:
+        check_model(options.plan, captured.graph, captured.fingerprint)
+        return Planned(plan=options.plan)
+    if options.stages is None:
+        return None
+    return Planned(
+        plan=manual(
+            captured.graph,
+            placement_of(options.stages),
+            schedule=options.schedule,
+            batch_size=captured.batch_size,
+            num_micro_batches=options.num_micro_batches,
+            micro_batch_size=options.micro_batch_size,
+            model=captured.fingerprint,
+        )
+    )
+
+
+def _found(
+    captured: Capture | Declared, options: Options, machine: Machine, copies: bool, progress: Progress | None
+) -> Planned:
+    request = request_of(options, machine, captured.batch_size, captured.fingerprint, copies, progress)
+    found = partition(options.partitioner, captured.graph, request)
+    return Planned(plan=found.plan, num_pipelines=found.num_pipelines, found=found)
+
+
+def request_of(
+    options: Options,
+    machine: Machine,
+    batch_size: int,
+    model: str = "",
+    copies: bool = False,
+    progress: Progress | None = None,
+) -> Request:
+    """What the settings ask a partitioner for. A list of stages to recompute is for stages that are known later."""
+    recompute = options.recompute
+    return Request(
+        cluster=machine.cluster,
+        batch_size=batch_size,
+        num_micro_batches=options.num_micro_batches,
+        micro_batch_size=options.micro_batch_size,
+        schedules=(options.schedule,),
+        model=model,
+        costs=machine.costs,
+        footprint=machine.footprint,
+        recompute=recompute if recompute is None or isinstance(recompute, bool) else False,
+        max_replicas=options.max_replicas,
+        copies=copies,
+        seconds=options.search_seconds,
+        progress=progress,
+    )
+
+
+def check_devices(plan: Plan, num_devices: int) -> None:
+    """Raise PlanError if the plan is for another number of devices."""
     if plan.num_devices != num_devices:
         raise PlanError(
             f"The plan needs {plan.num_devices} devices per pipeline, but there are {num_devices} (trainer.devices x "
             "trainer.num_nodes / strategy.num_pipelines). Change these numbers, or the plan (strategy.plan, "
             "strategy.stages)."
         )
-    return plan.chained() if options.chain_baseline and known is None else plan
-
-
-def _plan_for(captured: Capture | Declared, options: Options, num_devices: int) -> Plan:
-    if options.plan is not None:
-        check_model(options.plan, captured.graph, captured.fingerprint)
-        return options.plan
-    sizes: dict[str, Any] = {
-        "batch_size": captured.batch_size,
-        "num_micro_batches": options.num_micro_batches,
-        "micro_batch_size": options.micro_batch_size,
-        "model": captured.fingerprint,
-    }
-    if options.stages is not None:
-        return manual(captured.graph, placement_of(options.stages), schedule=options.schedule, **sizes)
-    cluster = preset("cpu_host", num_devices=num_devices)
-    request = Request(cluster=cluster, schedules=(options.schedule,), copies=False, max_replicas=1, **sizes)
-    return partition(options.partitioner, captured.graph, request).plan
 
 
 def recomputing(plan: Plan, recompute: bool | Sequence[str] | None) -> Plan:

@@ -8,16 +8,17 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_gpp.cluster import preset
 from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
+from lightning_gpp.planning import estimate
 from lightning_gpp.reports import plan_table
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.planning import estimate
 from lightning_gpp.simulation import StageCosts, Timeline, simulate
 from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.engine import Engine
+from lightning_gpp.strategy.machine import Machine
 
 
 def announce_plan(plan: Plan, num_pipelines: int) -> None:
@@ -26,12 +27,27 @@ def announce_plan(plan: Plan, num_pipelines: int) -> None:
     rank_zero_info(f"The plan{copies}:\n{plan_table(plan)}")
 
 
-def simulated(plan: Plan, graph: OperatorGraph) -> Timeline:
-    """The timeline of one mini-batch, by roofline estimates; where nothing is known, all actions take the same time."""
-    known = any(operator.flops.at(1) for operator in graph)
-    cluster = preset("cpu_host", num_devices=plan.num_devices)
-    costs = estimate(graph, plan, cluster, Roofline(graph)) if known else StageCosts.uniform(plan)
+def simulated(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int = 1) -> Timeline:
+    """The timeline of one mini-batch on a machine; where nothing is known of costs, all actions take the same time.
+
+    Raises:
+        PlanError: the machine has fewer devices than the plan.
+    """
+    known = machine.costs is not None or any(operator.flops.at(1) for operator in graph)
+    costs = _costs(plan, graph, machine, num_pipelines) if known else StageCosts.uniform(plan)
     return simulate(compile_program(plan), costs)
+
+
+def _costs(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int) -> StageCosts:
+    cluster, needed = machine.cluster, plan.num_devices * num_pipelines
+    if cluster.num_devices < plan.num_devices:
+        raise PlanError(
+            f"The plan needs {plan.num_devices} devices, the cluster {cluster.name!r} has {cluster.num_devices}. Give "
+            "the cluster more (cluster.num_nodes, cluster.num_devices), or make a plan for it."
+        )
+    copies = num_pipelines if cluster.num_devices >= needed else 1
+    costs = machine.costs or Roofline(graph)
+    return estimate(graph, plan, cluster, costs, footprint=machine.footprint, num_pipelines=copies)
 
 
 class TraceFile:

@@ -25,6 +25,7 @@ from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.data import peek
 from lightning_gpp.strategy.engine import Engine
 from lightning_gpp.strategy.hooks import SharedHooks
+from lightning_gpp.strategy.machine import footprint_of
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.optimizers import OptimizerIndex, clip_by_global_norm
 from lightning_gpp.strategy.parameters import Placement, move, tensors_of
@@ -75,6 +76,7 @@ class Run:
             seed=agreed_seed(seed, control),
             on_plan=lambda plan: announce_plan(plan, control.num_pipelines),
             known=None if trainer.state.fn == TrainerFn.FITTING else known,
+            num_nodes=strategy.num_nodes,
         )
         self.engine.step = int(resumed.get("step", 0))
         self._hooks = SharedHooks(self.module, control, self.engine)
@@ -89,13 +91,14 @@ class Run:
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     def set_up_training(self) -> None:
-        """Plan, configure the optimizers on the whole module, then keep this rank's part of it."""
+        """Configure the optimizers on the whole module, plan (they take memory), then keep this rank's part of it."""
         batch = self._example()
         if not self.control.broadcast(batch is not None):
             self.strategy.setup_optimizers(self.trainer)
             return
-        self.engine.make_plan(TRAINING, batch)
         self.strategy.setup_optimizers(self.trainer)
+        self.engine.footprint = footprint_of(self.strategy.optimizers, str(self.precision.precision))
+        self.engine.make_plan(TRAINING, batch)
         self._indices = [OptimizerIndex(optimizer, self.module) for optimizer in self.strategy.optimizers]
         placement = self.engine.place_parameters()
         tensors = tensors_of(self.module)

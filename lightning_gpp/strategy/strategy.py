@@ -40,6 +40,7 @@ from lightning_gpp.strategy.checks import check_layer_sync
 from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.data import Placeholder, distribute
 from lightning_gpp.strategy.guard import FailureGuard
+from lightning_gpp.strategy.machine import ClusterSpec, checked
 from lightning_gpp.strategy.options import Options, StageSpec, load_plan, seconds
 from lightning_gpp.strategy.parameters import move
 from lightning_gpp.strategy.planner import devices_wanted
@@ -55,8 +56,8 @@ class GPPStrategy(ParallelStrategy):
 
     Args:
         schedule: name of the order of actions, e.g. "gpipe" or "1f1b". A `plan` brings its own.
-        num_micro_batches: into how many micro-batches a mini-batch is cut. Default: twice the stages on the longest
-            path, at most one per sample.
+        num_micro_batches: into how many micro-batches a mini-batch is cut. Default: what the partitioner finds best;
+            with `stages` twice the stages on the longest path, at most one per sample.
         micro_batch_size: samples of a micro-batch; instead of `num_micro_batches`.
         stages: manual placement. A mapping from module path to stage number, or a list of mappings with the keys
             `modules` (paths), and if wanted `name`, `devices` (numbers inside one pipeline), `micro_batch_size` and
@@ -64,6 +65,11 @@ class GPPStrategy(ParallelStrategy):
             The module "@step" stands for the user's step (the loss); without it the step joins the sink.
         plan: a Plan, or the path of a saved one; instead of `stages` and `partitioner`.
         partitioner: name of the algorithm that finds stages where neither `stages` nor `plan` is given.
+        search_seconds: how long it may search.
+        cluster: the devices and links to plan for: a Cluster, its settings (as in `configs/cluster`), the path of a
+            YAML file with them, or a preset's name. Rank r of the job is its device r. Default: the present machine.
+        costs: seconds of operators: "roofline" computes them, "measured" times the model's blocks on rank 0's device.
+        max_replicas: devices that may share one stage at most. Default: any number.
         num_pipelines: copies of the whole pipeline (data parallel). Default: number of processes / devices of the plan.
         chain_baseline: force the stages to run as a chain, the sequential baseline.
         recompute: stages that keep only their inputs between forward and backward of a micro-batch, and compute their
@@ -94,6 +100,10 @@ class GPPStrategy(ParallelStrategy):
         stages: StageSpec | None = None,
         plan: Plan | str | Path | None = None,
         partitioner: str = "auto",
+        search_seconds: float = 10.0,
+        cluster: ClusterSpec = None,
+        costs: Literal["roofline", "measured"] = "roofline",
+        max_replicas: int | None = None,
         num_pipelines: int | None = None,
         chain_baseline: bool = False,
         recompute: bool | Sequence[str] | None = None,
@@ -119,6 +129,10 @@ class GPPStrategy(ParallelStrategy):
             stages=stages,
             plan=load_plan(plan),
             partitioner=partitioner,
+            search_seconds=search_seconds,
+            cluster=checked(cluster),
+            costs=costs,
+            max_replicas=max_replicas,
             num_pipelines=num_pipelines,
             chain_baseline=chain_baseline,
             recompute=recompute,
@@ -413,6 +427,6 @@ class GPPStrategy(ParallelStrategy):
             PlanError: there is no plan yet.
         """
         graph = None if self._run is None else self._run.engine.graph
-        if self.plan is None or graph is None:
+        if self._run is None or self.plan is None or graph is None:
             raise PlanError("There is no plan yet; it is made when trainer.fit starts, or at the first mini-batch.")
-        return simulated(self.plan, graph)
+        return simulated(self.plan, graph, self._run.engine.machine(), self.num_pipelines)

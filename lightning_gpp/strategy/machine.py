@@ -1,0 +1,136 @@
+"""What a plan is made for: the devices of the job, what operators cost on them, and what their memory has to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_gpp.cluster import CLUSTERS, Cluster, Node, cluster_of, load, preset
+from lightning_gpp.cluster.names import did_you_mean
+from lightning_gpp.costs.footprint import OPTIMIZER_STATES, PRECISIONS, Footprint
+from lightning_gpp.costs.model import CostModel
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.measure.detect import detect
+from lightning_gpp.measure.memory import memory_bytes
+
+ClusterSpec: TypeAlias = "Cluster | Mapping[str, Any] | str | Path | None"
+"""A cluster, the settings of one, the name of a preset, or the path of a YAML file; None is the present machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where one pipeline runs.
+
+    Args:
+        cluster: device d of the pipeline is device d of the cluster.
+        footprint: what a device keeps per byte of parameters.
+        costs: seconds of operators; None is the roofline model.
+    """
+
+    cluster: Cluster
+    footprint: Footprint = field(default_factory=Footprint)
+    costs: CostModel | None = None
+
+
+def checked(cluster: ClusterSpec) -> Cluster | str | None:
+    """The cluster, or the name of a preset, whose number of nodes the job will tell.
+
+    Raises:
+        ConfigError: there is no such preset or file, or the settings are wrong.
+    """
+    if cluster is None or isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, Mapping):
+        return cluster_of(cluster)
+    name = str(cluster)
+    if name in CLUSTERS:
+        return name
+    if Path(name).suffix in (".yaml", ".yml"):
+        return load(name)
+    raise ConfigError(
+        f"strategy.cluster={name!r} is neither the name of a cluster nor a YAML file.{did_you_mean(name, CLUSTERS)}"
+    )
+
+
+def resolved(cluster: Cluster | str | None, num_devices: int, num_nodes: int = 1, device_type: str = "cpu") -> Cluster:
+    """The first `num_devices` devices: rank r of the job is device r of the cluster.
+
+    Args:
+        cluster: of `checked`; None is the present machine.
+        num_devices: of the job.
+        num_nodes: machines of the job.
+        device_type: "cuda" or "cpu"; counts for the present machine.
+
+    Raises:
+        ConfigError: the cluster has fewer devices.
+    """
+    if cluster is None:
+        return present(num_devices, num_nodes, device_type)
+    if isinstance(cluster, str):
+        machine = CLUSTERS[cluster]
+        num_nodes = num_nodes if machine.any_count else -(-num_devices // machine.count)
+        return preset(cluster, num_nodes, num_devices)
+    if num_devices > cluster.num_devices:
+        raise ConfigError(
+            f"The cluster {cluster.name!r} (strategy.cluster) has {cluster.num_devices} devices, the job needs "
+            f"{num_devices} (trainer.devices x trainer.num_nodes). Use at most {cluster.num_devices}, or give the "
+            "cluster more nodes (num_nodes)."
+        )
+    return cluster if num_devices == cluster.num_devices else cluster.subset(range(num_devices))
+
+
+def first(machine: Machine, num_devices: int) -> Machine:
+    """The same machine with only its first devices."""
+    if machine.cluster.num_devices == num_devices:
+        return machine
+    return replace(machine, cluster=machine.cluster.subset(range(num_devices)))
+
+
+def present(num_devices: int, num_nodes: int = 1, device_type: str = "cpu") -> Cluster:
+    """As many devices as the job has, all nodes like the present machine."""
+    count = -(-num_devices // num_nodes)
+    machine = detect(count) if device_type == "cuda" else _processes(count)
+    if num_nodes == 1:
+        return machine
+    device, link = machine.devices[0], machine.link(0, count - 1) if count > 1 else machine.levels[0].link
+    nodes = [Node(device=device, count=count, link=link)] * num_nodes
+    usual = {known.device.name: known.between for known in CLUSTERS.values()}
+    cluster = Cluster.of_nodes(f"{num_nodes} x {machine.name}", nodes, usual.get(device.name, _NETWORK))
+    return cluster.subset(range(num_devices))
+
+
+_NETWORK: Final = CLUSTERS["pcie_a100"].between
+"""Joins nodes with devices of kinds that no preset has."""
+
+
+def _processes(num_devices: int) -> Cluster:
+    """Processes on this machine's CPU, which share its memory."""
+    host = CLUSTERS["cpu_host"]
+    device = replace(host.device, memory_bytes=memory_bytes(torch.device("cpu")) / num_devices)
+    return Cluster.uniform(device, num_devices, host.link, name="this machine")
+
+
+def footprint_of(optimizers: Iterable[Optimizer], precision: str) -> Footprint:
+    """By the kinds of the optimizers; as Adam's where there is none, or one of an unknown kind.
+
+    Args:
+        optimizers: of `configure_optimizers`.
+        precision: of Lightning; one that has no figure counts as 32-true.
+    """
+    names = [_optimizer_name(optimizer) for optimizer in optimizers]
+    return Footprint(
+        optimizer=max(names, key=OPTIMIZER_STATES.__getitem__, default="adam"),
+        precision=precision if precision in PRECISIONS else "32-true",
+    )
+
+
+def _optimizer_name(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__.lower()
+    if name == "sgd":
+        return "sgd_momentum" if any(group.get("momentum") for group in optimizer.param_groups) else "sgd"
+    return name if name in OPTIMIZER_STATES else "adam"
