@@ -1,0 +1,36 @@
+"""Sets of units that hold all successors of their members: what a chain of stages may leave to its later stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import networkx as nx
+
+
+@dataclass(frozen=True, slots=True)
+class Downsets:
+    """Downsets as bits, one per unit, smaller ones first; `complete` is false where counting ended at the limit."""
+
+    sets: tuple[int, ...]
+    complete: bool
+
+
+def downsets(order: nx.DiGraph, limit: int) -> Downsets:
+    """All downsets of a graph whose nodes are 0..n-1, the empty one and the whole included, or the first `limit`.
+
+    A chain of n has n + 1, k chains of m side by side have (m + 1)^k. Those of one size come from those with one unit
+    less, so nothing is ever held but downsets.
+    """
+    followers = [sum(1 << after for after in order.successors(unit)) for unit in range(len(order))]
+    found, layer = [0], {0}
+    while layer:
+        layer = {bits | 1 << unit for bits in layer for unit in _addable(bits, followers)}
+        found += sorted(layer)[: limit - len(found)]
+        if len(found) >= limit:
+            return Downsets(tuple(found), complete=False)
+    return Downsets(tuple(found), complete=True)
+
+
+def _addable(bits: int, followers: list[int]) -> list[int]:
+    """Units outside of a downset that make it another downset."""
+    return [unit for unit, after in enumerate(followers) if not bits >> unit & 1 and not after & ~bits]

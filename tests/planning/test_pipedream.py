@@ -1,0 +1,278 @@
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil, inf
+from random import Random
+
+import pytest
+
+from lightning_gpp.cluster import Cluster, Link, Node
+from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.graph import Affine, Operator, OperatorGraph
+from lightning_gpp.planning import Control, Draft, DraftStage, Evaluator, Problem, Request, partition
+from lightning_gpp.planning.chains import levels_of
+from lightning_gpp.planning.pipedream import pipedream, place, solve
+from lightning_gpp.planning.units import Unit, UnitGraph, Value
+from tests.planning import graphs
+from tests.planning.problems import DEVICE, Given, random_problem
+
+FAST = Link(bytes_per_second=1e9)
+TWO_BY_TWO = Cluster.of_nodes(
+    "2 x 2", [Node(device=DEVICE, count=2, link=Link(bytes_per_second=200))] * 2, Link(bytes_per_second=50)
+)
+
+
+def chain_problem(
+    work: list[float],
+    cluster: Cluster,
+    *,
+    weights: float = 0,
+    saved: float = 1,
+    crossing: float = 0,
+    sizes: tuple[int, ...] = (4,),
+    **changes: object,
+) -> Problem:
+    """Units one after another: seconds per sample of a forward and its backward."""
+    graph, count = OperatorGraph(), len(work)
+    for index in range(count):
+        graph.add(Operator(name=f"op{index}", target="call"))
+    units = tuple(
+        Unit(modules=(f"m{i}",), operators=(f"op{i}",), saved_bytes=Affine(saved), parameter_bytes=int(weights))
+        for i in range(count)
+    )
+    values = tuple(Value(src=i, dsts=(i + 1,), bytes=Affine(crossing)) for i in range(count - 1))
+    problem = Problem(
+        graph=graph,
+        costs=Given({f"op{i}": Affine(seconds / 3) for i, seconds in enumerate(work)}),
+        units=UnitGraph(units=units, values=values),
+        cluster=cluster,
+        batch_size=16,
+        sizes=sizes,
+        footprint=Footprint(optimizer="sgd"),
+        recompute=False,
+    )
+    return replace(problem, **changes)  # type: ignore[arg-type]
+
+
+def with_memory(problem: Problem, memory: float) -> Problem:
+    devices = tuple(replace(device, memory_bytes=memory) for device in problem.cluster.devices)
+    return replace(problem, cluster=replace(problem.cluster, devices=devices))
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Ways to write `total` as a sum of `parts` positive numbers."""
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(1, total - parts + 2):
+        for rest in compositions(total - first, parts - 1):
+            yield first, *rest
+
+
+def slowest(problem: Problem, size: int, cuts: tuple[int, ...], replicas: tuple[int, ...], speed: float) -> float:
+    """The bottleneck of a chain by the rules of the docstring, in plain loops; infinite where it lacks memory."""
+    start, worst, workers = 0, 0.0, sum(replicas)
+    for count, degree in zip(cuts, replicas, strict=True):
+        units, share = range(start, start + count), ceil(size / degree)
+        parameters = sum(problem.parameter_bytes[unit] for unit in units)
+        in_flight = min(ceil(workers / degree), ceil(problem.batch_size / size))
+        saved = sum(problem.saved_bytes(share)[unit] for unit in units)
+        if in_flight * saved + problem.footprint.copies * parameters > min(problem.memory_bytes) * (1 + 1e-12):
+            return inf
+        compute = sum(problem.seconds(share).total[unit] for unit in units)
+        gradients = 2 * (degree - 1) / degree * parameters / speed * size / problem.batch_size
+        crossing = sum(
+            value.bytes.at(size) * value.num_directions
+            for value in problem.units.values
+            if value.src < start <= max(value.dsts)
+        )
+        worst = max(worst, compute + gradients, crossing / speed / degree)
+        start, workers = start + count, workers - degree
+    return worst
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_chain_has_a_faster_bottleneck(seed: int) -> None:
+    problem = random_problem(seed, num_devices=3 if seed % 2 else None)
+    if len(levels_of(problem)) > 1:
+        problem = replace(problem, cluster=Cluster.uniform(problem.cluster.devices[0], 4, FAST))
+    count, devices, speed = problem.num_units, problem.num_devices, levels_of(problem)[0][1]
+    for size in problem.sizes:
+        options = {
+            (cuts, replicas): slowest(problem, size, cuts, replicas, speed)
+            for stages in range(1, min(count, devices) + 1)
+            for cuts in compositions(count, stages)
+            for replicas in compositions(devices, stages)
+        }
+        tables = solve(problem, size)
+        best = tables[-1].best[-1, 0, count]
+        assert best == pytest.approx(min(options.values()))
+        if best < inf:
+            placed = place(tables, 0, count)
+            found = tuple(stop - start for start, stop, _ in placed), tuple(len(where) for _, _, where in placed)
+            assert options[found] == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_levels_nest(seed: int) -> None:
+    """On 2 nodes of 2 devices: a node's best solution for each span is a stage of the level above."""
+    random = Random(seed)
+    problem = chain_problem([random.uniform(0.1, 1) for _ in range(5)], TWO_BY_TWO, weights=300, crossing=20)
+
+    def within(start: int, stop: int) -> float:
+        weights = 300 * (stop - start)
+        together = sum(problem.seconds(2).total[start:stop]) + weights / 200 * 4 / 16
+        apart = [
+            max(sum(problem.seconds(4).total[start:c]), 20 * 4 * 2 / 200, sum(problem.seconds(4).total[c:stop]))
+            for c in range(start + 1, stop)
+        ]
+        return min([together, *apart])
+
+    whole = within(0, 5) / 2 + 5 * 300 / 50 * 4 / 16 / 2
+    split = [max(within(0, c), 20 * 4 * 2 / 50, within(c, 5)) for c in range(1, 5)]
+    assert solve(problem, 4)[-1].best[-1, 0, 5] == pytest.approx(min([whole, *split]))
+
+
+def test_a_unit_that_dominates_is_replicated() -> None:
+    problem = chain_problem([1, 4, 1], Cluster.uniform(DEVICE, 6, FAST), crossing=1)
+    answer = pipedream(problem, Control())
+    assert answer.draft is not None
+    assert [len(stage.devices) for stage in answer.draft.stages] == [1, 4, 1]
+    assert [stage.devices for stage in answer.draft.stages] == [(5,), (1, 2, 3, 4), (0,)]
+    assert answer.objective == pytest.approx(1.0)
+
+
+def test_equal_units_are_a_straight_pipeline_where_gradients_are_dear() -> None:
+    problem = chain_problem([1, 1, 1, 1], Cluster.uniform(DEVICE, 4, Link(bytes_per_second=100)), weights=10_000)
+    answer = pipedream(problem, Control())
+    assert answer.draft is not None
+    assert [stage.units for stage in answer.draft.stages] == [(0,), (1,), (2,), (3,)]
+    assert answer.draft.chained
+
+
+def test_gradients_are_paid_once_per_mini_batch() -> None:
+    """2(m - 1)/m of 1000 bytes at 100 bytes/s are 10 s on 2 devices, for 16 samples; computing takes 1/2 s for each."""
+    problem = chain_problem([1], Cluster.uniform(DEVICE, 2, Link(bytes_per_second=100)), weights=1000)
+    assert pipedream(problem, Control()).objective == pytest.approx(0.5 + 10 / 16)
+
+
+def test_states_are_cells_and_what_they_are_compared_to() -> None:
+    """3 units on 2 devices: 3 spans from the start, each on 1 and on 2 devices; 0 + 1 + 2 cuts of those on 2."""
+    problem = chain_problem([1, 1, 1], Cluster.uniform(DEVICE, 2, FAST), sizes=(1, 2))
+    assert pipedream(problem, Control()).states == 2 * (6 + 3)
+
+
+def test_the_plan_fits_memory() -> None:
+    """In flight the first of 4 stages holds 4 micro-batches: 2 of 8 equal units need 40 + 4 x 80 bytes there."""
+    roomy = chain_problem([1.0] * 8, Cluster.uniform(DEVICE, 4, Link(bytes_per_second=1)), weights=10, saved=10)
+    tight = with_memory(roomy, 300)
+    free, limited = pipedream(roomy, Control()).draft, pipedream(tight, Control()).draft
+    assert free is not None
+    assert limited is not None
+    assert [len(stage.units) for stage in free.stages] == [2, 2, 2, 2]
+    assert len(limited.stages[0].units) == 1
+    assert Evaluator(tight)(limited).fits
+    assert not Evaluator(tight)(free).fits
+
+
+def test_without_memory_there_is_no_plan() -> None:
+    problem = with_memory(chain_problem([1, 1], Cluster.uniform(DEVICE, 2, FAST), weights=100), 150)
+    answer = pipedream(problem, Control())
+    assert answer.draft is None
+    assert "No chain of stages uses all devices" in answer.notes[0]
+
+
+def test_inner_levels_leave_room_for_what_follows_their_group() -> None:
+    """Whatever it chooses on 2 x 2 devices, the simulation of the chain agrees that it fits."""
+    problem = chain_problem([1, 2, 1, 2, 1, 1], TWO_BY_TWO, weights=50, saved=20, crossing=2, sizes=(1, 2, 4))
+    for memory in (300, 400, 600, 900):
+        answer = pipedream(with_memory(problem, memory), Control())
+        if answer.draft is not None:
+            assert Evaluator(with_memory(problem, memory))(answer.draft).fits
+    assert answer.draft is not None
+
+
+def test_max_replicas() -> None:
+    problem = chain_problem([1, 4, 1, 1], Cluster.uniform(DEVICE, 4, FAST), max_replicas=1)
+    answer = pipedream(problem, Control())
+    assert answer.draft is not None
+    assert [len(stage.devices) for stage in answer.draft.stages] == [1, 1, 1, 1]
+
+
+def test_copies_of_the_whole_are_made_only_where_allowed() -> None:
+    problem = chain_problem([1, 1], Cluster.uniform(DEVICE, 2, Link(latency=1, bytes_per_second=1e9)), crossing=1e9)
+    allowed, forbidden = pipedream(problem, Control()), pipedream(replace(problem, copies=False), Control())
+    assert allowed.draft is not None
+    assert forbidden.draft is not None
+    assert [len(stage.devices) for stage in allowed.draft.stages] == [2]
+    assert [len(stage.devices) for stage in forbidden.draft.stages] == [1, 1]
+
+
+def test_units_that_cannot_be_divided_are_not_replicated() -> None:
+    problem = chain_problem([1, 9], Cluster.uniform(DEVICE, 3, FAST))
+    first, second = problem.units.units
+    rigid = problem.on(UnitGraph(units=(first, replace(second, divisible=False)), values=problem.units.values))
+    for asked, replicas in ((problem, [1, 2]), (rigid, [2, 1])):
+        answer = pipedream(asked, Control())
+        assert answer.draft is not None
+        assert [len(stage.devices) for stage in answer.draft.stages] == replicas
+
+
+def test_recomputation_where_it_is_demanded() -> None:
+    """A third more for the first stage; the last one runs the user's step, which is never run twice."""
+    cluster = Cluster.uniform(DEVICE, 2, Link(bytes_per_second=100))
+    problem = chain_problem([1, 1], cluster, weights=10_000, recompute=True)
+    answer = pipedream(problem, Control())
+    assert answer.draft is not None
+    assert [stage.recompute for stage in answer.draft.stages] == [True, False]
+    assert answer.objective == pytest.approx(4 / 3)
+
+
+def test_levels_of_clusters() -> None:
+    def levels(cluster: Cluster) -> list[tuple[int, float]]:
+        return levels_of(chain_problem([1], cluster))
+
+    node = Node(device=DEVICE, count=3, link=Link(bytes_per_second=200))
+    uneven = Cluster.of_nodes("3 + 2", [node, replace(node, count=2)], Link(bytes_per_second=50))
+    assert levels(TWO_BY_TWO) == [(2, 200), (2, 50)]
+    assert levels(TWO_BY_TWO.subset([0, 1])) == [(2, 200)]
+    assert levels(TWO_BY_TWO.subset([0, 2])) == [(2, 50)]
+    assert levels(uneven) == [(5, 50)]
+    assert levels(Cluster.uniform(DEVICE, 1)) == [(1, inf)]
+
+
+def towers(num_towers: int, num_layers: int) -> OperatorGraph:
+    """Without data, whose way to the first stages is not part of a draft."""
+    build = graphs.Builder()
+    outputs = []
+    for tower in range(num_towers):
+        x = build.linear(f"towers.{tower}.0")
+        for layer in range(1, num_layers):
+            x = build.linear(f"towers.{tower}.{layer}", x, work=1 + layer)
+        outputs.append(x)
+    return build.step(build.linear("head", build.call("", *outputs, width=64 * num_towers)))
+
+
+@pytest.mark.parametrize("num_towers", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 4])
+def test_chained_drafts_are_simulated_as_they_run(num_towers: int, size: int) -> None:
+    graph = towers(num_towers, 3)
+    cluster = Cluster.uniform(DEVICE, 4, Link(latency=1e-3, bytes_per_second=1e7))
+    request = Request(cluster=cluster, batch_size=16, micro_batch_size=size, max_replicas=1)
+    found = partition("pipedream", graph, request)
+    assert found.answer.draft is not None
+    evaluation = Evaluator(request.problem(graph))(found.answer.draft)
+    assert found.seconds == pytest.approx(evaluation.seconds, rel=1e-9)
+    assert found.timeline.peak_bytes[::-1] == pytest.approx(evaluation.peak_bytes)
+    assert evaluation.in_flight == tuple(min(16 // size, count) for count in (4, 3, 2, 1))
+    assert found.plan.depth == 4
+
+
+def test_a_chain_waits_where_a_graph_does_not() -> None:
+    problem = Request(
+        cluster=Cluster.uniform(DEVICE, 3, Link(latency=1e-3)), batch_size=12, micro_batch_size=2, num_pieces=2
+    ).problem(graphs.two_towers())
+    stages = tuple(DraftStage(units=(unit,), devices=(2 - unit,), micro_batch_size=2) for unit in range(3))
+    free, chained = (Evaluator(problem)(Draft(stages=stages, chained=chained)) for chained in (False, True))
+    assert free.in_flight == (2, 2, 1)
+    assert chained.in_flight == (3, 2, 1)
+    assert chained.seconds > free.seconds

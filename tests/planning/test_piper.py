@@ -1,0 +1,241 @@
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from math import ceil, inf
+from random import Random
+
+import networkx as nx
+import pytest
+
+from lightning_gpp.cluster import Cluster, Link
+from lightning_gpp.planning import Control, Evaluator, Problem, Request, partition
+from lightning_gpp.planning.chains import levels_of, precedence
+from lightning_gpp.planning.downsets import downsets
+from lightning_gpp.planning.pipedream import pipedream
+from lightning_gpp.planning.piper import MAX_COUNTED, piper
+from lightning_gpp.planning.units import UnitGraph
+from tests.planning import graphs
+from tests.planning.problems import DEVICE, problem_of, random_problem
+from tests.planning.test_pipedream import FAST, chain_problem, compositions, towers, with_memory
+
+Chain = list[tuple[int, ...]]
+
+
+def side_by_side(num_chains: int, length: int) -> nx.DiGraph:
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(num_chains * length))
+    for start in range(0, num_chains * length, length):
+        nx.add_path(graph, range(start, start + length))
+    return graph
+
+
+def chains_of(graph: nx.DiGraph, units: frozenset[int]) -> Iterator[Chain]:
+    """All ways to peel a set of units into stages, each closed under predecessors among what is left."""
+    if not units:
+        yield []
+    for count in range(1, len(units) + 1):
+        for stage in combinations(sorted(units), count):
+            if all(before in stage or before not in units for unit in stage for before in graph.predecessors(unit)):
+                for rest in chains_of(graph, units - set(stage)):
+                    yield [stage, *rest]
+
+
+def slowest(problem: Problem, size: int, chain: Chain, replicas: tuple[int, ...]) -> float:
+    """Seconds per sample of the slowest stage, in plain loops; infinite where a stage lacks memory."""
+    worst, left, speed = 0.0, sum(replicas), min(speed for _, speed in levels_of(problem))
+    for index, (units, degree) in enumerate(zip(chain, replicas, strict=True)):
+        share = size // degree
+        seconds, saved = problem.seconds(share), problem.saved_bytes(share)
+        parameters = sum(problem.parameter_bytes[unit] for unit in units)
+        crossing = received = 0.0
+        for value in problem.units.values:
+            for dst in value.dsts:
+                if (value.src in units) != (dst in units):
+                    crossing += value.bytes.at(size) * value.num_directions
+                    received += value.bytes.at(share) * (dst in units)
+        in_flight = min(ceil(left / degree), ceil(problem.batch_size / size))
+        limit = min(problem.memory_bytes) * (1 + 1e-12) - problem.footprint.copies * parameters
+        kept = sum(saved[unit] for unit in units)
+        compute = sum(seconds.total[unit] for unit in units)
+        if in_flight * kept > limit:
+            allowed = problem.recompute is not False and index < len(chain) - 1
+            if not allowed or in_flight * received + kept > limit:
+                return inf
+            compute += sum(seconds.forward[unit] for unit in units)
+        moved = crossing / size / degree + 2 * (degree - 1) / degree * parameters / problem.batch_size
+        worst = max(worst, compute / size + moved / speed)
+        left -= degree
+    return worst
+
+
+@pytest.mark.parametrize(("num_chains", "length"), [(1, 1), (1, 9), (2, 3), (3, 4), (4, 2)])
+def test_downsets_of_chains(num_chains: int, length: int) -> None:
+    found = downsets(side_by_side(num_chains, length), 10**6)
+    assert found.complete
+    assert len(set(found.sets)) == len(found.sets) == (length + 1) ** num_chains
+
+
+def test_downsets_are_closed_under_successors_and_sorted_by_size() -> None:
+    graph = random_problem(5, num_units=6).order
+    found = downsets(graph, 1000).sets
+    closed = [
+        bits
+        for bits in range(2**6)
+        if all(bits >> dst & 1 for unit in range(6) if bits >> unit & 1 for dst in graph.successors(unit))
+    ]
+    assert sorted(found) == closed
+    assert [bits.bit_count() for bits in found] == sorted(bits.bit_count() for bits in found)
+
+
+def test_four_branches_of_eight_and_a_join() -> None:
+    """The empty set, and the join with any rest of every branch: 1 + 9^4."""
+    graph = side_by_side(4, 8)
+    graph.add_edges_from((end, 32) for end in (7, 15, 23, 31))
+    assert len(downsets(graph, 40_000).sets) == 6_562
+
+
+def test_counting_ends_at_the_limit() -> None:
+    found = downsets(side_by_side(10, 9), 500)
+    assert not found.complete
+    assert len(found.sets) == 500
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_no_chain_has_a_faster_bottleneck(seed: int) -> None:
+    problem = random_problem(seed, num_units=3 + seed % 3, num_devices=2 + seed % 3)
+    every = frozenset(range(problem.num_units))
+    chains = [chain for chain in chains_of(precedence(problem), every) if len(chain) <= problem.num_devices]
+    best = {}
+    for size in problem.sizes:
+        best[size] = min(
+            slowest(problem, size, chain, replicas)
+            for chain in chains
+            for replicas in compositions(problem.num_devices, len(chain))
+            if not any(size % degree for degree in replicas)
+        )
+        answer = piper(replace(problem, sizes=(size,)), Control())
+        if answer.draft is not None:
+            assert answer.objective == pytest.approx(best[size])
+            found = [stage.units for stage in answer.draft.stages]
+            replicas = tuple(len(stage.devices) for stage in answer.draft.stages)
+            assert slowest(problem, size, found, replicas) == pytest.approx(best[size])
+            assert answer.draft.chained
+        elif best[size] < inf:
+            assert "does not fit" in answer.notes[0]
+
+
+def test_a_unit_that_dominates_is_replicated() -> None:
+    problem = chain_problem([1, 4, 1], Cluster.uniform(DEVICE, 6, FAST), crossing=1)
+    answer = piper(problem, Control())
+    assert answer.draft is not None
+    assert [stage.devices for stage in answer.draft.stages] == [(5,), (1, 2, 3, 4), (0,)]
+    assert answer.objective == pytest.approx(1.0)
+
+
+def test_replicas_divide_the_micro_batch() -> None:
+    problem = chain_problem([1], Cluster.uniform(DEVICE, 3, FAST), sizes=(4, 6))
+    answer = piper(replace(problem, batch_size=24), Control())
+    assert answer.draft is not None
+    assert answer.draft.stages[0].micro_batch_size == 6
+
+
+def test_a_stage_may_span_branches() -> None:
+    """Two branches, of 2 + 4 seconds each: only a stage with the heads of both lets three stages take 4 seconds."""
+    values = [(0, (1,)), (1, (4,)), (2, (3,)), (3, (4,))]
+    chain = chain_problem([2, 4, 2, 4, 0.1], Cluster.uniform(DEVICE, 3, FAST), max_replicas=1)
+    branches = problem_of(Random(0), 5, values, chain.cluster).units.values
+    problem = chain.on(UnitGraph(units=chain.units.units, values=branches))
+    answer, by_order = piper(problem, Control()), pipedream(problem, Control())
+    assert answer.draft is not None
+    assert answer.draft.stages[0].units == (0, 2)
+    assert answer.objective < 4.2
+    assert by_order.objective > 5.9
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_order_of_units_does_not_matter(seed: int) -> None:
+    """The same units in another topological order: the same objective."""
+    problem = random_problem(seed, num_units=6, num_devices=3)
+    others = [order for order in nx.all_topological_sorts(precedence(problem)) if order != list(range(6))]
+    for order in others[:: max(1, len(others) // 3)]:
+        place = {unit: index for index, unit in enumerate(order)}
+        values = tuple(
+            replace(value, src=place[value.src], dsts=tuple(sorted(place[dst] for dst in value.dsts)))
+            for value in problem.units.values
+        )
+        units = UnitGraph(units=tuple(problem.units.units[unit] for unit in order), values=values)
+        for size in problem.sizes:
+            first, second = (piper(replace(asked, sizes=(size,)), Control()) for asked in (problem, problem.on(units)))
+            assert first.objective == pytest.approx(second.objective)
+
+
+def test_stages_recompute_where_they_lack_memory() -> None:
+    problem = chain_problem([1] * 4, Cluster.uniform(DEVICE, 4, Link(bytes_per_second=100)), saved=100, weights=1000)
+    tight = with_memory(problem, 2000 + 4 * 300)
+    never, free, always = (piper(replace(tight, recompute=wish), Control()) for wish in (False, None, True))
+    assert never.draft is None
+    assert free.draft is not None
+    assert always.draft is not None
+    assert [stage.recompute for stage in free.draft.stages] == [True, False, False, False]
+    assert [stage.recompute for stage in always.draft.stages] == [True, True, True, False]
+    assert Evaluator(tight)(free.draft).fits
+
+
+def test_max_replicas_and_copies() -> None:
+    problem = chain_problem([1, 4, 1, 1], Cluster.uniform(DEVICE, 4, FAST))
+    for changes in ({"max_replicas": 1}, {"copies": False}):
+        answer = piper(replace(problem, **changes), Control())
+        assert answer.draft is not None
+        assert len(answer.draft.stages) > 1
+        assert max(len(stage.devices) for stage in answer.draft.stages) == 1 or not changes.get("max_replicas")
+
+
+def test_units_that_cannot_be_divided_are_not_replicated() -> None:
+    problem = chain_problem([1, 9], Cluster.uniform(DEVICE, 3, FAST))
+    first, second = problem.units.units
+    values = problem.units.values
+    rigid_unit = UnitGraph(units=(first, replace(second, divisible=False)), values=values)
+    rigid_value = UnitGraph(units=(first, second), values=(replace(values[0], sliceable=False),))
+    two = Cluster.uniform(DEVICE, 2, FAST)
+    for units, cluster, replicas in (
+        (problem.units, two, [2]),
+        (rigid_unit, problem.cluster, [2, 1]),
+        (rigid_unit, two, [1, 1]),
+        (rigid_value, two, [2]),
+    ):
+        answer = piper(replace(problem.on(units), cluster=cluster), Control())
+        assert answer.draft is not None
+        assert [len(stage.devices) for stage in answer.draft.stages] == replicas
+
+
+def test_too_many_downsets_are_counted_and_refused() -> None:
+    """Seven towers of four and a trunk of four: 5^7 + 4. The towers of ten are counted no further than the limit."""
+    cluster = Cluster.uniform(DEVICE, 4, FAST)
+    for num_towers, layers, count in ((7, 4, f"{5**7 + 4:,}"), (6, 10, f"at least {MAX_COUNTED:,}")):
+        request = Request(cluster=cluster, batch_size=16)
+        problem = request.problem(graphs.feature_towers(num_towers, layers, trunk=4))
+        answer = piper(problem, Control())
+        assert answer.draft is None
+        assert "more than 40,000 downsets" in answer.notes[0]
+        assert f"({count}" in answer.notes[0]
+
+
+def test_states_are_cells_and_what_they_are_compared_to() -> None:
+    """A chain of 2 has 3 downsets: the second is compared to 1, the third to 2. A stage may have 1 or 2 replicas, which
+    leaves 0 or 1 devices, or 0, to the rest. Two cells each."""
+    problem = chain_problem([1, 1], Cluster.uniform(DEVICE, 2, FAST), sizes=(2,))
+    assert piper(problem, Control()).states == (1 + 2) * (2 + 1) + 2 * 2
+
+
+@pytest.mark.parametrize("num_towers", [2, 3])
+def test_its_chains_are_simulated_as_they_run(num_towers: int) -> None:
+    cluster = Cluster.uniform(DEVICE, 4, Link(latency=1e-3, bytes_per_second=1e7))
+    request = Request(cluster=cluster, batch_size=16, micro_batch_size=2, max_replicas=1)
+    graph = towers(num_towers, 3)
+    found = partition("piper", graph, request)
+    assert found.answer.draft is not None
+    evaluation = Evaluator(request.problem(graph))(found.answer.draft)
+    assert found.seconds == pytest.approx(evaluation.seconds, rel=1e-9)
+    assert found.plan.depth == len(found.plan.stages) == 4
+
+
