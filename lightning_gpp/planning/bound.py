@@ -35,7 +35,7 @@ import numpy as np
 
 from lightning_gpp.planning.problem import Array, Problem
 
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+SHARES = (0.0, 0.5, 1.0)
 """Values of s that are tried; the best one counts."""
 
 
@@ -114,7 +114,7 @@ class _Paths:
     def __init__(self, problem: Problem, total: Array, backward: Array, number: int) -> None:
         self.total, self.number = total, number
         self.behind = number * _behind(problem, total)
-        self.after, self.holds = _after(problem, total)
+        self.after, self.child = _after(problem, total)
         self.backward_share = float((backward / np.maximum(total, 1e-30)).max())
         self.work = number * float(total.sum())
 
@@ -122,7 +122,11 @@ class _Paths:
         """For a step of so many seconds: how often the units behind are waited for in the middle, and what to take off."""
         allowed = seconds * (1 + (self.number - 1) * self.backward_share) / self.number
         weights = np.where(self.after > allowed, self.total * self.number / seconds, 0.0)
-        return self.holds @ weights, allowed * float(weights.sum())
+        often = [0.0] * len(weights)
+        for unit, (child, weight) in enumerate(zip(self.child, weights.tolist(), strict=True)):
+            if child >= 0:
+                often[child] += often[unit] + weight
+        return np.array(often), allowed * float(weights.sum())
 
 
 def _behind(problem: Problem, total: Array) -> Array:
@@ -140,24 +144,22 @@ def _behind(problem: Problem, total: Array) -> Array:
     return behind
 
 
-def _after(problem: Problem, total: Array) -> tuple[Array, Array]:
-    """For every unit the seconds of its longest path of descendants; and a matrix: does the path of u (column) hold v."""
+def _after(problem: Problem, total: Array) -> tuple[Array, list[int]]:
+    """For every unit the seconds of its longest path of descendants, and the first unit of it; -1 for sinks."""
     num_units = problem.num_units
-    after, holds = np.zeros(num_units), np.zeros((num_units, num_units))
+    after, child = np.zeros(num_units), [-1] * num_units
     for unit in reversed(range(num_units)):
         following = list(problem.order.successors(unit))
         if following:
-            child = max(following, key=lambda other: after[other] + total[other])
-            after[unit] = after[child] + total[child]
-            holds[:, unit] = holds[:, child]
-            holds[child, unit] = 1.0
-    return after, holds
+            child[unit] = max(following, key=lambda other: float(after[other] + total[other]))
+            after[unit] = after[child[unit]] + total[child[unit]]
+    return after, child
 
 
 def _solve(choices: list[_Choice], paths: _Paths, num_devices: float, share: float) -> float:
     """The smallest T of the inequality."""
     low, high = paths.work / num_devices, paths.work + float(paths.total.sum())
-    for _ in range(30):
+    for _ in range(20):
         middle = (low + high) / 2
         often, allowed = paths.waiting(middle)
         costs = [

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.costs.model import CostModel
-from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.graph import Operator, OperatorGraph
 from lightning_gpp.planning.units import UnitGraph, find_units
 
 Array = NDArray[np.float64]
@@ -118,14 +118,19 @@ class Problem:
         """The same problem with other units."""
         return replace(self, units=units)
 
+    @cached_property
+    def _operators(self) -> tuple[list[Operator], NDArray[np.int64]]:
+        """Operators, and the unit of each; those that several units repeat come several times."""
+        pairs = [(self.graph[name], index) for index, unit in enumerate(self.units.units) for name in unit.operators]
+        return [operator for operator, _ in pairs], np.array([index for _, index in pairs], dtype=np.int64)
+
     def _unit_seconds(self, num_samples: int, kind: int) -> UnitSeconds:
         device = self.cluster.kinds[kind]
-        names = {name for unit in self.units.units for name in unit.operators}
-        costs = {name: self.costs.seconds(self.graph[name], num_samples, device) for name in names}
+        operators, units = self._operators
+        costs = np.array([self.costs.seconds(operator, num_samples, device) for operator in operators]).reshape(-1, 3)
         columns = np.zeros((3, self.num_units))
-        for index, unit in enumerate(self.units.units):
-            for name in unit.operators:
-                columns[:, index] += costs[name]
+        for column, seconds in zip(columns, costs.T, strict=True):
+            np.add.at(column, units, seconds)
         return UnitSeconds(*columns)
 
 

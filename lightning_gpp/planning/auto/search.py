@@ -8,25 +8,28 @@ Every candidate is judged by the simulated seconds of its whole step and by the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heappush, nsmallest
+from heapq import nsmallest
 from math import inf
 from random import Random
 
 from lightning_gpp.planning.answer import Alternative, Answer, Control
+from lightning_gpp.planning.auto.coarse import coarse
 from lightning_gpp.planning.auto.moves import moves
 from lightning_gpp.planning.auto.orders import orders
 from lightning_gpp.planning.auto.seeds import MAX_SLOTS, Cuts, seeds
 from lightning_gpp.planning.auto.shape import Shape
 from lightning_gpp.planning.bound import lower_bound
-from lightning_gpp.planning.draft import Draft
 from lightning_gpp.planning.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem import Problem
 from lightning_gpp.planning.registry import register
 
 PATIENCE = 60
 """So many disturbances in a row without a shorter step end the search."""
+
+MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 48, 3, 0.7
+"""Units of a first search on larger units, in all and per device, and its share of the time."""
 
 NUM_STARTS = 6
 """Shapes that are improved before any is disturbed."""
@@ -43,37 +46,66 @@ Rank = tuple[float, float]
 @register("auto")
 def auto(problem: Problem, control: Control) -> Answer:
     """The shortest step found in `control.seconds`, with a lower bound; a good plan after a fraction of that."""
-    search = _Search(problem, control)
+    search = Search(problem, control, lower_bound(problem))
     try:
-        search.run()
+        search.run(_first_results(search))
         notes: tuple[str, ...] = ()
     except KeyboardInterrupt:
         notes = ("The search was interrupted; this is the best plan so far.",)
     return search.answer(notes)
 
 
+def _first_results(search: Search) -> list[Shape]:
+    """The results of a search on larger units, where there are many."""
+    problem, control = search.problem, search.control
+    num_pieces = max(MIN_PIECES, PIECES_PER_SLOT * min(problem.num_devices, MAX_SLOTS))
+    if problem.num_units < 1.5 * num_pieces:
+        return []
+    coarser = coarse(problem, num_pieces)
+    seconds = COARSE_SHARE * max(0.0, control.seconds - control.elapsed)
+    first = Search(coarser.problem, Control(seconds=seconds, progress=control.progress), search.bound)
+    try:
+        first.run()
+    finally:
+        search.take(coarser.refined(shape) for shape in first.leaders())
+    return search.leaders()
+
+
 @dataclass(slots=True)
-class _Search:
+class Search:
+    """The state of one search: what is known of which shapes, and the best one."""
+
     problem: Problem
     control: Control
+    bound: float
     evaluate: Evaluator = field(init=False)
-    bound: float = field(init=False)
     known: dict[Shape, Rank] = field(default_factory=dict)
     best: Shape | None = None
     rank: Rank = (inf, inf)
-    others: list[tuple[Rank, int, Draft, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.evaluate = Evaluator(self.problem)
-        self.bound = lower_bound(self.problem)
+
+    def take(self, shapes: Iterable[Shape]) -> None:
+        """Judge shapes that were found elsewhere."""
+        for shape in shapes:
+            self._judge(shape)
+
+    def leaders(self) -> list[Shape]:
+        """The best shapes of different sizes and numbers of stages, best first."""
+        chosen: dict[tuple[int, int], Shape] = {}
+        for shape in nsmallest(200, self.known, key=self.known.__getitem__):
+            chosen.setdefault((shape.size, len(shape.groups)), shape)
+        return list(chosen.values())[:NUM_STARTS]
 
     @property
     def done(self) -> bool:
         good = self.rank[0] == 0 and self.rank[1] <= self.bound * GOOD_ENOUGH
         return good or self.control.expired or self.evaluate.evaluations >= MAX_EVALUATIONS
 
-    def run(self) -> None:
-        starts = self._starts()
+    def run(self, starts: Sequence[Shape] = ()) -> None:
+        """Improve the given shapes, or the best first ones; then disturb and improve again."""
+        starts = starts or self._starts()
         for shape in starts:
             if self.done:
                 return
@@ -85,17 +117,11 @@ class _Search:
             failures = 0 if self.rank < before else failures + 1
 
     def _starts(self) -> list[Shape]:
-        """The best first shapes of different sizes and numbers of stages."""
-        ranked: list[tuple[Rank, int, Shape]] = []
         for shape in self._first_shapes():
-            rank = self._judge(shape)
-            heappush(ranked, (rank, len(ranked), shape))
+            self._judge(shape)
             if self.control.elapsed > 0.4 * self.control.seconds:
                 break
-        chosen: dict[tuple[int, int], Shape] = {}
-        for _, _, shape in nsmallest(200, ranked):
-            chosen.setdefault((shape.size, len(shape.groups)), shape)
-        return list(chosen.values())[:NUM_STARTS]
+        return self.leaders()
 
     def _first_shapes(self) -> Iterator[Shape]:
         problem = self.problem

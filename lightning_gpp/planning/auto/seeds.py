@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from lightning_gpp.planning.auto.shape import Shape
 from lightning_gpp.planning.problem import Array, Problem
 
-LIMITS = np.geomspace(1.0, 4.0, 48)
-"""Limits on a stage's seconds, in those of perfect balance."""
+FINE, COARSE = 40, 10
+"""Limits on a stage's seconds that are tried up to three times perfect balance, and from there to all work at once."""
 
 MAX_SLOTS = 64
 """More devices are taken in groups of equal size."""
@@ -62,7 +62,7 @@ def seeds(problem: Problem, cuts: Cuts) -> Iterator[tuple[float, Shape]]:
     """The seconds of the slowest stage and the shape, for every useful number of stages."""
     table = _Table(problem, cuts)
     found: set[int] = set()
-    for limit in LIMITS * table.balance:
+    for limit in table.limits():
         for num_stages, ends, replicas in table.solve(limit, found):
             found.add(num_stages)
             yield limit, _shape(problem, cuts, ends, replicas)
@@ -77,12 +77,17 @@ class _Table:
         self.problem, self.cuts = problem, cuts
         self.reverse = np.array(list(reversed(cuts.order)))
         self.num_slots = problem.num_devices // cuts.width
-        most = int(min(self.num_slots, max(1, problem.max_replicas // cuts.width)))
+        most = max(1, int(min(self.num_slots, problem.max_replicas / cuts.width)))
         self.counts = replica_counts(most)
         self.most_stages = min(self.num_slots, problem.num_units)
         self.seconds = [self._prefix(count * cuts.width) for count in self.counts]
         self.balance = self.seconds[0][-1] / self.num_slots
         self.borders = _borders(problem, self.reverse) if cuts.apart else None
+
+    def limits(self) -> Array:
+        near, far = 3 * self.balance, max(float(row[-1]) for row in self.seconds)
+        fine = np.geomspace(self.balance, near, FINE)
+        return np.concatenate([fine, np.geomspace(near, max(near, far), COARSE + 1)[1:]])
 
     def _prefix(self, replicas: int) -> Array:
         """Seconds per micro-batch, the sum of gradients divided over all of them."""
