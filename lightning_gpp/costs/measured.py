@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from lightning_gpp.cluster import Device
 from lightning_gpp.costs.model import Seconds
@@ -15,6 +16,9 @@ from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.costs.table import CostTable, OperatorSeconds
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
+
+SHORTEST: Final = 1e-9
+"""Seconds below which nothing can be measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +136,12 @@ def fitted(points: Mapping[int, float]) -> Affine:
     """The affine function with the least squares of relative errors through seconds by samples; nowhere negative.
 
     Through two points it is exact, unless it would be negative at 0 samples or fall. One point is taken as
-    proportional to the samples.
+    proportional to the samples. Seconds below a hundredth of the largest count as much as that.
     """
-    weights = {size: 1 / seconds**2 if seconds > 0 else 1.0 for size, seconds in points.items()}
+    largest = max(points.values())
+    if largest < SHORTEST:
+        return Affine(0, 0)
+    weights = {size: max(seconds, 0.01 * largest) ** -2 for size, seconds in points.items()}
     total = sum(weights.values())
     mean_size = sum(weights[size] * size for size in points) / total
     mean_seconds = sum(weights[size] * seconds for size, seconds in points.items()) / total

@@ -74,6 +74,7 @@ def measure_costs(
 
     Raises:
         ConfigError: the sizes do not fit the batch, or the batch has no values.
+        CaptureError: the model cannot run, not even as one block.
     """
     sizes = _checked_sizes(sizes, batch)
     place = torch.device(torch_device)
@@ -87,7 +88,6 @@ def measure_costs(
         with _prepared(place, num_threads):
             bench = _Bench(capture, blocks, replica, module, place, context, budget)
             bench.run(batch, todo, store, progress)
-        store.save()
     measured = [
         BlockSeconds(operators=block.operators, points={size: store.figures[block.content, size] for size in sizes})
         for block in blocks.blocks
@@ -132,6 +132,7 @@ class _Bench:
                 store.figures[block.content, size] = self._measure(block, size)
         finally:
             self._step.end()
+            store.save()
 
     def _forget(self) -> None:
         """What the user's step returned."""

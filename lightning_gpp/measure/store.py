@@ -13,7 +13,6 @@ from typing import Any, Final
 import torch
 
 from lightning_gpp.costs.model import Seconds
-from lightning_gpp.errors import ConfigError
 
 FORMAT: Final = 1
 
@@ -41,11 +40,7 @@ class Store:
         self.figures: dict[Key, Seconds] = self._read()
 
     def save(self) -> None:
-        """Write what is known, with what others wrote in the meantime.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Write what is known, with what others wrote in the meantime; warn where that is impossible."""
         figures = {**self._read(), **self.figures}
         blocks: dict[str, dict[str, list[float]]] = {}
         for (content, size), seconds in sorted(figures.items()):
@@ -57,9 +52,11 @@ class Store:
                 file.write(text)
             os.replace(file.name, self.path)
         except OSError as error:
-            raise ConfigError(
-                f"Measured costs cannot be written to {self.path}: {error}. Give another folder (cache=...)."
-            ) from error
+            warnings.warn(
+                f"Measured costs cannot be kept in {self.path}: {error}. The next run measures again; give a folder "
+                "that can be written to (cache=...), or set XDG_CACHE_HOME.",
+                stacklevel=2,
+            )
 
     def _header(self) -> dict[str, Any]:
         return {"format": FORMAT, "device": self.device, "torch": torch.__version__}
@@ -74,7 +71,7 @@ class Store:
                 for block, sizes in content["blocks"].items()
                 for size, values in sizes.items()
             }
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warnings.warn(

@@ -1,0 +1,361 @@
+"""Measured costs: what is measured, how often, and what becomes of it. Nothing here depends on the machine's speed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_gpp.capture import Capture, capture
+from lightning_gpp.cluster import DEVICES
+from lightning_gpp.costs.measured import MeasuredCosts
+from lightning_gpp.costs.model import CostModel, Seconds
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.measure import timing
+from lightning_gpp.measure.costs import measure_costs
+from lightning_gpp.measure.timing import BlockTimer
+from lightning_gpp.planning import Request
+from lightning_gpp.runtime.stage import MicroBatch
+
+CPU = DEVICES["cpu"]
+WIDTH = 4
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu() + x
+
+
+class Model(L.LightningModule):
+    """An embedding, layers, a head that is tied to the embedding, a metric, dropout and a buffer that changes."""
+
+    def __init__(self, num_layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.dropout = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.mean = MeanMetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(self.dropout(x)))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        self.mean(loss.detach())
+        return loss
+
+
+def batch(num_samples: int = 8) -> tuple[Tensor, Tensor]:
+    x = torch.arange(num_samples) % 7
+    return x, x
+
+
+def captured(module: nn.Module) -> Capture:
+    return capture(module, batch())
+
+
+def seconds_of(costs: CostModel, capture: Capture, num_samples: int, prefix: str = "") -> list[float]:
+    """Forward, input gradient, weight gradient of all operators of a module together."""
+    found = [costs.seconds(op, num_samples, CPU) for op in capture.graph if op.module.startswith(prefix)]
+    return [sum(part) for part in zip(*found, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "WARM_UPS", 1)
+    monkeypatch.setattr(timing, "FEWEST", 1)
+
+
+@pytest.fixture
+def measure(tmp_path: Path) -> Any:
+    def run(module: nn.Module, sizes: tuple[int, ...] = (2, 8), **options: Any) -> MeasuredCosts:
+        options = {"cache": tmp_path, "budget": 0.0, "device": CPU, **options}
+        return measure_costs(captured(module), module, batch(), sizes=sizes, **options)
+
+    return run
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Every block takes a second per parameter and sample, forwards; what was timed, as (parameters, samples)."""
+    timed: list[tuple[int, int]] = []
+
+    def seconds(self: BlockTimer, stage: Any, values: Any, micro_batch: MicroBatch) -> Seconds:
+        numbers = {id(p): p.numel() for part in stage.parts for p in part.parameters(recurse=False) if not p.is_meta}
+        timed.append((sum(numbers.values()), micro_batch.num_samples))
+        forward = float(sum(numbers.values()) * micro_batch.num_samples)
+        return Seconds(forward, forward, forward / 2)
+
+    monkeypatch.setattr(BlockTimer, "seconds", seconds)
+    return timed
+
+
+@pytest.fixture
+def forwards() -> Iterator[list[int]]:
+    """The numbers of samples that any Layer was called with."""
+    calls: list[int] = []
+    forward = Layer.forward
+    Layer.forward = lambda self, x: (calls.append(len(x)), forward(self, x))[1]  # type: ignore[method-assign]
+    yield calls
+    Layer.forward = forward  # type: ignore[method-assign]
+
+
+def test_equal_blocks_are_timed_once(measure: Any, clock: list[tuple[int, int]], tmp_path: Path) -> None:
+    measure(Model(num_layers=1))
+    assert sorted(clock) == sorted([*((n, 2) for n in (0, 8, 20, 28, 28)), *((n, 8) for n in (0, 8, 20, 28, 28))])
+    clock.clear()
+    measure(Model(num_layers=5), cache=tmp_path / "other")
+    assert len([entry for entry in clock if entry == (20, 2)]) == 1
+
+
+def test_a_second_call_runs_nothing(measure: Any, forwards: list[int]) -> None:
+    first = measure(Model())
+    ran = len(forwards)
+    assert ran > 0
+    forwards.clear()
+    second = measure(Model())
+    assert len(forwards) < ran  # what is left is the capture's own run
+    measured_in_capture = len(forwards)
+    forwards.clear()
+    captured(Model())
+    assert len(forwards) == measured_in_capture
+    assert second.table == first.table
+
+
+def test_only_what_is_new_is_timed(measure: Any, clock: list[tuple[int, int]]) -> None:
+    measure(Model(num_layers=2), sizes=(2,))
+    clock.clear()
+    measure(Model(num_layers=6), sizes=(2,))
+    assert clock == []
+    measure(Model(num_layers=6), sizes=(2, 4))
+    assert {size for _, size in clock} == {4}
+
+
+def test_other_shapes_types_and_options_are_other_blocks(measure: Any, clock: list[tuple[int, int]]) -> None:
+    measure(Model())
+    clock.clear()
+    measure(Model().double())
+    assert len(clock) >= 8
+    clock.clear()
+    model = Model()
+    model.dropout.p = 0.25
+    measure(model)
+    assert len(clock) == 2  # the block of the dropout, at both sizes
+    clock.clear()
+    model = Model()
+    model.layers[1].linear.weight.requires_grad_(False)
+    measure(model)
+    assert len(clock) == 2
+
+
+def test_the_source_of_the_step_counts(measure: Any, clock: list[tuple[int, int]]) -> None:
+    class Other(Model):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    measure(Model())
+    clock.clear()
+    measure(Other())
+    assert [parameters for parameters, _ in clock] == [0, 0]
+
+
+def test_costs_add_up(measure: Any, clock: list[tuple[int, int]]) -> None:
+    """Forward seconds are parameters x samples on this clock; the tied weight is in two blocks."""
+    one, two = Model(num_layers=1), Model(num_layers=2)
+    costs = {1: measure(one), 2: measure(two)}
+    for samples in (1, 2, 5, 8):
+        layer, _, _ = seconds_of(costs[2], captured(two), samples, "layers.0")
+        assert layer == pytest.approx(20 * samples)
+        assert seconds_of(costs[2], captured(two), samples, "layers") == pytest.approx(
+            [2 * part for part in seconds_of(costs[1], captured(one), samples, "layers")]
+        )
+        assert sum(seconds_of(costs[2], captured(two), samples)) == pytest.approx((28 + 40 + 8 + 28) * samples * 2.5)
+
+
+def test_the_last_unit_and_the_step_are_apart(measure: Any, clock: list[tuple[int, int]]) -> None:
+    costs = measure(Model())
+    model = captured(Model())
+    assert costs.seconds(model.graph["step"], 8, CPU) == Seconds(0, 0, 0)
+    assert seconds_of(costs, model, 8, "head")[0] == pytest.approx(28 * 8)
+
+
+def test_real_times_serve_a_planner(measure: Any) -> None:
+    model = captured(Model())
+    costs = measure(Model())
+    for operator in model.graph:
+        assert all(part >= 0 for samples in (1, 2, 3, 100) for part in costs.seconds(operator, samples, CPU))
+    forward, inputs, weights = seconds_of(costs, model, 8)
+    assert min(forward, inputs + weights) > 0
+    request = Request(cluster=_cluster(), batch_size=8, costs=costs)
+    assert request.problem(model.graph).seconds(2).total.sum() > 0
+
+
+def _cluster() -> Any:
+    from lightning_gpp.cluster import preset
+
+    return preset("cpu_host", num_devices=2)
+
+
+def test_nothing_of_the_users_changes(measure: Any) -> None:
+    model, threads = Model(), torch.get_num_threads()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random.seed(1)
+    torch.manual_seed(1)
+    expected = random.random(), torch.rand(1).item()
+    random.seed(1)
+    torch.manual_seed(1)
+    measure(model)
+    assert (random.random(), torch.rand(1).item()) == expected
+    assert torch.get_num_threads() == threads
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.head.weight is model.embedding.weight
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.mean.weight == 0
+    assert "log" not in vars(model)
+
+
+def test_threads_are_those_of_a_pipelines_process(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    before = torch.get_num_threads()
+    monkeypatch.setattr(BlockTimer, "seconds", lambda *_: (seen.add(torch.get_num_threads()), Seconds(1.0))[1])
+    torch.set_num_threads(before + 1)
+    try:
+        measure(Model())
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {1}
+
+
+def test_a_model_on_the_meta_device_takes_memory_block_by_block(measure: Any, forwards: list[int]) -> None:
+    with torch.device("meta"):
+        model = Model()
+    model.mean = MeanMetric()
+    costs = measure(model)
+    assert forwards
+    assert seconds_of(costs, captured(Model()), 8, "layers")[0] > 0
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_coarse_blocks_hold_several_modules(measure: Any, clock: list[tuple[int, int]]) -> None:
+    costs = measure(Model(), sizes=(4,), num_pieces=1)
+    assert len(clock) < 8
+    assert sum(seconds_of(costs, captured(Model()), 4)) == pytest.approx(sum(n for n, _ in clock) * 4 * 2.5)
+
+
+class LogsInside(Model):
+    """A forward that logs cannot be cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log("inside", 0.0)
+        return super().forward(x)
+
+
+def test_what_cannot_be_cut_is_one_block(measure: Any, clock: list[tuple[int, int]]) -> None:
+    costs = measure(LogsInside(num_layers=1), sizes=(4,))
+    assert sorted(clock) == [(0, 4), (28 + 20 + 8, 4)]
+    assert seconds_of(costs, captured(LogsInside(num_layers=1)), 4)[0] == pytest.approx(56 * 4)
+
+
+def test_progress_is_told(measure: Any, clock: list[tuple[int, int]]) -> None:
+    told: list[tuple[int, int, str]] = []
+    measure(Model(), progress=lambda *entry: told.append(entry))
+    assert [done for done, _, _ in told] == list(range(len(clock)))
+    assert {total for _, total, _ in told} == {len(clock)}
+    assert told[0][2].endswith("2 samples")
+
+
+@pytest.mark.parametrize("sizes", [(), (0, 4), (4, 9)])
+def test_sizes_must_fit_the_batch(measure: Any, sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="sizes from 1 to 8, the samples of the batch"):
+        measure(Model(), sizes=sizes)
+
+
+def test_a_batch_without_values_is_refused(tmp_path: Path) -> None:
+    model = Model()
+    nothing = tuple(tensor.to("meta") for tensor in batch())
+    with pytest.raises(ConfigError, match="a batch on the meta device"):
+        measure_costs(captured(model), model, nothing, device=CPU, sizes=(2,), cache=tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["{", '{"format": 1}', "[]"])
+def test_a_damaged_cache_is_measured_anew(
+    measure: Any, clock: list[tuple[int, int]], tmp_path: Path, damage: str
+) -> None:
+    measure(Model())
+    (path,) = tmp_path.glob("costs-*.json")
+    path.write_text(damage)
+    clock.clear()
+    with pytest.warns(UserWarning, match="cache of measured costs .* is damaged.*measured again"):
+        measure(Model())
+    assert clock
+    clock.clear()
+    measure(Model())
+    assert clock == []
+
+
+def test_impossible_seconds_are_damage(measure: Any, clock: list[tuple[int, int]], tmp_path: Path) -> None:
+    measure(Model())
+    (path,) = tmp_path.glob("costs-*.json")
+    content = json.loads(path.read_text())
+    next(iter(content["blocks"].values()))["2"] = [1.0, -1.0, 0.0]
+    path.write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="not seconds of forward"):
+        measure(Model())
+
+
+def test_another_torch_measures_anew(
+    measure: Any, clock: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure(Model())
+    clock.clear()
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    measure(Model())
+    assert clock
+    assert len(list(tmp_path.glob("costs-*.json"))) == 2
+
+
+def test_a_cache_that_cannot_be_written(measure: Any, clock: list[tuple[int, int]], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="cannot be kept in .*measures again; give a folder"):
+        measure(Model(), cache=tmp_path / "file" / "folder")
+
+
+def test_what_was_measured_before_a_failure_is_kept(measure: Any, clock: list[tuple[int, int]]) -> None:
+    def fail(done: int, total: int, what: str) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(Model(), progress=fail)
+    assert len(clock) == 3
+    measure(Model())
+    assert len(clock) == 10  # five blocks at two sizes, none of them twice
+
+
+def test_the_default_folder_is_the_users_cache(
+    measure: Any, clock: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    measure(Model(), cache=None)
+    assert list((tmp_path / "home" / "lightning-gpp").glob("costs-*.json"))
