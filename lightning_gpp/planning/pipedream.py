@@ -12,11 +12,13 @@ a whole group of the level below, and T(s, e, m) is A[s, e, all of the group] / 
   comparison;
 * the pipeline is synchronous, so gradients are summed once per mini-batch, not once per micro-batch: a micro-batch of
   b out of B samples pays the b/B-th part. They are summed in a ring (2(m - 1)/m of the bytes), as the simulation
-  has it, where the release counts the 4(m - 1)/m of a parameter server;
+  has it, where the release counts the 4(m - 1)/m of a parameter server. Groups sum all gradients of a stage over one
+  link (the release's base case, unlike its recurrence, has every device of the group send a part);
 * the replicas of a stage share each micro-batch, so T on the innermost level takes the seconds of a share;
 * memory: weights, gradients and optimizer state, and the activations of ceil(workers from here on / replicas)
   micro-batches. Inner levels do not know how many workers follow their group, so there only what cannot fit in any
   group is left out; every level above checks the stages it takes over exactly;
+* stages recompute only where the problem demands it: PipeDream does not choose that;
 * every device is used, and every micro-batch size of the problem is tried; the simulated step decides among them.
 """
 
@@ -194,7 +196,7 @@ class Level:
         spans = self.spans
         compute = spans.seconds(-(-spans.size // number)) if self.seconds is None else self.seconds / number
         part = spans.size / spans.problem.batch_size
-        return compute + part * gradient_seconds(number, spans.parameter_bytes, self.bytes_per_second) / self.inner
+        return compute + part * gradient_seconds(number, spans.parameter_bytes, self.bytes_per_second)
 
     def _room(self, number: int) -> Array:
         """How many workers may follow the stages of a span on `number` groups before they lack memory; < 0: none."""

@@ -74,6 +74,9 @@ def _too_many(found: Downsets, num_units: int) -> str:
     )
 
 
+Rows = NDArray[np.intp] | slice
+
+
 @dataclass(slots=True)
 class _Choice:
     """A first stage of a downset: what it leaves to the later ones, its replicas, and whether it recomputes."""
@@ -102,11 +105,12 @@ class _Search:
         crossing, received, rigid = self.border(index, rests)
         for number, costs in enumerate(self.costs):
             before = self.best[number][rests]
-            for replicas, seconds, _ in costs.stages(index, rests, crossing, received, rigid):
-                tried = np.maximum(before[:, : before.shape[1] - replicas], seconds)
-                row = self.best[number, index, replicas:]
-                np.minimum(row, tried.min(axis=0), out=row)
-                self.states += tried.size
+            for replicas, fitting, seconds, _ in costs.stages(index, rests, crossing, received, rigid):
+                width = before.shape[1] - replicas
+                self.states += len(rests) * width
+                if len(seconds):
+                    row = self.best[number, index, replicas:]
+                    np.minimum(row, np.maximum(before[fitting, :width], seconds).min(axis=0), out=row)
             self.states += self.problem.num_devices
 
     def candidates(self) -> Iterator[Candidate]:
@@ -136,15 +140,13 @@ class _Search:
         """The first stage of the best solution, found again rather than remembered for all cells."""
         rests = self._rests(index)
         options: list[tuple[float, _Choice]] = []
-        for replicas, seconds, keeps in self.costs[number].stages(index, rests, *self.border(index, rests)):
-            if replicas <= devices:
-                width = self.problem.num_devices + 1 - replicas
-                column = np.broadcast_to(seconds, (len(rests), width))[:, devices - replicas]
-                tried = np.maximum(self.best[number, rests, devices - replicas], column)
+        for replicas, fitting, seconds, keeps in self.costs[number].stages(index, rests, *self.border(index, rests)):
+            if replicas <= devices and len(seconds):
+                left = devices - replicas
+                tried = np.maximum(self.best[number, rests[fitting], left], seconds[:, left % seconds.shape[1]])
                 least = int(tried.argmin())
-                recompute = not np.broadcast_to(keeps, (len(rests), width))[least, devices - replicas]
-                choice = _Choice(int(rests[least]), replicas, recompute)
-                options.append((float(tried[least]), choice))
+                recompute = not keeps[least % len(keeps), left % keeps.shape[1]]
+                options.append((float(tried[least]), _Choice(int(rests[fitting][least]), replicas, recompute)))
         return min(options, key=lambda option: option[0])[1]
 
     def _rests(self, index: int) -> NDArray[np.intp]:
@@ -214,13 +216,13 @@ class _Costs:
 
     def stages(
         self, index: int, rests: NDArray[np.intp], crossing: Array, received: Array, uncut: NDArray[np.bool_]
-    ) -> Iterator[tuple[int, Array, NDArray[np.bool_]]]:
-        """For every number of replicas: seconds per sample of the stages, and whether they keep activations.
+    ) -> Iterator[tuple[int, Rows, Array, NDArray[np.bool_]]]:
+        """For every number of replicas: the stages that fit, their seconds per sample, whether they keep activations.
 
-        Both by what is left to later stages, and by the devices of these unless all are the same.
+        The last two by stage and by devices of later stages; one column where it is the same for all of these.
         """
         alone = uncut | (self.rigid[index] - self.rigid[rests] > 0)
-        whole = (rests == 0) & (index == len(self.members) - 1) & (not self.problem.copies)
+        whole = (rests == 0) & (index == len(self.members) - 1 and not self.problem.copies)
         moved = (crossing[0] * self.size + crossing[1]) / self.size / self.bytes_per_second
         parameters = self.parameters[index] - self.parameters[rests]
         for degree in self.degrees:
@@ -232,7 +234,7 @@ class _Costs:
 
     def _with_memory(
         self, index: int, rests: NDArray[np.intp], degree: int, added: Array, received: Array
-    ) -> tuple[Array, NDArray[np.bool_]]:
+    ) -> tuple[Rows, Array, NDArray[np.bool_]]:
         forward, total = (column[index] - column[rests] for column in self.seconds[degree])
         saved = self.saved[degree][index] - self.saved[degree][rests]
         limit = self.problem.memory_bytes.min() - (self.static[index] - self.static[rests])
@@ -243,12 +245,14 @@ class _Costs:
             most_kept[~last] = -1
         most_again[last if self.problem.recompute is not False else slice(None)] = -1
         in_flight = self._in_flight(degree)
-        plain = (total / self.size + added)[:, None]
+        plain, again = (total / self.size + added)[:, None], (forward / self.size)[:, None]
         if most_kept.min() >= in_flight[-1]:
-            return plain, np.ones((1, 1), dtype=bool)
+            return slice(None), plain, np.ones((1, 1), dtype=bool)
+        fitting = np.flatnonzero(np.maximum(most_kept, most_again) >= in_flight[0])
+        plain, again, most_kept, most_again = plain[fitting], again[fitting], most_kept[fitting], most_again[fitting]
         keeps = in_flight <= most_kept[:, None]
-        again = np.where(in_flight <= most_again[:, None], plain + (forward / self.size)[:, None], np.inf)
-        return np.where(keeps, plain, again), keeps
+        recomputed = np.where(in_flight <= most_again[:, None], plain + again, np.inf)
+        return fitting, np.where(keeps, plain, recomputed), keeps
 
     def _in_flight(self, degree: int) -> Array:
         """Micro-batches, by the devices of later stages."""

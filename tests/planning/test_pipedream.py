@@ -127,7 +127,7 @@ def test_levels_nest(seed: int) -> None:
         ]
         return min([together, *apart])
 
-    whole = within(0, 5) / 2 + 5 * 300 / 50 * 4 / 16 / 2
+    whole = within(0, 5) / 2 + 5 * 300 / 50 * 4 / 16
     split = [max(within(0, c), 20 * 4 * 2 / 50, within(c, 5)) for c in range(1, 5)]
     assert solve(problem, 4)[-1].best[-1, 0, 5] == pytest.approx(min([whole, *split]))
 
