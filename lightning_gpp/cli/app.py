@@ -22,6 +22,9 @@ from lightning_gpp.errors import GPPError
 
 Task = Callable[[DictConfig], None]
 
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C has ended."""
+
 
 def config_folder() -> Path:
     """The shipped configs: inside the package where it is installed, beside it in a checkout."""
@@ -44,6 +47,9 @@ def run(command: str, config_name: str, task: Task) -> None:
     except (GPPError, HydraException, OmegaConfBaseException) as error:
         print(f"{command}: {explain(error)}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def quiet_overrides(environment: Mapping[str, str]) -> list[str]:

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+
 from omegaconf import DictConfig
 
-from lightning_gpp.cli.app import run
+from lightning_gpp.cli.app import INTERRUPTED, run
 
 
 def main() -> None:
+    sys.argv[1:] = overrides(sys.argv[1:])
     run("gpp-plan", "plan", plan)
 
 
+def overrides(arguments: Sequence[str]) -> list[str]:
+    """As Hydra understands them: `compare` is a setting, and a graph from a file needs neither data nor model."""
+    result = ["compare=true" if argument == "compare" else argument for argument in arguments]
+    if any(argument.startswith("graph=") and argument != "graph=null" for argument in result):
+        given = {argument.partition("=")[0] for argument in result}
+        result += [f"{group}=null" for group in ("data", "model") if not {group, "experiment"} & given]
+    return result
+
+
 def plan(config: DictConfig) -> None:
-    """Print the plan and its timeline; write the files that `output`, `timeline` and `svg` name.
+    """Print the plan and its timeline, or a comparison of partitioners; write the files that the settings name.
 
     Raises:
         ConfigError: the configuration cannot work.
+        PlanError: nothing fits the devices.
     """
-    from lightning_gpp.cli.planning import show  # takes seconds to load; a wrong key need not wait for it
+    from lightning_gpp.cli.planning import compare, show  # takes seconds to load; a wrong key need not wait for it
 
-    show(config)
+    try:
+        (compare if config.compare else show)(config)
+    except KeyboardInterrupt:
+        print(
+            "gpp-plan: interrupted before there was a plan. strategy.partitioner=auto keeps the best one so far; "
+            "strategy.search_seconds=... limits its search.",
+            file=sys.stderr,
+        )
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -2,62 +2,207 @@
 
 from __future__ import annotations
 
-import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig, ListConfig
-from torch.utils import _pytree as pytree
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lightning_gpp._compat import attach_data, transferred
-from lightning_gpp.capture import Capture
-from lightning_gpp.capture.declared import Declared
 from lightning_gpp.cli.check import check
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.cli.subject import GraphFile, Step, captured, graph_file
+from lightning_gpp.cluster import Cluster, cluster_of
+from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import devices_per_pipeline
-from lightning_gpp.reports import graph_text, plan_table, timeline_svg, timeline_text
+from lightning_gpp.planning import count_pipelines, devices_per_pipeline, partitioner_names
+from lightning_gpp.planning.copies import partition_copies
+from lightning_gpp.planning.registry import partitioner_of
+from lightning_gpp.reports import (
+    Outcome,
+    alternatives_text,
+    compare_table,
+    graph_svg,
+    graph_text,
+    memory_text,
+    plan_table,
+    search_progress,
+    search_text,
+    timeline_svg,
+    timeline_text,
+)
 from lightning_gpp.simulation import Timeline
 from lightning_gpp.strategy import GPPStrategy
-from lightning_gpp.strategy.data import outline, peek
+from lightning_gpp.strategy.machine import Machine, first, resolved
 from lightning_gpp.strategy.options import Options
-from lightning_gpp.strategy.planner import captured_step, devices_wanted, plan_for
+from lightning_gpp.strategy.planner import Planned, check_devices, devices_wanted, planned, request_of
 from lightning_gpp.strategy.reporting import simulated
 
-CPU = torch.device("cpu")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What to plan, for what, and how.
+
+    `num_devices`: those of one pipeline, or all of the machine's where `copies` of a smaller pipeline may be found.
+    """
+
+    subject: GraphFile | Step
+    options: Options
+    machine: Machine
+    num_devices: int
+    copies: bool
 
 
 def show(config: DictConfig) -> None:
-    """Print the plan and its timeline; write the files that `output`, `timeline` and `svg` name.
+    """Print the plan, its timeline, its memory and how it was found; write the files that the settings name.
 
     Raises:
         ConfigError: the configuration cannot work.
+        PlanError: nothing fits the devices.
     """
-    plan, timeline = make_plan(config)
-    print(plan_table(plan), graph_text(plan), timeline_text(timeline), sep="\n\n")
+    task = task_of(config)
+    result, timeline = _planned(task)
+    plan = result.plan
+    limits = [device.memory_bytes for device in task.machine.cluster.devices]
+    print(plan_table(plan), graph_text(plan), timeline_text(timeline), memory_text(plan, timeline, limits), sep="\n\n")
+    if result.found is not None:
+        print("", search_text(result.found), alternatives_text(result.found), sep="\n")
+    print(*_advice(task, result), *task.subject.notes, sep="\n")
+    _write(config, plan, timeline)
+
+
+def _write(config: DictConfig, plan: Plan, timeline: Timeline) -> None:
     if config.output:
         plan.save(config.output)
     if config.timeline:
         timeline.save(config.timeline)
     if config.svg:
         Path(config.svg).write_text(timeline_svg(timeline))
+    if config.graph_svg:
+        Path(config.graph_svg).write_text(graph_svg(plan))
 
 
 def make_plan(config: DictConfig) -> tuple[Plan, Timeline]:
-    """Capture the training step on the first mini-batch, plan for the devices of the trainer, simulate."""
+    """The plan of a configuration, and its simulated timeline."""
+    result, timeline = _planned(task_of(config))
+    return result.plan, timeline
+
+
+def _planned(task: Task) -> tuple[Planned, Timeline]:
+    with search_progress() as progress:
+        result = planned(
+            task.subject.step,
+            task.options,
+            lambda: task.machine,
+            task.num_devices,
+            copies=task.copies,
+            progress=progress,
+        )
+    if result.found is None:
+        check_devices(result.plan, task.num_devices)
+        result = replace(result, num_pipelines=count_pipelines(result.plan, task.machine.cluster.num_devices))
+    elif not task.copies:
+        result = replace(result, num_pipelines=task.machine.cluster.num_devices // task.num_devices)
+    return result, simulated(result.plan, task.subject.step.graph, task.machine, result.num_pipelines)
+
+
+def _advice(task: Task, result: Planned) -> list[str]:
+    """How to train with the plan, where that is not obvious."""
+    number, plan = result.num_pipelines, result.plan
+    if number == 1:
+        return []
+    return [
+        f"\n{number} pipelines of {plan.num_devices} devices each share the work: train with "
+        f"strategy.num_pipelines={number}. A data loader's batch is that of one pipeline: {plan.batch_size} samples, "
+        f"{number * plan.batch_size} in all."
+    ]
+
+
+def compare(config: DictConfig) -> None:
+    """Print one row per partitioner. Ctrl-C ends it with the rows so far.
+
+    Raises:
+        ConfigError: the configuration cannot work.
+        KeyboardInterrupt: it was interrupted.
+    """
+    names = partitioner_names() if config.partitioners is None else tuple(map(str, config.partitioners))
+    for name in names:
+        partitioner_of(name)
+    task, outcomes = task_of(config), list[Outcome]()
+    if task.options.plan is not None or task.options.stages is not None:
+        raise ConfigError("gpp-plan compare asks partitioners; leave strategy.plan and strategy.stages out.")
+    try:
+        for name in names:
+            outcomes.append(_outcome(name, task))
+    finally:
+        if outcomes:
+            print(compare_table(outcomes))
+
+
+def _outcome(name: str, task: Task) -> Outcome:
+    subject = task.subject.step
+    try:
+        with search_progress() as progress:
+            machine = first(task.machine, task.num_devices)
+            request = request_of(subject, task.options, machine, copies=task.copies, progress=progress)
+            return Outcome(partitioner=name, found=partition_copies(name, subject.graph, request))
+    except PlanError as error:
+        return Outcome(partitioner=name, reason=str(error))
+
+
+def task_of(config: DictConfig) -> Task:
+    """What the configuration asks for.
+
+    Raises:
+        ConfigError: the configuration cannot work.
+    """
     check(config)
-    strategy, world_size = instantiate(config.strategy), num_processes(config.trainer)
+    strategy = instantiate(config.strategy)
     if not isinstance(strategy, GPPStrategy):
         raise ConfigError(f"gpp-plan plans for strategy=gpp, not for {type(strategy).__name__}.")
+    options = strategy.options
+    whole = cluster_for(config, options)
     if config.seed is not None:
         L.seed_everything(config.seed, workers=True, verbose=False)
-    options = strategy.options
-    step = captured(config, options)
-    plan = plan_for(step, options, num_devices(options, world_size))
-    return plan, simulated(plan, step.graph)
+    subject = captured(config, options) if config.graph is None else graph_file(config)
+    costs = subject.costs(options, whole, torch.device(device_type(config.trainer.accelerator)))
+    return Task(
+        subject=subject,
+        options=options,
+        machine=Machine(cluster=whole, footprint=subject.footprint, costs=costs),
+        num_devices=num_devices(options, whole.num_devices),
+        copies=config.get("cluster") is not None and options.num_pipelines is None,
+    )
+
+
+def cluster_for(config: DictConfig, options: Options) -> Cluster:
+    """All devices to plan for: of `cluster`, else of `strategy.cluster` as many as the trainer's.
+
+    Raises:
+        ConfigError: nothing says which they are.
+    """
+    if config.get("cluster") is not None:
+        settings: Any = OmegaConf.to_container(config.cluster, resolve=True)
+        return cluster_of(settings)
+    known = options.cluster
+    if isinstance(known, Cluster) and str(config.trainer.devices) == "auto":
+        return known
+    world_size = num_processes(config.trainer)
+    kind = device_type(config.trainer.accelerator)
+    if known is None and kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"trainer.accelerator={config.trainer.accelerator}, and this machine has no GPU to plan for. Say which "
+            "devices there will be, for example cluster=dgx_h100 cluster.num_nodes=2."
+        )
+    return resolved(known, world_size, int(config.trainer.num_nodes), kind)
+
+
+def device_type(accelerator: str) -> str:
+    """ "cuda" or "cpu", as `trainer.accelerator` says, or this machine where it leaves that open."""
+    if accelerator == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if accelerator in ("gpu", "cuda") else "cpu"
 
 
 def num_devices(options: Options, world_size: int) -> int:
@@ -73,40 +218,12 @@ def num_processes(trainer: DictConfig) -> int:
     Raises:
         ConfigError: the configuration does not give a number.
     """
-    devices = trainer.devices
+    devices: Any = trainer.devices
     if isinstance(devices, ListConfig):
         devices = len(devices)
     if not str(devices).isdigit() or int(devices) < 1:
         raise ConfigError(
             f"trainer.devices={devices}: gpp-plan does not look at this machine's devices. Say for how many it is to "
-            "plan, for example trainer.devices=4."
+            "plan, for example trainer.devices=4, or name a cluster, for example cluster=dgx_h100."
         )
     return int(devices) * int(trainer.num_nodes)
-
-
-def captured(config: DictConfig, options: Options) -> Capture | Declared:
-    """The training step on the first mini-batch, under the configured precision."""
-    trainer, datamodule = _quiet_trainer(config.trainer.precision), instantiate(config.data)
-    model: L.LightningModule = instantiate(config.model)
-    trainer.precision_plugin.convert_module(model)
-    attach_data(trainer, model, datamodule)
-    batch = first_batch(datamodule) if options.example_batch is None else options.example_batch
-    model.setup("fit")
-    model.configure_model()
-    example = outline(transferred(model, batch, CPU))
-    return captured_step(model, example, "training_step", options, trainer.precision_plugin.train_step_context, CPU)
-
-
-def first_batch(datamodule: L.LightningDataModule) -> Any:
-    """The first mini-batch of the training data, in the structure of its loaders."""
-    datamodule.prepare_data()
-    datamodule.setup("fit")
-    loaders = datamodule.train_dataloader()
-    return pytree.tree_map(peek, getattr(loaders, "iterables", loaders))
-
-
-def _quiet_trainer(precision: Any) -> L.Trainer:
-    """A trainer for what module, data and precision ask of it; it runs nothing."""
-    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    return L.Trainer(accelerator="cpu", devices=1, precision=precision, logger=False, enable_checkpointing=False)

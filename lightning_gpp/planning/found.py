@@ -8,8 +8,10 @@ from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
+from lightning_gpp.planning.advice import advice
 from lightning_gpp.planning.answer import Alternative, Answer, Control
 from lightning_gpp.planning.estimate import estimate
+from lightning_gpp.planning.evaluate import Evaluator
 from lightning_gpp.planning.problem import Problem
 from lightning_gpp.planning.realise import realise
 from lightning_gpp.planning.registry import partitioner_of
@@ -74,9 +76,11 @@ def partition(name: str, graph: OperatorGraph, request: Request) -> Found:
     partitioner, problem = partitioner_of(name), request.problem(graph)
     control = Control(seconds=request.seconds, progress=request.progress)
     answer = partitioner(problem, control)
-    if answer.draft is None:
-        raise PlanError(f"The partitioner {name!r} found no plan. {' '.join(answer.notes)}")
-    return judged(name, problem, answer, control.elapsed, request.model)
+    elapsed = control.elapsed
+    if answer.draft is None or not Evaluator(problem)(answer.draft).fits:
+        notes = [f"The partitioner {name!r} found no plan.", *answer.notes, advice(problem, answer.draft)]
+        raise PlanError(" ".join(notes))
+    return judged(name, problem, answer, elapsed, request.model)
 
 
 def judged(name: str, problem: Problem, answer: Answer, search_seconds: float, model: str = "") -> Found:

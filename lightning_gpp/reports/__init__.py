@@ -2,7 +2,22 @@
 
 from lightning_gpp.reports.gantt import timeline_svg
 from lightning_gpp.reports.graph import graph_svg, graph_text
+from lightning_gpp.reports.memory import memory_text
+from lightning_gpp.reports.progress import search_progress
+from lightning_gpp.reports.search import Outcome, alternatives_text, compare_table, search_text
 from lightning_gpp.reports.table import plan_table
 from lightning_gpp.reports.timeline import timeline_text
 
-__all__ = ["graph_svg", "graph_text", "plan_table", "timeline_svg", "timeline_text"]
+__all__ = [
+    "Outcome",
+    "alternatives_text",
+    "compare_table",
+    "graph_svg",
+    "graph_text",
+    "memory_text",
+    "plan_table",
+    "search_progress",
+    "search_text",
+    "timeline_svg",
+    "timeline_text",
+]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import networkx as nx
 
-from lightning_gpp.plan import SOURCE, Edge, Plan
+from lightning_gpp.plan import SOURCE, Edge, Plan, Stage
 from lightning_gpp.reports import svg
 from lightning_gpp.reports.units import count, size
 
-BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 190, 56, 70, 22, 20
+BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 240, 56, 70, 22, 20
 
 
 def levels(plan: Plan) -> list[list[int]]:
@@ -28,8 +28,7 @@ def graph_text(plan: Plan) -> str:
 
 
 def _title(plan: Plan, stage: int) -> str:
-    devices = ",".join(map(str, plan.stages[stage].devices))
-    return f"{stage} {plan.stages[stage].name} (device {devices})"
+    return f"{stage} {plan.stages[stage].name} ({_where(plan.stages[stage])})"
 
 
 def _arrow(plan: Plan, edge: Edge) -> str:
@@ -43,7 +42,7 @@ def _load(plan: Plan, edge: Edge) -> str:
 
 
 def graph_svg(plan: Plan) -> str:
-    """The stage graph from left to right; a box tells name, devices, parameters and FLOPs of a micro-batch."""
+    """The stage graph from left to right; a box tells name, devices, replicas, recomputation, parameters and FLOPs."""
     columns = levels(plan)
     tallest = max(map(len, columns))
     height = 2 * MARGIN + tallest * BOX_HEIGHT + (tallest - 1) * GAP_Y
@@ -68,7 +67,7 @@ def _box(plan: Plan, stage: int, x: float, y: float) -> list[str]:
     flops = count(entry.figures.flops.at(entry.micro_batch_size))
     lines = (
         _clipped(f"{stage} {entry.name}"),
-        f"device {','.join(map(str, entry.devices))}",
+        _clipped(_where(entry)),
         f"{count(entry.figures.num_parameters)} parameters, {flops}FLOP",
     )
     color = svg.COLORS[entry.devices[0] % len(svg.COLORS)]
@@ -76,7 +75,24 @@ def _box(plan: Plan, stage: int, x: float, y: float) -> list[str]:
     return [box, *(svg.text(x + 8, y + 17 + 16 * row, line) for row, line in enumerate(lines))]
 
 
-def _clipped(name: str, most: int = 26) -> str:
+def _where(stage: Stage) -> str:
+    """Devices, as ranges, with their number where they share the stage; and whether the stage is recomputed."""
+    shared = f", {len(stage.devices)} replicas" if len(stage.devices) > 1 else ""
+    return f"device {_ranges(stage.devices)}{shared}{', recomputed' if stage.recompute else ''}"
+
+
+def _ranges(devices: Sequence[int]) -> str:
+    """(0, 1, 2, 5) -> "0-2,5"."""
+    parts: list[list[int]] = []
+    for device in devices:
+        if parts and device == parts[-1][-1] + 1:
+            parts[-1].append(device)
+        else:
+            parts.append([device])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ",".join(map(str, part)) for part in parts)
+
+
+def _clipped(name: str, most: int = 36) -> str:
     return name if len(name) <= most else f"{name[: most - 3]}..."
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,10 +13,12 @@ from torch import nn
 from lightning_gpp.capture import Capture, capture
 from lightning_gpp.capture.declared import Declared, declare, is_declared
 from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, Plan
-from lightning_gpp.planning import Found, Request, check_model, manual, partition
+from lightning_gpp.planning import Found, Request, check_model, manual
 from lightning_gpp.planning.answer import Progress
 from lightning_gpp.planning.assign import StageDraft, make_plan
+from lightning_gpp.planning.copies import partition_copies
 from lightning_gpp.planning.placement import read
 from lightning_gpp.strategy.machine import Machine, first, resolved
 from lightning_gpp.strategy.options import Context, Options, placement_of
@@ -89,8 +91,21 @@ def _default(options: Options, num_devices: int) -> Machine:
     return Machine(cluster=resolved(options.cluster, num_devices))
 
 
+class Subject(Protocol):
+    """What a plan is made from: a captured step, or a graph from a file."""
+
+    @property
+    def graph(self) -> OperatorGraph: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
 def planned(
-    captured: Capture | Declared,
+    captured: Subject,
     options: Options,
     machine: Callable[[], Machine],
     num_devices: int,
@@ -101,7 +116,7 @@ def planned(
     """A new plan: from a file, by hand, or by a partitioner.
 
     Args:
-        captured: the step.
+        captured: the step, or what else there is a graph of.
         options: of the strategy.
         machine: asked only where a partitioner is.
         num_devices: to plan for: those of one pipeline, or of all where there may be copies.
@@ -116,7 +131,7 @@ def planned(
     return replace(result, plan=plan.chained() if options.chain_baseline else plan)
 
 
-def _given(captured: Capture | Declared, options: Options) -> Planned | None:
+def _given(captured: Subject, options: Options) -> Planned | None:
     if options.plan is not None:
         check_model(options.plan, captured.graph, captured.fingerprint)
         return Planned(plan=options.plan)
@@ -135,19 +150,17 @@ def _given(captured: Capture | Declared, options: Options) -> Planned | None:
     )
 
 
-def _found(
-    captured: Capture | Declared, options: Options, machine: Machine, copies: bool, progress: Progress | None
-) -> Planned:
-    request = request_of(options, machine, captured.batch_size, captured.fingerprint, copies, progress)
-    found = partition(options.partitioner, captured.graph, request)
+def _found(captured: Subject, options: Options, machine: Machine, copies: bool, progress: Progress | None) -> Planned:
+    request = request_of(captured, options, machine, copies=copies, progress=progress)
+    found = partition_copies(options.partitioner, captured.graph, request)
     return Planned(plan=found.plan, num_pipelines=found.num_pipelines, found=found)
 
 
 def request_of(
+    captured: Subject,
     options: Options,
     machine: Machine,
-    batch_size: int,
-    model: str = "",
+    *,
     copies: bool = False,
     progress: Progress | None = None,
 ) -> Request:
@@ -155,11 +168,11 @@ def request_of(
     recompute = options.recompute
     return Request(
         cluster=machine.cluster,
-        batch_size=batch_size,
+        batch_size=captured.batch_size,
         num_micro_batches=options.num_micro_batches,
         micro_batch_size=options.micro_batch_size,
         schedules=(options.schedule,),
-        model=model,
+        model=captured.fingerprint,
         costs=machine.costs,
         footprint=machine.footprint,
         recompute=recompute if recompute is None or isinstance(recompute, bool) else False,

@@ -1,0 +1,169 @@
+"""What `gpp-plan` plans: the training step of a configured model, or an operator graph from a file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from omegaconf import DictConfig
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_gpp._compat import attach_data, transferred
+from lightning_gpp.capture import Capture
+from lightning_gpp.capture.declared import Declared
+from lightning_gpp.cluster import Cluster
+from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.costs.model import CostModel
+from lightning_gpp.costs.table import CostTable
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.planning.readers import read_graph
+from lightning_gpp.strategy.costs import measured_costs
+from lightning_gpp.strategy.data import outline, peek
+from lightning_gpp.strategy.machine import footprint_of, present
+from lightning_gpp.strategy.options import Options
+from lightning_gpp.strategy.planner import TRAINING, Subject, captured_step
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphFile:
+    """An operator graph that was read from a file, and its seconds where the file tells them."""
+
+    graph: OperatorGraph
+    batch_size: int
+    table: CostTable | None
+    footprint: Footprint
+    fingerprint: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> Subject:
+        """What to plan for."""
+        return self
+
+    def costs(self, options: Options, cluster: Cluster, device: torch.device) -> CostModel | None:
+        """The file's seconds; None is the roofline model.
+
+        Raises:
+            ConfigError: they are to be measured.
+        """
+        if options.costs == "measured":
+            raise ConfigError("strategy.costs=measured needs a model to run; a graph from a file (graph=...) has none.")
+        return self.table
+
+
+def graph_file(config: DictConfig) -> GraphFile:
+    """The graph that `graph` names.
+
+    Raises:
+        ConfigError: there is no batch size.
+        PlanError: the file cannot be read.
+    """
+    batch_size = config.batch_size
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(
+            f"batch_size={batch_size}: a graph from a file comes without data. Say how many samples a mini-batch has, "
+            "for example batch_size=64."
+        )
+    graph, table = read_graph(config.graph, time_unit=float(config.time_unit))
+    footprint = Footprint(optimizer=config.optimizer or "adam", precision=str(config.trainer.precision))
+    return GraphFile(graph=graph, batch_size=batch_size, table=table, footprint=footprint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The captured training step of a configured model."""
+
+    step: Capture | Declared
+    model: L.LightningModule
+    batch: Any
+    precision: Precision
+    footprint: Footprint
+    notes: tuple[str, ...] = ()
+
+    def costs(self, options: Options, cluster: Cluster, device: torch.device) -> CostModel | None:
+        """Seconds of operators as `strategy.costs` has it; None is the roofline model.
+
+        Raises:
+            ConfigError: they are to be measured, and the cluster has other devices than this machine.
+        """
+        if options.costs != "measured":
+            return None
+        here = present(1, device_type=device.type).devices[0].name
+        if here != cluster.kinds[0].name:
+            raise ConfigError(
+                f"strategy.costs=measured times the model on this machine ({here}), but the cluster {cluster.name!r} "
+                f"has {cluster.kinds[0].name}. Plan on such a machine, or choose strategy.costs=roofline."
+            )
+        context = self.precision.train_step_context
+        return measured_costs(self.step, self.model, self.batch, options, cluster, device=device, context=context)
+
+
+def captured(config: DictConfig, options: Options) -> Step:
+    """The training step on the first mini-batch, under the configured precision.
+
+    Raises:
+        ConfigError: a batch size is given beside the data.
+    """
+    if config.get("batch_size") is not None:
+        raise ConfigError(
+            f"batch_size={config.batch_size} is for a graph from a file (graph=...); with a model it is the data's "
+            "(data.batch_size in the shipped examples)."
+        )
+    trainer, datamodule = _quiet_trainer(config.trainer.precision), instantiate(config.data)
+    model: L.LightningModule = instantiate(config.model)
+    trainer.precision_plugin.convert_module(model)
+    attach_data(trainer, model, datamodule)
+    batch = first_batch(datamodule) if options.example_batch is None else options.example_batch
+    model.setup("fit")
+    model.configure_model()
+    batch = transferred(model, batch, CPU)
+    context = trainer.precision_plugin.train_step_context
+    step = captured_step(model, outline(batch), TRAINING, options, context, CPU)
+    optimizers, notes = _optimizers(model, trainer)
+    return Step(
+        step=step,
+        model=model,
+        batch=batch,
+        precision=trainer.precision_plugin,
+        footprint=footprint_of(optimizers, str(config.trainer.precision)),
+        notes=notes,
+    )
+
+
+def _optimizers(model: L.LightningModule, trainer: L.Trainer) -> tuple[Sequence[Optimizer], tuple[str, ...]]:
+    """What `configure_optimizers` returns, in any of its forms. It may need a run; then there are none, and a note."""
+    trainer.state.fn, trainer.training = TrainerFn.FITTING, True  # so that it may ask for the number of steps
+    try:
+        leaves = pytree.tree_leaves(model.configure_optimizers())
+    except Exception as error:  # the user's code, outside of the run that it is written for
+        cause = f"{type(error).__name__}: {error}"
+        return (), (f"The optimizer is taken for Adam's kind: configure_optimizers failed outside of a run ({cause}).",)
+    return [leaf for leaf in leaves if isinstance(leaf, Optimizer)], ()
+
+
+def first_batch(datamodule: L.LightningDataModule) -> Any:
+    """The first mini-batch of the training data, in the structure of its loaders."""
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    loaders = datamodule.train_dataloader()
+    return pytree.tree_map(peek, getattr(loaders, "iterables", loaders))
+
+
+def _quiet_trainer(precision: Any) -> L.Trainer:
+    """A trainer for what module, data and precision ask of it; it runs nothing."""
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return L.Trainer(
+        accelerator="cpu", devices=1, precision=precision, max_epochs=1, logger=False, enable_checkpointing=False
+    )

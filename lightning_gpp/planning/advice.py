@@ -1,0 +1,243 @@
+"""Why nothing fits the devices, and what would: every suggestion was tried before it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from typing import Final
+
+from lightning_gpp.cluster import Cluster, Level
+from lightning_gpp.costs.footprint import OPTIMIZER_STATES
+from lightning_gpp.plan import STEP
+from lightning_gpp.planning.answer import Control
+from lightning_gpp.planning.draft import Draft
+from lightning_gpp.planning.evaluate import Evaluation, Evaluator
+from lightning_gpp.planning.modules import stage_names
+from lightning_gpp.planning.problem import Problem
+from lightning_gpp.planning.realise import compress
+from lightning_gpp.planning.registry import partitioner_of
+
+SECONDS_PER_TRIAL: Final = 1.0
+"""Of the search for a plan under one suggestion, where a change of the draft at hand is not enough."""
+
+SMALLER: Final = 4
+"""Micro-batch sizes that are tried, each half of the one before."""
+
+LARGER: Final = (2, 4, 8, 16)
+"""Times the devices of the cluster that are tried."""
+
+Change = Callable[[Draft], Draft]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """A change of the problem, in words and in fact, with what it does to a draft at hand, where that stays valid."""
+
+    text: str
+    problem: Problem
+    change: Change | None = None
+
+
+def advice(problem: Problem, draft: Draft | None) -> str:
+    """By how much the worst device of the draft exceeds its memory, on which stage, and what would make it fit.
+
+    Args:
+        problem: what nothing was found for.
+        draft: the one that comes closest; None where there is none, then a short search looks for it.
+    """
+    if problem.num_units * problem.max_replicas < problem.num_devices:
+        return _too_many_devices(problem)
+    draft = draft or searched(problem)
+    evaluation = Evaluator(problem)(draft) if draft is not None else Evaluation(seconds=inf)
+    if draft is None or not isfinite(evaluation.seconds):
+        return _no_stages(problem)
+    if evaluation.fits:
+        return "The partitioner 'auto' finds a plan that fits: choose strategy.partitioner=auto."
+    working = _working(problem, draft)
+    remedy = "What would make it fit (each was tried): " + "; ".join(working) if working else _nothing_helps(problem)
+    return f"{described(problem, draft, evaluation)} {remedy}."
+
+
+def described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
+    """The device that lacks most memory, what it needs, and for what."""
+    limits = [min(stage.devices, key=lambda device: problem.memory_bytes[device]) for stage in draft.stages]
+    lacks = [peak - problem.memory_bytes[device] for peak, device in zip(evaluation.peak_bytes, limits, strict=True)]
+    worst = max(range(len(lacks)), key=lacks.__getitem__)
+    stage, device, peak = draft.stages[worst], limits[worst], evaluation.peak_bytes[worst]
+    static = float(problem.static_bytes[list(stage.units)].sum())
+    return (
+        f"The model does not fit the devices: stage {_name(problem, draft, worst)!r} needs {_gb(peak)} on device {device} "
+        f"({problem.cluster.devices[device].name}), which has {_gb(problem.memory_bytes[device])}: {_gb(lacks[worst])} too "
+        f"much. {_gb(static)} are weights, gradients and the state of the optimizer ({problem.footprint.optimizer}), "
+        f"{_gb(peak - static)} activations of {evaluation.in_flight[worst]} micro-batches of {stage.share} samples in "
+        f"flight{' (recomputed)' if stage.recompute else ''}."
+    )
+
+
+def searched(problem: Problem, seconds: float = SECONDS_PER_TRIAL) -> Draft | None:
+    """The draft that the default partitioner finds in a short time, whether it fits or not."""
+    return partitioner_of("auto")(problem, Control(seconds=seconds)).draft
+
+
+def _working(problem: Problem, draft: Draft) -> list[str]:
+    """Suggestions after which the model fits: the mildest of each kind, and all together where none is enough."""
+    working = [found for found in (_first(kind, draft) for kind in _kinds(problem)) if found]
+    return working or _together(problem)
+
+
+def _first(kind: Iterator[Suggestion], draft: Draft) -> str:
+    return next((suggestion.text for suggestion in kind if _fits(suggestion, draft)), "")
+
+
+def _fits(suggestion: Suggestion, draft: Draft) -> bool:
+    evaluate = Evaluator(suggestion.problem)
+    if suggestion.change is not None and evaluate(suggestion.change(draft)).fits:
+        return True
+    found = searched(suggestion.problem)
+    return found is not None and evaluate(found).fits
+
+
+def _kinds(problem: Problem) -> list[Iterator[Suggestion]]:
+    return [
+        _recomputed(problem),
+        _scheduled(problem),
+        _smaller(problem),
+        _shared(problem),
+        _leaner(problem),
+        _more(problem),
+    ]
+
+
+def _recomputed(problem: Problem) -> Iterator[Suggestion]:
+    if problem.recompute is False:
+        yield Suggestion(
+            text="strategy.recompute=true",
+            problem=replace(problem, recompute=True),
+            change=lambda draft: _with_recompute(problem, draft),
+        )
+
+
+def _with_recompute(problem: Problem, draft: Draft) -> Draft:
+    last = problem.num_units - 1
+    return replace(draft, stages=tuple(replace(stage, recompute=last not in stage.units) for stage in draft.stages))
+
+
+def _scheduled(problem: Problem) -> Iterator[Suggestion]:
+    if problem.schedules == ("gpipe",):
+        yield Suggestion(
+            text="strategy.schedule=1f1b",
+            problem=replace(problem, schedules=("1f1b",)),
+            change=lambda draft: replace(draft, schedule="1f1b"),
+        )
+
+
+def _smaller(problem: Problem) -> Iterator[Suggestion]:
+    """Only where the user has fixed the size: else the partitioner has tried them."""
+    if len(problem.sizes) > 1:
+        return
+    size = problem.sizes[0]
+    for _ in range(SMALLER):
+        size = size // 2
+        if size < 1:
+            return
+        yield Suggestion(
+            text=f"strategy.micro_batch_size={size}",
+            problem=replace(problem, sizes=(size,)),
+            change=_with_size(size),
+        )
+
+
+def _with_size(size: int) -> Change:
+    return lambda draft: replace(draft, stages=tuple(replace(stage, micro_batch_size=size) for stage in draft.stages))
+
+
+def _shared(problem: Problem) -> Iterator[Suggestion]:
+    if isfinite(problem.max_replicas) and problem.max_replicas < problem.num_devices:
+        yield Suggestion(text="strategy.max_replicas=null", problem=replace(problem, max_replicas=inf))
+
+
+def _leaner(problem: Problem) -> Iterator[Suggestion]:
+    states = OPTIMIZER_STATES[problem.footprint.optimizer]
+    for name, words in (("sgd_momentum", "SGD with momentum"), ("sgd", "SGD without momentum")):
+        if OPTIMIZER_STATES[name] < states:
+            leaner = replace(problem, footprint=replace(problem.footprint, optimizer=name))
+            yield Suggestion(text=f"{words} as optimizer", problem=leaner, change=lambda draft: draft)
+
+
+def _more(problem: Problem) -> Iterator[Suggestion]:
+    for times in LARGER:
+        larger = replace(problem, cluster=repeated(problem.cluster, times))
+        if larger.num_devices <= problem.num_units * problem.max_replicas:
+            yield Suggestion(text=f"{larger.num_devices} devices instead of {problem.num_devices}", problem=larger)
+
+
+def repeated(cluster: Cluster, times: int) -> Cluster:
+    """Several such clusters side by side, joined by the outermost link."""
+    num = cluster.num_devices
+    levels = tuple(Level(link=level.link, groups=_repeated_groups(level.groups, times)) for level in cluster.levels)
+    outermost = cluster.levels[-1].link if cluster.levels else next(iter(cluster.links.values()))
+    return Cluster(
+        name=f"{times} x {cluster.name}",
+        devices=cluster.devices * times,
+        levels=(*levels, Level(link=outermost, groups=(0,) * (num * times))),
+        links={
+            (src + copy * num, dst + copy * num): link
+            for copy in range(times)
+            for (src, dst), link in cluster.links.items()
+        },
+    )
+
+
+def _repeated_groups(groups: tuple[int, ...], times: int) -> tuple[int, ...]:
+    step = max(groups) + 1
+    return tuple(group + copy * step for copy in range(times) for group in groups)
+
+
+def _together(problem: Problem) -> list[str]:
+    """All that needs no other machine, at its strongest."""
+    strongest, texts = problem, list[str]()
+    for kind in (_recomputed, _scheduled, _smaller, _leaner):
+        last = list(kind(strongest))[-1:]
+        for suggestion in last:
+            strongest, texts = suggestion.problem, [*texts, suggestion.text]
+    if len(texts) > 1 and _fits(Suggestion(text="", problem=strongest), Draft(stages=())):
+        return [" and ".join(texts) + " together"]
+    return []
+
+
+def _too_many_devices(problem: Problem) -> str:
+    most = int(problem.num_units * problem.max_replicas)
+    return (
+        f"The model can be cut into {problem.num_units} pieces at most, so with strategy.max_replicas="
+        f"{problem.max_replicas:g} it fills {most} devices; there are {problem.num_devices}, and a plan uses them all. "
+        f"Raise strategy.max_replicas (null: no limit), raise strategy.num_pipelines, or use at most {most} devices."
+    )
+
+
+def _no_stages(problem: Problem) -> str:
+    rigid = sum(not unit.divisible for unit in problem.units.units)
+    cause = f" {rigid} of them read data that cannot be divided among replicas." if rigid else ""
+    return (
+        f"No stages were found that fill all {problem.num_devices} devices with {problem.num_units} pieces of the model."
+        f"{cause} Use fewer devices per pipeline (strategy.num_pipelines), or place stages by hand (strategy.stages)."
+    )
+
+
+def _nothing_helps(problem: Problem) -> str:
+    unit = int(problem.static_bytes.argmax())
+    alone, most = float(problem.static_bytes[unit]), float(problem.memory_bytes.max())
+    if alone > most:
+        name = ", ".join(module for module in problem.units.units[unit].modules if module != STEP) or STEP
+        return f"Module {name!r} alone takes {_gb(alone)} of weights, gradients and optimizer state: cut it into submodules"
+    return "Neither recomputation, smaller micro-batches, a leaner optimizer nor 16 times the devices were enough"
+
+
+def _name(problem: Problem, draft: Draft, index: int) -> str:
+    units = problem.units.units
+    modules = [[path for unit in stage.units for path in units[unit].modules] for stage in draft.stages]
+    return stage_names(compress(problem.graph, modules))[index]
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.3g} kB"

@@ -1,0 +1,77 @@
+"""How many copies of a pipeline, where stages may not have as many replicas as a copy would make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.planning.answer import Alternative
+from lightning_gpp.planning.estimate import estimate
+from lightning_gpp.planning.found import Found, partition
+from lightning_gpp.planning.request import Request
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.simulation import simulate
+
+
+def partition_copies(name: str, graph: OperatorGraph, request: Request) -> Found:
+    """The plan of the partitioner of that name, with as many copies of the pipeline as are fastest.
+
+    A partitioner itself makes copies by replicas of all stages. Where `request.max_replicas` forbids these, every number
+    of pipelines that divides devices and mini-batch is tried, each with its part of the time.
+
+    Raises:
+        ConfigError: there is no such partitioner.
+        PlanError: no number of pipelines fits; the message is that for the largest pipeline.
+    """
+    devices = request.cluster.num_devices
+    if not request.copies or request.max_replicas is None or request.max_replicas >= devices:
+        return partition(name, graph, request)
+    numbers = [n for n in range(1, devices + 1) if devices % n == 0 and request.batch_size % n == 0]
+    outcomes = list(_tried(name, graph, request, numbers))
+    found = sorted((outcome for outcome in outcomes if isinstance(outcome, Found)), key=lambda entry: entry.seconds)
+    if not found:
+        raise next(outcome for outcome in outcomes if not isinstance(outcome, Found))
+    best, *others = found
+    bound = min(entry.answer.lower_bound for entry in found)
+    lost = tuple(alternative for entry in others for alternative in _lost(entry, best))
+    answer = replace(best.answer, lower_bound=bound, alternatives=(*best.alternatives, *lost))
+    return replace(best, answer=answer, search_seconds=sum(entry.search_seconds for entry in found))
+
+
+def _tried(
+    name: str, graph: OperatorGraph, request: Request, numbers: Sequence[int]
+) -> Iterator[Found | PlanError | ConfigError]:
+    for number in numbers:
+        try:
+            part = replace(
+                request,
+                cluster=request.cluster.subset(range(request.cluster.num_devices // number)),
+                batch_size=request.batch_size // number,
+                copies=False,
+                seconds=request.seconds / len(numbers),
+            )
+            yield _copied(partition(name, graph, part), graph, request, number)
+        except (PlanError, ConfigError) as error:
+            yield error
+
+
+def _copied(found: Found, graph: OperatorGraph, request: Request, number: int) -> Found:
+    """The same plan, whose step includes the sums of gradients over all copies."""
+    costs = estimate(
+        graph,
+        found.plan,
+        request.cluster,
+        request.costs or Roofline(graph),
+        footprint=request.footprint,
+        num_pipelines=number,
+    )
+    return replace(found, num_pipelines=number, timeline=simulate(compile_program(found.plan), costs))
+
+
+def _lost(found: Found, best: Found) -> Iterator[Alternative]:
+    if found.answer.draft is not None:
+        reason = f"in {found.num_pipelines} pipelines the step takes {found.seconds / best.seconds - 1:.1%} longer"
+        yield Alternative(draft=found.answer.draft, seconds=found.seconds, reason=reason)
