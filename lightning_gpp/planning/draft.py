@@ -66,15 +66,12 @@ def stage_of_units(num_units: int, stages: Sequence[Iterable[int]]) -> list[int]
 def flows(problem: Problem, owner: Sequence[int]) -> dict[tuple[int, int], Flow]:
     """The edges of the stage graph. A value travels once to each stage that reads it."""
     sums: dict[tuple[int, int], list[float]] = {}
-    for value in problem.units.values:
-        src = owner[value.src]
-        for dst in {owner[unit] for unit in value.dsts} - {src}:
-            entry = sums.setdefault((src, dst), [0.0, 0.0, 0.0, 0.0])
-            entry[0] += value.bytes.per_sample
-            entry[1] += value.bytes.fixed
-            if value.num_directions == 2:
-                entry[2] += value.bytes.per_sample
-                entry[3] += value.bytes.fixed
+    for src_unit, readers, sizes in problem.flow_table:
+        src = owner[src_unit]
+        for dst in {owner[unit] for unit in readers} if len(readers) > 1 else (owner[readers[0]],):
+            if dst != src:
+                entry = sums.get((src, dst))
+                sums[src, dst] = [a + b for a, b in zip(entry, sizes, strict=True)] if entry else list(sizes)
     return {
         pair: Flow(Affine(a, b), Affine(c, d), bool(c or d)) for pair, (a, b, c, d) in sorted(sums.items())
     }

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from math import inf
 
-import networkx as nx
-
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import topological
 from lightning_gpp.planning.draft import Draft, DraftStage, Flow, flows, stage_of_units, transfer_seconds, with_chain
-from lightning_gpp.planning.pipeline_clock import Pipeline, end_times
+from lightning_gpp.planning.pipeline_clock import Pipeline, end_times, least_seconds
 from lightning_gpp.planning.problem import Problem
 from lightning_gpp.planning.units import Value
 from lightning_gpp.schedules.one_f_one_b import samples_in_flight
@@ -73,22 +71,22 @@ class Evaluator:
         self._rigid_units = [index for index, unit in enumerate(units.units) if not unit.divisible]
         self._rigid_values = [value for value in units.values if not value.sliceable]
 
-    def __call__(self, draft: Draft) -> Evaluation:
-        """Evaluate; micro-batch sizes must be the same in all stages."""
+    def __call__(self, draft: Draft, limit: float = inf) -> Evaluation:
+        """Evaluate; micro-batch sizes must be the same in all stages.
+
+        A step that is known to take `limit` seconds or more is not simulated: `seconds` is what it takes at least.
+        """
         self.evaluations += 1
         edges = self.edges(draft)
-        if not self._divisible(draft):
-            return Evaluation(seconds=inf)
-        try:
-            order = topological(list(edges), len(draft.stages))
-        except nx.NetworkXUnfeasible:
+        order = topological_order(edges, len(draft.stages))
+        if not order or not self._divisible(draft):
             return Evaluation(seconds=inf)
         position = {stage: index for index, stage in enumerate(order)}
         stages = [draft.stages[index] for index in order]
         edges = {(position[a], position[b]): flow for (a, b), flow in edges.items()}
         if draft.chained:
             edges = with_chain(edges, len(stages))
-        return self._evaluate(stages, edges, draft.schedule, order)
+        return self._evaluate(stages, edges, draft.schedule, order, limit)
 
     def _divisible(self, draft: Draft) -> bool:
         """Whether nothing is cut into shares that cannot be cut."""
@@ -104,13 +102,18 @@ class Evaluator:
         return flows(self.problem, stage_of_units(self.problem.num_units, [stage.units for stage in draft.stages]))
 
     def _evaluate(
-        self, stages: Sequence[DraftStage], edges: Mapping[tuple[int, int], Flow], schedule: str, order: Sequence[int]
+        self,
+        stages: Sequence[DraftStage],
+        edges: Mapping[tuple[int, int], Flow],
+        schedule: str,
+        order: Sequence[int],
+        limit: float,
     ) -> Evaluation:
         size = stages[0].micro_batch_size
         number = -(-self.problem.batch_size // size)
         counts = in_flight_counts(len(stages), edges, schedule, number)
         figures = [self.figures(stage) for stage in stages]
-        ends = end_times(self._pipeline(stages, figures, edges), counts, number)
+        pipeline = self._pipeline(stages, figures, edges)
         peaks = [
             entry.static_bytes + count * entry.kept_bytes + entry.working_bytes
             for entry, count in zip(figures, counts, strict=True)
@@ -118,7 +121,7 @@ class Evaluator:
         limits = [min(self.problem.memory_bytes[list(stage.devices)]) for stage in stages]
         place = sorted(range(len(order)), key=order.__getitem__)
         return Evaluation(
-            seconds=max(end + entry.all_reduce for end, entry in zip(ends, figures, strict=True)),
+            seconds=_step_seconds(pipeline, counts, number, [entry.all_reduce for entry in figures], limit),
             excess_bytes=max(0.0, *(peak - limit for peak, limit in zip(peaks, limits, strict=True))),
             peak_bytes=tuple(peaks[index] for index in place),
             bottleneck=max(entry.forward + entry.backward for entry in figures) / size,
@@ -150,6 +153,34 @@ class Evaluator:
         if stage not in self._figures:
             self._figures[stage] = stage_figures(self.problem, stage)
         return self._figures[stage]
+
+
+def _step_seconds(
+    pipeline: Pipeline, counts: Sequence[int], number: int, all_reduce: Sequence[float], limit: float
+) -> float:
+    least = least_seconds(pipeline, number, all_reduce)
+    if least >= limit:
+        return least
+    return max(end + last for end, last in zip(end_times(pipeline, counts, number), all_reduce, strict=True))
+
+
+def topological_order(edges: Iterable[tuple[int, int]], num_stages: int) -> list[int]:
+    """Stages in an order of their edges that keeps the given one where it can; empty where they form a cycle."""
+    following: list[list[int]] = [[] for _ in range(num_stages)]
+    missing = [0] * num_stages
+    for src, dst in edges:
+        following[src].append(dst)
+        missing[dst] += 1
+    ready = [stage for stage in range(num_stages) if not missing[stage]]
+    order = []
+    while ready:
+        stage = heappop(ready)
+        order.append(stage)
+        for other in following[stage]:
+            missing[other] -= 1
+            if not missing[other]:
+                heappush(ready, other)
+    return order if len(order) == num_stages else []
 
 
 def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:

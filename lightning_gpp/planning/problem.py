@@ -109,6 +109,16 @@ class Problem:
         """The graph of units."""
         return self.units.graph()
 
+    @cached_property
+    def flow_table(self) -> list[tuple[int, tuple[int, ...], tuple[float, float, float, float]]]:
+        """Per unit and set of readers: bytes per sample and fixed bytes of the forward, and those of the backward."""
+        sums: dict[tuple[int, tuple[int, ...]], Array] = {}
+        for value in self.units.values:
+            size = np.array([value.bytes.per_sample, value.bytes.fixed])
+            both = np.concatenate([size, size if value.num_directions == 2 else np.zeros(2)])
+            sums[value.src, value.dsts] = sums.get((value.src, value.dsts), np.zeros(4)) + both
+        return [(src, dsts, tuple(map(float, size))) for (src, dsts), size in sums.items()]  # type: ignore[misc]
+
     def coarsened(self, num_pieces: float) -> Problem:
         """The same problem with larger units: none costs more than 1 / `num_pieces` of the whole."""
         seconds = operator_seconds(self.graph, self.costs, self.cluster, self.sizes[-1])

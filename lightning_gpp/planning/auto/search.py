@@ -28,7 +28,7 @@ from lightning_gpp.planning.registry import register
 PATIENCE = 60
 """So many disturbances in a row without a shorter step end the search."""
 
-MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 48, 3, 0.7
+MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
 """Units of a first search on larger units, in all and per device, and its share of the time."""
 
 NUM_STARTS = 6
@@ -141,9 +141,10 @@ class Search:
                     if len(set(shape.replicas)) == 1 and shape.replicas[0] > 1:
                         yield replace(shape, spread=True)
 
-    def _judge(self, shape: Shape) -> Rank:
+    def _judge(self, shape: Shape, limit: float = inf) -> Rank:
+        """Memory first, then seconds; those at or above `limit` may be less than the shape's."""
         if shape not in self.known:
-            rank = self.known[shape] = self.evaluate(shape.draft()).rank
+            rank = self.known[shape] = self.evaluate(shape.draft(), limit).rank
             if rank < self.rank:
                 self.best, self.rank = shape, rank
                 self.control.report(self.control.elapsed / self.control.seconds, rank[1], self.bound)
@@ -158,9 +159,9 @@ class Search:
             for candidate in moves(self.problem, shape, self._loads(shape)):
                 if self.done:
                     return
-                if candidate in self.known or self._hopeless(candidate, rank):
+                if candidate in self.known:
                     continue
-                found = self._judge(candidate)
+                found = self._judge(candidate, rank[1] if rank[0] == 0 else inf)
                 if found < (rank[0], rank[1] * (1 - 1e-9)):
                     shape, rank, improved = candidate, found, True
                     break
@@ -170,10 +171,6 @@ class Search:
         number = -(-self.problem.batch_size // shape.size)
         figures = [self.evaluate.figures(stage) for stage in shape.draft().stages]
         return [number * (entry.forward + entry.backward) + entry.all_reduce for entry in figures]
-
-    def _hopeless(self, shape: Shape, rank: Rank) -> bool:
-        """Whether one stage alone takes longer than the best step."""
-        return rank[0] == 0 and max(self._loads(shape)) >= rank[1]
 
     def _disturbed(self, shape: Shape, random: Random) -> Shape:
         for _ in range(random.choice((1, 2, 3))):

@@ -82,6 +82,7 @@ class _Table:
         self.most_stages = min(self.num_slots, problem.num_units)
         self.seconds = [self._prefix(count * cuts.width) for count in self.counts]
         self.balance = self.seconds[0][-1] / self.num_slots
+        self._room: dict[tuple[int, int], Positions] = {}
         self.borders = _borders(problem, self.reverse) if cuts.apart else None
 
     def limits(self) -> Array:
@@ -104,7 +105,10 @@ class _Table:
         seconds = self.seconds[row]
         ends = np.searchsorted(seconds, seconds + limit * (1 + 1e-9), side="right") - 1
         if self.cuts.fitting:
-            ends = np.minimum(ends, self._fitting(row, num_following))
+            key = row, 0 if self.cuts.recompute else num_following
+            if key not in self._room:
+                self._room[key] = self._fitting(row, num_following)
+            ends = np.minimum(ends, self._room[key])
         if self.borders is not None:
             ends = np.minimum(ends, self.borders)
         return ends.astype(np.int64)

@@ -5,34 +5,37 @@ parallelism" (arXiv 2406.17145, ASPLOS 2025), section 5 and algorithms 1 and 2. 
 what is assumed in their place is said here. The configuration is that of its experiments: one micro-batch size for
 all stages, 1F1B by depth.
 
-**Objective.** The least time per sample (TPS) of the slowest stage. A stage of r replicas and micro-batch size b takes
+**Objective.** The least time per sample (TPS) of the slowest stage. A stage of r replicas and micro-batch size b
+takes
 
     ( forward + backward of ceil(b / r) samples  +  transfers ) / b  +  all-reduce / mini-batch
 
 Transfers are affine: for every tensor that crosses the stage's border a latency, and the bytes of one replica's share
-over the bandwidth, in every direction in which it travels. A tensor counts once on its way in and once on its way out.
-A neighbour is taken to have as many replicas: the link is the innermost whose groups hold 2r devices, else the
+over the bandwidth, in every direction in which it travels. A tensor counts once on its way in and once on its way
+out. A neighbour is taken to have as many replicas: the link is the innermost whose groups hold 2r devices, else the
 outermost. The all-reduce is a ring over r neighbouring devices. On mixed devices the slowest and the smallest count.
 
-**Space.** The units are in series-parallel order: a line of parts, each a unit or a fork of lines, and so on. A stage is
+**Space.** The units are in series-parallel order: a line of parts, each a unit or a fork of lines, and so on. A stage
+is
 
     [the last parts of one branch of the fork before]  +  one or more whole parts of one line, in a row
                                                        +  [the first parts of one branch of the fork behind]
 
 where both ends in brackets may be missing, and a whole branch may be such an end. So a whole fork may be part of a
-stage; or its lines are divided on their own, except that the stage with the join may hold the tail of one of them, and
-the stage with the fork the head of one. No other stage spans branches, and no stage reaches into a fork inside a
+stage; or its lines are divided on their own, except that the stage with the join may hold the tail of one of them,
+and the stage with the fork the head of one. No other stage spans branches, and no stage reaches into a fork inside a
 branch. Every unit is in one stage. Replicas are powers of two, no more than micro-batches have samples; all devices
 are used; stages with units or tensors that cannot be cut into shares have one replica. A stage has as many
 micro-batches in flight as stages lie on the longest path from it to a sink, itself included (at most all of the
-mini-batch); weights, gradients, optimizer state and what the forward keeps for these must fit. A stage may recompute its
-forward where the problem allows it: it does if it would not fit otherwise. The stage of the user's step never does.
+mini-batch); weights, gradients, optimizer state and what the forward keeps for these must fit. A stage may recompute
+its forward where the problem allows it: it does if it would not fit otherwise. The stage of the user's step never
+does.
 
-**Search.** Binary search on the TPS. For a target, a dynamic programme from the sinks backwards asks for every part of a
-line, given what follows it, which pairs (depth, devices) a strategy exists for: the fewest micro-batches in flight at
-the source, for each number of devices. Fewer are never worse, so this loses nothing. Pairs are the bits of integers
-(`sets`), lines that are alike share their results (`lines`), and a fork is passed once for each depth of what
-follows it: all its lines end before a stage of that depth, or one of them continues into it (`solve`).
+**Search.** Binary search on the TPS. For a target, a dynamic programme from the sinks backwards asks for every part
+of a line, given what follows it, which pairs (depth, devices) a strategy exists for: the fewest micro-batches in
+flight at the source, for each number of devices. Fewer are never worse, so this loses nothing. Pairs are the bits of
+integers (`sets`), lines that are alike share their results (`lines`), and a fork is passed once for each depth of
+what follows it: all its lines end before a stage of that depth, or one of them continues into it (`solve`).
 
 The target is met to a thousandth (`search.PRECISION`). Micro-batch sizes compete by the simulated step. Those that
 cannot win by a bound are left out, and those whose first, coarser strategy is too slow are not refined.

@@ -87,8 +87,8 @@ def _add_cuts(shape: Shape) -> None:
         shape.last.append(len(shape.ends) if part else 0)
         shape.ends.extend([Cut(part)] if part else [])
         inner = [(group, len(branch)) for group, branch in enumerate(shape.branches[part])]
-        tails = [Cut(part + 1, group, at) for group, size in inner for at in range(size)] if part + 1 < len(shape) else []
-        heads = [Cut(part, group, at) for group, size in inner for at in range(1, size + 1)] if part else []
+        tails = [Cut(part + 1, group, at) for group, size in inner for at in range(size) if part + 1 < len(shape)]
+        heads = [Cut(part, group, at + 1) for group, size in inner for at in range(size) if part]
         shape.tails.append(list(range(len(shape.starts), len(shape.starts) + len(tails))))
         shape.heads.append(list(range(len(shape.ends), len(shape.ends) + len(heads))))
         shape.starts.extend(tails)
@@ -154,9 +154,8 @@ def _add_simple(sums: Array, shape: Shape, values: Sequence[Value], place: dict[
     if not values:
         return
     weights = np.array([_weights(value) for value in values]).T
-    ends = [_inside(shape, place, [unit for unit in (value.src,)]) for value in values]
-    srcs = _stacked(ends)
-    dsts = _stacked([_inside(shape, place, value.dsts) for value in values])
+    srcs = _stacked([_inside(shape, place, value.src) for value in values])
+    dsts = _stacked([_inside(shape, place, value.dsts[0]) for value in values])
     both = srcs[0] * dsts[0], srcs[1] * dsts[1]
     for quantity, weight in enumerate(weights):
         received = quantity >= INPUT_PER_SAMPLE
@@ -165,9 +164,9 @@ def _add_simple(sums: Array, shape: Shape, values: Sequence[Value], place: dict[
             sums[quantity] += (srcs[0] * weight) @ srcs[1].T - (both[0] * weight) @ both[1].T
 
 
-def _inside(shape: Shape, place: dict[int, int], units: Sequence[int]) -> tuple[Array, Array]:
+def _inside(shape: Shape, place: dict[int, int], unit: int) -> tuple[Array, Array]:
     """Whether a unit lies behind each start, and before each end; never for units outside of the line."""
-    index = place.get(units[0])
+    index = place.get(unit)
     if index is None:
         return np.zeros(len(shape.starts)), np.zeros(len(shape.ends))
     return shape.after[:, index].astype(float), shape.before[:, index].astype(float)

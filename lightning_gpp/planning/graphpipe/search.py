@@ -32,7 +32,7 @@ OBJECTIVE = "seconds per sample of the slowest stage, transfers and all-reduce i
 class _Size:
     """The search for one micro-batch size: no strategy is as fast as `low`, and `pieces` are one of `high`.
 
-    `seconds`: of the step of `draft`, the best layout of the pieces found so far.
+    `seconds`: of the step of `draft`, the best layout of the pieces.
     """
 
     tables: Tables
@@ -134,7 +134,8 @@ class _Search:
         return True
 
     def _place(self, entry: _Size) -> None:
-        """The best layout of the pieces, if it is better than those before."""
+        """The best layout of the pieces."""
+        entry.draft, entry.seconds = None, inf
         if not entry.pieces:
             return
         for draft in self._drafts(entry):

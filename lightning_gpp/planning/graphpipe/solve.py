@@ -1,4 +1,4 @@
-"""The dynamic programme for one target: which pairs (depth, devices) a strategy exists for, from the sinks backwards."""
+"""The dynamic programme for one target: for which pairs (depth, devices) strategies exist, from the sinks backwards."""
 
 from __future__ import annotations
 

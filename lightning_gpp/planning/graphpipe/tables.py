@@ -144,14 +144,15 @@ class Tables:
         """Seconds per sample: the messages of a micro-batch one after the other, each replica sending its share."""
         num_bytes = border[PER_SAMPLE] * option.share + border[FIXED]
         link = option.between
-        return (border[MESSAGES] * link.latency + num_bytes / link.bytes_per_second) / self.size
+        seconds: Array = border[MESSAGES] * link.latency + num_bytes / link.bytes_per_second
+        return seconds / self.size
 
     def _all_reduce(self, parameters: Array, option: Option) -> Array | float:
         """Seconds per sample of the mini-batch, by a ring."""
         if option.replicas == 1:
             return 0.0
         link, steps = option.inside, 2 * (option.replicas - 1)
-        seconds = steps * (link.latency + parameters / option.replicas / link.bytes_per_second)
+        seconds: Array = steps * (link.latency + parameters / option.replicas / link.bytes_per_second)
         return seconds / self.problem.batch_size
 
     def _room(self, free: Array, kept: Array) -> Counts:

@@ -29,7 +29,7 @@ class Piece:
 
 
 def strategy(solver: Solver) -> list[Piece] | None:
-    """Stages in topological order with the fewest micro-batches in flight at the sources; None if there is no strategy."""
+    """Stages in topological order, with the fewest micro-batches in flight at the sources; None if there are none."""
     solution, devices = solver.whole(), solver.grid.num_devices
     depth = solver.grid.least(solution.values[0], devices)
     if depth is None:
@@ -70,9 +70,7 @@ class _Trace:
                     return rest if cut.group == NONE else self._fork(solution, line, end, rest)
         return None
 
-    def _add(
-        self, shape: Shape, line: Line, cuts: tuple[int, int], member: int, replicas: int, depth: int
-    ) -> None:
+    def _add(self, shape: Shape, line: Line, cuts: tuple[int, int], member: int, replicas: int, depth: int) -> None:
         start, end = shape.starts[cuts[0]], shape.ends[cuts[1]]
         head = head_units(line, end, _head_member(shape, end))
         index = replicas.bit_length() - 1
