@@ -72,11 +72,12 @@ class MeasuredCosts:
 def spread(graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device, name: str) -> CostTable:
     """Seconds of operators from seconds of blocks.
 
-    An operator that several blocks compute (cheap glue) has the mean of its parts in them.
+    An operator that several blocks compute (cheap glue) has the mean of its parts in them; one that no block computes,
+    because nothing reads it, costs nothing.
 
     Args:
         graph: the operators.
-        blocks: what was measured; every operator that is not data is in at least one.
+        blocks: what was measured.
         device: says by the roofline model which share of its block an operator is.
         name: of the table.
     """
@@ -91,7 +92,8 @@ def spread(graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device,
         expected = [roofline.seconds(graph[operator], max(block.points), device) for operator in block.operators]
         for operator, part in zip(block.operators, _parts(whole, expected), strict=True):
             found.setdefault(operator, []).append(part)
-    return CostTable(name=name, operators={operator: _mean(parts) for operator, parts in found.items()})
+    operators = {operator.name: _mean(found.get(operator.name, [OperatorSeconds()])) for operator in graph}
+    return CostTable(name=name, operators=operators)
 
 
 def _parts(whole: OperatorSeconds, expected: Sequence[Seconds]) -> list[OperatorSeconds]:

@@ -277,6 +277,40 @@ def test_what_cannot_be_cut_is_one_block(measure: Any, clock: list[tuple[int, in
     assert seconds_of(costs, captured(LogsInside(num_layers=1)), 4)[0] == pytest.approx(56 * 4)
 
 
+def test_autocast_is_measured_as_it_was_captured(tmp_path: Path, clock: list[tuple[int, int]]) -> None:
+    def low() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16)
+
+    model = Model()
+    options: dict[str, Any] = {"device": CPU, "sizes": (2,), "cache": tmp_path}
+    measure_costs(captured(model), model, batch(), **options)
+    full = list(clock)
+    clock.clear()
+    measure_costs(capture(model, batch(), context=low), model, batch(), context=low, **options)
+    assert sorted(clock) == sorted(full)  # all blocks are others
+
+
+def test_a_block_runs_in_the_context(tmp_path: Path) -> None:
+    seen = []
+
+    class Typed(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            if type(y) is Tensor:  # not while it is captured
+                seen.append(y.dtype)
+            return y
+
+    def low() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16)
+
+    model = Model()
+    model.layers = nn.ModuleList([Typed()])
+    taken = capture(model, batch(), context=low)
+    costs = measure_costs(taken, model, batch(), device=CPU, sizes=(2,), num_pieces=1, cache=tmp_path, context=low)
+    assert set(seen) == {torch.bfloat16}
+    assert seconds_of(costs, taken, 2)[0] > 0
+
+
 def test_progress_is_told(measure: Any, clock: list[tuple[int, int]]) -> None:
     told: list[tuple[int, int, str]] = []
     measure(Model(), progress=lambda *entry: told.append(entry))
