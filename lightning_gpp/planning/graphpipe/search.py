@@ -9,6 +9,7 @@ from math import inf, sqrt
 from lightning_gpp.planning.answer import Alternative, Answer, Control
 from lightning_gpp.planning.draft import Draft, DraftStage
 from lightning_gpp.planning.evaluate import Evaluator
+from lightning_gpp.planning.graphpipe.cuts import Shape
 from lightning_gpp.planning.graphpipe.lines import Line, line_of
 from lightning_gpp.planning.graphpipe.sets import Grid
 from lightning_gpp.planning.graphpipe.solve import Solver
@@ -24,6 +25,9 @@ PRECISION = 1e-3
 
 COARSE = 0.03
 """The same, for the first look at a micro-batch size; sizes whose step may still become the shortest are refined."""
+
+FIRST_FACTORS = (1.25, 2.0, 4.0, inf)
+"""Steps from a target that is not met to the next, before there is any strategy: the higher a target, the slower."""
 
 OBJECTIVE = "seconds per sample of the slowest stage, transfers and all-reduce included"
 
@@ -88,7 +92,7 @@ class _Search:
         best = inf
         sizes = self._sizes()
         for number, entry in enumerate(sizes):
-            if self._least(entry.tables) < best:
+            if self._least(entry.tables) < best and not (self.stopped and best < inf):
                 self._narrow(entry, COARSE)
                 self._place(entry)
                 best = min(best, entry.seconds)
@@ -104,7 +108,8 @@ class _Search:
     def _sizes(self) -> list[_Size]:
         """The most promising first, so that others can be left out."""
         schedule = "1f1b" if "1f1b" in self.problem.schedules else self.problem.schedules[0]
-        tables = [Tables(self.problem, size, self.line, schedule) for size in self.problem.sizes]
+        known: dict[tuple[int, ...], Shape] = {}
+        tables = [Tables(self.problem, size, self.line, schedule, known) for size in self.problem.sizes]
         entries = [_Size(tables=entry, low=entry.bound * (1 - 1e-9)) for entry in tables]
         return sorted(entries, key=lambda entry: self._least(entry.tables))
 
@@ -113,8 +118,11 @@ class _Search:
         return tables.bound * tables.size * (self.problem.batch_size // tables.size)
 
     def _narrow(self, entry: _Size, precision: float) -> None:
-        """Binary search, first by ratios: the best target may lie far above the bound."""
-        if entry.high == inf and not self._try(entry, inf):
+        """Binary search by ratios, upwards from the bound until there is a strategy at all."""
+        for factor in FIRST_FACTORS:
+            if entry.high == inf and not self._try(entry, entry.low * factor):
+                entry.low *= factor
+        if entry.high == inf:
             return
         while entry.high > entry.low * (1 + precision):
             if self.control.expired:

@@ -97,15 +97,18 @@ class Tables:
     size: int
     line: Line
     schedule: str
+    known: dict[tuple[int, ...], Shape] = field(default_factory=dict)
+    """Shapes of the line by what is alike in it: the same for most micro-batch sizes."""
     options: list[Option] = field(init=False)
-    likeness: Likeness = field(init=False)
     shape: Shape = field(init=False)
     _costs: dict[Shape, list[Costs]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.options = options_of(self.problem, self.size)
-        self.likeness = Likeness(self.problem, _unit_kinds(self.problem, self.options))
-        self.shape = shape_of(self.line, self.likeness, {})
+        kinds = _unit_kinds(self.problem, self.options)
+        if kinds not in self.known:
+            self.known[kinds] = shape_of(self.line, Likeness(self.problem, kinds), {})
+        self.shape = self.known[kinds]
 
     @property
     def num_micro_batches(self) -> int:
@@ -164,7 +167,7 @@ class Tables:
         return np.where(room >= most, plenty, limited).astype(np.int64)
 
 
-def _unit_kinds(problem: Problem, options: Sequence[Option]) -> list[int]:
+def _unit_kinds(problem: Problem, options: Sequence[Option]) -> tuple[int, ...]:
     """Numbers for units, the same for units that cost the same."""
     rows = [column for option in options for column in (option.forward, option.backward, option.saved)]
     units = problem.units.units
@@ -172,7 +175,7 @@ def _unit_kinds(problem: Problem, options: Sequence[Option]) -> list[int]:
     rigid = [float(not unit.divisible) for unit in units]
     table = np.array([*rows, problem.parameter_bytes, step, rigid]).T.copy()
     numbers: dict[bytes, int] = {}
-    return [numbers.setdefault(row.tobytes(), len(numbers)) for row in table]
+    return tuple(numbers.setdefault(row.tobytes(), len(numbers)) for row in table)
 
 
 def _sums(shape: Shape, problem: Problem, option: Option) -> Array:
