@@ -20,7 +20,7 @@ def overrides(arguments: Sequence[str]) -> list[str]:
     result = ["compare=true" if argument == "compare" else argument for argument in arguments]
     if any(argument.startswith("graph=") and argument != "graph=null" for argument in result):
         given = {argument.partition("=")[0] for argument in result}
-        result += [f"{group}=null" for group in ("data", "model") if not {group, "experiment"} & given]
+        result += [f"~{group}" for group in ("data", "model") if not {group, "experiment"} & given]
     return result
 
 

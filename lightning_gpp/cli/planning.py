@@ -12,6 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_gpp.cli.check import check
+from lightning_gpp.cli.limit import TimeIsUp, limited
 from lightning_gpp.cli.subject import GraphFile, Step, captured, graph_file
 from lightning_gpp.cluster import Cluster, cluster_of
 from lightning_gpp.errors import ConfigError, PlanError
@@ -38,6 +39,9 @@ from lightning_gpp.strategy.machine import Machine, first, resolved
 from lightning_gpp.strategy.options import Options
 from lightning_gpp.strategy.planner import Planned, check_devices, devices_wanted, planned, request_of
 from lightning_gpp.strategy.reporting import simulated
+
+COMPARED = tuple(name for name in partitioner_names() if name != "exhaustive")
+"""Compared by default: all but the one that is for a handful of units and devices only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +130,7 @@ def compare(config: DictConfig) -> None:
         ConfigError: the configuration cannot work.
         KeyboardInterrupt: it was interrupted.
     """
-    names = partitioner_names() if config.partitioners is None else tuple(map(str, config.partitioners))
+    names = COMPARED if config.partitioners is None else tuple(map(str, config.partitioners))
     for name in names:
         partitioner_of(name)
     task, outcomes = task_of(config), list[Outcome]()
@@ -134,21 +138,23 @@ def compare(config: DictConfig) -> None:
         raise ConfigError("gpp-plan compare asks partitioners; leave strategy.plan and strategy.stages out.")
     try:
         for name in names:
-            outcomes.append(_outcome(name, task))
+            outcomes.append(_outcome(name, task, float(config.compare_seconds)))
     finally:
         if outcomes:
             print(compare_table(outcomes))
 
 
-def _outcome(name: str, task: Task) -> Outcome:
+def _outcome(name: str, task: Task, seconds: float) -> Outcome:
     subject = task.subject.step
     try:
-        with search_progress() as progress:
+        with limited(seconds), search_progress() as progress:
             machine = first(task.machine, task.num_devices)
             request = request_of(subject, task.options, machine, copies=task.copies, progress=progress)
             return Outcome(partitioner=name, found=partition_copies(name, subject.graph, request))
     except PlanError as error:
         return Outcome(partitioner=name, reason=str(error))
+    except TimeIsUp:
+        return Outcome(partitioner=name, reason=f"no plan after compare_seconds={seconds:g} seconds.")
 
 
 def task_of(config: DictConfig) -> Task:

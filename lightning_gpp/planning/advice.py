@@ -67,11 +67,11 @@ def described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
     stage, device, peak = draft.stages[worst], limits[worst], evaluation.peak_bytes[worst]
     static = float(problem.static_bytes[list(stage.units)].sum())
     return (
-        f"The model does not fit the devices: stage {_name(problem, draft, worst)!r} needs {_gb(peak)} on device {device} "
-        f"({problem.cluster.devices[device].name}), which has {_gb(problem.memory_bytes[device])}: {_gb(lacks[worst])} too "
-        f"much. {_gb(static)} are weights, gradients and the state of the optimizer ({problem.footprint.optimizer}), "
-        f"{_gb(peak - static)} activations of {evaluation.in_flight[worst]} micro-batches of {stage.share} samples in "
-        f"flight{' (recomputed)' if stage.recompute else ''}."
+        f"The model does not fit the devices: stage {_name(problem, draft, worst)!r} needs {_gb(peak)} on device "
+        f"{device} ({problem.cluster.devices[device].name}), which has {_gb(problem.memory_bytes[device])}: "
+        f"{_gb(lacks[worst])} too much. {_gb(static)} are weights, gradients and the state of the optimizer "
+        f"({problem.footprint.optimizer}), {_gb(peak - static)} activations of {evaluation.in_flight[worst]} "
+        f"micro-batches of {stage.share} samples in flight{' (recomputed)' if stage.recompute else ''}."
     )
 
 
@@ -219,8 +219,9 @@ def _no_stages(problem: Problem) -> str:
     rigid = sum(not unit.divisible for unit in problem.units.units)
     cause = f" {rigid} of them read data that cannot be divided among replicas." if rigid else ""
     return (
-        f"No stages were found that fill all {problem.num_devices} devices with {problem.num_units} pieces of the model."
-        f"{cause} Use fewer devices per pipeline (strategy.num_pipelines), or place stages by hand (strategy.stages)."
+        f"No stages were found that fill all {problem.num_devices} devices with {problem.num_units} pieces of the "
+        f"model.{cause} Use fewer devices per pipeline (strategy.num_pipelines), or place stages by hand "
+        "(strategy.stages)."
     )
 
 
@@ -229,7 +230,10 @@ def _nothing_helps(problem: Problem) -> str:
     alone, most = float(problem.static_bytes[unit]), float(problem.memory_bytes.max())
     if alone > most:
         name = ", ".join(module for module in problem.units.units[unit].modules if module != STEP) or STEP
-        return f"Module {name!r} alone takes {_gb(alone)} of weights, gradients and optimizer state: cut it into submodules"
+        return (
+            f"Module {name!r} alone takes {_gb(alone)} of weights, gradients and optimizer state: divide it into "
+            "submodules"
+        )
     return "Neither recomputation, smaller micro-batches, a leaner optimizer nor 16 times the devices were enough"
 
 

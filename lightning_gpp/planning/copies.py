@@ -19,8 +19,8 @@ from lightning_gpp.simulation import simulate
 def partition_copies(name: str, graph: OperatorGraph, request: Request) -> Found:
     """The plan of the partitioner of that name, with as many copies of the pipeline as are fastest.
 
-    A partitioner itself makes copies by replicas of all stages. Where `request.max_replicas` forbids these, every number
-    of pipelines that divides devices and mini-batch is tried, each with its part of the time.
+    A partitioner itself makes copies by replicas of all stages. Where `request.max_replicas` forbids these, every
+    number of pipelines that divides devices and mini-batch is tried, each with its part of the time.
 
     Raises:
         ConfigError: there is no such partitioner.
