@@ -88,6 +88,8 @@ class _Search:
 
     def run(self) -> list[_Size]:
         """Micro-batch sizes with a strategy, the shortest step first."""
+        if self.problem.static_bytes.sum() > self.problem.memory_bytes.sum():
+            return []
         found: list[_Size] = []
         best = inf
         sizes = self._sizes()

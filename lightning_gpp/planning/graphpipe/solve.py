@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_gpp.planning.graphpipe.cuts import NONE, Shape
 from lightning_gpp.planning.graphpipe.sets import Grid
-from lightning_gpp.planning.graphpipe.tables import Tables
+from lightning_gpp.planning.graphpipe.tables import Counts, Tables
 
 Moves: TypeAlias = list[tuple[int, int, list[int], list[tuple[int, int]]]]
 """Of stages that begin at one cut, by replicas: shift, mask, the ends without and with a mask of their own."""
@@ -106,15 +106,15 @@ class Solver:
         starts, ends = np.nonzero(limits)
         if not len(starts):
             return
-        caps = limits[starts, ends].tolist()
-        borders, behind = np.searchsorted(starts, range(len(shape.starts) + 1)).tolist(), ends.tolist()
+        caps = limits[starts, ends]
+        free, bound = caps >= plenty, caps < plenty
+        without = _by_start(starts[free], ends[free], len(found))
+        limited = _by_start(starts[bound], ends[bound], len(found))
+        masks = _by_start(starts[bound], caps[bound], len(found))
         shift, mask = self.grid.width + replicas, self.mask(replicas, plenty)
-        for start, (low, high) in enumerate(zip(borders, borders[1:], strict=False)):
-            if low < high:
-                pairs = list(zip(behind[low:high], caps[low:high], strict=True))
-                free = [end for end, cap in pairs if cap >= plenty]
-                bound = [(end, self.mask(replicas, cap)) for end, cap in pairs if cap < plenty]
-                found[start].append((shift, mask, free, bound))
+        for start in sorted(set(starts.tolist())):
+            own = [(end, self.mask(replicas, cap)) for end, cap in zip(limited[start], masks[start], strict=True)]
+            found[start].append((shift, mask, without[start], own))
 
     def mask(self, replicas: int, limit: int) -> int:
         key = replicas, limit
@@ -174,6 +174,12 @@ class Solver:
             for _ in range(count):
                 result = self.grid.join(result, solution.values[0])
         return result
+
+
+def _by_start(starts: Counts, entries: Counts, number: int) -> list[list[int]]:
+    """The entries of every start; `starts` are ascending."""
+    borders, listed = np.searchsorted(starts, range(number + 1)).tolist(), entries.tolist()
+    return [listed[low:high] for low, high in zip(borders, borders[1:], strict=False)]
 
 
 def _reached(moves: Moves, following: Sequence[int]) -> int:
