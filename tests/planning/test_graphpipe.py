@@ -123,6 +123,8 @@ class Judge:
             per_sample = inf
         again = problem.recompute is not False and problem.num_units - 1 not in stage
         longer = per_sample + forward / self.size if again else inf
+        if again and problem.recompute is True:
+            per_sample = inf
         self.known[stage, replicas] = per_sample, static, kept, longer, received, kept
         return self.known[stage, replicas]
 
@@ -131,7 +133,7 @@ class Judge:
         in_flight = min(depth, -(-self.problem.batch_size // self.size))
         plain, static, kept, longer, received, working = self.figures(stage, replicas)
         memory = min(self.problem.memory_bytes)
-        if static + in_flight * kept <= memory:
+        if static + in_flight * kept <= memory and plain < inf:
             return plain
         return longer if static + in_flight * received + working <= memory else inf
 
@@ -445,11 +447,24 @@ def test_moves_layers_where_recomputing_is_not_allowed() -> None:
     assert [len(stage.units) for stage in more.stages] == [1, 1, 1, 1]
 
 
+def test_all_stages_but_that_of_the_step_recompute_where_it_is_demanded() -> None:
+    draft = graphpipe(replace(chain_problem(1e9, True), max_replicas=1), Control()).draft
+    assert draft is not None
+    assert [stage.recompute for stage in draft.stages] == [True, False]
+
+
 def test_nothing_fits() -> None:
     answer = graphpipe(chain_problem(10.0, None), Control())
     assert answer.draft is None
     assert answer.objective == inf
     assert "No stages fit the memory of the 2 devices" in answer.notes[0]
+    assert answer.states == 0  # weights alone exceed the memory: nothing to search
+
+
+def test_a_stage_does_not_fit_though_the_weights_would() -> None:
+    answer = graphpipe(chain_problem(45.0, None), Control())
+    assert answer.draft is None
+    assert answer.states > 0
 
 
 def test_gpipe_holds_all_micro_batches() -> None:

@@ -27,9 +27,8 @@ and the stage with the fork the head of one. No other stage spans branches, and 
 branch. Every unit is in one stage. Replicas are powers of two, no more than micro-batches have samples; all devices
 are used; stages with units or tensors that cannot be cut into shares have one replica. A stage has as many
 micro-batches in flight as stages lie on the longest path from it to a sink, itself included (at most all of the
-mini-batch); weights, gradients, optimizer state and what the forward keeps for these must fit. A stage may recompute
-its forward where the problem allows it: it does if it would not fit otherwise. The stage of the user's step never
-does.
+mini-batch); weights, gradients, optimizer state and what the forward keeps for these must fit. Where the problem
+leaves it open, a stage recomputes its forward if it would not fit otherwise. The stage of the user's step never does.
 
 **Search.** Binary search on the TPS. For a target, a dynamic programme from the sinks backwards asks for every part
 of a line, given what follows it, which pairs (depth, devices) a strategy exists for: the fewest micro-batches in

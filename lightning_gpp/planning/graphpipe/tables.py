@@ -77,7 +77,7 @@ class Costs:
     """Of all stages of a shape by one option, by [start, end].
 
     Args:
-        seconds: per sample; infinite where there is no such stage.
+        seconds: per sample; infinite where there is no such stage, or where it has to recompute.
         room: micro-batches in flight that fit; 0 if none does.
         longer: seconds with the forward recomputed in the backward.
         more_room: micro-batches in flight that fit then.
@@ -131,14 +131,15 @@ class Tables:
         problem, border = self.problem, shape.border
         forward, backward, saved, static, parameters, rigid, step = _sums(shape, problem, option)
         valid = _valid(shape, option, border[RIGID] + rigid)
-        weights = self._transfer(border, option) + self._all_reduce(parameters, option)
-        seconds = np.where(valid, (forward + backward) / self.size + weights, inf)
+        transfers = self._transfer(border, option) + self._all_reduce(parameters, option)
+        seconds = (forward + backward) / self.size + transfers
         again = valid & (step == 0) & (problem.recompute is not False)  # the user's step is never run twice
+        kept = valid & ((step != 0) | (problem.recompute is not True))
         received = border[INPUT_PER_SAMPLE] * option.share + border[INPUT_FIXED]
         free = min(problem.memory_bytes) - static
         return Costs(
-            seconds=seconds,
-            room=self._room(free, saved) * valid,
+            seconds=np.where(kept, seconds, inf),
+            room=self._room(free, saved) * kept,
             longer=np.where(again, seconds + forward / self.size, inf),
             more_room=self._room(free - saved, received) * again,
         )
