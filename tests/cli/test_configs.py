@@ -24,7 +24,7 @@ SET_BY_LIGHTNING = {"parallel_devices", "cluster_environment", "checkpoint_io", 
 def test_every_file_composes_and_names_things_that_exist(file: str) -> None:
     group, name = file.split("/")
     base = [] if group == "experiment" else ["experiment=two_tower"]
-    check(composed(*base, f"{group}={name}"))
+    check(composed(*base, f"{group}={name}", name="plan" if group == "cluster" else "train"))
     assert not GlobalHydra.instance().is_initialized()
 
 
@@ -41,7 +41,7 @@ def test_every_setting_of_the_strategy_is_a_key_with_a_comment() -> None:
 
 
 def test_defaults_are_those_of_the_strategy() -> None:
-    config = composed("experiment=feature_towers", "strategy.num_micro_batches=null").strategy
+    config = composed("experiment=feature_towers", "strategy=gpp").strategy
     parameters = inspect.signature(GPPStrategy).parameters
     given = {key: value for key, value in OmegaConf.to_container(config).items() if not str(key).startswith("_")}
     assert given == {key: parameters[str(key)].default for key in given}
@@ -61,12 +61,13 @@ def test_without_data_the_choices_are_listed() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("strategy.shedule=gpipe", r"(?s)shedule.*Keys of strategy: .*schedule, seed"),
+        ("strategy.shedule=gpipe", r"(?s)shedule.*Keys of strategy: .*schedule, search_seconds"),
         ("trainer.max_epoch=1", r"(?s)max_epoch.*Keys of trainer: .*max_epochs"),
         ("model.widht=1", r"(?s)widht.*Keys of model: .*width"),
         ("strategy.num_micro_batches=many", "'many'.*could not be converted to Integer"),
         ("strategy.chain_baseline=perhaps", "'perhaps'.*is not a valid bool"),
         ("strategy.timeout=long", "'long'.*could not be converted to Float"),
+        ("strategy.max_replicas=few", "'few'.*could not be converted to Integer"),
     ],
 )
 def test_a_wrong_key_or_type_is_refused_at_composition(override: str, message: str) -> None:
@@ -82,7 +83,7 @@ def test_a_wrong_key_or_type_is_refused_at_composition(override: str, message: s
         ("+trainer.max_epoch=1", "trainer.max_epoch: lightning.Trainer has no argument.*max_epochs"),
         ("+callbacks.run_report.file=x", "callbacks.run_report.file: .*RunReport has no argument.*folder"),
         ("strategy.schedule=fastest", "strategy.schedule='fastest' does not exist. Choose one of: 1f1b, gpipe"),
-        ("strategy.partitioner=best", "strategy.partitioner='best' does not exist. Choose one of: balanced"),
+        ("strategy.partitioner=best", "strategy.partitioner='best' does not exist. Choose one of: auto"),
         (
             "model._target_=gpp_examples.two_tower.Three",
             "model._target_=gpp_examples.two_tower.Three cannot be imported",

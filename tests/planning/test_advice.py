@@ -1,0 +1,111 @@
+"""What is said where nothing fits, and that what is suggested does fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_gpp.cluster import Cluster, Device, Link, preset
+from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.errors import PlanError
+from lightning_gpp.planning import Answer, Control, Problem, Request, partition, register
+from lightning_gpp.planning.advice import advice, repeated, searched
+from lightning_gpp.planning.evaluate import Evaluator
+from tests.planning import graphs
+
+MEGABYTE = 1e6
+
+
+def request(memory_bytes: float, num_devices: int = 2, **settings: Any) -> Request:
+    device = Device(name="small", memory_bytes=memory_bytes, peak_flops={"float32": 1e12}, peak_bytes_per_second=1e11)
+    cluster = Cluster.uniform(device, num_devices, Link(latency=1e-6, bytes_per_second=1e10))
+    return Request(cluster=cluster, **{"batch_size": 64, "seconds": 1.0, **settings})
+
+
+def problem(memory_bytes: float, num_devices: int = 2, **settings: Any) -> Problem:
+    return request(memory_bytes, num_devices, **settings).problem(graphs.chain(8))
+
+
+def test_what_is_missing_and_where() -> None:
+    """8 blocks of 16384 bytes of weights (4 copies with Adam), and 256 bytes per sample of activations each."""
+    text = advice(problem(0.2 * MEGABYTE, recompute=False, micro_batch_size=32), None)
+    assert "stage 'blocks." in text
+    assert "(small), which has 200 kB" in text
+    assert "too much" in text
+    assert "weights, gradients and the state of the optimizer (adam)" in text
+
+
+@pytest.mark.parametrize(
+    ("memory", "settings", "expected", "changed"),
+    [
+        (0.320e6, {"micro_batch_size": 32}, "strategy.micro_batch_size=16", {"micro_batch_size": 16}),
+        (0.320e6, {"micro_batch_size": 32}, "strategy.recompute=true", {"recompute": True}),
+        (0.250e6, {"micro_batch_size": 1}, "SGD with momentum", {"optimizer": "sgd_momentum"}),
+        (0.200e6, {"micro_batch_size": 1}, "4 devices instead of 2", {"num_devices": 4}),
+        (0.300e6, {"schedules": ("gpipe",), "num_micro_batches": 64}, "schedule=1f1b", {"schedules": ("1f1b",)}),
+    ],
+)
+def test_what_is_suggested_works(
+    memory: float, settings: dict[str, Any], expected: str, changed: dict[str, Any]
+) -> None:
+    settings["recompute"] = False
+    with pytest.raises(PlanError) as caught:
+        partition("auto", graphs.chain(8), request(memory, **settings))
+    assert expected in str(caught.value)
+    changed = {"optimizer": "adam", **changed}
+    footprint = Footprint(optimizer=changed.pop("optimizer"))
+    again = request(memory, **{**settings, **changed, "footprint": footprint})
+    assert partition("auto", graphs.chain(8), again).fits
+
+
+def test_what_would_not_help_is_not_suggested() -> None:
+    """Weights alone fill the devices: neither recomputation nor smaller micro-batches are mentioned."""
+    text = advice(problem(0.2 * MEGABYTE, recompute=False, micro_batch_size=2), None)
+    assert "recompute" not in text
+    assert "micro_batch_size" not in text
+
+
+def test_a_module_that_no_device_can_hold() -> None:
+    assert "alone takes 65.5 kB of weights" in advice(problem(0.05 * MEGABYTE), None)
+
+
+def test_all_together_where_nothing_alone_is_enough() -> None:
+    settings: dict[str, Any] = {"micro_batch_size": 32, "recompute": False, "max_replicas": 1}
+    with pytest.raises(PlanError, match="recompute=true and .*size=2 and SGD without momentum as optimizer together"):
+        partition("auto", graphs.chain(2), request(0.04e6, **settings))
+    settings |= {"micro_batch_size": 2, "recompute": True, "footprint": Footprint(optimizer="sgd")}
+    assert partition("auto", graphs.chain(2), request(0.04e6, **settings)).fits
+
+
+def test_more_devices_than_pieces() -> None:
+    with pytest.raises(PlanError, match=r"cut into 4 pieces at most, so with strategy.max_replicas=1 it fills 4 dev"):
+        partition("auto", graphs.chain(4), request(1e9, num_devices=6, max_replicas=1))
+
+
+def test_another_partitioner_that_finds_one() -> None:
+    @register("finds nothing")
+    def finds_nothing(problem: Problem, control: Control) -> Answer:
+        return Answer(draft=None, objective_name="nothing", states=0, notes=("It never looked.",))
+
+    with pytest.raises(PlanError, match=r"'finds nothing' found no plan. It never looked. .*strategy.partitioner=auto"):
+        partition("finds nothing", graphs.chain(4), request(1e9))
+
+
+def test_repeated_clusters_keep_their_links() -> None:
+    cluster = preset("dgx_h100", 2)
+    larger = repeated(cluster, 2)
+    assert larger.num_devices == 32
+    for src, dst in ((0, 1), (0, 8), (17, 18), (17, 30)):
+        assert larger.link(src, dst) == cluster.link(src % 16, dst % 16)
+    assert larger.link(3, 20) == cluster.link(0, 8)
+
+
+def test_a_draft_that_does_not_fit_is_described_as_it_is() -> None:
+    tight = problem(0.2 * MEGABYTE, micro_batch_size=32, recompute=False)
+    draft = searched(tight)
+    assert draft is not None
+    excess = Evaluator(tight)(draft).excess_bytes
+    assert f"{excess / 1e3:.3g} kB too much" in advice(tight, draft)
+    assert "needs" in advice(tight, replace(draft, schedule="gpipe"))
