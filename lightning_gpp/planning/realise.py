@@ -17,7 +17,7 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
     """The plan of a draft, and the number of copies of its pipeline.
 
     A draft whose stages all have r replicas, the j-th of each side by side on the j-th part of the devices, is r copies
-    of a pipeline. In any other draft the user's step runs on one device: it becomes a stage of its own where its stage
+    of a pipeline, where the problem allows that. In any other draft the user's step runs on one device: it becomes a stage of its own where its stage
     has replicas.
 
     Args:
@@ -28,7 +28,9 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
     Raises:
         PlanError: the stages form a cycle.
     """
-    draft, copies = folded(problem, in_topological_order(problem, draft))
+    draft, copies = in_topological_order(problem, draft), 1
+    if problem.copies:
+        draft, copies = folded(problem, draft)
     modules = [[path for unit in stage.units for path in problem.units.units[unit].modules] for stage in draft.stages]
     paths = compress(problem.graph, modules)
     drafts = [

@@ -36,14 +36,15 @@ def test_the_towers_of_an_example_wait_for_nothing() -> None:
 
 
 def test_what_it_writes_can_be_read(tmp_path: Path) -> None:
-    files = {name: str(tmp_path / name) for name in ("plan.yaml", "timeline.json", "picture.svg")}
-    names = zip(("output", "timeline", "svg"), files.values(), strict=True)
+    files = {name: str(tmp_path / name) for name in ("plan.yaml", "timeline.json", "picture.svg", "graph.svg")}
+    names = zip(("output", "timeline", "svg", "graph_svg"), files.values(), strict=True)
     config = composed("experiment=feature_towers", *(f"{key}={path}" for key, path in names), name="plan")
     show(config)
     plan, timeline = make_plan(config)
     assert Plan.load(files["plan.yaml"]) == plan
     assert Timeline.load(files["timeline.json"]) == timeline
     assert (tmp_path / "picture.svg").read_text().startswith("<svg")
+    assert "trunk" in (tmp_path / "graph.svg").read_text()
     again, _ = make_plan(composed("experiment=feature_towers", f"strategy.plan={files['plan.yaml']}", name="plan"))
     assert again == plan
 

@@ -115,7 +115,7 @@ CASES: dict[str, Case] = {
         "num_micro_batches=9, but .* 8 samples",
     ),
     "unknown schedule": (TwoTowers, {"schedule": "2f3b"}, {}, "strategy.schedule='2f3b' is not a schedule.*1f1b"),
-    "unknown partitioner": (TwoTowers, {"partitioner": "best"}, {}, "partitioner='best' does not exist.*balanced"),
+    "unknown partitioner": (TwoTowers, {"partitioner": "best"}, {}, "partitioner='best' does not exist.*auto"),
     "cyclic stages": (
         TwoTowers,
         {"stages": [{"modules": ["left.0", "head"]}, {"modules": ["left.2", "right"]}]},

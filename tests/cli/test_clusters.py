@@ -1,0 +1,212 @@
+"""`gpp-plan` for clusters, for graphs from files, and with several partitioners."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_gpp.cli import plan as command_module
+from lightning_gpp.cli.limit import TimeIsUp, limited
+from lightning_gpp.cli.plan import overrides
+from lightning_gpp.cli.planning import compare, device_type, make_plan, show, task_of
+from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.plan import Plan
+from lightning_gpp.planning import Answer, Control, Problem
+from lightning_gpp.planning.registry import _PARTITIONERS, register
+from tests.cli.commands import command, composed
+from tests.planning import graphs
+
+QUICK = ("experiment=two_tower", "strategy=gpp", "strategy.search_seconds=0.5")
+
+
+@pytest.fixture
+def graph_json(tmp_path: Path) -> str:
+    path = tmp_path / "graph.json"
+    path.write_text(graphs.two_towers().to_json())
+    return str(path)
+
+
+@pytest.fixture
+def stubborn() -> Iterator[None]:
+    """A partitioner that neither ends nor keeps what it has when it is interrupted."""
+
+    @register("stubborn")
+    def search(problem: Problem, control: Control) -> Answer:
+        raise KeyboardInterrupt
+
+    yield
+    del _PARTITIONERS["stubborn"]
+
+
+def test_all_devices_of_a_cluster_are_used() -> None:
+    task = task_of(composed(*QUICK, "cluster=dgx_h100", "cluster.num_nodes=2", name="plan"))
+    assert (task.machine.cluster.num_devices, task.num_devices, task.copies) == (16, 16, True)
+    assert {device.name for device in task.machine.cluster.devices} == {"h100_sxm"}
+    assert task.machine.footprint.optimizer == "adamw"  # although it asks the trainer for the number of steps
+    plan, timeline = make_plan(composed(*QUICK, "cluster=dgx_h100", "cluster.num_nodes=2", name="plan"))
+    assert 16 % plan.num_devices == 0
+    assert len(timeline.devices) == plan.num_devices
+
+
+def test_several_pipelines_are_said_clearly(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ("strategy.max_replicas=1", "strategy.num_micro_batches=4")
+    show(composed(*QUICK, *fixed, "cluster=cpu_host", "cluster.num_devices=64", "trainer.devices=1", name="plan"))
+    text = capsys.readouterr().out
+    match = re.search(
+        r"(\d+) pipelines of (\d+) devices each share the work: train with strategy.num_pipelines=(\d+)", text
+    )
+    assert match, text
+    number, devices, again = map(int, match.groups())
+    assert number == again > 1
+    assert number * devices == 64
+    assert f"{64 // number} samples, 64 in all" in text
+
+
+def test_memory_search_and_runners_up_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    show(composed(*QUICK, "cluster=t4_box", name="plan"))
+    text = capsys.readouterr().out
+    for part in (" of 14.9 GiB ", "samples/s", "lower bound: ", " states in ", "runners-up", "  1. "):
+        assert part in text
+
+
+def test_the_strategy_s_own_cluster_counts_without_one() -> None:
+    mapping = "{preset: t4_box, num_devices: 3}"
+    task = task_of(composed(*QUICK, f"strategy.cluster={mapping}", "trainer.devices=auto", name="plan"))
+    assert (task.machine.cluster.num_devices, task.copies) == (3, False)
+    task = task_of(composed(*QUICK, "strategy.cluster=summit", "trainer.devices=6", name="plan"))
+    assert (task.machine.cluster.name, task.machine.cluster.num_devices) == ("summit", 6)
+    with pytest.raises(ConfigError, match=r"'t4_box' \(strategy.cluster\) has 3 devices, the job needs 4"):
+        task_of(composed(*QUICK, f"strategy.cluster={mapping}", "trainer.devices=4", name="plan"))
+
+
+def test_a_plan_for_more_devices_than_the_cluster_has(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.yaml")
+    make_plan(composed("experiment=two_tower", "strategy.search_seconds=0.5", name="plan"))[0].save(path)
+    config = composed(*QUICK, "cluster=t4_box", "cluster.num_devices=3", f"strategy.plan={path}", name="plan")
+    with pytest.raises(PlanError, match="The plan needs 4 devices, the job has 3"):
+        make_plan(config)
+    twice = composed(*QUICK, "cluster=t4_box", "cluster.num_nodes=2", f"strategy.plan={path}", name="plan")
+    assert make_plan(twice)[0] == Plan.load(path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs to plan for")
+def test_gpus_that_are_not_there() -> None:
+    with pytest.raises(
+        ConfigError, match="trainer.accelerator=gpu, and this machine has no GPU to plan for. .*cluster="
+    ):
+        task_of(composed(*QUICK, "trainer.accelerator=gpu", name="plan"))
+    assert [device_type(name) for name in ("auto", "cpu", "gpu", "cuda")] == ["cpu", "cpu", "cuda", "cuda"]
+
+
+def test_costs_are_measured_where_the_devices_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = ("experiment=feature_towers", "strategy.search_seconds=0.5", "strategy.costs=measured")
+    task = task_of(composed(*measured, name="plan"))
+    assert task.machine.costs is not None
+    assert "measured on" in task.machine.costs.name
+    assert list((tmp_path / "lightning-gpp").glob("costs-*.json"))
+    with pytest.raises(ConfigError, match=r"times the model on this machine \(cpu\), but the cluster 't4_box' has t4"):
+        task_of(composed(*measured, "cluster=t4_box", name="plan"))
+
+
+# -- graphs from files ------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_from_a_file_needs_no_model(graph_json: str, tmp_path: Path) -> None:
+    arguments = (f"graph={graph_json}", "cluster=t4_box", "batch_size=32", "strategy.search_seconds=0.5")
+    result = command("plan", *arguments, f"output={tmp_path / 'plan.yaml'}", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "4 devices" in result.stdout
+    assert "mini-batch of 32 samples" in result.stdout
+    assert Plan.load(tmp_path / "plan.yaml").batch_size == 32
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batch_size=null", "batch_size=None: a graph from a file comes without data.*batch_size=64"),
+        ("strategy.costs=measured", "strategy.costs=measured needs a model to run"),
+        ("optimizer=adan", "footprint.optimizer='adan' is unknown.*Did you mean 'adam'"),
+        ("~cluster", "trainer.devices=auto: gpp-plan does not look at this machine's devices.*cluster=dgx_h100"),
+    ],
+)
+def test_what_a_graph_from_a_file_needs(graph_json: str, override: str, message: str) -> None:
+    arguments = (f"graph={graph_json}", "~data", "~model", "cluster=t4_box", "batch_size=32")
+    if override == "~cluster":
+        arguments = tuple(entry for entry in arguments if not entry.startswith("cluster"))
+        override = "seed=1"
+    with pytest.raises(ConfigError, match=message):
+        make_plan(composed(*arguments, override, name="plan"))
+
+
+def test_a_model_brings_its_batch_size() -> None:
+    with pytest.raises(ConfigError, match=r"batch_size=8 is for a graph from a file \(graph=...\)"):
+        make_plan(composed(*QUICK, "batch_size=8", name="plan"))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["compare", "experiment=x"], ["compare=true", "experiment=x"]),
+        (["graph=g.json"], ["graph=g.json", "~data", "~model"]),
+        (["graph=g.json", "experiment=x"], ["graph=g.json", "experiment=x"]),
+        (["graph=null", "name=compare"], ["graph=null", "name=compare"]),
+    ],
+)
+def test_words_for_hydra(given: list[str], expected: list[str]) -> None:
+    assert overrides(given) == expected
+
+
+# -- several partitioners ---------------------------------------------------------------------------------------------
+
+
+def test_partitioners_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    compare(composed(*QUICK, "partitioners=[auto,pipedream]", name="plan"))
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [row.split()[1] for row in rows[2:]] == ["auto", "pipedream"]
+    assert "1.000" in "".join(rows)
+
+
+def test_what_finds_nothing_gives_its_reason(capsys: pytest.CaptureFixture[str], graph_json: str) -> None:
+    graph = (f"graph={graph_json}", "~data", "~model", "batch_size=32", "strategy.search_seconds=0.5")
+    tight = ("cluster=t4_box", "cluster.num_devices=null", "strategy.max_replicas=1", "strategy.micro_batch_size=32")
+    compare(composed(*graph, *tight, "compare_seconds=0.001", "partitioners=[auto]", name="plan"))
+    assert "auto: no plan after compare_seconds=0.001 seconds." in capsys.readouterr().out
+
+
+def test_compared_are_partitioners() -> None:
+    with pytest.raises(ConfigError, match="'best' does not exist"):
+        compare(composed(*QUICK, "partitioners=[best]", name="plan"))
+    with pytest.raises(ConfigError, match="leave strategy.plan and strategy.stages out"):
+        compare(composed(*QUICK, "strategy.stages={image_tower: 0, text_tower: 1, head: 2}", name="plan"))
+    with pytest.raises(ConfigError, match="compare_seconds=0 must be more than 0"):
+        compare(composed(*QUICK, "compare_seconds=0", "partitioners=[auto]", name="plan"))
+
+
+@pytest.mark.usefixtures("stubborn")
+def test_an_interrupted_comparison_shows_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        compare(composed(*QUICK, "partitioners=[pipedream,stubborn]", name="plan"))
+    assert "| pipedream" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("stubborn")
+def test_an_interrupted_search_ends_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command_module.plan(composed(*QUICK, "strategy.partitioner=stubborn", name="plan"))
+    assert caught.value.code == 130
+    assert "interrupted before there was a plan. strategy.partitioner=auto keeps" in capsys.readouterr().err
+
+
+def test_a_time_limit_is_taken_back() -> None:
+    with pytest.raises(TimeIsUp), limited(0.01):
+        time.sleep(10)
+    with limited(60):
+        time.sleep(0)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -1,0 +1,119 @@
+"""Memory bars, figures of a search, runners-up, and partitioners side by side."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from lightning_gpp.cluster import preset
+from lightning_gpp.planning import Found, Request, manual, partition
+from lightning_gpp.reports import (
+    Outcome,
+    alternatives_text,
+    compare_table,
+    graph_svg,
+    graph_text,
+    memory_text,
+    search_progress,
+    search_text,
+)
+from lightning_gpp.reports.progress import SearchBar
+from lightning_gpp.simulation import Timeline
+from tests.planning import graphs
+
+TOWERS = manual(
+    graphs.two_towers(num_blocks=1),
+    [
+        {"modules": ["image_tower"], "devices": [1, 2, 3, 5], "micro_batch_size": 8, "recompute": True},
+        {"modules": ["text_tower"], "devices": [4]},
+        {"modules": ["head"], "devices": [0]},
+    ],
+    batch_size=16,
+    micro_batch_size=4,
+)
+
+
+def found() -> Found:
+    request = Request(cluster=preset("summit"), batch_size=64, seconds=0.3)
+    return partition("auto", graphs.two_towers(), request)
+
+
+def test_memory_bars_share_a_line_where_devices_are_alike() -> None:
+    peaks = (2.0**20, 2.0**30, 2.0**30, 2.0**30, 3 * 2.0**30, 2.0**30)
+    timeline = Timeline(stages=("a",), devices=((),) * 6, peak_bytes=peaks)
+    assert memory_text(TOWERS, timeline, [2.0**31] * 6).splitlines() == [
+        f"   device 0 |{'.' * 40}| 1 MiB of 2 GiB  0 %  head",
+        f"devices 1-3 |{'#' * 20}{'.' * 20}| 1 GiB of 2 GiB  50 %  image_tower",
+        f"   device 4 |{'!' * 40}| 3 GiB of 2 GiB  1 GiB TOO MUCH  text_tower",
+        f"   device 5 |{'#' * 20}{'.' * 20}| 1 GiB of 2 GiB  50 %  image_tower",
+    ]
+
+
+def test_figures_of_a_search() -> None:
+    plan = found()
+    text = search_text(plan)
+    assert f"{plan.samples_per_second:.4g} samples/s" in text
+    assert f"{plan.answer.states} states" in text
+    assert f"at most {100 * (plan.gap or 0):.1f} % longer than the best possible one" in text
+    unknown = replace(plan, answer=replace(plan.answer, lower_bound=0.0, notes=("Mind the gap.",)))
+    assert "knows none" in search_text(unknown)
+    assert search_text(unknown).endswith("Mind the gap.")
+
+
+def test_runners_up_say_why_they_lost() -> None:
+    plan = found()
+    lines = alternatives_text(plan).splitlines()[1:]
+    assert len(lines) == len(plan.alternatives) > 1
+    assert all(entry.reason in line for entry, line in zip(plan.alternatives, lines, strict=True))
+    assert alternatives_text(replace(plan, answer=replace(plan.answer, alternatives=()))) == ""
+
+
+def test_partitioners_side_by_side() -> None:
+    plan = found()
+    slow = replace(
+        plan, partitioner="slow", num_pipelines=1, plan=replace(plan.plan, batch_size=plan.plan.batch_size // 2)
+    )
+    table = compare_table(
+        [
+            Outcome(partitioner="auto", found=plan),
+            Outcome(partitioner="slow", found=slow),
+            Outcome(partitioner="none", reason="It does not fit: 3 GB too much."),
+        ]
+    )
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[:5]]
+    ratio = rows[0].index("of the best")
+    assert [row[ratio] for row in rows[2:]] == ["1.000", f"{0.5 / plan.num_pipelines:.3f}", "-"]
+    assert table.endswith("\n\nnone: It does not fit: 3 GB too much.")
+
+
+def test_the_stage_graph_tells_replicas_and_recomputation() -> None:
+    assert "image_tower (device 1-3,5, 4 replicas, recomputed)" in graph_text(TOWERS)
+    assert "device 1-3,5, 4 replicas, recomputed" in graph_svg(TOWERS)
+
+
+def test_a_bar_appears_when_a_search_takes_long() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=100)
+    with search_progress(console) as bar:
+        assert bar is not None
+        bar(0.1, 0.002, 0.001)
+        assert output.getvalue() == ""
+        bar.patience = 0.0
+        bar(0.5, 0.002, 0.001)
+    assert "step 2 ms, at best 1 ms" in output.getvalue()
+    assert "Searching for a plan" in output.getvalue()
+
+
+def test_a_bar_without_a_plan_and_one_without_a_bound() -> None:
+    output = io.StringIO()
+    bar = SearchBar(Console(file=output, force_terminal=True, width=100), patience=0.0)
+    bar(0.1, float("inf"), 0.0)
+    bar.stop()
+    assert "no plan yet" in output.getvalue()
+
+
+def test_no_bar_where_no_terminal_would_show_it() -> None:
+    with search_progress(Console(file=io.StringIO())) as bar:
+        assert bar is None
