@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gpp.cluster.cluster import Cluster, Level, Node
+from lightning_gpp.cluster.cluster import Cluster, Level, Node, Port
 from lightning_gpp.cluster.device import Device
 from lightning_gpp.cluster.link import Link
 from lightning_gpp.cluster.load import cluster_of, load
@@ -17,6 +17,7 @@ __all__ = [
     "Link",
     "Machine",
     "Node",
+    "Port",
     "cluster_of",
     "load",
     "preset",

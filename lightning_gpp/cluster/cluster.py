@@ -22,6 +22,9 @@ from lightning_gpp.cluster.device import Device
 from lightning_gpp.cluster.link import Link
 from lightning_gpp.errors import ConfigError
 
+Port = tuple[str, int, int]
+"""A cable ("pair", from, to), or one end of a switch or network card ("out" or "in", level, device or node)."""
+
 _NOTHING_TO_CROSS: Final = Link()
 
 
@@ -132,7 +135,28 @@ class Cluster:
             return _NOTHING_TO_CROSS
         if self.links and (src, dst) in self.links:
             return self.links[src, dst]
-        return next(level.link for level in self.levels if level.groups[src] == level.groups[dst])
+        return self.levels[self._level(src, dst)].link
+
+    def _level(self, src: int, dst: int) -> int:
+        return next(i for i, level in enumerate(self.levels) if level.groups[src] == level.groups[dst])
+
+    @property
+    def contended(self) -> bool:
+        """Whether messages between different pairs of devices share bandwidth."""
+        return any(level.link.shared != "pair" for level in self.levels)
+
+    def ports(self, src: int, dst: int) -> tuple[Port, ...]:
+        """What a message from `src` to `dst` occupies while its bytes flow: a cable, or a port at either end."""
+        if src == dst:
+            return ()
+        if (src, dst) in self.links:
+            return (("pair", src, dst),)
+        index = self._level(src, dst)
+        shared = self.levels[index].link.shared
+        if shared == "pair":
+            return (("pair", src, dst),)
+        ends = (src, dst) if shared == "device" else (self.node_of(src), self.node_of(dst))
+        return ("out", index, ends[0]), ("in", index, ends[1])
 
     def all_reduce_seconds(self, devices: Sequence[int], num_bytes: float) -> float:
         """Seconds to sum `num_bytes` bytes over the devices, in a ring in the order given; 0 for one device.

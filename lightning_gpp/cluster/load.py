@@ -35,7 +35,7 @@ Settings: TypeAlias = Mapping[str, Any]
 _OF_PRESET: Final = ("preset", "num_nodes", "num_devices")
 _WRITTEN_OUT: Final = ("name", "nodes", "between", "links", "num_nodes", "num_devices")
 _OF_NODE: Final = ("device", "count", "link", "num")
-_OF_LINK: Final = ("latency", "bytes_per_second")
+_OF_LINK: Final = ("latency", "bytes_per_second", "shared")
 _OF_DEVICE: Final = tuple(field.name for field in fields(Device))
 _TEXTS: Final = ("name", "source")
 
@@ -135,7 +135,8 @@ def _optional_link(value: object, key: str) -> Link | None:
 def _link(settings: Settings, key: str) -> Link:
     check_keys(settings, _OF_LINK, key)
     with _at(key):
-        return Link(**{name: _number(value, f"{key}.{name}") for name, value in settings.items()})
+        figures = {name: _number(value, f"{key}.{name}") for name, value in settings.items() if name != "shared"}
+        return Link(**figures, shared=str(settings.get("shared", "pair")))
 
 
 def _links(entries: object, num_devices: int) -> Iterator[tuple[tuple[int, int], Link]]:

@@ -159,7 +159,7 @@ _MACHINES: Final = (
         device=DEVICES["v100_sxm2_16gb"],
         count=4,
         link=Link(latency=_NCCL, bytes_per_second=50e9),
-        between=Link(latency=_NCCL_NETWORK, bytes_per_second=12.5e9),
+        between=Link(latency=_NCCL_NETWORK, bytes_per_second=12.5e9, shared="node"),
     ),
     Machine(
         # NVLink 3.0 with NVSwitch, 600 GB/s in both directions together; one HDR InfiniBand adapter of 200 Gb/s for
@@ -167,8 +167,8 @@ _MACHINES: Final = (
         name="dgx_a100",
         device=DEVICES["a100_sxm_80gb"],
         count=8,
-        link=Link(latency=_NCCL, bytes_per_second=300e9),
-        between=Link(latency=_NCCL_NETWORK, bytes_per_second=25e9),
+        link=Link(latency=_NCCL, bytes_per_second=300e9, shared="device"),
+        between=Link(latency=_NCCL_NETWORK, bytes_per_second=25e9, shared="device"),
     ),
     Machine(
         # NVLink 4.0 with NVSwitch, 900 GB/s in both directions together; one NDR InfiniBand adapter of 400 Gb/s for
@@ -176,31 +176,31 @@ _MACHINES: Final = (
         name="dgx_h100",
         device=DEVICES["h100_sxm"],
         count=8,
-        link=Link(latency=_NCCL, bytes_per_second=450e9),
-        between=Link(latency=_NCCL_NETWORK, bytes_per_second=50e9),
+        link=Link(latency=_NCCL, bytes_per_second=450e9, shared="device"),
+        between=Link(latency=_NCCL_NETWORK, bytes_per_second=50e9, shared="device"),
     ),
     Machine(
         name="dgx_h200",  # as dgx_h100
         device=DEVICES["h200_sxm"],
         count=8,
-        link=Link(latency=_NCCL, bytes_per_second=450e9),
-        between=Link(latency=_NCCL_NETWORK, bytes_per_second=50e9),
+        link=Link(latency=_NCCL, bytes_per_second=450e9, shared="device"),
+        between=Link(latency=_NCCL_NETWORK, bytes_per_second=50e9, shared="device"),
     ),
     Machine(
         # PCIe 3.0 x16: 8 GT/s on 16 lanes, 128 of 130 bits payload. Between nodes 10 Gb/s Ethernet, an assumption.
         name="t4_box",
         device=DEVICES["t4"],
         count=4,
-        link=Link(latency=_NCCL, bytes_per_second=15.75e9),
-        between=Link(latency=50e-6, bytes_per_second=1.25e9),
+        link=Link(latency=_NCCL, bytes_per_second=15.75e9, shared="device"),
+        between=Link(latency=50e-6, bytes_per_second=1.25e9, shared="node"),
     ),
     Machine(
         # PCIe 4.0 x16: 16 GT/s on 16 lanes. Between nodes 100 Gb/s Ethernet, an assumption.
         name="pcie_a100",
         device=DEVICES["a100_pcie_80gb"],
         count=4,
-        link=Link(latency=_NCCL, bytes_per_second=31.5e9),
-        between=Link(latency=50e-6, bytes_per_second=12.5e9),
+        link=Link(latency=_NCCL, bytes_per_second=31.5e9, shared="device"),
+        between=Link(latency=50e-6, bytes_per_second=12.5e9, shared="node"),
     ),
     Machine(
         # Processes that talk by gloo. An idle pair measured 59 microseconds and 1.6 GB/s over loopback (PyTorch 2.13,
@@ -210,7 +210,7 @@ _MACHINES: Final = (
         device=DEVICES["cpu"],
         count=4,
         link=Link(latency=150e-6, bytes_per_second=1e9),
-        between=Link(latency=200e-6, bytes_per_second=125e6),
+        between=Link(latency=200e-6, bytes_per_second=125e6, shared="node"),
         any_count=True,
     ),
 )

@@ -65,7 +65,9 @@ class Roofline:
 
     def _input_gradient_wanted(self, operator: Operator) -> bool:
         edges = self.graph.nx.in_edges(operator.name, data="outputs")
-        return any(self.graph[source].outputs[output].requires_grad for source, _, outputs in edges for output in outputs)
+        return any(
+            self.graph[source].outputs[output].requires_grad for source, _, outputs in edges for output in outputs
+        )
 
     def _moved(self, operator: Operator, num_samples: int) -> float:
         read = sum(

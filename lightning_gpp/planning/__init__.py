@@ -4,8 +4,8 @@ from lightning_gpp.planning import exhaustive as _exhaustive  # noqa: F401  regi
 from lightning_gpp.planning import graphpipe as _graphpipe  # noqa: F401  registers itself
 from lightning_gpp.planning import pipedream as _pipedream  # noqa: F401  registers itself
 from lightning_gpp.planning import piper as _piper  # noqa: F401  registers itself
-from lightning_gpp.planning.auto import search as _auto  # noqa: F401  registers itself
 from lightning_gpp.planning.answer import Alternative, Answer, Control
+from lightning_gpp.planning.auto import search as _auto  # noqa: F401  registers itself
 from lightning_gpp.planning.devices import count_pipelines, devices_per_pipeline, number_devices
 from lightning_gpp.planning.draft import Draft, DraftStage
 from lightning_gpp.planning.estimate import estimate

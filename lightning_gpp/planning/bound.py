@@ -41,7 +41,7 @@ SHARES = (0.0, 0.5, 1.0)
 
 def lower_bound(problem: Problem) -> float:
     """Seconds that no plan's step can beat."""
-    simple = {size: float(sum(_fastest(problem, size)[:2]).sum()) for size in problem.sizes}
+    simple = {size: float(np.sum(_fastest(problem, size)[:2])) for size in problem.sizes}
     least = inf
     for size in sorted(problem.sizes, key=lambda size: simple[size] * -(-problem.batch_size // size)):
         devices = _fastest(problem, size)[2]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_gpp.cluster import Cluster
+from lightning_gpp.cluster import Cluster, Port
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import topological
 from lightning_gpp.planning.problem import Problem
@@ -72,9 +72,7 @@ def flows(problem: Problem, owner: Sequence[int]) -> dict[tuple[int, int], Flow]
             if dst != src:
                 entry = sums.get((src, dst))
                 sums[src, dst] = [a + b for a, b in zip(entry, sizes, strict=True)] if entry else list(sizes)
-    return {
-        pair: Flow(Affine(a, b), Affine(c, d), bool(c or d)) for pair, (a, b, c, d) in sorted(sums.items())
-    }
+    return {pair: Flow(Affine(a, b), Affine(c, d), bool(c or d)) for pair, (a, b, c, d) in sorted(sums.items())}
 
 
 def with_chain(edges: Mapping[tuple[int, int], Flow], num_stages: int) -> dict[tuple[int, int], Flow]:
@@ -87,15 +85,32 @@ def with_chain(edges: Mapping[tuple[int, int], Flow], num_stages: int) -> dict[t
 
 
 def transfer_seconds(cluster: Cluster, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int) -> float:
-    """Until a micro-batch has gone from all replicas of one stage to all of another; links work side by side."""
-    slowest, i, j = 0.0, 0, 0
+    """Until a micro-batch has gone from all replicas of one stage to all of another, if nothing else is under way."""
+    pairs = overlaps(src, dst, num_samples)
+    return max((cluster.link(i, j).seconds(size.at(samples)) for i, j, samples in pairs), default=0.0)
+
+
+def port_seconds(
+    cluster: Cluster, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int
+) -> dict[Port, float]:
+    """For how long the transfer of a micro-batch between two stages occupies each port."""
+    busy: dict[Port, float] = {}
+    for i, j, samples in overlaps(src, dst, num_samples):
+        seconds = size.at(samples) / cluster.link(i, j).bytes_per_second
+        for port in cluster.ports(i, j):
+            busy[port] = busy.get(port, 0.0) + seconds
+    return busy
+
+
+def overlaps(src: Sequence[int], dst: Sequence[int], num_samples: int) -> Iterator[tuple[int, int, int]]:
+    """Pairs of devices whose shares of a micro-batch overlap, and by how many samples."""
+    i = j = 0
     while i < len(src) and j < len(dst):
         start = max(i * num_samples // len(src), j * num_samples // len(dst))
         ends = (i + 1) * num_samples // len(src), (j + 1) * num_samples // len(dst)
         if min(ends) > start:
-            slowest = max(slowest, cluster.link(src[i], dst[j]).seconds(size.at(min(ends) - start)))
+            yield src[i], dst[j], min(ends) - start
         i, j = i + (ends[0] <= ends[1]), j + (ends[1] <= ends[0])
-    return slowest
 
 
 def in_topological_order(problem: Problem, draft: Draft) -> Draft:

@@ -72,9 +72,7 @@ def _all_reduce(plan: Plan, stage: int, cluster: Cluster, num_pipelines: int) ->
     return cluster.all_reduce_seconds(devices, plan.stages[stage].figures.parameter_bytes)
 
 
-def _stage_cost(
-    operators: Sequence[Operator], plan: Plan, index: int, kind: Device, costs: CostModel
-) -> StageCost:
+def _stage_cost(operators: Sequence[Operator], plan: Plan, index: int, kind: Device, costs: CostModel) -> StageCost:
     stage = plan.stages[index]
     share = max(2, -(-stage.micro_batch_size // len(stage.devices)))
     points = {}

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
+from lightning_gpp.cluster import Port
 from lightning_gpp.graph import Affine
-from lightning_gpp.planning.draft import Draft, DraftStage, Flow, flows, stage_of_units, transfer_seconds, with_chain
+from lightning_gpp.planning.draft import (
+    Draft,
+    DraftStage,
+    Flow,
+    flows,
+    port_seconds,
+    stage_of_units,
+    transfer_seconds,
+    with_chain,
+)
 from lightning_gpp.planning.pipeline_clock import Pipeline, end_times, least_seconds
 from lightning_gpp.planning.problem import Problem
 from lightning_gpp.planning.units import Value
@@ -63,6 +74,7 @@ class Evaluator:
     evaluations: int = 0
     _figures: dict[DraftStage, StageFigures] = field(default_factory=dict)
     _transfers: dict[tuple[tuple[int, ...], tuple[int, ...], Affine, int], float] = field(default_factory=dict)
+    _loads: dict[tuple[tuple[int, ...], tuple[int, ...], Affine, int], dict[Port, float]] = field(default_factory=dict)
     _rigid_units: list[int] = field(init=False)
     _rigid_values: list[Value] = field(init=False)
 
@@ -113,7 +125,7 @@ class Evaluator:
         number = -(-self.problem.batch_size // size)
         counts = in_flight_counts(len(stages), edges, schedule, number)
         figures = [self.figures(stage) for stage in stages]
-        pipeline = self._pipeline(stages, figures, edges)
+        pipeline, busiest = self._pipeline(stages, figures, edges)
         peaks = [
             entry.static_bytes + count * entry.kept_bytes + entry.working_bytes
             for entry, count in zip(figures, counts, strict=True)
@@ -121,7 +133,10 @@ class Evaluator:
         limits = [min(self.problem.memory_bytes[list(stage.devices)]) for stage in stages]
         place = sorted(range(len(order)), key=order.__getitem__)
         return Evaluation(
-            seconds=_step_seconds(pipeline, counts, number, [entry.all_reduce for entry in figures], limit),
+            seconds=max(
+                number * busiest,
+                _step_seconds(pipeline, counts, number, [entry.all_reduce for entry in figures], limit),
+            ),
             excess_bytes=max(0.0, *(peak - limit for peak, limit in zip(peaks, limits, strict=True))),
             peak_bytes=tuple(peaks[index] for index in place),
             bottleneck=max(entry.forward + entry.backward for entry in figures) / size,
@@ -130,17 +145,52 @@ class Evaluator:
 
     def _pipeline(
         self, stages: Sequence[DraftStage], figures: Sequence[StageFigures], edges: Mapping[tuple[int, int], Flow]
-    ) -> Pipeline:
-        return Pipeline(
-            forward=[entry.forward for entry in figures],
-            backward=[entry.backward for entry in figures],
-            sent={(a, b): self._transfer(stages[a], stages[b], flow.forward) for (a, b), flow in edges.items()},
-            returned={
-                (a, b): self._transfer(stages[b], stages[a], flow.backward)
-                for (a, b), flow in edges.items()
-                if flow.differentiable
-            },
-        )
+    ) -> tuple[Pipeline, float]:
+        """The pipeline, and the seconds per micro-batch in which the busiest port is occupied."""
+        sent = {(a, b): self._transfer(stages[a], stages[b], flow.forward) for (a, b), flow in edges.items()}
+        returned = {
+            (a, b): self._transfer(stages[b], stages[a], flow.backward)
+            for (a, b), flow in edges.items()
+            if flow.differentiable
+        }
+        busiest = 0.0
+        if self.problem.cluster.contended:
+            busiest = self._contend(stages, edges, sent, returned)
+        forward, backward = [entry.forward for entry in figures], [entry.backward for entry in figures]
+        return Pipeline(forward=forward, backward=backward, sent=sent, returned=returned), busiest
+
+    def _contend(
+        self,
+        stages: Sequence[DraftStage],
+        edges: Mapping[tuple[int, int], Flow],
+        sent: dict[tuple[int, int], float],
+        returned: dict[tuple[int, int], float],
+    ) -> float:
+        """Transfers to one stage that share a port follow each other; the busiest port's seconds per micro-batch."""
+        total: Counter[Port] = Counter()
+        for direction, seconds in enumerate((sent, returned)):
+            loads = {
+                (a, b): self._load(stages[b], stages[a], edges[a, b].backward)
+                if direction
+                else self._load(stages[a], stages[b], edges[a, b].forward)
+                for a, b in seconds
+            }
+            together: Counter[tuple[int, Port]] = Counter()
+            for pair, load in loads.items():
+                for port, busy in load.items():
+                    together[pair[1 - direction], port] += busy  # type: ignore[assignment]
+                    total[port] += busy  # type: ignore[assignment]
+            for pair, load in loads.items():
+                seconds[pair] += max(
+                    (together[pair[1 - direction], port] - busy for port, busy in load.items()), default=0.0
+                )
+        return float(max(total.values(), default=0.0))
+
+    def _load(self, src: DraftStage, dst: DraftStage, size: Affine) -> dict[Port, float]:
+        key = src.devices, dst.devices, size, src.micro_batch_size
+        if key not in self._loads:
+            self._loads[key] = port_seconds(self.problem.cluster, *key)
+        return self._loads[key]
 
     def _transfer(self, src: DraftStage, dst: DraftStage, size: Affine) -> float:
         key = src.devices, dst.devices, size, src.micro_batch_size

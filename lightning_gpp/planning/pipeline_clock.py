@@ -92,7 +92,18 @@ class _Edge:
 class _Stage:
     """The order of one stage: `warm_up` forwards, then a backward and a forward in turn, then backwards."""
 
-    __slots__ = ("done", "ends", "forward", "backward", "incoming", "neighbours", "number", "outgoing", "time", "warm_up")
+    __slots__ = (
+        "done",
+        "ends",
+        "forward",
+        "backward",
+        "incoming",
+        "neighbours",
+        "number",
+        "outgoing",
+        "time",
+        "warm_up",
+    )
 
     def __init__(self, forward: float, backward: float, warm_up: int, number: int) -> None:
         self.forward, self.backward = forward, backward

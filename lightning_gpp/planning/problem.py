@@ -144,8 +144,6 @@ class Problem:
         return UnitSeconds(*columns)
 
 
-def operator_seconds(
-    graph: OperatorGraph, costs: CostModel, cluster: Cluster, num_samples: int
-) -> dict[str, float]:
+def operator_seconds(graph: OperatorGraph, costs: CostModel, cluster: Cluster, num_samples: int) -> dict[str, float]:
     """Forward and backward seconds of every operator on the cluster's first kind of device."""
     return {operator.name: sum(costs.seconds(operator, num_samples, cluster.kinds[0])) for operator in graph}

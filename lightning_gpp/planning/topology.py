@@ -18,9 +18,7 @@ def side_by_side(replicas: Sequence[int]) -> Devices:
 
 def copies(num_stages: int, num_copies: int) -> Devices:
     """Whole pipelines one after the other, so that stages that talk to each other are neighbours."""
-    return [
-        tuple(range(num_stages - 1 - stage, num_stages * num_copies, num_stages)) for stage in range(num_stages)
-    ]
+    return [tuple(range(num_stages - 1 - stage, num_stages * num_copies, num_stages)) for stage in range(num_stages)]
 
 
 def layouts(replicas: Sequence[int]) -> list[Devices]:

@@ -242,16 +242,12 @@ def _sliceable(spec: TensorSpec) -> bool:
     return not spec.dynamic and (spec.sliceable or not spec.varies)
 
 
-def _values(
-    graph: OperatorGraph, flows: Mapping[tuple[int, int], Iterable[tuple[str, int]]]
-) -> tuple[Value, ...]:
+def _values(graph: OperatorGraph, flows: Mapping[tuple[int, int], Iterable[tuple[str, int]]]) -> tuple[Value, ...]:
     readers: dict[tuple[int, str, int], list[int]] = {}
     for (src, dst), flow in flows.items():
         for name, output in flow if src != SOURCE else ():
             readers.setdefault((src, name, output), []).append(dst)
-    return tuple(
-        _value(src, dsts, graph[name].outputs[output]) for (src, name, output), dsts in readers.items()
-    )
+    return tuple(_value(src, dsts, graph[name].outputs[output]) for (src, name, output), dsts in readers.items())
 
 
 def _value(src: int, dsts: Sequence[int], spec: TensorSpec) -> Value:

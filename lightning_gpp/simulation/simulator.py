@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from lightning_gpp.cluster import Port
 from lightning_gpp.errors import PlanError, VerificationError
 from lightning_gpp.schedules import Instruction, Kind, Op, Program
 from lightning_gpp.schedules.messages import samples_of
 from lightning_gpp.schedules.replay import replay
+from lightning_gpp.simulation.ports import Bookings, book
 from lightning_gpp.simulation.stage_costs import StageCosts
 from lightning_gpp.simulation.timeline import Reduction, Span, Timeline, Transfer
 
@@ -18,8 +20,8 @@ def simulate(program: Program, costs: StageCosts) -> Timeline:
     """When each action of a program runs, and the memory that takes.
 
     A device runs its instructions in order; only WAIT makes it wait. A transfer starts when it was sent, its buffer was
-    posted and the previous transfer between the same two devices, in the same direction, has ended; it overlaps with
-    computing. A micro-batch's activations live from the start of its forward to the end of its backward (in inference,
+    posted and the previous transfer between the same two devices, in the same direction, has ended, and when the ports
+    that it shares with others are free for as long as it takes; it overlaps with computing. A micro-batch's activations live from the start of its forward to the end of its backward (in inference,
     of its forward). Gradients of replicas are summed when all actions have ended.
 
     Args:
@@ -55,6 +57,7 @@ class _Clock:
     offered: dict[int, float] = field(default_factory=dict)
     arrived: dict[int, float] = field(default_factory=dict)
     free: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
+    ports: dict[Port, Bookings] = field(default_factory=lambda: defaultdict(Bookings))
     transfers: list[Transfer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -84,8 +87,10 @@ class _Clock:
             return
         message = self.program.messages[number]
         pair = message.src, message.dst
+        latency, flow = self.costs.transfer(self.program.plan, message)
         start = max(self.offered[number], time, self.free[pair])
-        stop = start + self.costs.transfer_seconds(self.program.plan, message)
+        start = book([self.ports[port] for port in self.costs.ports(message)], start, flow)
+        stop = start + latency + flow
         self.free[pair] = self.arrived[number] = stop
         self.transfers.append(Transfer(number, *pair, message.producer, message.consumer, start, stop))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_gpp.cluster import Cluster, Link
+from lightning_gpp.cluster import Cluster, Link, Port
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Action, Kind, Message
@@ -103,10 +103,17 @@ class StageCosts:
         cost = {Kind.DATA: self.data, Kind.FORWARD: stage.forward, Kind.BACKWARD: stage.backward}[action.kind]
         return cost.at(num_samples)
 
-    def transfer_seconds(self, plan: Plan, message: Message) -> float:
+    def transfer(self, plan: Plan, message: Message) -> tuple[float, float]:
+        """Seconds until a message's first byte arrives, and those in which its bytes flow."""
         num_bytes = plan.edges[message.edge].bytes.at(message.stop - message.start)
         link = self.cluster.link(message.src, message.dst) if self.cluster else self.default_link
-        return link.seconds(num_bytes)
+        return link.latency, link.seconds(num_bytes) - link.latency
+
+    def ports(self, message: Message) -> tuple[Port, ...]:
+        """What else a message occupies while its bytes flow, beside its pair of devices."""
+        if self.cluster is None or not self.cluster.contended:
+            return ()
+        return tuple(port for port in self.cluster.ports(message.src, message.dst) if port[0] != "pair")
 
 
 def _scaled(cost: Affine, factor: float, offset: float) -> Affine:

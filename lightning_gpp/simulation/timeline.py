@@ -142,7 +142,9 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     return events
 
 
-def _event(name: str, span: Span | Transfer | Reduction, process: int, thread: int, details: dict[str, Any]) -> dict[str, Any]:
+def _event(
+    name: str, span: Span | Transfer | Reduction, process: int, thread: int, details: dict[str, Any]
+) -> dict[str, Any]:
     times = {"ts": span.start * 1e6, "dur": (span.stop - span.start) * 1e6}
     return {"name": name, "ph": "X", "pid": process, "tid": thread, "args": details, **times}
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_gpp.cluster import Cluster, Device
 from lightning_gpp.errors import PlanError, VerificationError
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Figures, Plan
@@ -64,7 +65,9 @@ def test_latency_and_bandwidth() -> None:
 
 def test_links_differ_by_direction() -> None:
     plan = chain((1, 1), 1)
-    costs = replace(StageCosts.uniform(plan), links={(0, 1): Link(latency=7)})
+    device = Device(name="any", memory_bytes=1, peak_flops={"float32": 1}, peak_bytes_per_second=1)
+    cluster = replace(Cluster.uniform(device, 2), links={(0, 1): Link(latency=7)})
+    costs = replace(StageCosts.uniform(plan), cluster=cluster)
     assert simulate(compile_program(plan), costs).makespan == 4 + 7
 
 

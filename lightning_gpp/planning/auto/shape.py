@@ -62,7 +62,7 @@ class Shape:
         replicas[second] += replicas[first]
         again[second] = again[first] and again[second]
         for entries in (groups, replicas, again):
-            del entries[first]  # type: ignore[attr-defined]
+            del entries[first]
         return replace(self, groups=tuple(groups), replicas=tuple(replicas), recompute=tuple(again))
 
     def divided(self, stage: int, upper: Sequence[int], num_upper: int) -> Shape:

@@ -36,8 +36,9 @@ flight at the source, for each number of devices. Fewer are never worse, so this
 integers (`sets`), lines that are alike share their results (`lines`), and a fork is passed once for each depth of
 what follows it: all its lines end before a stage of that depth, or one of them continues into it (`solve`).
 
-The target is met to a thousandth (`search.PRECISION`). Micro-batch sizes compete by the simulated step. Those that
-cannot win by a bound are left out, and those whose first, coarser strategy is too slow are not refined.
+The target is met to a thousandth (`search.PRECISION`). Micro-batch sizes compete by the simulated step. A size is left
+out if its slowest stage alone would take longer than the best step so far, and not refined if its first, coarser
+strategy is too slow.
 
 Graphs that are not series-parallel are ordered further (`series_parallel`); the answer's notes give the price. That
 only narrows the search: what is evaluated and run has the model's own edges.

@@ -94,45 +94,38 @@ class _Search:
         best = inf
         sizes = self._sizes()
         for number, entry in enumerate(sizes):
-            if self._least(entry.tables) < best and not (self.stopped and best < inf):
-                self._narrow(entry, COARSE)
+            if not (self.stopped and best < inf) and self._narrow(entry, COARSE, best / self.problem.batch_size):
                 self._place(entry)
                 best = min(best, entry.seconds)
                 found.append(entry)
             self.control.report((number + 1) / len(sizes), best)
         for entry in found:
-            if entry.seconds <= best * (1 + COARSE):
-                self._narrow(entry, PRECISION)
+            if entry.seconds <= best * (1 + COARSE) and self._narrow(entry, PRECISION, inf):
                 self._place(entry)
-                best = min(best, entry.seconds)
         return sorted((entry for entry in found if entry.draft), key=lambda entry: entry.seconds)
 
     def _sizes(self) -> list[_Size]:
-        """The most promising first, so that others can be left out."""
+        """The most promising first, so that others are left out soon."""
         schedule = "1f1b" if "1f1b" in self.problem.schedules else self.problem.schedules[0]
         known: dict[tuple[int, ...], Shape] = {}
         tables = [Tables(self.problem, size, self.line, schedule, known) for size in self.problem.sizes]
         entries = [_Size(tables=entry, low=entry.bound * (1 - 1e-9)) for entry in tables]
-        return sorted(entries, key=lambda entry: self._least(entry.tables))
+        return sorted(entries, key=lambda entry: entry.low)
 
-    def _least(self, tables: Tables) -> float:
-        """Seconds that no step with this micro-batch size can beat."""
-        return tables.bound * tables.size * (self.problem.batch_size // tables.size)
-
-    def _narrow(self, entry: _Size, precision: float) -> None:
-        """Binary search by ratios, upwards from the bound until there is a strategy at all."""
+    def _narrow(self, entry: _Size, precision: float, most: float) -> bool:
+        """Binary search by ratios, upwards from the bound; whether there is a strategy of at most `most` at all."""
         for factor in FIRST_FACTORS:
-            if entry.high == inf and not self._try(entry, entry.low * factor):
-                entry.low *= factor
-        if entry.high == inf:
-            return
-        while entry.high > entry.low * (1 + precision):
+            target = min(entry.low * factor, most)
+            if entry.high == inf and entry.low < target and not self._try(entry, target):
+                entry.low = target
+        while entry.low * (1 + precision) < entry.high < inf:
             if self.control.expired:
                 self.stopped = True
-                return
+                break
             target = sqrt(entry.low * entry.high)
             if not self._try(entry, target):
                 entry.low = target
+        return entry.high < inf
 
     def _try(self, entry: _Size, target: float) -> bool:
         solver = Solver(entry.tables, target, self.grid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -29,8 +29,7 @@ class Solution:
     following: list[int]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Way:
+class Way(NamedTuple):
     """One way to pass a fork whose lines are divided.
 
     The line of group `through` continues into the stage behind the fork, or all lines end before it; what follows
@@ -58,6 +57,7 @@ class Solver:
     _moves: dict[Shape, list[Moves]] = field(default_factory=dict)
     _known: dict[tuple[Shape, Entries], Solution] = field(default_factory=dict)
     _masks: dict[tuple[int, int], int] = field(default_factory=dict)
+    _side_by_side: dict[tuple[tuple[Shape, ...], tuple[int, ...], int], int] = field(default_factory=dict)
 
     def whole(self) -> Solution:
         """Of the whole graph, which nothing follows."""
@@ -146,34 +146,37 @@ class Solver:
     def _passed(self, shape: Shape, part: int, depth: int, entries: Sequence[dict[int, int]]) -> Iterator[Way]:
         join, branches = self.grid.join, shape.branches[part]
         counts = tuple(len(group) for group in shape.groups[part])
-        closed = [self.closed(branch, depth) for branch in branches]
         for through, follow in enumerate(entries):
             if not follow:
                 continue
             passing = self.solve(branches[through], tuple(sorted(follow.items())))
             rest = _less(counts, through)
-            others = self._beside(closed, rest)
-            way = Way(depth=depth, through=through, passing=passing, head=NONE, same=False, closed=rest, pairs=0)
-            yield _with(way, NONE, False, rest, join(passing.values[0], others))
+            others = self._beside(branches, rest, depth)
+            yield Way(depth, through, passing, NONE, False, rest, join(passing.values[0], others))
             for head in shape.heads[part]:
                 cut = shape.ends[head]
                 if cut.group == through:
-                    yield _with(way, head, True, rest, join(passing.values[cut.at], others))
+                    yield Way(depth, through, passing, head, True, rest, join(passing.values[cut.at], others))
                 if rest[cut.group]:
                     fewer = _less(rest, cut.group)
-                    beside = join(closed[cut.group].values[cut.at], self._beside(closed, fewer))
-                    yield _with(way, head, False, fewer, join(passing.values[0], beside))
+                    headless = self.closed(branches[cut.group], depth).values[cut.at]
+                    beside = join(headless, self._beside(branches, fewer, depth))
+                    yield Way(depth, through, passing, head, False, fewer, join(passing.values[0], beside))
 
     def closed(self, shape: Shape, depth: int) -> Solution:
         """A line followed by a stage with `depth` micro-batches in flight, whose devices count elsewhere."""
         return self.solve(shape, ((len(shape), self.grid.bit(depth, 0)),))
 
-    def _beside(self, closed: Sequence[Solution], counts: Sequence[int]) -> int:
-        result = 1
-        for solution, count in zip(closed, counts, strict=True):
-            for _ in range(count):
-                result = self.grid.join(result, solution.values[0])
-        return result
+    def _beside(self, branches: tuple[Shape, ...], counts: tuple[int, ...], depth: int) -> int:
+        """So many lines of each group side by side, all followed by a stage of that depth."""
+        key = branches, counts, depth
+        if key not in self._side_by_side:
+            result = 1
+            for branch, count in zip(branches, counts, strict=True):
+                for _ in range(count):
+                    result = self.grid.join(result, self.closed(branch, depth).values[0])
+            self._side_by_side[key] = result
+        return self._side_by_side[key]
 
 
 def _by_start(starts: Counts, entries: Counts, number: int) -> list[list[int]]:
@@ -195,11 +198,6 @@ def _reached(moves: Moves, following: Sequence[int]) -> int:
     return total
 
 
-def _less(counts: Sequence[int], group: int) -> tuple[int, ...]:
-    return tuple(count - (index == group) for index, count in enumerate(counts))
-
-
-def _with(way: Way, head: int, same: bool, closed: tuple[int, ...], pairs: int) -> Way:
-    return Way(
-        depth=way.depth, through=way.through, passing=way.passing, head=head, same=same, closed=closed, pairs=pairs
-    )
+def _less(counts: tuple[int, ...], group: int) -> tuple[int, ...]:
+    """One line less of a group."""
+    return (*counts[:group], counts[group] - 1, *counts[group + 1 :])
