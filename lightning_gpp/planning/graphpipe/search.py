@@ -24,7 +24,11 @@ PRECISION = 1e-3
 """The found bottleneck is at most this fraction above the best one."""
 
 COARSE = 0.03
-"""The same, for the first look at a micro-batch size; sizes whose step may still become the shortest are refined."""
+"""The same, for the first look at a micro-batch size."""
+
+PROMISING = 0.1
+"""Sizes whose step is at most this fraction above the shortest are refined. A better bottleneck is a small gain, but
+strategies of one bottleneck differ in the rest of the step."""
 
 FIRST_FACTORS = (1.25, 2.0, 4.0, inf)
 """Steps from a target that is not met to the next, before there is any strategy: the higher a target, the slower."""
@@ -100,7 +104,7 @@ class _Search:
                 found.append(entry)
             self.control.report((number + 1) / len(sizes), best)
         for entry in found:
-            if entry.seconds <= best * (1 + COARSE) and self._narrow(entry, PRECISION, inf):
+            if entry.seconds <= best * (1 + PROMISING) and self._narrow(entry, PRECISION, inf):
                 self._place(entry)
         return sorted((entry for entry in found if entry.draft), key=lambda entry: entry.seconds)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 from lightning_gpp.planning.graphpipe.cuts import NONE, Cut, Shape, head_units, tail_units
@@ -96,7 +97,9 @@ class _Trace:
         shape, fork = solution.shape, line.parts[part]
         assert isinstance(fork, Fork)
         jobs, through = _jobs(self.solver, shape, part, way)
-        shares = self._shares([(job.solution, job.at) for job in jobs], depth, devices)
+        work = [self._work(fork.lines[job.member], job.at) for job in jobs]
+        work[-1] += self._work(line, part + 1)
+        shares = self._shares([(job.solution, job.at) for job in jobs], work, depth, devices)
         left: Place = part, depth, devices
         for job, (level, share) in zip(jobs, shares, strict=True):
             left = self.line(job.solution, fork.lines[job.member], (job.at, level, share))
@@ -107,16 +110,30 @@ class _Trace:
         assert behind is not None
         return behind
 
-    def _shares(self, items: Sequence[tuple[Solution, int]], depth: int, devices: int) -> list[tuple[int, int]]:
-        """For every line a depth up to the given one and devices, which add up to those given."""
+    def _work(self, line: Line, part: int) -> float:
+        """Seconds per micro-batch of a line from a part on, on one device."""
+        option = self.solver.tables.options[0]
+        units = list(Line(line.parts[part:]).units)
+        return float((option.forward + option.backward)[units].sum())
+
+    def _shares(
+        self, items: Sequence[tuple[Solution, int]], work: Sequence[float], depth: int, devices: int
+    ) -> list[tuple[int, int]]:
+        """For every line a depth up to the given one and devices, by its work; these add up to those given.
+
+        The target is met by any such shares. By the work, the stages are faster than the target where they can be.
+        """
         grid = self.solver.grid
         rows = [grid.until(solution.values[at], depth) for solution, at in items]
         rest = [1]
         for row in reversed(rows):
             rest.append(grid.sums(rest[-1], row))
         shares = []
-        for (solution, at), row, after in zip(items, rows, reversed(rest[:-1]), strict=True):
-            share = next(d for d in range(devices + 1) if row >> d & 1 and after >> devices - d & 1)
+        for index, ((solution, at), row, after) in enumerate(zip(items, rows, reversed(rest[:-1]), strict=True)):
+            left = sum(work[index:])
+            fair = devices * work[index] / left if left else 0.0
+            able = [share for share in range(devices + 1) if row >> share & 1 and after >> devices - share & 1]
+            share = min(able, key=partial(_distance, fair))
             level = grid.least(solution.values[at], share)
             assert level is not None
             shares.append((level, share))
@@ -131,6 +148,10 @@ class _Job:
     solution: Solution
     at: int
     member: int
+
+
+def _distance(fair: float, share: int) -> float:
+    return abs(share - fair)
 
 
 def _head_member(shape: Shape, end: Cut) -> int:
