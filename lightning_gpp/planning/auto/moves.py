@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from lightning_gpp.planning.auto.shape import Shape
@@ -50,30 +50,51 @@ def _unit_moves(problem: Problem, shape: Shape, stage: int, fast: list[int]) -> 
     for units, targets in _bundles(problem, shape.groups[stage], owner, stage):
         if len(units) < len(shape.groups[stage]):
             for target in dict.fromkeys([*targets, *least]):
-                yield shape.moved(units, stage, target)
+                yield _step_last(problem, shape.moved(units, stage, target))
+
+
+def _step_last(problem: Problem, shape: Shape) -> Shape:
+    """Where the step went to another stage, that one takes the place on device 0."""
+    step, last = problem.num_units - 1, len(shape.groups) - 1
+    place = next(index for index, group in enumerate(shape.groups) if step in group)
+    return _flags_kept(problem, shape.swapped(place, last) if place != last else shape)
+
+
+def _flags_kept(problem: Problem, shape: Shape) -> Shape:
+    """The step's stage never recomputes; all others do, or none, where that is not the partitioner's choice."""
+    step = problem.num_units - 1
+    wanted = shape.recompute if problem.recompute is None else [problem.recompute] * len(shape.groups)
+    flags = tuple(again and step not in group for again, group in zip(wanted, shape.groups, strict=True))
+    return replace(shape, recompute=flags)
 
 
 def _bundles(
     problem: Problem, group: tuple[int, ...], owner: list[int], stage: int
 ) -> Iterator[tuple[tuple[int, ...], list[int]]]:
     """Units that may leave together, and the stages next to them."""
-    inside = set(group)
-    for unit in group:
-        neighbours = [*problem.order.successors(unit), *problem.order.predecessors(unit)]
-        targets = sorted({owner[other] for other in neighbours} - {stage})
+    for bundle in _sets(problem, group):
+        targets = sorted({owner[other] for other in _neighbours(problem, bundle)} - {stage})
         if targets:
-            yield (unit,), targets
+            yield tuple(sorted(bundle)), targets
+
+
+def _sets(problem: Problem, group: tuple[int, ...]) -> Iterator[set[int]]:
+    """Single units, then units with all that follow or all that precede them in their stage."""
+    yield from ({unit} for unit in group)
     for unit in group:
         for step in (problem.order.successors, problem.order.predecessors):
-            bundle = _closure(unit, inside, step)
+            bundle = _closure(unit, set(group), step)
             if 1 < len(bundle) < len(group):
-                edges = [n for u in bundle for n in (*problem.order.successors(u), *problem.order.predecessors(u))]
-                targets = sorted({owner[other] for other in edges} - {stage})
-                if targets:
-                    yield tuple(sorted(bundle)), targets
+                yield bundle
 
 
-def _closure(unit: int, inside: set[int], step) -> set[int]:  # type: ignore[no-untyped-def]
+def _neighbours(problem: Problem, units: Iterable[int]) -> Iterator[int]:
+    for unit in units:
+        yield from problem.order.successors(unit)
+        yield from problem.order.predecessors(unit)
+
+
+def _closure(unit: int, inside: set[int], step: Callable[[int], Iterable[int]]) -> set[int]:
     found, waiting = {unit}, [unit]
     while waiting:
         for other in step(waiting.pop()):
@@ -84,7 +105,7 @@ def _closure(unit: int, inside: set[int], step) -> set[int]:  # type: ignore[no-
 
 
 def _device_moves(problem: Problem, shape: Shape, stage: int, fast: list[int]) -> Iterator[Shape]:
-    """Replicas come from other stages, one or half of them; all numbers rise and fall together in multiples."""
+    """A device, or half of its devices, comes from each other stage that has several."""
     if shape.replicas[stage] >= problem.max_replicas:
         return
     for other in fast:
@@ -105,7 +126,7 @@ def _divisions(problem: Problem, shape: Shape, stage: int) -> Iterator[Shape]:
         for position, seconds in enumerate(total[:-1], start=1):
             done += float(seconds)
             if done >= share or position == len(group) - 1:
-                yield shape.divided(stage, group[:position], upper)
+                yield _flags_kept(problem, shape.divided(stage, group[:position], upper))
                 break
 
 

@@ -181,14 +181,15 @@ def _borders(problem: Problem, reverse: Positions) -> Positions:
 
 
 def _shape(problem: Problem, cuts: Cuts, ends: list[int], replicas: list[int]) -> Shape:
-    reverse = list(reversed(cuts.order))
+    """The stage of the step comes last, also where the order ends with another sink."""
+    reverse, step = list(reversed(cuts.order)), problem.num_units - 1
     starts = [0, *ends[:-1]]
-    groups = [tuple(sorted(reverse[start:stop])) for start, stop in zip(starts, ends, strict=True)][::-1]
-    step = problem.num_units - 1
+    groups = [tuple(sorted(reverse[start:stop])) for start, stop in zip(starts, ends, strict=True)]
+    stages = sorted(zip(groups[::-1], replicas[::-1], strict=True), key=lambda stage: step in stage[0])
     return Shape(
-        groups=tuple(groups),
-        replicas=tuple(reversed(replicas)),
-        recompute=tuple(cuts.recompute and step not in group for group in groups),
+        groups=tuple(group for group, _ in stages),
+        replicas=tuple(count for _, count in stages),
+        recompute=tuple(cuts.recompute and step not in group for group, _ in stages),
         size=cuts.size,
         schedule=cuts.schedule,
     )
