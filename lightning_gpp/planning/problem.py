@@ -17,7 +17,7 @@ from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.costs.model import CostModel
 from lightning_gpp.graph import Operator, OperatorGraph
-from lightning_gpp.planning.units import UnitGraph, find_units
+from lightning_gpp.planning.units import UnitGraph
 
 Array = NDArray[np.float64]
 
@@ -118,11 +118,6 @@ class Problem:
             both = np.concatenate([size, size if value.num_directions == 2 else np.zeros(2)])
             sums[value.src, value.dsts] = sums.get((value.src, value.dsts), np.zeros(4)) + both
         return [(src, dsts, tuple(map(float, size))) for (src, dsts), size in sums.items()]  # type: ignore[misc]
-
-    def coarsened(self, num_pieces: float) -> Problem:
-        """The same problem with larger units: none costs more than 1 / `num_pieces` of the whole."""
-        seconds = operator_seconds(self.graph, self.costs, self.cluster, self.sizes[-1])
-        return self.on(find_units(self.graph, num_pieces=num_pieces, seconds=seconds))
 
     def on(self, units: UnitGraph) -> Problem:
         """The same problem with other units."""
