@@ -16,9 +16,9 @@ from lightning_gpp.planning.problem import Problem
 def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]:
     """The plan of a draft, and the number of copies of its pipeline.
 
-    A draft whose stages all have r replicas, the j-th of each side by side on the j-th part of the devices, is r copies
-    of a pipeline, where the problem allows that. In any other draft the user's step runs on one device: it becomes a stage of its own where its stage
-    has replicas.
+    Where the problem allows copies, a draft whose stages all have r replicas, the j-th of each side by side on the j-th
+    part of the devices, is r copies of a pipeline. In any other draft the user's step runs on one device: it becomes a
+    stage of its own where its stage has replicas.
 
     Args:
         problem: what the draft is for.

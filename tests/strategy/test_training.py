@@ -196,7 +196,7 @@ def test_validate_fit_test_predict_with_an_iterable_dataset(tmp_path: Path) -> N
 def run_with_one_plan(rank: int, folder: str) -> list[Any]:
     """The stages of each run of a trainer, by name, modules and devices."""
     module = make_module()
-    strategy = GPPStrategy(num_micro_batches=4, chain_baseline=True)
+    strategy = GPPStrategy(num_micro_batches=4, chain_baseline=True, max_replicas=1, search_seconds=1.0)
     trainer = harness.trainer(strategy, 2, max_epochs=1)
     runs = []
     for run in (trainer.fit, trainer.validate, trainer.test, trainer.fit):

@@ -1,0 +1,51 @@
+"""Copies of a pipeline where stages may not have replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_gpp.cluster import Cluster, Device, Link
+from lightning_gpp.errors import PlanError
+from lightning_gpp.planning import Request, partition
+from lightning_gpp.planning.copies import partition_copies
+from tests.planning import graphs
+
+SLOW = Device(name="slow", memory_bytes=1e9, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e11)
+
+
+def request(num_devices: int, **settings: Any) -> Request:
+    cluster = Cluster.uniform(SLOW, num_devices, Link(latency=1e-6, bytes_per_second=1e10))
+    return Request(cluster=cluster, **{"batch_size": 32, "max_replicas": 1, "seconds": 1.0, **settings})
+
+
+def test_more_devices_than_pieces_are_filled_with_copies() -> None:
+    found = partition_copies("auto", graphs.chain(4), request(8))
+    assert found.num_pipelines >= 2
+    assert found.num_pipelines * found.plan.num_devices == 8
+    assert found.num_pipelines * found.plan.batch_size == 32
+    assert all(len(stage.devices) == 1 for stage in found.plan.stages)
+    assert found.timeline.reductions
+
+
+def test_the_fastest_number_is_chosen() -> None:
+    found = partition_copies("auto", graphs.chain(4), request(4))
+    alone = partition("auto", graphs.chain(4), request(4, copies=False))
+    assert found.seconds <= alone.seconds
+    assert found.gap is not None
+    assert any("pipelines the step takes" in entry.reason for entry in found.alternatives)
+
+
+def test_where_replicas_are_free_the_partitioner_decides() -> None:
+    settings = {"max_replicas": None, "num_micro_batches": 4}
+    free = partition_copies("auto", graphs.chain(4), request(4, **settings))
+    assert free.plan == partition("auto", graphs.chain(4), request(4, **settings)).plan
+
+
+def test_nothing_fits() -> None:
+    small = Cluster.uniform(
+        Device(name="small", memory_bytes=1e4, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e11), 4
+    )
+    with pytest.raises(PlanError, match="alone takes 65.5 kB"):
+        partition_copies("auto", graphs.chain(4), Request(cluster=small, batch_size=4, max_replicas=1, seconds=0.4))

@@ -1,0 +1,139 @@
+"""The devices that a job is planned for, what their memory holds, and that rank 0's plan is everyone's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_gpp import GPPStrategy
+from lightning_gpp.cluster import Cluster, preset
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.measure.memory import memory_bytes
+from lightning_gpp.strategy.machine import Machine, checked, first, footprint_of, present, resolved
+from tests.strategy import harness
+from tests.strategy.harness import loader, make_module
+
+
+def optimizers(*kinds: Any) -> list[torch.optim.Optimizer]:
+    parameters = nn.Linear(1, 1).parameters()
+    return [kind(parameters) for kind in kinds]
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ((), "adam"),
+        ((torch.optim.AdamW,), "adamw"),
+        ((torch.optim.SGD,), "sgd"),
+        ((momentum,), "sgd_momentum"),
+        ((torch.optim.NAdam,), "adam"),
+        ((torch.optim.RMSprop,), "rmsprop"),
+    ],
+)
+def test_the_optimizer_tells_the_memory(kinds: tuple[Any, ...], expected: str) -> None:
+    assert footprint_of(optimizers(*kinds), "32-true").optimizer == expected
+
+
+def test_the_hungriest_of_several_optimizers_counts() -> None:
+    some = [*optimizers(torch.optim.SGD), *optimizers(torch.optim.Adam)]
+    assert footprint_of(some, "bf16-mixed").optimizer == "adam"
+    assert footprint_of(some, "bf16-mixed").precision == "bf16-mixed"
+    assert footprint_of(some, "transformer-engine").precision == "32-true"
+
+
+def test_a_preset_gets_the_nodes_that_the_job_needs() -> None:
+    cluster = resolved(checked("dgx_h100"), 12)
+    assert [cluster.node_of(device) for device in range(12)] == [0] * 8 + [1] * 4
+    host = resolved(checked("cpu_host"), 6, num_nodes=2)
+    assert [host.node_of(device) for device in range(6)] == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_cluster_is_a_file_a_mapping_or_itself(tmp_path: Path) -> None:
+    (tmp_path / "lab.yaml").write_text("preset: t4_box\nnum_nodes: 2\n")
+    wanted = preset("t4_box", 2)
+    for given in (tmp_path / "lab.yaml", str(tmp_path / "lab.yaml"), {"preset": "t4_box", "num_nodes": 2}, wanted):
+        assert checked(given) == wanted
+    assert resolved(wanted, 8) is wanted
+    assert resolved(wanted, 5) == wanted.subset(range(5))
+    assert checked(None) is None
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        ("dgx_h10", "strategy.cluster='dgx_h10' is neither.*Did you mean dgx_h100"),
+        ("nowhere.yaml", "nowhere.yaml cannot be read"),
+        ({"preset": "cray"}, "cluster.preset='cray'"),
+    ],
+)
+def test_no_such_cluster(cluster: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GPPStrategy(cluster=cluster)
+
+
+def test_a_cluster_with_fewer_devices_than_the_job() -> None:
+    with pytest.raises(ConfigError, match=r"'summit' \(strategy.cluster\) has 4 devices, the job needs 5"):
+        resolved(preset("summit"), 5)
+
+
+def test_the_present_machine_shares_its_memory_among_processes() -> None:
+    machine = present(4)
+    assert machine.num_devices == 4
+    assert machine.devices[0].memory_bytes == pytest.approx(memory_bytes(torch.device("cpu")) / 4, rel=0.1)
+    nodes = present(6, num_nodes=2)
+    assert [nodes.node_of(device) for device in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert nodes.link(0, 1).bytes_per_second > nodes.link(0, 3).bytes_per_second
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"search_seconds": 0}, "strategy.search_seconds is 0; it must be more than 0"),
+        ({"search_seconds": "long"}, "strategy.search_seconds is 'long'"),
+        ({"max_replicas": 0}, "strategy.max_replicas is 0; it must be a whole number >= 1"),
+        ({"costs": "guessed"}, "strategy.costs is 'guessed'; it must be one of 'roofline', 'measured'"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GPPStrategy(**settings)
+
+
+def fitted(rank: int, folder: str) -> list[Any]:
+    """Trained with measured costs for a named cluster: the plan on every rank, and where its costs come from."""
+    settings: dict[str, Any] = {"costs": "measured", "cluster": "cpu_host", "search_seconds": 0.5, "max_replicas": 1}
+    strategy = GPPStrategy(num_micro_batches=4, **settings)
+    trainer = harness.trainer(strategy, 2, max_epochs=1)
+    module = make_module()
+    trainer.fit(module, loader(8))
+    run = strategy._run
+    assert run is not None
+    assert strategy.plan is not None
+    machine = run.engine.machine()
+    costs = "" if machine.costs is None else machine.costs.name
+    return [str(strategy.plan), strategy.plan.notes, costs, machine.footprint.optimizer, strategy.timeline().makespan]
+
+
+def test_rank_0_measures_and_searches_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (plan, notes, costs, optimizer, seconds), other = harness.run(2, fitted, str(tmp_path))
+    assert other[:2] == [plan, notes]
+    assert notes["cluster"] == "cpu_host"
+    assert "measured on" in costs
+    assert optimizer == "adamw"
+    assert seconds > 0
+
+
+def test_the_first_devices_of_a_machine() -> None:
+    cluster: Cluster = preset("t4_box", 2)
+    machine = Machine(cluster=cluster)
+    assert first(machine, 8) is machine
+    assert first(machine, 3).cluster.num_devices == 3
