@@ -10,14 +10,15 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.advice import advice
 from lightning_gpp.planning.answer import Alternative, Answer, Control
-from lightning_gpp.planning.estimate import estimate
 from lightning_gpp.planning.evaluate import Evaluator
 from lightning_gpp.planning.problem import Problem
-from lightning_gpp.planning.realise import realise
 from lightning_gpp.planning.registry import partitioner_of
 from lightning_gpp.planning.request import Request
-from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import Timeline, simulate
+from lightning_gpp.planning.trial import num_actions, tried
+from lightning_gpp.simulation import Timeline
+
+NUM_TRIALS, NEAR, MAX_ACTIONS = 3, 1.03, 20_000
+"""How many runner-up drafts are compared by their programs, how close to the best, and up to which size in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,18 +81,32 @@ def partition(name: str, graph: OperatorGraph, request: Request) -> Found:
     if answer.draft is None or not Evaluator(problem)(answer.draft).fits:
         notes = [f"The partitioner {name!r} found no plan.", *answer.notes, advice(problem, answer.draft)]
         raise PlanError(" ".join(notes))
-    return judged(name, problem, answer, elapsed, request.model)
+    return judged(name, problem, settled(problem, answer), elapsed, request.model)
+
+
+def settled(problem: Problem, answer: Answer) -> Answer:
+    """The answer with the best of its drafts, where several are close: by their whole programs.
+
+    These tell more than a search can look at each time: the messages that share a port, the user's step.
+    """
+    near = [entry for entry in answer.alternatives if entry.seconds <= answer.objective * NEAR]
+    drafts = [draft for draft in (answer.draft, *(entry.draft for entry in near[:NUM_TRIALS])) if draft is not None]
+    if len(drafts) < 2 or sum(num_actions(problem, draft) for draft in drafts) > MAX_ACTIONS:
+        return answer
+    seconds = [tried(problem, draft)[2].makespan for draft in drafts]
+    best = min(range(len(drafts)), key=seconds.__getitem__)
+    if best == 0:
+        return answer
+    loser = Alternative(draft=drafts[0], seconds=answer.objective, reason="its program takes longer than its estimate")
+    others = tuple(entry for entry in answer.alternatives if entry.draft is not drafts[best])
+    return replace(answer, draft=drafts[best], alternatives=(loser, *others))
 
 
 def judged(name: str, problem: Problem, answer: Answer, search_seconds: float, model: str = "") -> Found:
     """The plan of an answer's draft, with the simulation of its program."""
     if answer.draft is None:
         raise PlanError(f"The partitioner {name!r} found no plan. {' '.join(answer.notes)}")
-    plan, copies = realise(problem, answer.draft, model)
-    costs = estimate(
-        problem.graph, plan, problem.cluster, problem.costs, footprint=problem.footprint, num_pipelines=copies
-    )
-    timeline = simulate(compile_program(plan), costs)
+    plan, copies, timeline = tried(problem, answer.draft, model)
     plan = replace(plan, notes={**plan.notes, **notes_of(name, problem.cluster, timeline.makespan)})
     return Found(
         partitioner=name,

@@ -23,9 +23,10 @@ from lightning_gpp.planning.auto.shape import Shape
 from lightning_gpp.planning.bound import lower_bound
 from lightning_gpp.planning.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem import Problem
+from lightning_gpp.planning.graphpipe import graphpipe
 from lightning_gpp.planning.registry import register
 
-PATIENCE = 60
+PATIENCE = 150
 """So many disturbances in a row without a shorter step end the search."""
 
 MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
@@ -33,6 +34,9 @@ MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
 
 NUM_STARTS = 6
 """Shapes that are improved before any is disturbed."""
+
+MAX_UNITS = 300
+"""Where there are more units, GraphPipe's partitioner is not asked."""
 
 MAX_EVALUATIONS = 40_000
 """Of shapes: where this comes before the time limit, the same model gives the same plan on every machine."""
@@ -117,6 +121,7 @@ class Search:
             failures = 0 if self.rank < before else failures + 1
 
     def _starts(self) -> list[Shape]:
+        self.take(_by_graphpipe(self.problem, self.control))
         for shape in self._first_shapes():
             self._judge(shape)
             if self.control.elapsed > 0.4 * self.control.seconds:
@@ -198,12 +203,22 @@ class Search:
             if rank[1] < inf and _kind(shape) not in kinds and len(kinds) < 6:
                 kinds.add(_kind(shape))
                 draft = shape.draft()
-                yield Alternative(draft=draft, seconds=rank[1], reason=self._reason(self.evaluate(draft)))
+                found = self.evaluate(draft)
+                yield Alternative(draft=draft, seconds=found.seconds, reason=self._reason(found))
 
     def _reason(self, evaluation: Evaluation) -> str:
         if not evaluation.fits:
             return f"needs {evaluation.excess_bytes / 1e9:.2f} GB more memory than a device has"
         return f"the step takes {evaluation.seconds / self.rank[1] - 1:.1%} longer"
+
+
+def _by_graphpipe(problem: Problem, control: Control) -> list[Shape]:
+    """What that partitioner finds, where it is quick."""
+    if problem.num_units > MAX_UNITS or problem.num_devices > MAX_SLOTS:
+        return []
+    draft = graphpipe(problem, Control(seconds=control.seconds)).draft
+    shape = None if draft is None else Shape.of(draft)
+    return [] if shape is None else [shape]
 
 
 def _kind(shape: Shape) -> tuple[int, int, bool]:

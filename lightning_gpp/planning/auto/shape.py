@@ -44,6 +44,22 @@ class Shape:
             schedule=self.schedule,
         )
 
+    @classmethod
+    def of(cls, draft: Draft) -> Shape | None:
+        """The shape of a draft; None if no shape has these devices."""
+        stages = sorted(draft.stages, key=lambda stage: -stage.devices[0])
+        shape = cls(
+            groups=tuple(tuple(sorted(stage.units)) for stage in stages),
+            replicas=tuple(len(stage.devices) for stage in stages),
+            recompute=tuple(stage.recompute for stage in stages),
+            size=stages[0].micro_batch_size,
+            schedule=draft.schedule,
+        )
+        for candidate in (shape, replace(shape, spread=True)):
+            if [stage.devices for stage in candidate.draft().stages] == [stage.devices for stage in stages]:
+                return candidate
+        return None
+
     def moved(self, units: Sequence[int], src: int, dst: int) -> Shape:
         """Units go from one stage to another; an emptied stage must not be left behind."""
         groups = list(self.groups)
