@@ -568,3 +568,5 @@ def test_sets_of_depths_and_devices() -> None:
     assert dict(grid.rows(left | grid.bit(2, 1))) == {1: 1 << 1, 3: 1 << 2}  # more depth for the same devices is no use
     assert left & grid.mask(2, 3) == grid.bit(1, 1)
     assert left & grid.mask(4, 4) == 0
+    assert (left | grid.bit(4, 0)) & grid.up_to(1) == grid.bit(1, 1) | grid.bit(4, 0)
+    assert left & grid.up_to(-1) == 0

@@ -31,6 +31,11 @@ class Grid:
         row = (1 << self.width - replicas) - 1
         return sum(row << depth * self.width for depth in range(min(limit, self.num_devices)))
 
+    def up_to(self, devices: int) -> int:
+        """All pairs of at most so many devices."""
+        row = (1 << max(0, devices + 1)) - 1
+        return sum(row << depth * self.width for depth in range(self.num_devices + 1))
+
     def rows(self, pairs: int) -> Iterator[tuple[int, int]]:
         """(depth, the devices as bits), by depth; without pairs that have another of less depth."""
         seen, width = 0, self.width

@@ -21,12 +21,16 @@ Entries: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Solution:
-    """Of a line with what follows it: pairs of everything from each part on, and of what follows each end."""
+    """Of a line with what follows it: pairs of everything from each part on, and of what follows each end.
+
+    `behind`: device-seconds per sample of what follows the line, where its devices count.
+    """
 
     shape: Shape
     entries: Entries
     values: list[int]
     following: list[int]
+    behind: float
 
 
 class Way(NamedTuple):
@@ -55,8 +59,9 @@ class Solver:
     grid: Grid
     states: int = 0
     _moves: dict[Shape, list[Moves]] = field(default_factory=dict)
-    _known: dict[tuple[Shape, Entries], Solution] = field(default_factory=dict)
+    _known: dict[tuple[Shape, Entries, float], Solution] = field(default_factory=dict)
     _masks: dict[tuple[int, int], int] = field(default_factory=dict)
+    _caps: dict[int, int] = field(default_factory=dict)
     _side_by_side: dict[tuple[tuple[Shape, ...], tuple[int, ...], int], int] = field(default_factory=dict)
 
     def whole(self) -> Solution:
@@ -64,15 +69,17 @@ class Solver:
         shape = self.tables.shape
         return self.solve(shape, ((len(shape), self.grid.bit(0, 0)),))
 
-    def solve(self, shape: Shape, entries: Entries) -> Solution:
-        key = shape, entries
+    def solve(self, shape: Shape, entries: Entries, work: float = 0.0) -> Solution:
+        """A line with what follows it. `work`: device-seconds per sample of what the entries' devices do."""
+        key = shape, entries, work
         if key not in self._known:
-            self._known[key] = self._solve(shape, entries)
+            self._known[key] = self._solve(shape, entries, work)
         return self._known[key]
 
-    def _solve(self, shape: Shape, entries: Entries) -> Solution:
+    def _solve(self, shape: Shape, entries: Entries, behind: float) -> Solution:
         values, following = [0] * (len(shape) + 1), [0] * len(shape.ends)
-        solution = Solution(shape=shape, entries=entries, values=values, following=following)
+        solution = Solution(shape=shape, entries=entries, values=values, following=following, behind=behind)
+        work = self.tables.work(shape)
         for part, pairs in entries:
             values[part] |= pairs
         following[-1] = values[-1]
@@ -85,10 +92,19 @@ class Solver:
                         values[part] |= way.pairs
                     else:
                         following[way.head] |= way.pairs
+            values[part] &= self._affordable(work[part] + behind)
             if part:
                 following[shape.last[part]] = values[part]
             self.states += values[part].bit_count()
         return solution
+
+    def _affordable(self, work: float) -> int:
+        """Pairs that leave enough devices for all other work, even if these never waited: others lead nowhere."""
+        rest = (self.tables.work(self.tables.shape)[0] - work) / self.target
+        most = min(self.grid.num_devices, int(self.grid.num_devices - rest + 1e-6))
+        if most not in self._caps:
+            self._caps[most] = self.grid.up_to(most)
+        return self._caps[most]
 
     def moves(self, shape: Shape) -> list[Moves]:
         """By start."""
@@ -125,15 +141,16 @@ class Solver:
     def ways(self, solution: Solution, part: int) -> Iterator[Way]:
         """All ways to pass the fork at `part` of a solution whose later parts are solved."""
         for depth, entries in self._followers(solution, part).items():
-            yield from self._passed(solution.shape, part, depth, entries)
+            yield from self._passed(solution, part, depth, entries)
 
     def _followers(self, solution: Solution, part: int) -> dict[int, list[dict[int, int]]]:
         """By depth of what follows the fork: for each group, what follows its line by the parts that are left of it."""
         shape, moves = solution.shape, self.moves(solution.shape)
         found: dict[int, list[dict[int, int]]] = {}
+        affordable = self._affordable(self.tables.work(shape)[part] + solution.behind)
 
         def add(group: int, at: int, pairs: int) -> None:
-            for depth, row in self.grid.rows(pairs):
+            for depth, row in self.grid.rows(pairs & affordable):
                 groups = found.setdefault(depth, [{} for _ in shape.groups[part]])
                 groups[group][at] = row << depth * self.grid.width
 
@@ -143,13 +160,14 @@ class Solver:
             add(cut.group, cut.at, _reached(moves[start], solution.following))
         return found
 
-    def _passed(self, shape: Shape, part: int, depth: int, entries: Sequence[dict[int, int]]) -> Iterator[Way]:
-        join, branches = self.grid.join, shape.branches[part]
+    def _passed(self, solution: Solution, part: int, depth: int, entries: Sequence[dict[int, int]]) -> Iterator[Way]:
+        shape, join, branches = solution.shape, self.grid.join, solution.shape.branches[part]
+        behind = solution.behind + self.tables.work(shape)[part + 1]
         counts = tuple(len(group) for group in shape.groups[part])
         for through, follow in enumerate(entries):
             if not follow:
                 continue
-            passing = self.solve(branches[through], tuple(sorted(follow.items())))
+            passing = self.solve(branches[through], tuple(sorted(follow.items())), behind)
             rest = _less(counts, through)
             others = self._beside(branches, rest, depth)
             yield Way(depth, through, passing, NONE, False, rest, join(passing.values[0], others))

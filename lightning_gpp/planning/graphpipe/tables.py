@@ -20,7 +20,7 @@ from lightning_gpp.planning.graphpipe.cuts import (
     Shape,
     shape_of,
 )
-from lightning_gpp.planning.graphpipe.lines import Likeness, Line
+from lightning_gpp.planning.graphpipe.lines import Likeness, Line, units_of
 from lightning_gpp.planning.problem import Array, Problem
 
 Counts = NDArray[np.int64]
@@ -102,6 +102,7 @@ class Tables:
     options: list[Option] = field(init=False)
     shape: Shape = field(init=False)
     _costs: dict[Shape, list[Costs]] = field(default_factory=dict, init=False)
+    _work: dict[Shape, list[float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.options = options_of(self.problem, self.size)
@@ -117,9 +118,16 @@ class Tables:
     @property
     def bound(self) -> float:
         """Seconds per sample that no strategy can beat: all devices busy all the time, each unit as cheap as can be."""
-        spent = [(entry.forward + entry.backward) * entry.replicas for entry in self.options]
-        units = list(self.line.units)
-        return float(np.min(spent, axis=0)[units].sum()) / self.problem.num_devices / self.size
+        return self.work(self.shape)[0] / self.problem.num_devices
+
+    def work(self, shape: Shape) -> list[float]:
+        """From every part on: device-seconds per sample that a line takes at least."""
+        if shape not in self._work:
+            spent = [(entry.forward + entry.backward) * entry.replicas for entry in self.options]
+            least = np.min(spent, axis=0) / self.size
+            parts = [float(least[list(units_of(part))].sum()) for part in shape.line.parts]
+            self._work[shape] = [sum(parts[index:]) for index in range(len(parts) + 1)]
+        return self._work[shape]
 
     def costs(self, shape: Shape) -> list[Costs]:
         """By option."""
