@@ -70,8 +70,8 @@ def described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
         f"The model does not fit the devices: stage {_name(problem, draft, worst)!r} needs {_gb(peak)} on device "
         f"{device} ({problem.cluster.devices[device].name}), which has {_gb(problem.memory_bytes[device])}: "
         f"{_gb(lacks[worst])} too much. {_gb(static)} are weights, gradients and the state of the optimizer "
-        f"({problem.footprint.optimizer}), {_gb(peak - static)} activations of {evaluation.in_flight[worst]} "
-        f"micro-batches of {stage.share} samples in flight{' (recomputed)' if stage.recompute else ''}."
+        f"({problem.footprint.optimizer}), {_gb(peak - static)} activations of {_batches(evaluation.in_flight[worst])} "
+        f"of {stage.share} samples in flight{' (recomputed)' if stage.recompute else ''}."
     )
 
 
@@ -241,6 +241,10 @@ def _name(problem: Problem, draft: Draft, index: int) -> str:
     units = problem.units.units
     modules = [[path for unit in stage.units for path in units[unit].modules] for stage in draft.stages]
     return stage_names(compress(problem.graph, modules))[index]
+
+
+def _batches(number: int) -> str:
+    return f"{number} micro-batch{'es' if number > 1 else ''}"
 
 
 def _gb(num_bytes: float) -> str:

@@ -1,0 +1,27 @@
+"""The partitioner in the guide works as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from lightning_gpp.cluster import preset
+from lightning_gpp.planning import Request, partition
+from lightning_gpp.planning.registry import _PARTITIONERS
+from tests.planning import graphs
+
+GUIDE = Path(__file__).parents[2] / "docs" / "planning.md"
+
+
+def test_a_partitioner_of_ones_own() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    assert code.count("\n") < 40
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    try:
+        found = partition("halves", graphs.chain(8), Request(cluster=preset("summit"), batch_size=32))
+    finally:
+        del _PARTITIONERS["halves"]
+    assert found.fits
+    assert {stage.devices for stage in found.plan.stages} >= {(2, 3), (0, 1)}
