@@ -1,0 +1,157 @@
+"""The lower bound against every plan of small problems, and the cases in which a plan reaches it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from lightning_gpp.cluster import Cluster, Link
+from lightning_gpp.graph import Affine, Operator, OperatorGraph
+from lightning_gpp.planning import Control, Problem
+from lightning_gpp.planning.bound import bound_of_size, lower_bound
+from lightning_gpp.planning.exhaustive import exhaustive
+from lightning_gpp.planning.units import Unit, UnitGraph, Value
+from tests.planning.problems import DEVICE, Given, random_problem
+
+SLACK = 1 + 1e-9
+
+
+def _optimum(problem: Problem) -> float:
+    """Seconds of the best of all plans, whatever memory they need."""
+    devices = tuple(replace(device, memory_bytes=1e18) for device in problem.cluster.devices)
+    return exhaustive(replace(problem, cluster=replace(problem.cluster, devices=devices)), Control()).objective
+
+
+def _mixed(problem: Problem, seed: int) -> Problem:
+    """Every device its own kind, up to 8 times slower than the first."""
+    random = Random(seed)
+    devices = tuple(
+        replace(device, name=f"kind {index}", peak_flops={"float32": 1e9 / random.choice((1, 2, 8))})
+        for index, device in enumerate(problem.cluster.devices)
+    )
+    return replace(problem, cluster=replace(problem.cluster, devices=devices), recompute=False)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_plan_beats_the_bound(seed: int) -> None:
+    problem = random_problem(seed, num_units=2 + seed % 4)
+    assert 0 < lower_bound(problem) <= _optimum(problem) * SLACK
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_plan_without_replicas_beats_the_bound(seed: int) -> None:
+    problem = replace(random_problem(seed, num_units=4 + seed % 2, num_devices=2 + seed % 3), max_replicas=1)
+    bound = lower_bound(problem)
+    assert bound <= _optimum(problem) * SLACK
+    assert bound >= lower_bound(replace(problem, max_replicas=float("inf")))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_plan_on_unequal_devices_beats_the_bound(seed: int) -> None:
+    problem = _mixed(random_problem(seed, num_units=2 + seed % 3, num_devices=2 + seed % 2), seed)
+    assert lower_bound(problem) <= _optimum(problem) * SLACK
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_with_all_forwards_first_beats_the_bound(seed: int) -> None:
+    problem = replace(random_problem(seed, num_units=4), schedules=("1f1b", "gpipe"))
+    assert lower_bound(problem) <= _optimum(problem) * SLACK
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_memory_never_lowers_the_bound(seed: int) -> None:
+    """Memory is not looked at: what fits can only be slower."""
+    problem = random_problem(seed)
+    assert lower_bound(problem) == lower_bound(
+        replace(
+            problem,
+            cluster=replace(
+                problem.cluster, devices=tuple(replace(d, memory_bytes=1.0) for d in problem.cluster.devices)
+            ),
+        )
+    )
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_more_devices_never_raise_the_bound(seed: int) -> None:
+    problem = random_problem(seed, num_units=6, num_devices=2)
+    link = Link(latency=1e-3, bytes_per_second=1e2)
+    bounds = [
+        lower_bound(replace(problem, cluster=Cluster.uniform(DEVICE, number, link))) for number in (1, 2, 3, 4, 8, 16)
+    ]
+    assert bounds == sorted(bounds, reverse=True)
+
+
+def test_the_bound_is_that_of_the_best_size() -> None:
+    for seed in range(10):
+        problem = random_problem(seed)
+        assert lower_bound(problem) == min(bound_of_size(problem, size) for size in problem.sizes)
+
+
+def _problem(
+    seconds: list[float],
+    values: list[tuple[int, int]],
+    num_devices: int,
+    *,
+    fixed: float = 0.0,
+    batch_size: int = 8,
+    size: int = 1,
+    parameter_bytes: int = 0,
+    ratio: float = 2.0,
+) -> Problem:
+    """Units of so many seconds per sample in the forward, on devices with free links."""
+    graph = OperatorGraph()
+    for index in range(len(seconds)):
+        graph.add(Operator(name=f"op{index}", target="call"))
+    units = tuple(
+        Unit(modules=(f"m{index}",), operators=(f"op{index}",), parameter_bytes=parameter_bytes)
+        for index in range(len(seconds))
+    )
+    flows = tuple(Value(src=src, dsts=(dst,), bytes=Affine(1)) for src, dst in values)
+    costs = Given({f"op{index}": Affine(value, fixed) for index, value in enumerate(seconds)}, ratio)
+    return Problem(
+        graph=graph,
+        costs=costs,
+        units=UnitGraph(units=units, values=flows),
+        cluster=Cluster.uniform(DEVICE, num_devices, Link(bytes_per_second=100)),
+        batch_size=batch_size,
+        sizes=(size,),
+        recompute=False,
+    )
+
+
+def test_reached_on_one_device() -> None:
+    problem = _problem([1.0, 2.0, 0.5], [(0, 1), (1, 2)], 1)
+    assert lower_bound(problem) == pytest.approx(8 * 3.5 * 3)
+    assert _optimum(problem) == pytest.approx(lower_bound(problem))
+
+
+def test_reached_where_copies_share_all_work_for_free() -> None:
+    """No weights to sum, no fixed seconds: two devices take half as long as one."""
+    problem = _problem([1.0, 2.0], [(0, 1)], 2, size=2)
+    assert lower_bound(problem) == pytest.approx(8 * 3 * 3 / 2)
+    assert _optimum(problem) == pytest.approx(lower_bound(problem))
+
+
+def test_reached_where_one_unit_takes_longest() -> None:
+    """A unit that neither shares its micro-batches nor waits for anything."""
+    problem = replace(_problem([10.0, 0.001], [], 2), max_replicas=1)
+    assert lower_bound(problem) == pytest.approx(8 * 30)
+    assert _optimum(problem) == pytest.approx(lower_bound(problem))
+
+
+def test_independent_branches_do_not_wait() -> None:
+    """Two equal units without an edge: each device is busy all the time."""
+    problem = replace(_problem([1.0, 1.0], [], 2), max_replicas=1)
+    assert lower_bound(problem) == pytest.approx(8 * 3)
+    assert _optimum(problem) == pytest.approx(lower_bound(problem))
+
+
+def test_a_chain_waits_for_warm_up_and_drain() -> None:
+    """Eight equal units on 4 devices and M micro-batches take M + 3 slots; the bound sees a part of the 3."""
+    problem = replace(_problem([1.0] * 8, [(unit, unit + 1) for unit in range(7)], 4), max_replicas=1)
+    balance = 8 * 6
+    assert _optimum(problem) == pytest.approx(balance * 11 / 8, rel=0.02)  # and the links
+    assert 1.05 * balance < lower_bound(problem) < balance * 11 / 8
