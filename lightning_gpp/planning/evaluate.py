@@ -22,6 +22,7 @@ from lightning_gpp.planning.draft import (
 )
 from lightning_gpp.planning.pipeline_clock import Pipeline, end_times, least_seconds
 from lightning_gpp.planning.problem import Problem
+from lightning_gpp.planning.realise import folded
 from lightning_gpp.planning.units import Value
 from lightning_gpp.schedules.one_f_one_b import samples_in_flight
 
@@ -98,7 +99,11 @@ class Evaluator:
         edges = {(position[a], position[b]): flow for (a, b), flow in edges.items()}
         if draft.chained:
             edges = with_chain(edges, len(stages))
-        return self._evaluate(stages, edges, draft.schedule, order, limit)
+        apart = len(self._last(draft).devices) > 1 and folded(self.problem, draft)[1] == 1
+        return self._evaluate(stages, edges, draft.schedule, order, limit, apart)
+
+    def _last(self, draft: Draft) -> DraftStage:
+        return next(stage for stage in draft.stages if self.problem.num_units - 1 in stage.units)
 
     def _divisible(self, draft: Draft) -> bool:
         """Whether nothing is cut into shares that cannot be cut."""
@@ -120,10 +125,12 @@ class Evaluator:
         schedule: str,
         order: Sequence[int],
         limit: float,
+        apart: bool,
     ) -> Evaluation:
+        """`apart`: the user's step runs in a stage of its own behind the others, which adds one to the depth."""
         size = stages[0].micro_batch_size
         number = -(-self.problem.batch_size // size)
-        counts = in_flight_counts(len(stages), edges, schedule, number)
+        counts = [min(number, count + apart) for count in in_flight_counts(len(stages), edges, schedule, number)]
         figures = [self.figures(stage) for stage in stages]
         pipeline, busiest = self._pipeline(stages, figures, edges)
         peaks = [

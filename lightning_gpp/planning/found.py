@@ -10,6 +10,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.advice import advice
 from lightning_gpp.planning.answer import Alternative, Answer, Control
+from lightning_gpp.planning.draft import Draft
 from lightning_gpp.planning.evaluate import Evaluator
 from lightning_gpp.planning.problem import Problem
 from lightning_gpp.planning.registry import partitioner_of
@@ -93,13 +94,22 @@ def settled(problem: Problem, answer: Answer) -> Answer:
     drafts = [draft for draft in (answer.draft, *(entry.draft for entry in near[:NUM_TRIALS])) if draft is not None]
     if len(drafts) < 2 or sum(num_actions(problem, draft) for draft in drafts) > MAX_ACTIONS:
         return answer
-    seconds = [tried(problem, draft)[2].makespan for draft in drafts]
-    best = min(range(len(drafts)), key=seconds.__getitem__)
+    ranks = [_rank(problem, draft) for draft in drafts]
+    best = min(range(len(drafts)), key=ranks.__getitem__)
     if best == 0:
         return answer
-    loser = Alternative(draft=drafts[0], seconds=answer.objective, reason="its program takes longer than its estimate")
+    reason = "its program takes longer than its estimate" if ranks[0][0] <= ranks[best][0] else "needs more memory"
+    loser = Alternative(draft=drafts[0], seconds=ranks[0][1], reason=reason)
     others = tuple(entry for entry in answer.alternatives if entry.draft is not drafts[best])
     return replace(answer, draft=drafts[best], alternatives=(loser, *others))
+
+
+def _rank(problem: Problem, draft: Draft) -> tuple[float, float]:
+    """Bytes beyond a device's memory, and seconds of the step."""
+    plan, _, timeline = tried(problem, draft)
+    limits = problem.memory_bytes[: plan.num_devices]
+    excess = max(peak - limit for peak, limit in zip(timeline.peak_bytes, limits, strict=True))
+    return max(0.0, float(excess)), timeline.makespan
 
 
 def judged(name: str, problem: Problem, answer: Answer, search_seconds: float, model: str = "") -> Found:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import nsmallest
 from math import inf
 from random import Random
@@ -22,8 +23,8 @@ from lightning_gpp.planning.auto.seeds import MAX_SLOTS, Cuts, seeds
 from lightning_gpp.planning.auto.shape import Shape
 from lightning_gpp.planning.bound import lower_bound
 from lightning_gpp.planning.evaluate import Evaluation, Evaluator
-from lightning_gpp.planning.problem import Problem
 from lightning_gpp.planning.graphpipe import graphpipe
+from lightning_gpp.planning.problem import Problem
 from lightning_gpp.planning.registry import register
 
 PATIENCE = 150
@@ -137,14 +138,16 @@ class Search:
             yield from self._cut(replace(cuts, fitting=False) for cuts in _variants(problem, found))
 
     def _cut(self, variants: Iterable[Cuts]) -> Iterator[Shape]:
-        problem = self.problem
         for cuts in variants:
-            number = -(-problem.batch_size // cuts.size)
-            for seconds, shape in seeds(problem, cuts):
-                if self.rank[0] > 0 or number * seconds / 1.1 < self.rank[1]:
-                    yield shape
-                    if len(set(shape.replicas)) == 1 and shape.replicas[0] > 1:
-                        yield replace(shape, spread=True)
+            number = -(-self.problem.batch_size // cuts.size)
+            for shape in seeds(self.problem, cuts, partial(self._worth, number)):
+                yield shape
+                if len(set(shape.replicas)) == 1 and shape.replicas[0] > 1:
+                    yield replace(shape, spread=True)
+
+    def _worth(self, number: int, seconds: float) -> bool:
+        """Whether a slowest stage of so many seconds per micro-batch can come near the best step."""
+        return self.rank[0] > 0 or number * seconds < 1.1 * self.rank[1]
 
     def _judge(self, shape: Shape, limit: float = inf) -> Rank:
         """Memory first, then seconds; those at or above `limit` may be less than the shape's."""

@@ -11,7 +11,7 @@ steps from perfect balance; for every number of stages the first limit that suff
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,14 +58,16 @@ def replica_counts(most: int) -> list[int]:
     return sorted({count for count in [*powers, most, most - 1] if 1 <= count <= most})
 
 
-def seeds(problem: Problem, cuts: Cuts) -> Iterator[tuple[float, Shape]]:
-    """The seconds of the slowest stage and the shape, for every useful number of stages."""
+def seeds(problem: Problem, cuts: Cuts, worth: Callable[[float], bool]) -> Iterator[Shape]:
+    """A shape for every useful number of stages, as long as the seconds of its slowest stage are `worth` it."""
     table = _Table(problem, cuts)
     found: set[int] = set()
     for limit in table.limits():
+        if not worth(limit):
+            return
         for num_stages, ends, replicas in table.solve(limit, found):
             found.add(num_stages)
-            yield limit, _shape(problem, cuts, ends, replicas)
+            yield _shape(problem, cuts, ends, replicas)
         if len(found) >= table.most_stages:
             return
 
@@ -82,8 +84,11 @@ class _Table:
         self.most_stages = min(self.num_slots, problem.num_units)
         self.seconds = [self._prefix(count * cuts.width) for count in self.counts]
         self.balance = self.seconds[0][-1] / self.num_slots
-        self._room: dict[tuple[int, int], Positions] = {}
         self.borders = _borders(problem, self.reverse) if cuts.apart else None
+        self._room: dict[int, Positions] = {}
+        slots = np.arange(self.num_slots + 1)[None, :] - np.array(self.counts)[:, None]
+        self._before = np.where(slots < 0, self.num_slots + 1, slots)  # where nothing is, behind all slots
+        self._rows = np.arange(len(self.counts))[:, None]
 
     def limits(self) -> Array:
         near, far = 3 * self.balance, max(float(row[-1]) for row in self.seconds)
@@ -101,53 +106,52 @@ class _Table:
         each = total + problem.parameter_bytes * summing / number
         return np.concatenate([[0.0], np.cumsum(each[self.reverse])])
 
-    def _extensions(self, limit: float, row: int, num_following: int) -> Positions:
-        seconds = self.seconds[row]
-        ends = np.searchsorted(seconds, seconds + limit * (1 + 1e-9), side="right") - 1
-        if self.cuts.fitting:
-            key = row, 0 if self.cuts.recompute else num_following
-            if key not in self._room:
-                self._room[key] = self._fitting(row, num_following)
-            ends = np.minimum(ends, self._room[key])
-        if self.borders is not None:
-            ends = np.minimum(ends, self.borders)
-        return ends.astype(np.int64)
+    def _extensions(self, limit: float) -> Positions:
+        """For every number of replicas and position where a stage must end to keep the limit."""
+        rows = [np.searchsorted(row, row + limit * (1 + 1e-9), side="right") - 1 for row in self.seconds]
+        ends = np.stack(rows)
+        return ends if self.borders is None else np.minimum(ends, self.borders)
 
-    def _fitting(self, row: int, num_following: int) -> Positions:
-        problem, replicas = self.problem, self.counts[row] * self.cuts.width
+    def _fitting(self, num_following: int) -> Positions:
+        """The same to keep the memory, with so many stages behind this one."""
+        key = 0 if self.cuts.recompute else num_following
+        if key not in self._room:
+            self._room[key] = np.stack([self._fitting_row(count * self.cuts.width, key) for count in self.counts])
+        return self._room[key]
+
+    def _fitting_row(self, replicas: int, num_following: int) -> Positions:
+        problem = self.problem
         saved = problem.saved_bytes(-(-self.cuts.size // replicas))
-        copies = 1 if self.cuts.recompute else num_following + 1
-        needed = np.concatenate([[0.0], np.cumsum((problem.static_bytes + copies * saved)[self.reverse])])
-        return np.searchsorted(needed, needed + float(problem.memory_bytes.min()), side="right") - 1
+        needed = (problem.static_bytes + (num_following + 1) * saved)[self.reverse]
+        total = np.concatenate([[0.0], np.cumsum(needed)])
+        return np.searchsorted(total, total + float(problem.memory_bytes.min()), side="right") - 1
 
     def solve(self, limit: float, known: set[int]) -> Iterator[tuple[int, list[int], list[int]]]:
         """Stages (from the sink) as ends and replicas, for every number of stages not yet known."""
-        num_units = len(self.reverse)
         reach = np.full(self.num_slots + 1, -1, dtype=np.int64)
         reach[0] = 0
-        choices: list[NDArray[np.int64]] = []
-        extensions = [self._extensions(limit, row, 0) for row in range(len(self.counts))]
+        choices: list[Positions] = []
+        extensions = self._extensions(limit)
         for stage in range(self.most_stages):
-            if self.cuts.fitting:
-                extensions = [self._extensions(limit, row, stage) for row in range(len(self.counts))]
-            reach, choice = self._step(reach, extensions)
+            reach, choice = self._step(reach, self._allowed(extensions, stage))
             choices.append(choice)
-            if reach[-1] >= num_units and stage + 1 not in known:
-                yield stage + 1, *self._trace(choices, limit)
+            if reach[-1] >= len(self.reverse) and stage + 1 not in known:
+                yield stage + 1, *self._trace(choices, extensions)
             if reach.max() < 0:
                 return
 
-    def _step(self, reach: Positions, extensions: list[Positions]) -> tuple[Positions, Positions]:
-        best, choice = np.full_like(reach, -1), np.zeros_like(reach)
-        for row, count in enumerate(self.counts):
-            before = reach[: len(reach) - count]
-            ends = np.where(before >= 0, extensions[row][np.maximum(before, 0)], -1)
-            ends = np.where(ends > before, ends, -1)
-            better = ends > best[count:]
-            best[count:][better], choice[count:][better] = ends[better], row
-        return best, choice
+    def _allowed(self, extensions: Positions, stage: int) -> Positions:
+        return np.minimum(extensions, self._fitting(stage)) if self.cuts.fitting else extensions
 
-    def _trace(self, choices: list[Positions], limit: float) -> tuple[list[int], list[int]]:
+    def _step(self, reach: Positions, extensions: Positions) -> tuple[Positions, Positions]:
+        """One more stage: for every number of slots how far it reaches, and with which number of replicas."""
+        before = np.append(reach, -1)[self._before]
+        ends = np.where(before >= 0, extensions[self._rows, np.maximum(before, 0)], -1)
+        ends = np.where(ends > before, ends, -1)
+        choice = ends.argmax(axis=0)
+        return np.take_along_axis(ends, choice[None, :], axis=0)[0], choice
+
+    def _trace(self, choices: list[Positions], extensions: Positions) -> tuple[list[int], list[int]]:
         """From the choices back to the ends and replicas of all stages."""
         slots, rows = self.num_slots, []
         for choice in reversed(choices):
@@ -155,7 +159,7 @@ class _Table:
             slots -= self.counts[rows[-1]]
         ends, position = [], 0
         for stage, row in enumerate(reversed(rows)):
-            position = int(self._extensions(limit, row, stage)[position])
+            position = int(self._allowed(extensions, stage)[row, position])
             ends.append(position)
         return ends, [self.counts[row] * self.cuts.width for row in reversed(rows)]
 
