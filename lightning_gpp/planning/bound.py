@@ -1,20 +1,20 @@
 """A lower bound on the step of every plan of a problem, whatever its stages, replicas and schedule.
 
-For one micro-batch size b, with M micro-batches on K devices, let t_u = f_u + g_u be the forward and backward seconds of
-unit u for b samples (replicas that share b samples take no less in sum), W their sum, p_u the bytes of its weights.
+For one micro-batch size b, with M micro-batches on K devices, let t_u = f_u + g_u be the forward and backward seconds
+of unit u for b samples (replicas that share b samples take no less in sum), W their sum, p_u the bytes of its weights.
 
 * The devices compute for M W seconds in sum.
-* A device waits for the first forward of all stages ahead of its own, and after its last backward for theirs. Give every
-  unit one path of ancestors, the longest; let D_u be the units whose path holds u. Weighting a device's units by their
-  seconds, at most T per device, all devices wait for u, if r devices run it, for at least
+* A device waits for the first forward of all stages ahead of its own, and after its last backward for theirs. Give
+  every unit one path of ancestors, the longest; let D_u be the units whose path holds u. Weighting a device's units by
+  their seconds, at most T per device, all devices wait for u, if r devices run it, for at least
   t_u(b / r) (M W(D_u) / T - r) seconds in sum: the work behind u, less that in the stage of u itself.
-* r > 1 replicas of u sum its gradients: 2 (r - 1) p_u / bandwidth seconds in sum, over the links that r devices need. That may
-  overlap with waiting for the last backwards, so one share s of it counts, and 1 - s of them.
-
-* Between its last forward and its last backward a device waits until that micro-batch has gone through all stages behind
-  and back, and has no more than M - 1 backwards to do meanwhile. Give every unit one path of descendants, the longest, of
-  C_u seconds; behind the stage of u it takes C_u - T / M at least, and M - 1 backwards no more than (M - 1) / M of the largest
-  share e = max g_u / t_u of T. Let H be any set of units, for example those for which C_u exceeds c = T (1 + (M - 1) e) / M.
+* r > 1 replicas of u sum its gradients: 2 (r - 1) p_u / bandwidth seconds in sum, over the links that r devices need.
+  That may overlap with waiting for the last backwards, so one share s of it counts, and 1 - s of them.
+* Between its last forward and its last backward a device waits until that micro-batch has gone through all stages
+  behind and back, and has no more than M - 1 backwards to do meanwhile. Give every unit one path of descendants, the
+  longest, of C_u seconds; behind the stage of u it takes C_u - T / M at least, and M - 1 backwards no more than
+  (M - 1) / M of the largest share e = max g_u / t_u of T. Let H be any set of units, for example those for which C_u
+  exceeds c = T (1 + (M - 1) e) / M.
 
     K T >= M W - c M W(H) / T + sum_u min_r [ 2 s (r - 1) p_u / bandwidth_r
                                               + (f_u + (1 - s) g_u)(b / r) max(0, M W(D_u) / T - r)
@@ -119,7 +119,7 @@ class _Paths:
         self.work = number * float(total.sum())
 
     def waiting(self, seconds: float) -> tuple[Array, float]:
-        """For a step of so many seconds: how often the units behind are waited for in the middle, and what to take off."""
+        """For a step of so many seconds: how often each unit is waited for in the middle, and what to take off."""
         allowed = seconds * (1 + (self.number - 1) * self.backward_share) / self.number
         weights = np.where(self.after > allowed, self.total * self.number / seconds, 0.0)
         often = [0.0] * len(weights)

@@ -1,4 +1,4 @@
-"""What a draft is worth: the seconds of a whole step, warm-up, drain and gradient synchronisation included, and memory."""
+"""What a draft is worth: seconds of a whole step, with warm-up, drain and sums of gradients, and bytes of memory."""
 
 from __future__ import annotations
 
@@ -99,8 +99,11 @@ class Evaluator:
         edges = {(position[a], position[b]): flow for (a, b), flow in edges.items()}
         if draft.chained:
             edges = with_chain(edges, len(stages))
-        apart = len(self._last(draft).devices) > 1 and folded(self.problem, draft)[1] == 1
+        apart = len(self._last(draft).devices) > 1 and not self._copies(draft)
         return self._evaluate(stages, edges, draft.schedule, order, limit, apart)
+
+    def _copies(self, draft: Draft) -> bool:
+        return self.problem.copies and folded(self.problem, draft)[1] > 1
 
     def _last(self, draft: Draft) -> DraftStage:
         return next(stage for stage in draft.stages if self.problem.num_units - 1 in stage.units)

@@ -1,7 +1,7 @@
-"""A quick simulator for search: stages instead of devices, one common number of micro-batches, 1F1B or all forwards first.
+"""A quick simulator for search: stages instead of devices, one number of micro-batches, 1F1B or all forwards first.
 
-It follows the rules of `simulation.simulate` for the programs of `1f1b` and `gpipe` with one stage per device: a transfer starts
-when it was sent, its buffer was posted (LOOKAHEAD actions before it is read) and the link is free.
+It follows the rules of `simulation.simulate` for the programs of `1f1b` and `gpipe` with one stage per device: a
+transfer starts when it was sent, its buffer was posted (LOOKAHEAD actions before it is read) and the link is free.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def end_times(pipeline: Pipeline, warm_up: Sequence[int], num_micro_batches: int
 def least_seconds(pipeline: Pipeline, num_micro_batches: int, all_reduce: Sequence[float]) -> float:
     """What a step takes at least, whatever the schedule; much quicker than `end_times`.
 
-    A stage waits for the first forward of those ahead of it, after its last backward for theirs (or sums its gradients),
-    and between its last forward and its last backward for the way of a micro-batch to the sinks and back.
+    A stage waits for the first forward of those ahead of it, after its last backward for theirs (or sums its
+    gradients), and between its last forward and its last backward for the way of a micro-batch to the sinks and back.
     """
     head, tail, behind = _ways(pipeline)
     least = 0.0

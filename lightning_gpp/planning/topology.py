@@ -10,7 +10,7 @@ Devices = list[tuple[int, ...]]
 
 
 def side_by_side(replicas: Sequence[int]) -> Devices:
-    """Replicas of a stage are neighbours, so that their all-reduce stays inside a node; the last stage is on device 0."""
+    """Replicas of a stage are neighbours: their all-reduce stays inside a node. The last stage is on device 0."""
     stops = list(accumulate(reversed(replicas)))
     starts = [0, *stops][: len(stops)]
     return [tuple(range(start, stop)) for start, stop in zip(starts, stops, strict=True)][::-1]

@@ -26,6 +26,4 @@ def tried(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int, T
 
 def num_actions(problem: Problem, draft: Draft) -> int:
     """Actions of a step on all devices: what a simulation's time grows with."""
-    return sum(
-        2 * len(stage.devices) * -(-problem.batch_size // stage.micro_batch_size) for stage in draft.stages
-    )
+    return sum(2 * len(stage.devices) * -(-problem.batch_size // stage.micro_batch_size) for stage in draft.stages)

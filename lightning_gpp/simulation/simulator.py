@@ -21,8 +21,9 @@ def simulate(program: Program, costs: StageCosts) -> Timeline:
 
     A device runs its instructions in order; only WAIT makes it wait. A transfer starts when it was sent, its buffer was
     posted and the previous transfer between the same two devices, in the same direction, has ended, and when the ports
-    that it shares with others are free for as long as it takes; it overlaps with computing. A micro-batch's activations live from the start of its forward to the end of its backward (in inference,
-    of its forward). Gradients of replicas are summed when all actions have ended.
+    that it shares with others are free for as long as its bytes flow; it overlaps with computing. A micro-batch's
+    activations live from the start of its forward to the end of its backward (in inference, of its forward). Gradients
+    of replicas are summed when all actions have ended.
 
     Args:
         program: a verified one.

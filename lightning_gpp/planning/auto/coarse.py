@@ -1,4 +1,4 @@
-"""The same problem with fewer, larger units: a first search on these is quick, and a second one starts from its result."""
+"""The same problem with fewer, larger units: a quick first search, from whose result a second one starts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """The default partitioner: any DAG, any stages, replicas, micro-batch size, schedule and recomputation, jointly.
 
-First shapes come from contiguous cuts of several orders of the units (`seeds`) and from the other partitioners, so that
-none of them is ever better. The best ones are improved by single changes (`moves`) as long as the step gets shorter, and
-then disturbed and improved again, until the time is up or the step is as short as the lower bound (`bound`) allows.
-Every candidate is judged by the simulated seconds of its whole step and by the memory of every device.
+First shapes come from contiguous cuts of several orders of the units (`seeds`), which are what partitioners of chains
+find, and from GraphPipe's partitioner. The best ones are improved by single changes (`moves`) as long as the step gets
+shorter, and then disturbed and improved again, until the time is up, nothing better was found for long, or the step is
+as short as the lower bound (`bound`) allows. Every candidate is judged by the simulated seconds of its whole step and
+by the memory of every device.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
 NUM_STARTS = 6
 """Shapes that are improved before any is disturbed."""
 
-MAX_UNITS = 300
-"""Where there are more units, GraphPipe's partitioner is not asked."""
+MAX_UNITS, GRAPHPIPE_SHARE = 300, 0.2
+"""Where there are more units, GraphPipe's partitioner is not asked; and its share of the time where it is."""
 
 MAX_EVALUATIONS = 40_000
 """Of shapes: where this comes before the time limit, the same model gives the same plan on every machine."""
@@ -219,7 +220,7 @@ def _by_graphpipe(problem: Problem, control: Control) -> list[Shape]:
     """What that partitioner finds, where it is quick."""
     if problem.num_units > MAX_UNITS or problem.num_devices > MAX_SLOTS:
         return []
-    draft = graphpipe(problem, Control(seconds=control.seconds)).draft
+    draft = graphpipe(problem, Control(seconds=GRAPHPIPE_SHARE * control.seconds)).draft
     shape = None if draft is None else Shape.of(draft)
     return [] if shape is None else [shape]
 

@@ -5,8 +5,8 @@ stages s and devices k the longest end of the order that s stages on k devices c
 
     reach[s][k] = max over r of extend_r(reach[s - 1][k - r])
 
-where extend_r(i) is where a stage with r replicas that begins at i (counted from the sink) must end. The limit rises in small
-steps from perfect balance; for every number of stages the first limit that suffices gives a shape.
+where extend_r(i) is where a stage with r replicas that begins at i (counted from the sink) must end. The limit rises in
+small steps from perfect balance; for every number of stages the first limit that suffices gives a shape.
 """
 
 from __future__ import annotations
