@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Final
 
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError, PlanError
@@ -14,6 +15,9 @@ from lightning_gpp.planning.found import Found, partition
 from lightning_gpp.planning.request import Request
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import simulate
+
+INTERRUPTED: Final = "interrupted"
+"""In the notes of an answer: the user wants no further search."""
 
 
 def partition_copies(name: str, graph: OperatorGraph, request: Request) -> Found:
@@ -45,6 +49,7 @@ def _tried(
     name: str, graph: OperatorGraph, request: Request, numbers: Sequence[int]
 ) -> Iterator[Found | PlanError | ConfigError]:
     for number in numbers:
+        found = None
         try:
             part = replace(
                 request,
@@ -53,9 +58,12 @@ def _tried(
                 copies=False,
                 seconds=request.seconds / len(numbers),
             )
-            yield _copied(partition(name, graph, part), graph, request, number)
+            found = partition(name, graph, part)
+            yield _copied(found, graph, request, number)
         except (PlanError, ConfigError) as error:
             yield error
+        if found is not None and INTERRUPTED in " ".join(found.answer.notes):
+            return
 
 
 def _copied(found: Found, graph: OperatorGraph, request: Request, number: int) -> Found:

@@ -8,8 +8,9 @@ import pytest
 
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.errors import PlanError
-from lightning_gpp.planning import Request, partition
+from lightning_gpp.planning import Answer, Control, Problem, Request, partition
 from lightning_gpp.planning.copies import partition_copies
+from lightning_gpp.planning.registry import _PARTITIONERS, partitioner_of
 from tests.planning import graphs
 
 SLOW = Device(name="slow", memory_bytes=1e9, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e11)
@@ -49,3 +50,22 @@ def test_nothing_fits() -> None:
     )
     with pytest.raises(PlanError, match="alone takes 65.5 kB"):
         partition_copies("auto", graphs.chain(4), Request(cluster=small, batch_size=4, max_replicas=1, seconds=0.4))
+
+
+def test_an_interrupted_search_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def interrupted(problem: Problem, control: Control) -> Answer:
+        calls.append(problem.num_devices)
+
+        def progress(done: float, best: float, bound: float) -> None:
+            if best < float("inf"):
+                raise KeyboardInterrupt
+
+        return partitioner_of("auto")(problem, Control(seconds=control.seconds, progress=progress))
+
+    monkeypatch.setitem(_PARTITIONERS, "interrupted", interrupted)
+    found = partition_copies("interrupted", graphs.chain(4), request(4))
+    assert calls == [4]
+    assert found.num_pipelines == 1
+    assert "interrupted" in found.answer.notes[0]

@@ -11,9 +11,12 @@ from torch import nn
 
 from lightning_gpp import GPPStrategy
 from lightning_gpp.cluster import Cluster, preset
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.measure.memory import memory_bytes
+from lightning_gpp.planning import manual
 from lightning_gpp.strategy.machine import Machine, checked, first, footprint_of, present, resolved
+from lightning_gpp.strategy.reporting import simulated
+from tests.planning import graphs
 from tests.strategy import harness
 from tests.strategy.harness import loader, make_module
 
@@ -137,3 +140,13 @@ def test_the_first_devices_of_a_machine() -> None:
     machine = Machine(cluster=cluster)
     assert first(machine, 8) is machine
     assert first(machine, 3).cluster.num_devices == 3
+
+
+def test_a_plan_is_not_simulated_on_fewer_devices() -> None:
+    graph = graphs.two_towers()
+    plan = manual(graph, {"image_tower": 0, "text_tower": 1, "head": 2}, batch_size=4)
+    machine = Machine(cluster=preset("t4_box", num_devices=2))
+    with pytest.raises(PlanError, match="The plan needs 3 devices, the cluster 't4_box' has 2"):
+        simulated(plan, graph, machine)
+    twice = simulated(plan, graph, Machine(cluster=preset("t4_box", 2)), num_pipelines=2)
+    assert twice.makespan > simulated(plan, graph, Machine(cluster=preset("t4_box"))).makespan
