@@ -1,0 +1,262 @@
+"""The default partitioner against every plan of small problems, the other partitioners, and its own promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from lightning_gpp.cluster import Cluster, Link, Node
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.planning import Answer, Control, Draft, DraftStage, Evaluator, Problem, Request, partition
+from lightning_gpp.planning.auto import search
+from lightning_gpp.planning.auto.search import auto
+from lightning_gpp.planning.exhaustive import exhaustive
+from lightning_gpp.planning.registry import partitioner_of
+from lightning_gpp.schedules import compile_program, verify
+from tests.planning import graphs
+from tests.planning.drafts import DEVICE, simulated
+from tests.planning.problems import random_problem
+
+FAMILIES = {
+    "chain": graphs.chain,
+    "two_towers": graphs.two_towers,
+    "feature_towers": graphs.feature_towers,
+    "encoder_decoder": graphs.encoder_decoder,
+    "unet": graphs.unet,
+    "gpt": graphs.gpt,
+}
+LINK = Link(latency=1e-4, bytes_per_second=1e6)
+SECONDS = 5.0
+"""Far more than these searches take: they end by themselves, so that no load of the machine changes their results."""
+
+
+def _control() -> Control:
+    return Control(seconds=SECONDS)
+
+
+def _problem(graph: OperatorGraph, num_devices: int = 4, **options: object) -> Problem:
+    settings: dict[str, object] = {"cluster": Cluster.uniform(DEVICE, num_devices, LINK), "batch_size": 24, **options}
+    return Request(**settings).problem(graph)  # type: ignore[arg-type]
+
+
+def _draft(answer: Answer) -> Draft:
+    assert answer.draft is not None
+    return answer.draft
+
+
+def _assert_valid(problem: Problem, draft: Draft) -> None:
+    """Every unit once, every device once, the step on device 0 and not computed twice, replicas within their limit."""
+    assert sorted(unit for stage in draft.stages for unit in stage.units) == list(range(problem.num_units))
+    assert sorted(device for stage in draft.stages for device in stage.devices) == list(range(problem.num_devices))
+    step = next(stage for stage in draft.stages if problem.num_units - 1 in stage.units)
+    assert 0 in step.devices
+    assert not step.recompute
+    assert max(len(stage.devices) for stage in draft.stages) <= problem.max_replicas
+    assert {stage.micro_batch_size for stage in draft.stages} <= set(problem.sizes)
+    assert draft.schedule in problem.schedules
+    if problem.recompute is not None:
+        assert all(stage.recompute == problem.recompute for stage in draft.stages if stage is not step)
+
+
+def test_equals_the_best_of_all_plans() -> None:
+    ratios = []
+    for seed in range(40):
+        problem = random_problem(seed, num_units=3 + seed % 3)
+        answer = auto(problem, _control())
+        _assert_valid(problem, _draft(answer))
+        best = Evaluator(problem)(_draft(exhaustive(problem, _control())))
+        found = Evaluator(problem)(_draft(answer))
+        assert found.excess_bytes == pytest.approx(best.excess_bytes), seed
+        ratios.append(found.seconds / best.seconds)
+    assert max(ratios) <= 1.02
+    assert sum(ratio <= 1 + 1e-9 for ratio in ratios) >= 39
+
+
+def test_equals_the_best_of_all_plans_on_unequal_devices() -> None:
+    ratios = []
+    for seed in range(100, 112):
+        problem = random_problem(seed, num_units=4, num_devices=3)
+        slow = replace(problem.cluster.devices[0], name="slow", peak_flops={"float32": 4e8})
+        problem = replace(
+            problem, cluster=replace(problem.cluster, devices=(problem.cluster.devices[0], slow, slow)), recompute=False
+        )
+        answer = auto(problem, _control())
+        _assert_valid(problem, _draft(answer))
+        ratios.append(Evaluator(problem)(_draft(answer)).seconds / exhaustive(problem, _control()).objective)
+    assert max(ratios) <= 1.02
+
+
+@pytest.mark.parametrize("family", list(FAMILIES.values()), ids=list(FAMILIES))
+def test_never_worse_than_another_partitioner(family: Callable[[], OperatorGraph]) -> None:
+    """What others find, judged as they run it: as a chain where they know only chains."""
+    problem = _problem(family(), micro_batch_size=2)
+    seconds = Evaluator(problem)(_draft(auto(problem, _control()))).seconds
+    for name in ("graphpipe", "piper", "pipedream"):
+        other = partitioner_of(name)(problem, _control())
+        if other.draft is not None:
+            assert seconds <= Evaluator(problem)(other.draft).seconds * (1 + 1e-9), name
+
+
+@pytest.mark.parametrize("family", list(FAMILIES.values()), ids=list(FAMILIES))
+@pytest.mark.parametrize("recompute", [None, True, False])
+def test_plans_compile_and_take_what_was_promised(family: Callable[[], OperatorGraph], recompute: bool | None) -> None:
+    """All that the draft does not know are messages with data, and a step on one device of several."""
+    problem = _problem(family(), 3, micro_batch_size=4, recompute=recompute)
+    answer = auto(problem, _control())
+    draft = _draft(answer)
+    _assert_valid(problem, draft)
+    timeline, plan, _ = simulated(problem, draft)
+    verify(compile_program(plan))
+    assert answer.objective == Evaluator(problem)(draft).seconds
+    assert answer.lower_bound <= answer.objective
+    assert timeline.makespan == pytest.approx(answer.objective, rel=0.2)
+
+
+def test_results_do_not_change() -> None:
+    answers = [auto(_problem(graphs.two_towers(), micro_batch_size=4), _control()) for _ in range(2)]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("max_replicas", [1, 2])
+def test_replicas_are_limited(max_replicas: int) -> None:
+    problem = _problem(graphs.two_towers(), 5, max_replicas=max_replicas, micro_batch_size=4)
+    _assert_valid(problem, _draft(auto(problem, _control())))
+
+
+def test_memory_that_only_recomputation_saves() -> None:
+    """Two stages of a chain in less memory than any cut needs: left open, recomputation is used; forbidden, nothing
+    fits."""
+    free = _problem(graphs.chain(), 2, batch_size=2400, micro_batch_size=1200, max_replicas=1, recompute=False)
+    order = tuple(range(free.num_units))
+    least = min(max(Evaluator(free)(_two_stages(order[:cut], order[cut:])).peak_bytes) for cut in order[1:])
+    cluster = Cluster.uniform(replace(DEVICE, memory_bytes=0.95 * least), 2, LINK)
+    limited, left_open = replace(free, cluster=cluster), replace(free, cluster=cluster, recompute=None)
+    assert not Evaluator(limited)(_draft(auto(limited, _control()))).fits
+    draft = _draft(auto(left_open, _control()))
+    assert Evaluator(left_open)(draft).fits
+    assert any(stage.recompute for stage in draft.stages)
+
+
+def _two_stages(first: tuple[int, ...], second: tuple[int, ...]) -> Draft:
+    stages = [
+        DraftStage(units=units, devices=(1 - i,), micro_batch_size=1200) for i, units in enumerate((first, second))
+    ]
+    return Draft(stages=tuple(stages))
+
+
+def test_recomputation_is_not_used_where_memory_is_plenty() -> None:
+    problem = _problem(graphs.two_towers(), recompute=None, micro_batch_size=2)
+    assert not any(stage.recompute for stage in _draft(auto(problem, _control())).stages)
+
+
+def test_an_interrupt_keeps_the_best_plan() -> None:
+    problem = _problem(graphs.two_towers(), micro_batch_size=2)
+    seen: list[float] = []
+
+    def stop(done: float, best: float, bound: float) -> None:
+        assert 0 <= done <= 1
+        assert 0 < bound <= best
+        seen.append(best)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    answer = auto(problem, Control(seconds=SECONDS, progress=stop))
+    assert answer.notes == ("The search was interrupted; this is the best plan so far.",)
+    assert answer.objective == min(seen) == Evaluator(problem)(_draft(answer)).seconds
+    _assert_valid(problem, _draft(answer))
+    assert auto(problem, _control()).notes == ()
+
+
+def test_an_interrupt_on_larger_units_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "MIN_PIECES", 4)
+    monkeypatch.setattr(search, "PIECES_PER_SLOT", 1)
+    problem = _problem(graphs.two_towers(8), micro_batch_size=2)
+
+    def stop(done: float, best: float, bound: float) -> None:
+        raise KeyboardInterrupt
+
+    answer = auto(problem, Control(seconds=SECONDS, progress=stop))
+    assert answer.notes
+    _assert_valid(problem, _draft(answer))
+
+
+def test_little_time_gives_a_plan() -> None:
+    problem = _problem(graphs.encoder_decoder(), 4)
+    _assert_valid(problem, _draft(auto(problem, Control(seconds=0.05))))
+
+
+def test_alternatives_are_of_other_kinds_and_say_why_they_lost() -> None:
+    problem = _problem(graphs.feature_towers())
+    answer = auto(problem, _control())
+    assert 3 <= len(answer.alternatives) <= 5
+    kinds = set()
+    for alternative in answer.alternatives:
+        assert alternative.draft != answer.draft
+        assert alternative.reason.startswith("the step takes ")
+        assert alternative.reason.endswith("% longer")
+        stages = alternative.draft.stages
+        kinds.add((stages[0].micro_batch_size, len(stages), any(stage.recompute for stage in stages)))
+    assert len(kinds) == len(answer.alternatives)
+
+
+def test_alternatives_that_do_not_fit_say_by_how_much() -> None:
+    problem = _problem(graphs.chain(), 2, micro_batch_size=12, max_replicas=1, recompute=False)
+    tiny = replace(problem, cluster=Cluster.uniform(replace(DEVICE, memory_bytes=1000.0), 2, LINK), recompute=None)
+    answer = auto(tiny, _control())
+    assert not Evaluator(tiny)(_draft(answer)).fits
+    assert answer.alternatives
+    assert all(" GB more memory than a device has" in alternative.reason for alternative in answer.alternatives)
+
+
+def test_many_units_are_searched_on_larger_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _problem(graphs.chain(24), 3, micro_batch_size=4, recompute=False, max_replicas=1)
+    whole = auto(problem, _control())
+    sizes: list[int] = []
+    coarse = search.coarse
+
+    def watched(fine: Problem, num_pieces: int) -> object:
+        found = coarse(fine, num_pieces)
+        sizes.append(found.problem.num_units)
+        return found
+
+    monkeypatch.setattr(search, "coarse", watched)
+    monkeypatch.setattr(search, "MIN_PIECES", 8)
+    monkeypatch.setattr(search, "PIECES_PER_SLOT", 2)
+    answer = auto(problem, _control())
+    assert sizes
+    assert max(sizes) < problem.num_units / 2
+    _assert_valid(problem, _draft(answer))
+    assert answer.objective <= 1.03 * whole.objective
+
+
+def test_a_slow_device_gets_less_work() -> None:
+    slow = replace(DEVICE, name="slow", peak_flops={"float32": 2.5e8}, peak_bytes_per_second=2.5e8)
+    cluster = Cluster.of_nodes(
+        "mixed", [Node(device=DEVICE, count=1, link=LINK), Node(device=slow, count=1, link=LINK)], LINK
+    )
+    graph = graphs.chain(12)
+    problem = _problem(graph, cluster=cluster, micro_batch_size=1, max_replicas=1)
+    units = {stage.devices[0]: len(stage.units) for stage in _draft(auto(problem, _control())).stages}
+    assert 2 * units[1] < units[0]
+    equal = replace(problem, cluster=Cluster.uniform(DEVICE, 2, LINK))
+    units = {stage.devices[0]: len(stage.units) for stage in _draft(auto(equal, _control())).stages}
+    assert abs(units[1] - units[0]) <= 1
+
+
+def test_a_chosen_schedule_and_size_are_kept() -> None:
+    problem = _problem(graphs.unet(), micro_batch_size=3, schedules=("gpipe",))
+    draft = _draft(auto(problem, _control()))
+    assert draft.schedule == "gpipe"
+    assert {stage.micro_batch_size for stage in draft.stages} == {3}
+
+
+def test_found_plans_name_their_origin() -> None:
+    found = partition("auto", graphs.two_towers(), Request(cluster=Cluster.uniform(DEVICE, 3, LINK), batch_size=12))
+    assert found.plan.notes["partitioner"] == "auto"
+    assert found.fits
+    assert found.gap is not None
+    assert found.gap >= 0
+    assert found.seconds == pytest.approx(found.answer.objective, rel=0.2)
+    assert found.samples_per_second == pytest.approx(12 / found.seconds)
