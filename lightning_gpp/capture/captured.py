@@ -162,6 +162,7 @@ def _add_step(graph: OperatorGraph, network: Network, names: set[str], flops: Af
             parameters=tuple(name for name in network.step_states if name in names),
             buffers=tuple(name for name in network.step_states if name not in names),
             flops=flops,
+            saved_bytes=network.step_saved_bytes,  # type: ignore[arg-type]
         )
     )
     _connect(graph, network, network.needed, "step")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,14 +32,40 @@ class Meter(TorchDispatchMode):
         return result
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Hook for tensors that autograd keeps; each memory counts once, parameters and checkpointed regions do not."""
-        call = self._recorder.current
-        storage = tensor.untyped_storage()
-        if call is not None and call.checkpoint is None and storage._cdata not in self._recorder.seen_storages:
-            self._recorder.seen_storages.add(storage._cdata)
-            self._recorder.keep(tensor)
-            call.saved_bytes += tensor.numel() * tensor.element_size()
+        """Hook for tensors that autograd keeps: notes their memory; states and checkpointed regions do not count."""
+        recorder = self._recorder
+        call, storage = recorder.current, tensor.untyped_storage()
+        if call is not None and call.checkpoint is None and storage._cdata not in recorder.state_storages:
+            recorder.keep(tensor)
+            holder = _holder(tensor, recorder.sources.get(storage._cdata, ()))
+            if holder is None:
+                call.saved[storage._cdata] = storage.nbytes()
+            else:
+                call.saved[id(holder)] = _addressed_bytes(holder)
         return tensor
+
+
+def _holder(tensor: torch.Tensor, sources: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """The smallest of the tensors in front of the network that holds this one's memory.
+
+    Of a batch, stages receive what the step hands to the network: a copy of a slice, without the rest of its storage.
+    """
+    first, last = _extent(tensor)
+    holding = [source for source in sources if _extent(source)[0] <= first and last <= _extent(source)[1]]
+    return min(holding, key=_addressed_bytes, default=None)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last byte of its storage that a tensor looks at."""
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    steps = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * size, (start + steps + 1) * size
+
+
+def _addressed_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements that differ in memory: an expanded dimension has one."""
+    lengths = [length for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not length]
+    return math.prod(lengths) * tensor.element_size()
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:

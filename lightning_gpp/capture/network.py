@@ -30,6 +30,7 @@ class Network:
     """Values that the step reads, as answers of network calls."""
     step_states: list[str]
     step_flops: float
+    step_saved_bytes: float
     step_targets: list[str]
     """What the step itself calls on network values, in front of its last network call."""
     recording: Recording
@@ -58,6 +59,7 @@ class _Extraction:
         kept = [c.index for c in recording.calls if c.scope != -1 or c.index in self.glue]
         self.number = {index: number for number, index in enumerate(kept)}
         self.inputs: dict[Ref, tuple[int, InputKey]] = {}
+        self.counted: set[int] = set()
 
     def run(self) -> Network:
         self._find_inputs()
@@ -74,6 +76,7 @@ class _Extraction:
             needed=self._needed(after),
             step_states=sorted({name for call in after for name in call.states()}),
             step_flops=sum(call.flops for call in after),
+            step_saved_bytes=sum(self._newly_saved(call) for call in self._behind_result(after)),
             step_targets=[call.target for call in self._step_calls()],
             recording=self.recording,
         )
@@ -125,12 +128,29 @@ class _Extraction:
             call,
             step_number=step_number,
             index=self.number[call.index],
+            saved_bytes=self._newly_saved(call),
             args=self._map(call.args, call.line),
             kwargs=self._map(call.kwargs, call.line),
             mutated=[self._new(ref, call.line) for ref in call.mutated],
             overwritten=[self._new(ref, call.line) for ref in call.overwritten],
             result=self._map(call.result, call.line),
         )
+
+    def _newly_saved(self, call: Recorded) -> int:
+        """Bytes that autograd keeps for a call and for no call that was asked about before."""
+        new = {memory: size for memory, size in call.saved.items() if memory not in self.counted}
+        self.counted.update(new)
+        return sum(new.values())
+
+    def _behind_result(self, calls: list[Recorded]) -> list[Recorded]:
+        """Of these, what the step's result depends on: what autograd keeps for others (metrics) ends with the step."""
+        wanted = {ref.call for ref in _refs(self.recording.result)}
+        if not wanted:
+            return calls
+        for call in reversed(self.recording.calls):
+            if call.index in wanted:
+                wanted.update(ref.call for ref in call.refs())
+        return [call for call in calls if call.index in wanted]
 
     def _renumber_module(self, call: ModuleCall) -> ModuleCall:
         return replace(

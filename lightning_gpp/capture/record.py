@@ -102,6 +102,7 @@ def _run(replica: nn.Module, step: str, batch: Any, run_time: RunTime, recorder:
         with recorder:
             result = function(batch, *step_arguments(function, run_time.batch_idx))
         recorder.use(result)
+        recording.result = recorder.refs(result)
     except CaptureError:
         raise
     except Exception as error:

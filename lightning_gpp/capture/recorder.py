@@ -84,14 +84,15 @@ class Recorder(TorchFunctionMode):
         self._paused = False
         self.uses: list[Ref] = []
         self.network: list[bool] = []
-        self.seen_storages: set[int] = set()
+        self.state_storages: set[int] = set()
+        self.sources: dict[int, list[torch.Tensor]] = {}
 
     # --- modules
 
     def watch(self, module: nn.Module) -> None:
         for tensor, name in names_of(module):
             self._states[id(tensor)] = name
-            self.seen_storages.add(tensor.untyped_storage()._cdata)
+            self.state_storages.add(tensor.untyped_storage()._cdata)
         for path, child in module.named_modules():
             self._paths[id(child)] = path
             child.register_forward_pre_hook(functools.partial(self._enter, path), with_kwargs=True, prepend=True)
@@ -206,6 +207,8 @@ class Recorder(TorchFunctionMode):
         self.network.append(call.scope != -1 or any(self.network[ref.call] for ref in call.refs()))
         for number, tensor in enumerate([*outputs, *aliases]):
             self._add_output(call, number, tensor)
+            if not self.network[-1]:
+                self.sources.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
         call.result = self.refs(result)
 
     def _aliases(self, changed: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -74,7 +74,10 @@ class Recorded:
     """Values as they were before this call changed them in place, returned ones included."""
     num_returned: int = 0
     flops: float = 0
+    saved: dict[int, int] = field(default_factory=dict)
+    """Bytes of every memory that autograd keeps for it, by a number that is the memory's own."""
     saved_bytes: float = 0
+    """Of the memories that no earlier call keeps."""
     random: bool = False
     step_number: int = -1
     """Among the step's own calls on network values, its number; -1 inside modules."""
@@ -118,6 +121,7 @@ class Recording:
     batch_refs: dict[Ref, int] = field(default_factory=dict)
     """References that stand for tensors of the batch (calls without a function)."""
     result: Any = None
+    """What the step returned, with references in the places of tensors."""
     complete: bool = True
     """Whether the recording reached the end of the step; if not, `stopped` says where it ended."""
     stopped: str = ""

@@ -1,0 +1,234 @@
+"""What the capture says that autograd keeps, against what autograd keeps of real runs, for several batch sizes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_gpp.capture import Capture, capture
+from lightning_gpp.graph import Affine
+
+
+class Attention(nn.Module):
+    """Queries, keys and values are parts of one projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.project, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.project(self.norm(x)).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Expanded(nn.Module):
+    """What is kept has as many elements as the batch, and the memory of a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(5, 6), nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale(x.new_ones(5)).expand(len(x), 6)
+
+
+class InPlace(nn.Module):
+    """A linear layer keeps the memory that the activation in front of it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.relu(self.a(x), inplace=True))
+
+
+class Tied(nn.Module):
+    """The weight is read as it is and as views; no view is an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return (self.embedding(tokens).tanh() @ self.embedding.weight.t()) @ self.embedding.weight[:, :3]
+
+
+class Half(nn.Module):
+    """Only a half of what it is given is kept, but memory is let go as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[:, :4])
+
+
+class Model(L.LightningModule):
+    """A network and a loss of its result and of the labels."""
+
+    def __init__(self, network: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.network, self.loss = network, loss
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        result = self.network(batch[0])
+        return result.sum() if self.loss is None else self.loss(result, batch[1])
+
+
+class WithMetric(Model):
+    """A number of the log has a graph of its own, which ends with the step."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        result = self.network(batch[0])
+        self.log("sharpness", result.exp().square().mean())
+        return F.cross_entropy(result, batch[1])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 9), nn.GELU(), nn.Dropout(0.5), nn.Linear(9, 4), nn.Sigmoid())
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+
+
+def numbers(*shape: int) -> Callable[[int], Tensor]:
+    return lambda num_samples: torch.rand(num_samples, *shape)
+
+
+def classes(num_classes: int, *shape: int) -> Callable[[int], Tensor]:
+    return lambda num_samples: torch.randint(num_classes, (num_samples, *shape))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "attention": (Attention, numbers(10, 16)),
+    "mlp": (mlp, numbers(5)),
+    "convolutions": (convolutions, numbers(3, 8, 8)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(11, 6), nn.Flatten(), nn.Linear(24, 2)), classes(11, 4)),
+    "expanded": (Expanded, numbers(5)),
+    "in place": (InPlace, numbers(5)),
+    "tied": (Tied, classes(11, 4)),
+    "half": (Half, numbers(8)),
+}
+
+
+def token_loss(result: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(result.flatten(0, 1), labels.flatten())
+
+
+def weighted_loss(result: Tensor, labels: Tensor) -> Tensor:
+    chances = result.log_softmax(-1)
+    return -(chances.gather(1, labels[:, None]).squeeze(1) * result.detach().amax(-1)).mean()
+
+
+LOSSES: dict[str, tuple[Callable[[], L.LightningModule], Callable[[int], Tensor], Callable[[int], Tensor]]] = {
+    "cross entropy": (lambda: Model(nn.Linear(5, 7), F.cross_entropy), numbers(5), classes(7)),
+    "of tokens": (lambda: Model(nn.Linear(5, 7), token_loss), numbers(6, 5), classes(7, 6)),
+    "squares": (lambda: Model(nn.Linear(5, 7), F.mse_loss), numbers(5), numbers(7)),
+    "by hand": (lambda: Model(nn.Linear(5, 7), weighted_loss), numbers(5), classes(7)),
+    "of a kept result": (lambda: Model(nn.Sequential(nn.Linear(5, 7), nn.Tanh()), F.mse_loss), numbers(5), numbers(7)),
+}
+
+
+class Kept:
+    """What autograd keeps instead of a tensor; gone when the graph is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # a kept result that knows its graph would keep the graph
+
+
+def really_kept(model: L.LightningModule, batch: Any) -> int:
+    """Bytes of all memories that autograd keeps when the step has returned, without those of parameters and buffers."""
+    alive: weakref.WeakSet[Kept] = weakref.WeakSet()
+
+    def pack(tensor: Tensor) -> Kept:
+        alive.add(kept := Kept(tensor))
+        return kept
+
+    vars(model)["log"] = lambda *_, **__: None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        loss = model.training_step(batch, 0)
+    storages = {kept.tensor.untyped_storage().data_ptr(): kept.tensor.untyped_storage().nbytes() for kept in alive}
+    assert loss.requires_grad  # its graph is alive until here
+    states = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    return sum(size for pointer, size in storages.items() if pointer not in states)
+
+
+def said_kept(captured: Capture, num_samples: int) -> float:
+    return sum(operator.saved_bytes.at(num_samples) for operator in captured.graph)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks(name: str) -> None:
+    network, inputs = NETWORKS[name]
+    model = Model(network())
+    captured = capture(model, (inputs(4), torch.zeros(4)))
+    assert captured.graph["step"].saved_bytes == Affine()
+    for num_samples in (1, 2, 5, 16):
+        expected = really_kept(model, (inputs(num_samples), torch.zeros(num_samples)))
+        assert expected > 0
+        assert said_kept(captured, num_samples) == expected, num_samples
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str) -> None:
+    create, inputs, labels = LOSSES[name]
+    model = create()
+    captured = capture(model, (inputs(4), labels(4)))
+    assert captured.graph["step"].saved_bytes.at(8) > 0
+    for num_samples in (1, 2, 5, 16):
+        expected = really_kept(model, (inputs(num_samples), labels(num_samples)))
+        assert said_kept(captured, num_samples) == expected, num_samples
+
+
+def test_a_metric_keeps_nothing() -> None:
+    plain, logging = Model(nn.Linear(5, 7), F.cross_entropy), WithMetric(nn.Linear(5, 7))
+    batch = numbers(5)(8), classes(7)(8)
+    captured = capture(logging, batch)
+    assert captured.graph["step"].saved_bytes == capture(plain, batch).graph["step"].saved_bytes
+    assert said_kept(captured, 8) == really_kept(logging, batch)
+
+
+def test_parts_of_one_projection_count_as_the_projection() -> None:
+    """Once, by the operator that keeps the first part."""
+    graph = capture(Model(Attention()), (numbers(10, 16)(4), torch.zeros(4))).graph
+    kept = {operator.target: operator.saved_bytes for operator in graph}
+    projection, mixed, logsumexp = (Affine(4 * 10 * size) for size in (48, 16, 2))
+    assert kept["scaled_dot_product_attention"] == projection + mixed + logsumexp
+
+
+def test_evaluation_keeps_nothing() -> None:
+    model = Model(nn.Linear(5, 7), F.cross_entropy)
+    model.validation_step = model.training_step  # type: ignore[method-assign]
+    captured = capture(model, (numbers(5)(4), classes(7)(4)), step="validation_step")
+    assert said_kept(captured, 8) == 0
+
+
+class Towers(L.LightningModule):
+    """Two modules get slices of the batch, one of which it cuts again; the loss looks at the labels of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 2), Half()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        result = self.a(batch[:, :3]).sum(1) + self.b(batch[:, 3:11]).sum(1)
+        return F.mse_loss(result, batch[:, 11])
+
+
+def test_slices_of_the_batch_count_as_they_are_sent() -> None:
+    """Stages get copies of the slices, not the memory of the batch."""
+    graph = capture(Towers(), torch.rand(4, 12)).graph
+    kept = [operator.saved_bytes for operator in graph if operator.target == "linear"]
+    assert kept == [Affine(4 * 3), Affine(4 * 8)]
+    assert graph["step"].saved_bytes == Affine(4 + 4)
