@@ -55,6 +55,7 @@ def auto(problem: Problem, control: Control) -> Answer:
     search = Search(problem, control, lower_bound(problem))
     try:
         search.run(_first_results(search))
+        search.simplify()
         notes: tuple[str, ...] = ()
     except KeyboardInterrupt:
         notes = ("The search was interrupted; this is the best plan so far.",)
@@ -121,6 +122,17 @@ class Search:
             before = self.rank
             self._improve(self._disturbed(self.best if random.random() < 0.7 else random.choice(starts), random))
             failures = 0 if self.rank < before else failures + 1
+
+    def simplify(self) -> None:
+        """Recompute nothing that need not be: off the slowest path it costs no time, but still energy."""
+        if self.best is None or self.problem.recompute is not None:
+            return
+        for stage in range(len(self.best.groups)):
+            flags = tuple(again and index != stage for index, again in enumerate(self.best.recompute))
+            shape = replace(self.best, recompute=flags)
+            rank = self.evaluate(shape.draft()).rank
+            if rank <= self.rank:
+                self.best, self.rank, self.known[shape] = shape, rank, rank
 
     def _starts(self) -> list[Shape]:
         self.take(_by_graphpipe(self.problem, self.control))
