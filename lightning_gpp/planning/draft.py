@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import networkx as nx
+
 from lightning_gpp.cluster import Cluster, Port
+from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import topological
 from lightning_gpp.planning.problem import Problem
@@ -114,11 +117,15 @@ def overlaps(src: Sequence[int], dst: Sequence[int], num_samples: int) -> Iterat
 
 
 def in_topological_order(problem: Problem, draft: Draft) -> Draft:
-    """The same draft with its stages in topological order, the one of the step last.
+    """The same draft with its stages in topological order, in the given one where they do not need each other.
 
     Raises:
-        networkx.NetworkXUnfeasible: the stages form a cycle.
+        PlanError: the stages form a cycle.
     """
-    owner = stage_of_units(problem.num_units, [stage.units for stage in draft.stages])
-    order = topological(list(flows(problem, owner)), len(draft.stages))
+    pairs = list(flows(problem, stage_of_units(problem.num_units, [stage.units for stage in draft.stages])))
+    try:
+        order = topological(pairs, len(draft.stages))
+    except nx.NetworkXUnfeasible:
+        cycle = " -> ".join(str(src) for src, _ in nx.find_cycle(nx.DiGraph(pairs)))
+        raise PlanError(f"The stages {cycle} of the draft form a cycle: each needs a result of the next.") from None
     return replace(draft, stages=tuple(draft.stages[index] for index in order))
