@@ -42,8 +42,11 @@ def run(command: str, config_name: str, task: Task) -> None:
     schema.register()
     try:
         hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=config_name)(task)()
-    except InstantiationException:
-        raise  # a constructor failed: its traceback says where
+    except InstantiationException as error:
+        if not isinstance(error.__cause__, GPPError):
+            raise  # a constructor failed: its traceback says where
+        print(f"{command}: {error.__cause__}", file=sys.stderr)
+        sys.exit(1)
     except (GPPError, HydraException, OmegaConfBaseException) as error:
         print(f"{command}: {explain(error)}", file=sys.stderr)
         sys.exit(1)

@@ -85,6 +85,13 @@ def test_the_strategy_s_own_cluster_counts_without_one() -> None:
         task_of(composed(*QUICK, f"strategy.cluster={mapping}", "trainer.devices=4", name="plan"))
 
 
+def test_a_refused_setting_ends_with_one_message_and_no_traceback(tmp_path: Path) -> None:
+    result = command("plan", "experiment=feature_towers", "strategy.cluster=dgx_h10", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "gpp-plan: strategy.cluster='dgx_h10' is neither" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_a_plan_for_more_devices_than_the_cluster_has(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.yaml")
     make_plan(composed("experiment=two_tower", "strategy.search_seconds=0.5", name="plan"))[0].save(path)
