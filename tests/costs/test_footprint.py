@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_gpp.costs.footprint import OPTIMIZER_STATES, PRECISIONS, Footprint
+from lightning_gpp.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "copies"),
+    [
+        ("none", "32-true", 2),
+        ("sgd", "32-true", 2),
+        ("sgd_momentum", "32-true", 3),
+        ("adamw", "32-true", 4),
+        ("adamw", "bf16-true", 4),  # of parameters that have half the bytes themselves
+        ("sgd", "bf16-mixed", 2.5),
+    ],
+)
+def test_copies(optimizer: str, precision: str, copies: float) -> None:
+    assert Footprint(optimizer=optimizer, precision=precision).copies == copies
+
+
+def test_adam_in_float32_unless_told_otherwise() -> None:
+    assert Footprint() == Footprint(optimizer="adam", precision="32-true")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"optimizer": "adamv"},
+            r"footprint.optimizer='adamv' is unknown; choose one of none, .*adamw. Did you mean 'adam",
+        ),
+        ({"optimizer": "??"}, r"footprint.optimizer='\?\?' is unknown; choose one of .*adamw\.$"),
+        ({"precision": "bf16_mixed"}, "footprint.precision='bf16_mixed' is unknown.* Did you mean 'bf16-mixed'"),
+        ({"precision": 32}, "footprint.precision=32 is unknown; choose one of 64-true"),
+    ],
+)
+def test_unknown_names_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Footprint(**settings)  # type: ignore[arg-type]
+
+
+def test_all_names_work() -> None:
+    for optimizer in OPTIMIZER_STATES:
+        for precision in PRECISIONS:
+            assert 2 <= Footprint(optimizer=optimizer, precision=precision).copies <= 4.5

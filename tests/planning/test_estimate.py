@@ -1,0 +1,137 @@
+"""Costs of a plan's stages against those of the units that they consist of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_gpp.cluster import Cluster, Device, Link
+from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.graph import Affine, OperatorGraph
+from lightning_gpp.plan import Plan
+from lightning_gpp.planning import Request, estimate, manual
+from lightning_gpp.simulation import StageCosts
+from tests.planning import graphs
+
+DEVICE = Device(
+    name="test",
+    memory_bytes=1e9,
+    peak_flops={"float32": 1e6},
+    peak_bytes_per_second=1e6,
+    flops_efficiency=1,
+    bytes_efficiency=1,
+    seconds_per_operator=0.25,
+)
+LINK = Link(latency=1, bytes_per_second=100)
+
+
+def _cluster(num_devices: int = 3) -> Cluster:
+    return Cluster.uniform(DEVICE, num_devices, LINK)
+
+
+def _costs(graph: OperatorGraph, plan: Plan, cluster: Cluster | None = None, **options: object) -> StageCosts:
+    return estimate(graph, plan, cluster or _cluster(), Roofline(graph), **options)  # type: ignore[arg-type]
+
+
+def _towers() -> tuple[OperatorGraph, Plan]:
+    graph = graphs.two_towers()
+    placement = {"image_tower": 0, "text_tower": 1, "head": 2}
+    return graph, manual(graph, placement, batch_size=32, micro_batch_size=8)
+
+
+def test_stage_costs_are_those_of_the_units_they_consist_of() -> None:
+    graph, plan = _towers()
+    costs = _costs(graph, plan)
+    problem = Request(cluster=_cluster(), batch_size=32, micro_batch_size=8).problem(graph)
+    modules = ["image_tower", "text_tower", "head"]
+    for stage, module in zip(costs.stages, modules, strict=True):
+        units = [index for index, unit in enumerate(problem.units.units) if unit.modules[0].startswith(module)]
+        for size in (1, 8):
+            table = problem.seconds(size)
+            assert stage.forward.at(size) == pytest.approx(table.forward[units].sum())
+            assert stage.backward.at(size) == pytest.approx((table.input_gradient + table.weight_gradient)[units].sum())
+            assert stage.activation_bytes.at(size) == pytest.approx(problem.saved_bytes(size)[units].sum())
+        assert stage.parameter_bytes == problem.parameter_bytes[units].sum()
+        assert stage.working_bytes == Affine()
+    assert costs.cluster == _cluster()
+    assert costs.replicas == {}
+
+
+def test_seconds_in_between_are_never_below_the_model() -> None:
+    graph, plan = _towers()
+    costs, model = _costs(graph, plan), Roofline(graph)
+    names = {operator.name for operator in graph if operator.module.startswith("image_tower")}
+    for size in range(1, 9):
+        exact = sum(model.seconds(graph[name], size, DEVICE).forward for name in names)
+        assert costs.stages[0].forward.at(size) >= exact * (1 - 1e-12)
+
+
+def test_micro_batches_of_one_sample() -> None:
+    graph = graphs.chain(2)
+    plan = manual(graph, {"blocks.0": 0, "blocks.1": 1}, batch_size=4, micro_batch_size=1)
+    stage = _costs(graph, plan).stages[0]
+    assert stage.forward.at(1) == pytest.approx(0.25 + 1)
+    assert stage.forward.at(3) == pytest.approx(0.25 + 3)
+
+
+def test_frozen_stages_have_no_backward() -> None:
+    build = graphs.Builder()
+    build.graph.parameter_bytes["frozen.weight"] = build.graph.parameter_sizes["frozen.weight"] = 10
+    frozen = build.call("frozen", build.data(), parameters=["frozen.weight"], grad=False, flops=1e6)
+    graph = build.step(build.linear("head", frozen))
+    costs = _costs(graph, manual(graph, {"frozen": 0, "head": 1}, batch_size=4))
+    assert costs.stages[0].backward.at(2) == 0
+    assert costs.stages[1].backward.at(2) > 0
+
+
+def test_recomputation_adds_a_forward_and_keeps_the_inputs() -> None:
+    graph, plan = _towers()
+    again = replace(plan, stages=(replace(plan.stages[0], recompute=True), *plan.stages[1:]))
+    kept, recomputed = _costs(graph, plan).stages[0], _costs(graph, again).stages[0]
+    assert recomputed.forward == kept.forward
+    assert recomputed.backward.at(8) == pytest.approx(kept.backward.at(8) + kept.forward.at(8))
+    assert recomputed.activation_bytes == Affine(4 * 64)  # the image, 64 float32 per sample
+    assert recomputed.working_bytes == kept.activation_bytes
+
+
+def test_the_footprint_says_how_often_parameters_are_kept() -> None:
+    graph, plan = _towers()
+    assert _costs(graph, plan).parameter_copies == 4
+    assert _costs(graph, plan, footprint=Footprint(optimizer="sgd")).parameter_copies == 2
+
+
+def test_replicas_and_pipelines_sum_their_gradients() -> None:
+    graph = graphs.chain(2)
+    plan = manual(
+        graph,
+        [
+            {"modules": ["blocks.0"], "devices": [1, 2], "micro_batch_size": 4},
+            {"modules": ["blocks.1", "@step"], "devices": [0], "micro_batch_size": 4},
+        ],
+        batch_size=8,
+    )
+    num_bytes = plan.stages[0].figures.parameter_bytes
+    assert num_bytes == 4 * 64 * 64
+    assert _costs(graph, plan).all_reduce == (pytest.approx(2 * (1 + num_bytes / 2 / 100)), 0)
+    twice = _costs(graph, plan, _cluster(6), num_pipelines=2).all_reduce
+    assert twice == pytest.approx((6 * (1 + num_bytes / 4 / 100), 2 * (1 + num_bytes / 2 / 100)))
+
+
+def test_every_device_has_the_speed_of_its_kind() -> None:
+    graph = graphs.chain(2)
+    slow = replace(DEVICE, name="slow", peak_flops={"float32": 5e5})
+    cluster = replace(_cluster(), devices=(DEVICE, DEVICE, slow))
+    plan = manual(
+        graph,
+        [
+            {"modules": ["blocks.0"], "devices": [1, 2], "micro_batch_size": 4},
+            {"modules": ["blocks.1", "@step"], "devices": [0], "micro_batch_size": 4},
+        ],
+        batch_size=8,
+    )
+    costs = _costs(graph, plan, cluster)
+    assert costs.replica(0, 1).forward.at(2) == pytest.approx(0.25 + 2)
+    assert costs.replica(0, 2).forward.at(2) == pytest.approx(0.25 + 4)
+    assert set(costs.replicas) == {(0, 1), (0, 2), (1, 0)}

@@ -1,0 +1,117 @@
+"""What a cluster adds to a simulation: kinds of devices, links, sums of gradients; and memory of a recomputation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gpp.cluster import Cluster, Device, Link, Node
+from lightning_gpp.graph import Affine
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.simulation import Reduction, StageCost, StageCosts, Timeline, simulate
+from tests.strategies import chain, plan_of, plans
+
+DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9)
+
+
+def _simulated(plan: Plan, costs: StageCosts, *, training: bool = True) -> Timeline:
+    return simulate(compile_program(plan, training=training), costs)
+
+
+def test_gradients_are_summed_when_all_replicas_have_ended() -> None:
+    plan = plan_of([(0, 1)], (2, 2), 2, devices=[(1, 2), (0,)])
+    costs = replace(StageCosts.uniform(plan, 1, 2), all_reduce=(5.0, 0.0))
+    timeline = _simulated(plan, costs)
+    assert timeline.reductions == (Reduction(0, (1, 2), 1 + 1 + 2 + 2, 11),)
+    assert timeline.makespan == 11
+    assert timeline.busy == (3, 3, 3)
+
+
+def test_stages_of_one_device_sum_one_after_another() -> None:
+    """The runtime takes stage after stage; another device is not held up."""
+    plan = plan_of([(0, 1), (1, 2)], (1, 1, 1), 1, devices=[(0,), (1,), (0,)])
+    costs = replace(StageCosts.uniform(plan), all_reduce=(1.0, 2.0, 4.0))
+    starts = {entry.stage: (entry.start, entry.stop) for entry in _simulated(plan, costs).reductions}
+    assert starts == {0: (6, 7), 1: (5, 7), 2: (7, 11)}
+
+
+def test_a_slow_replica_holds_up_the_sum() -> None:
+    plan = plan_of([], (2,), 2, devices=[(0, 1)])
+    slow = StageCost(forward=Affine(0, 3), backward=Affine(0, 4))
+    costs = replace(StageCosts.uniform(plan), replicas={(0, 1): slow}, all_reduce=(2.0,))
+    timeline = _simulated(plan, costs)
+    assert [spans[-1].stop for spans in timeline.devices] == [2, 7]
+    assert timeline.reductions == (Reduction(0, (0, 1), 7, 9),)
+
+
+def test_inference_sums_nothing() -> None:
+    plan = plan_of([], (2,), 2, devices=[(0, 1)])
+    assert _simulated(plan, replace(StageCosts.uniform(plan), all_reduce=(2.0,)), training=False).reductions == ()
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans(), seconds=st.floats(0.1, 10))
+def test_sums_only_come_after_all_else(plan: Plan, seconds: float) -> None:
+    costs = StageCosts.uniform(plan, 1, 2)
+    without = _simulated(plan, costs)
+    timeline = _simulated(plan, replace(costs, all_reduce=(seconds,) * len(plan.stages)))
+    assert timeline.devices == without.devices
+    assert {entry.stage for entry in timeline.reductions} == set(range(len(plan.stages)))
+    ends = {device: spans[-1].stop for device, spans in enumerate(without.devices) if spans}
+    for entry in timeline.reductions:
+        assert entry.start >= max(ends.get(device, 0) for device in entry.devices)
+        assert entry.stop == pytest.approx(entry.start + seconds)
+    assert timeline.makespan >= without.makespan
+
+
+def test_links_are_those_of_the_cluster() -> None:
+    """Stage 0 on device 2, of another node, stage 1 on device 1, stage 2 on device 0."""
+    inside, between = Link(latency=1, bytes_per_second=4), Link(latency=10, bytes_per_second=2)
+    nodes = [Node(device=DEVICE, count=2, link=inside), Node(device=DEVICE, count=1, link=inside)]
+    cluster = Cluster.of_nodes("two", nodes, between, {(0, 1): Link(latency=100)})
+    plan = chain((1, 1, 1), 1)
+    timeline = _simulated(plan, replace(StageCosts.uniform(plan), cluster=cluster))
+    seconds = {(entry.src, entry.dst): entry.stop - entry.start for entry in timeline.transfers}
+    assert seconds == {(2, 1): 12, (1, 0): 2, (0, 1): 100, (1, 2): 12}
+    assert timeline.makespan == 6 + 12 + 2 + 100 + 12
+
+
+def test_without_a_cluster_the_default_link_joins_all() -> None:
+    plan = chain((1, 1, 1), 1)
+    timeline = _simulated(plan, replace(StageCosts.uniform(plan), default_link=Link(latency=3)))
+    assert {entry.stop - entry.start for entry in timeline.transfers} == {3}
+
+
+def test_activations_that_are_computed_again_count_during_a_backward() -> None:
+    """Inputs of two micro-batches in flight, and all activations of the one whose backward runs."""
+    plan = chain((2, 2), 8)
+    again = StageCost(activation_bytes=Affine(1), working_bytes=Affine(10, 3), parameter_bytes=100)
+    kept = StageCost(activation_bytes=Affine(5), parameter_bytes=100)
+    costs = StageCosts(stages=(again, kept), parameter_copies=3)
+    assert _simulated(plan, costs).peak_bytes == (300 + 10, 300 + 2 * 2 + 23)
+    assert _simulated(plan, costs, training=False).peak_bytes == (300 + 10, 300 + 2)
+
+
+def test_memory_of_replicas_that_differ() -> None:
+    plan = plan_of([], (2,), 2, devices=[(0, 1)])
+    cost = StageCost(activation_bytes=Affine(7), parameter_bytes=10)
+    other = replace(cost, activation_bytes=Affine(70))
+    costs = StageCosts(stages=(cost,), replicas={(0, 1): other}, parameter_copies=2)
+    assert _simulated(plan, costs).peak_bytes == (27, 90)
+
+
+def test_sums_in_files(tmp_path: Path) -> None:
+    plan = plan_of([(0, 1)], (2, 2), 2, devices=[(1, 2), (0,)])
+    timeline = _simulated(plan, replace(StageCosts.uniform(plan, 1, 2), all_reduce=(5.0, 0.0)))
+    timeline.save(tmp_path / "timeline.json")
+    assert Timeline.load(tmp_path / "timeline.json") == timeline
+    timeline.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    sums = [event for event in events if event["name"] == "sum gradients of stage0"]
+    assert [(event["pid"], event["ts"], event["dur"]) for event in sums] == [(1, 6e6, 5e6), (2, 6e6, 5e6)]
