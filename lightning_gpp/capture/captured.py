@@ -100,8 +100,7 @@ def capture(
     base, other_size = run(SIZES[0], RunTime(batch_idx=batch_idx)), run(SIZES[1], RunTime(batch_idx=batch_idx))
     network, specs = merge(base, run(SIZES[0], OTHER_RUN_TIME), other_size)
     inputs = input_specs(base, other_size)
-    flops = Affine(0, network.step_flops)
-    graph = _graph(module, network, specs, inputs, flops)
+    graph = _graph(module, network, specs, inputs)
     return Capture(graph=graph, network=network, specs=specs, inputs=inputs, step=step, batch_size=total)
 
 
@@ -118,7 +117,7 @@ def name_of(call: int, network: Network) -> str:
 
 
 def _graph(
-    module: nn.Module, network: Network, specs: list[list[TensorSpec]], inputs: list[TensorSpec], step_flops: Affine
+    module: nn.Module, network: Network, specs: list[list[TensorSpec]], inputs: list[TensorSpec]
 ) -> OperatorGraph:
     graph = OperatorGraph()
     for number, spec in enumerate(inputs):
@@ -143,7 +142,7 @@ def _graph(
             )
         )
         _connect(graph, network, call.refs(), name_of(call.index, network))
-    _add_step(graph, network, names, step_flops)
+    _add_step(graph, network, names)
     add_sizes(graph, module)
     return graph
 
@@ -153,7 +152,7 @@ def _connect(graph: OperatorGraph, network: Network, refs: list[Ref], target: st
         graph.connect(name_of(ref.call, network), target, ref.output)
 
 
-def _add_step(graph: OperatorGraph, network: Network, names: set[str], flops: Affine) -> None:
+def _add_step(graph: OperatorGraph, network: Network, names: set[str]) -> None:
     graph.add(
         Operator(
             name="step",
@@ -161,8 +160,8 @@ def _add_step(graph: OperatorGraph, network: Network, names: set[str], flops: Af
             module=STEP,
             parameters=tuple(name for name in network.step_states if name in names),
             buffers=tuple(name for name in network.step_states if name not in names),
-            flops=flops,
-            saved_bytes=network.step_saved_bytes,  # type: ignore[arg-type]
+            flops=network.step_flops,
+            saved_bytes=network.step_saved_bytes,
         )
     )
     _connect(graph, network, network.needed, "step")

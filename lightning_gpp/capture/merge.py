@@ -48,8 +48,11 @@ def merge(base: Network, other_run: Network, other_size: Network) -> tuple[Netwo
         for triple in zip(base.modules, other_run.modules, other_size.modules, strict=True)
     ]
     specs = [_specs(a, c, sizes) for a, c in zip(base.calls, other_size.calls, strict=True)]
-    saved = fit(base.step_saved_bytes, other_size.step_saved_bytes, sizes)
-    return replace(base, calls=calls, modules=modules, step_saved_bytes=saved), specs  # type: ignore[arg-type]
+    step = {
+        name: fit(getattr(base, name).fixed, getattr(other_size, name).fixed, sizes)
+        for name in ("step_flops", "step_saved_bytes")
+    }
+    return replace(base, calls=calls, modules=modules, **step), specs  # type: ignore[arg-type]
 
 
 def input_specs(base: Network, other_size: Network) -> list[TensorSpec]:

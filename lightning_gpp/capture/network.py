@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_gpp.capture.recorder import Recorder, refusal
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref
+from lightning_gpp.graph import Affine
 
 InputKey = tuple[str, int, int]
 """Where the source finds an input: ("call", network call number, leaf of its arguments), or ("glue", number of the
@@ -29,8 +30,8 @@ class Network:
     needed: list[Ref]
     """Values that the step reads, as answers of network calls."""
     step_states: list[str]
-    step_flops: float
-    step_saved_bytes: float
+    step_flops: Affine
+    step_saved_bytes: Affine
     step_targets: list[str]
     """What the step itself calls on network values, in front of its last network call."""
     recording: Recording
@@ -75,8 +76,8 @@ class _Extraction:
             modules=modules,
             needed=self._needed(after),
             step_states=sorted({name for call in after for name in call.states()}),
-            step_flops=sum(call.flops for call in after),
-            step_saved_bytes=sum(self._newly_saved(call) for call in self._behind_result(after)),
+            step_flops=Affine(0, sum(call.flops for call in after)),
+            step_saved_bytes=Affine(0, sum(self._newly_saved(call) for call in self._behind_result(after))),
             step_targets=[call.target for call in self._step_calls()],
             recording=self.recording,
         )

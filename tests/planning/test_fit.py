@@ -2,14 +2,22 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_gpp.cluster import preset
 from lightning_gpp.errors import PlanError
-from lightning_gpp.planning import balanced, check_model, manual
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.plan import Plan
+from lightning_gpp.planning import Request, check_model, manual, partition
 from tests.planning import graphs
+
+
+def planned(graph: OperatorGraph, num_devices: int) -> Plan:
+    request = Request(cluster=preset("cpu_host", num_devices=num_devices), batch_size=12, model="abc", max_replicas=1)
+    return partition("graphpipe", graph, request).plan
 
 
 def test_the_same_model_fits() -> None:
     for graph in (graphs.two_towers(), graphs.gpt(), graphs.unet()):
-        plan = balanced(graph, num_devices=3, batch_size=12, model="abc")
+        plan = planned(graph, 3)
         check_model(plan, graph, "abc")
         check_model(plan.chained(), graph, "abc")
         check_model(replace(plan, model=""), graph, "other")
@@ -42,6 +50,6 @@ def test_other_edges_are_refused() -> None:
 
 
 def test_another_fingerprint_is_refused() -> None:
-    plan = balanced(graphs.chain(), num_devices=2, batch_size=12, model="abc")
+    plan = planned(graphs.chain(), 2)
     with pytest.raises(PlanError, match=r"fingerprint is 'abc' and the model's 'xyz'"):
         check_model(plan, graphs.chain(), "xyz")
