@@ -1,0 +1,196 @@
+"""Properties of what the default partitioner changes: nothing gets lost, whatever the problem."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gpp.graph import Affine
+from lightning_gpp.planning import Evaluator, Problem
+from lightning_gpp.planning.auto.coarse import coarse
+from lightning_gpp.planning.auto.moves import moves
+from lightning_gpp.planning.auto.orders import orders
+from lightning_gpp.planning.auto.seeds import Cuts, replica_counts, seeds
+from lightning_gpp.planning.auto.shape import Shape
+from tests.planning.problems import random_problem
+
+problems = st.builds(random_problem, st.integers(0, 10_000), st.integers(2, 14), st.integers(2, 6))
+
+
+def _weights(problem: Problem) -> np.ndarray:
+    return problem.seconds(problem.sizes[-1]).total
+
+
+def _random_shape(problem: Problem, random: Random) -> Shape:
+    """Any groups, cycles included; the step's comes last."""
+    number = random.randint(1, min(problem.num_units, problem.num_devices))
+    units = list(range(problem.num_units - 1))
+    random.shuffle(units)
+    borders = sorted(random.sample(range(1, problem.num_units), number - 1))
+    pieces = [units[a:b] for a, b in zip([0, *borders], [*borders, problem.num_units - 1], strict=True)]
+    groups = [tuple(sorted(piece)) for piece in pieces[:-1]] + [tuple(sorted([*pieces[-1], problem.num_units - 1]))]
+    cuts = sorted(random.sample(range(1, problem.num_devices), number - 1))
+    again = [problem.recompute is None and random.random() < 0.3 for _ in groups[:-1]]
+    return Shape(
+        groups=tuple(groups),
+        replicas=tuple(b - a for a, b in zip([0, *cuts], [*cuts, problem.num_devices], strict=True)),
+        recompute=(*again, False),
+        size=random.choice(problem.sizes),
+        schedule=problem.schedules[0],
+    )
+
+
+def _assert_whole(problem: Problem, shape: Shape) -> None:
+    assert sorted(unit for group in shape.groups for unit in group) == list(range(problem.num_units))
+    assert all(list(group) == sorted(group) and group for group in shape.groups)
+    assert sum(shape.replicas) == problem.num_devices
+    assert min(shape.replicas) >= 1
+    assert problem.num_units - 1 in shape.groups[-1]
+    assert not shape.recompute[-1]
+    assert len(shape.groups) == len(shape.replicas) == len(shape.recompute)
+    assert shape.size in problem.sizes
+    draft = shape.draft()
+    assert sorted(device for stage in draft.stages for device in stage.devices) == list(range(problem.num_devices))
+    assert 0 in draft.stages[-1].devices
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems, seed=st.integers(0, 10_000))
+def test_moves_keep_all_units_and_devices(problem: Problem, seed: int) -> None:
+    random = Random(seed)
+    shape = _random_shape(problem, random)
+    _assert_whole(problem, shape)
+    for other in moves(problem, shape, [random.random() for _ in shape.groups]):
+        _assert_whole(problem, other)
+        assert other != shape
+        if problem.recompute is not None:
+            assert all(again == problem.recompute for again in other.recompute[:-1])
+
+
+def _with(problem: Problem, **changes: object) -> Problem:
+    return replace(problem, **changes)  # type: ignore[arg-type]
+
+
+@settings(max_examples=30, deadline=None)
+@given(problem=problems, seed=st.integers(0, 10_000), most=st.integers(1, 3))
+def test_moves_respect_the_limit_on_replicas(problem: Problem, seed: int, most: int) -> None:
+    random = Random(seed)
+    limited = _with(problem, max_replicas=most)
+    shape = _random_shape(limited, random)
+    if max(shape.replicas) <= most:
+        for other in moves(limited, shape, [random.random() for _ in shape.groups]):
+            assert max(other.replicas) <= most
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_divided_stages_recompute_as_asked(recompute: bool) -> None:
+    problem = _with(random_problem(3, num_units=6, num_devices=4), recompute=recompute)
+    shape = Shape(groups=(tuple(range(6)),), replicas=(4,), recompute=(False,), size=problem.sizes[0], schedule="1f1b")
+    divided = [other for other in moves(problem, shape, [1.0]) if len(other.groups) == 2]
+    assert divided
+    assert {other.recompute for other in divided} == {(recompute, False)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems)
+def test_orders_are_topological(problem: Problem) -> None:
+    found = orders(problem, _weights(problem))
+    assert len({tuple(order) for order in found}) == len(found) >= 1
+    for order in found:
+        place = {unit: index for index, unit in enumerate(order)}
+        assert sorted(order) == list(range(problem.num_units))
+        assert all(place[a] < place[b] for a, b in problem.order.edges)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems, width=st.sampled_from([1, 1, 2]), apart=st.booleans(), again=st.booleans())
+def test_seeds_are_whole_and_do_not_wait_in_a_circle(problem: Problem, width: int, apart: bool, again: bool) -> None:
+    width = width if problem.num_devices % width == 0 else 1
+    for order in orders(problem, _weights(problem)):
+        cuts = Cuts(order=order, size=problem.sizes[-1], width=width, apart=apart, recompute=again)
+        numbers = []
+        for shape in seeds(problem, cuts, lambda seconds: True):
+            _assert_whole(problem, shape)
+            assert shape.recompute[:-1] == (again,) * (len(shape.groups) - 1)
+            owner = {unit: stage for stage, group in enumerate(shape.groups) for unit in group}
+            assert all(owner[a] <= owner[b] for a, b in problem.order.edges)
+            numbers.append(len(shape.groups))
+        assert len(numbers) == len(set(numbers))
+        assert numbers or apart
+
+
+def test_seeds_end_where_their_slowest_stage_is_not_worth_it() -> None:
+    problem = random_problem(2, num_units=12, num_devices=6)
+    cuts = Cuts(order=list(range(12)), size=problem.sizes[-1])
+    limits: list[float] = []
+
+    def worth(seconds: float) -> bool:
+        limits.append(seconds)
+        return len(limits) < 3
+
+    few, all_of_them = list(seeds(problem, cuts, worth)), list(seeds(problem, cuts, lambda seconds: True))
+    assert limits == sorted(limits)
+    assert len(limits) == 3
+    assert few == all_of_them[: len(few)]
+    assert len(few) < len(all_of_them)
+
+
+def test_numbers_of_replicas() -> None:
+    assert replica_counts(1) == [1]
+    assert replica_counts(8) == [1, 2, 3, 4, 6, 7, 8]
+    assert replica_counts(20) == [1, 2, 3, 4, 6, 8, 12, 16, 19, 20]
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems, num_pieces=st.integers(1, 8))
+def test_pieces_are_the_same_problem_with_fewer_units(problem: Problem, num_pieces: int) -> None:
+    found = coarse(problem, num_pieces)
+    pieces = found.problem
+    assert sorted(unit for group in found.members for unit in group) == list(range(problem.num_units))
+    assert all(found.members)
+    assert problem.num_units - 1 in found.members[-1]
+    assert nx.is_directed_acyclic_graph(pieces.order)
+    assert all(a < b for a, b in pieces.order.edges)
+    for group in found.members:
+        assert nx.is_weakly_connected(problem.order.subgraph(group))
+    for size in problem.sizes:
+        fine, large = problem.seconds(size), pieces.seconds(size)
+        for column in ("forward", "input_gradient", "weight_gradient"):
+            expected = [getattr(fine, column)[list(group)].sum() for group in found.members]
+            assert getattr(large, column) == pytest.approx(expected)
+        assert pieces.saved_bytes(size).sum() == pytest.approx(problem.saved_bytes(size).sum())
+    assert pieces.parameter_bytes.sum() == problem.parameter_bytes.sum()
+    assert sum((unit.saved_bytes for unit in pieces.units.units), Affine()).per_sample == pytest.approx(
+        sum(unit.saved_bytes.per_sample for unit in problem.units.units)
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems, num_pieces=st.integers(1, 8))
+def test_pieces_exchange_what_their_units_do(problem: Problem, num_pieces: int) -> None:
+    found = coarse(problem, num_pieces)
+    piece = {unit: index for index, group in enumerate(found.members) for unit in group}
+    crossing = [value for value in problem.units.values if any(piece[unit] != piece[value.src] for unit in value.dsts)]
+    assert len(found.problem.units.values) == len(crossing)
+    for value, joined in zip(crossing, found.problem.units.values, strict=True):
+        assert (joined.src, joined.bytes, joined.sliceable) == (piece[value.src], value.bytes, value.sliceable)
+        assert set(joined.dsts) == {piece[unit] for unit in value.dsts} - {piece[value.src]}
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems, num_pieces=st.integers(2, 8), seed=st.integers(0, 10_000))
+def test_shapes_of_pieces_are_shapes_of_units(problem: Problem, num_pieces: int, seed: int) -> None:
+    found = coarse(problem, num_pieces)
+    if found.problem.num_units > 1:
+        shape = _random_shape(found.problem, Random(seed))
+        refined = found.refined(shape)
+        _assert_whole(problem, refined)
+        large, fine = Evaluator(found.problem)(shape.draft()), Evaluator(problem)(refined.draft())
+        assert fine.seconds == pytest.approx(large.seconds)
+        assert fine.peak_bytes == pytest.approx(large.peak_bytes)
