@@ -76,6 +76,7 @@ class Evaluator:
     _figures: dict[DraftStage, StageFigures] = field(default_factory=dict)
     _transfers: dict[tuple[tuple[int, ...], tuple[int, ...], Affine, int], float] = field(default_factory=dict)
     _loads: dict[tuple[tuple[int, ...], tuple[int, ...], Affine, int], dict[Port, float]] = field(default_factory=dict)
+    _data_seconds: dict[tuple[DraftStage, bool], float] = field(default_factory=dict)
     _rigid_units: list[int] = field(init=False)
     _rigid_values: list[Value] = field(init=False)
 
@@ -99,18 +100,14 @@ class Evaluator:
         edges = {(position[a], position[b]): flow for (a, b), flow in edges.items()}
         if draft.chained:
             edges = with_chain(edges, len(stages))
-        apart = len(self._last(draft).devices) > 1 and not self._copies(draft)
-        return self._evaluate(stages, edges, draft.schedule, order, limit, apart)
+        return self._evaluate(stages, edges, draft.schedule, order, limit, self._copies(draft))
 
     def _copies(self, draft: Draft) -> bool:
         return self.problem.copies and folded(self.problem, draft)[1] > 1
 
-    def _last(self, draft: Draft) -> DraftStage:
-        return next(stage for stage in draft.stages if self.problem.num_units - 1 in stage.units)
-
     def _divisible(self, draft: Draft) -> bool:
-        """Whether nothing is cut into shares that cannot be cut."""
-        if not self._rigid_values and not self._rigid_units:
+        """Whether nothing is cut into shares that cannot be cut; copies of a pipeline cut nothing."""
+        if (not self._rigid_values and not self._rigid_units) or self._copies(draft):
             return True
         owner = stage_of_units(self.problem.num_units, [stage.units for stage in draft.stages])
         replicas = [len(stage.devices) for stage in draft.stages]
@@ -128,14 +125,16 @@ class Evaluator:
         schedule: str,
         order: Sequence[int],
         limit: float,
-        apart: bool,
+        copies: bool,
     ) -> Evaluation:
-        """`apart`: the user's step runs in a stage of its own behind the others, which adds one to the depth."""
+        """`copies`: of a whole pipeline. Else a last stage with replicas gives the user's step to a stage of its own,
+        which adds one to the depth."""
+        apart = len(stages[-1].devices) > 1 and not copies
         size = stages[0].micro_batch_size
         number = -(-self.problem.batch_size // size)
         counts = [min(number, count + apart) for count in in_flight_counts(len(stages), edges, schedule, number)]
         figures = [self.figures(stage) for stage in stages]
-        pipeline, busiest = self._pipeline(stages, figures, edges)
+        pipeline, busiest = self._pipeline(stages, figures, edges, copies)
         peaks = [
             entry.static_bytes + count * entry.kept_bytes + entry.working_bytes
             for entry, count in zip(figures, counts, strict=True)
@@ -154,7 +153,11 @@ class Evaluator:
         )
 
     def _pipeline(
-        self, stages: Sequence[DraftStage], figures: Sequence[StageFigures], edges: Mapping[tuple[int, int], Flow]
+        self,
+        stages: Sequence[DraftStage],
+        figures: Sequence[StageFigures],
+        edges: Mapping[tuple[int, int], Flow],
+        copies: bool,
     ) -> tuple[Pipeline, float]:
         """The pipeline, and the seconds per micro-batch in which the busiest port is occupied."""
         sent = {(a, b): self._transfer(stages[a], stages[b], flow.forward) for (a, b), flow in edges.items()}
@@ -167,7 +170,19 @@ class Evaluator:
         if self.problem.cluster.contended:
             busiest = self._contend(stages, edges, sent, returned)
         forward, backward = [entry.forward for entry in figures], [entry.backward for entry in figures]
-        return Pipeline(forward=forward, backward=backward, sent=sent, returned=returned), busiest
+        data = [self._data(stage, copies) for stage in stages]
+        return Pipeline(forward=forward, backward=backward, data=data, sent=sent, returned=returned), busiest
+
+    def _data(self, stage: DraftStage, copies: bool) -> float:
+        """Until a micro-batch's data have come from device 0, which loads them; copies of a pipeline load their own."""
+        if (stage, copies) not in self._data_seconds:
+            size = sum((self.problem.units.units[unit].data_bytes for unit in stage.units), Affine())
+            devices = stage.devices[:1] if copies else stage.devices
+            far = [device for device in devices if device] if size.at(1) else []
+            link = self.problem.cluster.link
+            seconds = max((link(0, device).seconds(size.at(stage.share)) for device in far), default=0.0)
+            self._data_seconds[stage, copies] = seconds
+        return self._data_seconds[stage, copies]
 
     def _contend(
         self,

@@ -18,10 +18,14 @@ EXACT_ACTIONS = 8_000
 
 @dataclass(slots=True, kw_only=True)
 class Pipeline:
-    """Stages in topological order, per micro-batch: seconds of compute, and of transfers by (producer, consumer)."""
+    """Stages in topological order, per micro-batch: seconds of compute, and of transfers by (producer, consumer).
+
+    `data`: until a stage's data have come from the device that loads them; 0 where none come.
+    """
 
     forward: Sequence[float]
     backward: Sequence[float]
+    data: Sequence[float]
     sent: dict[tuple[int, int], float]
     returned: dict[tuple[int, int], float]
     """Gradients that come back: (producer, consumer) of the forward -> seconds of the way back."""
@@ -58,7 +62,8 @@ def least_seconds(pipeline: Pipeline, num_micro_batches: int, all_reduce: Sequen
 def _ways(pipeline: Pipeline) -> tuple[list[float], list[float], list[float]]:
     """For every stage the seconds of a micro-batch to it, from it back to the sources, and behind it and back."""
     numbers = range(len(pipeline.forward))
-    head, tail, behind = ([0.0 for _ in numbers] for _ in range(3))
+    tail, behind = ([0.0 for _ in numbers] for _ in range(2))
+    head = list(pipeline.data)
     edges = sorted(pipeline.sent)
     for src, dst in edges:
         head[dst] = max(head[dst], head[src] + pipeline.forward[src] + pipeline.sent[src, dst])
@@ -149,6 +154,11 @@ def _stages(pipeline: Pipeline, warm_up: Sequence[int], number: int) -> list[_St
         _Stage(forward, backward, warm, number)
         for forward, backward, warm in zip(pipeline.forward, pipeline.backward, warm_up, strict=True)
     ]
+    for stage, seconds in zip(stages, pipeline.data, strict=True):
+        if seconds:
+            edge = _Edge(seconds)
+            edge.sent = [0.0] * number
+            stage.incoming[0].append(edge)
     for direction, channels in enumerate((pipeline.sent, pipeline.returned)):
         for (first, second), seconds in channels.items():
             src, dst = (stages[second], stages[first]) if direction else (stages[first], stages[second])

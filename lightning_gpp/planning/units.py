@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import networkx as nx
 
@@ -18,12 +19,16 @@ from lightning_gpp.planning.modules import ModuleNode, module_tree
 
 Modules = tuple[str, ...]
 
+WHOLE_BATCH: Final = ("batch_norm",)
+"""Operators that see all samples of a micro-batch: replicas that share it would compute something else."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """Module paths that stay together, their operators, and what they keep: bytes per micro-batch, parameters.
 
-    `divisible`: its data can be cut into the shares of several replicas.
+    `divisible`: replicas may each take a share of a micro-batch: its data can be cut, and nothing in it looks at all
+    samples at once. `data_bytes` is what it reads of the mini-batch.
     """
 
     modules: Modules
@@ -33,6 +38,7 @@ class Unit:
     num_parameters: int = 0
     parameter_bytes: int = 0
     divisible: bool = True
+    data_bytes: Affine = Affine()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,8 +230,9 @@ def _described(graph: OperatorGraph, modules: Sequence[Modules]) -> UnitGraph:
 
 
 def _unit(
-    graph: OperatorGraph, modules: Modules, operators: Sequence[Operator], data: Iterable[tuple[str, int]]
+    graph: OperatorGraph, modules: Modules, operators: Sequence[Operator], data: Sequence[tuple[str, int]]
 ) -> Unit:
+    read = [graph[name].outputs[output] for name, output in data]
     parameters = {name for operator in operators for name in operator.parameters}
     return Unit(
         modules=modules,
@@ -234,8 +241,14 @@ def _unit(
         saved_bytes=sum((operator.saved_bytes for operator in operators), Affine()),
         num_parameters=sum(graph.parameter_sizes[name] for name in parameters),
         parameter_bytes=sum(graph.parameter_bytes[name] for name in parameters),
-        divisible=all(_sliceable(graph[name].outputs[output]) for name, output in data),
+        divisible=all(map(_sliceable, read)) and not any(operator.target in WHOLE_BATCH for operator in operators),
+        data_bytes=sum(map(_bytes_of, read), Affine()),
     )
+
+
+def _bytes_of(spec: TensorSpec) -> Affine:
+    fixed = spec.bytes(0)
+    return Affine(spec.bytes(1) - fixed, fixed)
 
 
 def _sliceable(spec: TensorSpec) -> bool:
@@ -251,11 +264,10 @@ def _values(graph: OperatorGraph, flows: Mapping[tuple[int, int], Iterable[tuple
 
 
 def _value(src: int, dsts: Sequence[int], spec: TensorSpec) -> Value:
-    fixed = spec.bytes(0)
     return Value(
         src=src,
         dsts=tuple(sorted(dsts)),
-        bytes=Affine(spec.bytes(1) - fixed, fixed),
+        bytes=_bytes_of(spec),
         num_directions=2 if spec.requires_grad else 1,
         sliceable=_sliceable(spec),
     )

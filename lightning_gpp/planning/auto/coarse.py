@@ -61,4 +61,5 @@ def _joined(units: Sequence[Unit]) -> Unit:
         num_parameters=sum(unit.num_parameters for unit in units),
         parameter_bytes=sum(unit.parameter_bytes for unit in units),
         divisible=all(unit.divisible for unit in units),
+        data_bytes=sum((unit.data_bytes for unit in units), Affine()),
     )
