@@ -176,11 +176,10 @@ class Evaluator:
     def _data(self, stage: DraftStage, copies: bool) -> float:
         """Until a micro-batch's data have come from device 0, which loads them; copies of a pipeline load their own."""
         if (stage, copies) not in self._data_seconds:
-            size = sum((self.problem.units.units[unit].data_bytes for unit in stage.units), Affine())
+            size = sum(value.bytes.at(stage.share) for value in self.problem.units.data if read_by(value, stage))
             devices = stage.devices[:1] if copies else stage.devices
-            far = [device for device in devices if device] if size.at(1) else []
-            link = self.problem.cluster.link
-            seconds = max((link(0, device).seconds(size.at(stage.share)) for device in far), default=0.0)
+            far = [device for device in devices if device] if size else []
+            seconds = max((self.problem.cluster.link(0, device).seconds(size) for device in far), default=0.0)
             self._data_seconds[stage, copies] = seconds
         return self._data_seconds[stage, copies]
 
@@ -279,10 +278,14 @@ def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:
 
 
 def input_bytes(problem: Problem, stage: DraftStage) -> float:
-    """What a stage receives from others per micro-batch, on one replica."""
-    units = set(stage.units)
-    values = problem.units.values
-    return sum(v.bytes.at(stage.share) for v in values if v.src not in units and not units.isdisjoint(v.dsts))
+    """What a stage receives from others per micro-batch, on one replica, data included."""
+    values = (*problem.units.values, *problem.units.data)
+    return sum(v.bytes.at(stage.share) for v in values if v.src not in stage.units and read_by(v, stage))
+
+
+def read_by(value: Value, stage: DraftStage) -> bool:
+    """Whether a unit of the stage reads the value."""
+    return not set(stage.units).isdisjoint(value.dsts)
 
 
 def in_flight_counts(

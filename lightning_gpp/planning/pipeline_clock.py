@@ -163,6 +163,8 @@ def _stages(pipeline: Pipeline, warm_up: Sequence[int], number: int) -> list[_St
         for (first, second), seconds in channels.items():
             src, dst = (stages[second], stages[first]) if direction else (stages[first], stages[second])
             edge = _Edge(seconds)
+            if direction and second == len(stages) - 1:  # data for all micro-batches go first on the same link
+                edge.free = number * pipeline.data[first]
             src.outgoing[direction].append(edge)
             src.neighbours[direction].append(dst)
             dst.incoming[direction].append(edge)

@@ -70,7 +70,7 @@ def _too_many(found: Downsets, num_units: int) -> str:
     count = f"{len(found.sets):,}" if found.complete else f"at least {MAX_COUNTED:,}, counted no further"
     return (
         f"The graph of {num_units} units has more than {MAX_DOWNSETS:,} downsets ({count}), the most that Piper's "
-        "dynamic program takes. Larger units (num_pieces) have fewer of them."
+        "dynamic program takes. Models with fewer branches have fewer of them."
     )
 
 

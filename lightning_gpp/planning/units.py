@@ -28,7 +28,7 @@ class Unit:
     """Module paths that stay together, their operators, and what they keep: bytes per micro-batch, parameters.
 
     `divisible`: replicas may each take a share of a micro-batch: its data can be cut, and nothing in it looks at all
-    samples at once. `data_bytes` is what it reads of the mini-batch.
+    samples at once.
     """
 
     modules: Modules
@@ -38,7 +38,6 @@ class Unit:
     num_parameters: int = 0
     parameter_bytes: int = 0
     divisible: bool = True
-    data_bytes: Affine = Affine()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +56,14 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitGraph:
-    """Units in topological order, and the values between them. The last unit runs the user's step."""
+    """Units in topological order, the values between them, and the data they read (`src` is SOURCE).
+
+    The last unit runs the user's step.
+    """
 
     units: tuple[Unit, ...]
     values: tuple[Value, ...]
+    data: tuple[Value, ...] = ()
 
     def graph(self) -> nx.DiGraph:
         graph = nx.DiGraph()
@@ -226,7 +229,9 @@ def _described(graph: OperatorGraph, modules: Sequence[Modules]) -> UnitGraph:
     units = tuple(
         _unit(graph, paths, operators[index], values.get((SOURCE, index), [])) for index, paths in enumerate(modules)
     )
-    return UnitGraph(units=units, values=_values(graph, values))
+    found = _values(graph, values)
+    data = tuple(value for value in found if value.src == SOURCE)
+    return UnitGraph(units=units, values=tuple(value for value in found if value.src != SOURCE), data=data)
 
 
 def _unit(
@@ -242,7 +247,6 @@ def _unit(
         num_parameters=sum(graph.parameter_sizes[name] for name in parameters),
         parameter_bytes=sum(graph.parameter_bytes[name] for name in parameters),
         divisible=all(map(_sliceable, read)) and not any(operator.target in WHOLE_BATCH for operator in operators),
-        data_bytes=sum(map(_bytes_of, read), Affine()),
     )
 
 
@@ -258,7 +262,7 @@ def _sliceable(spec: TensorSpec) -> bool:
 def _values(graph: OperatorGraph, flows: Mapping[tuple[int, int], Iterable[tuple[str, int]]]) -> tuple[Value, ...]:
     readers: dict[tuple[int, str, int], list[int]] = {}
     for (src, dst), flow in flows.items():
-        for name, output in flow if src != SOURCE else ():
+        for name, output in flow:
             readers.setdefault((src, name, output), []).append(dst)
     return tuple(_value(src, dsts, graph[name].outputs[output]) for (src, name, output), dsts in readers.items())
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_gpp.graph import Affine
+from lightning_gpp.plan import SOURCE
 from lightning_gpp.planning.auto.orders import orders
 from lightning_gpp.planning.auto.shape import Shape
 from lightning_gpp.planning.problem import Problem
@@ -43,13 +44,15 @@ def coarse(problem: Problem, num_pieces: int) -> Coarse:
 
 def _units(units: UnitGraph, members: Sequence[Sequence[int]]) -> UnitGraph:
     piece = {unit: index for index, group in enumerate(members) for unit in group}
+    piece[SOURCE] = SOURCE
     values = []
-    for value in units.values:
+    for value in (*units.values, *units.data):
         readers = tuple(sorted({piece[unit] for unit in value.dsts} - {piece[value.src]}))
         if readers:
             values.append(replace(value, src=piece[value.src], dsts=readers))
     joined = tuple(_joined([units.units[unit] for unit in group]) for group in members)
-    return UnitGraph(units=joined, values=tuple(values))
+    data = tuple(value for value in values if value.src == SOURCE)
+    return UnitGraph(units=joined, values=tuple(value for value in values if value.src != SOURCE), data=data)
 
 
 def _joined(units: Sequence[Unit]) -> Unit:
@@ -61,5 +64,4 @@ def _joined(units: Sequence[Unit]) -> Unit:
         num_parameters=sum(unit.num_parameters for unit in units),
         parameter_bytes=sum(unit.parameter_bytes for unit in units),
         divisible=all(unit.divisible for unit in units),
-        data_bytes=sum((unit.data_bytes for unit in units), Affine()),
     )
