@@ -18,7 +18,7 @@ from lightning_gpp.capture.network import Network, extract
 from lightning_gpp.capture.record import RunTime, record
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.errors import CaptureError
-from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
+from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP, Plan
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.planning import partitioner_names
 from lightning_gpp.schedules import schedule_names
+from lightning_gpp.strategy.options import AUTO
 
 EXTERNAL_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Environment variables that say: the processes of this run were started from outside, not by Lightning."""
@@ -26,7 +27,7 @@ def check(config: DictConfig) -> None:
     """
     for path, node in targets(config):
         check_target(path, node)
-    for key, allowed in (("schedule", schedule_names()), ("partitioner", partitioner_names())):
+    for key, allowed in (("schedule", (*schedule_names(), AUTO)), ("partitioner", partitioner_names())):
         name = config.strategy.get(key)
         if name is not None and name not in allowed:
             raise ConfigError(f"strategy.{key}={name!r} does not exist. Choose one of: {', '.join(allowed)}.")

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import ConfigError
@@ -22,6 +22,13 @@ the key inputs too, where the user declares the edges between stages."""
 
 Context = Callable[[], AbstractContextManager[Any]]
 """Makes a context to compute in, for example autocast."""
+
+
+AUTO: Final = "auto"
+"""The name of the schedule that leaves the choice to the partitioner."""
+
+SEARCHED: Final = ("1f1b", "gpipe")
+"""Schedules that it chooses from; where stages are given, the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +66,8 @@ def check(options: Options) -> None:
     _check_choices(options)
     _check_recompute(options.recompute)
     _check_seconds(options.search_seconds)
-    generator_of(options.schedule)
+    if options.schedule != AUTO:
+        generator_of(options.schedule)
     partitioner_of(options.partitioner)
     if options.stages is not None:
         read(placement_of(options.stages))

@@ -21,7 +21,7 @@ from lightning_gpp.planning.assign import StageDraft, make_plan
 from lightning_gpp.planning.copies import partition_copies
 from lightning_gpp.planning.placement import read
 from lightning_gpp.strategy.machine import Machine, first, resolved
-from lightning_gpp.strategy.options import Context, Options, placement_of
+from lightning_gpp.strategy.options import AUTO, SEARCHED, Context, Options, placement_of
 
 TRAINING = "training_step"
 
@@ -141,7 +141,7 @@ def _given(captured: Subject, options: Options) -> Planned | None:
         plan=manual(
             captured.graph,
             placement_of(options.stages),
-            schedule=options.schedule,
+            schedule=SEARCHED[0] if options.schedule == AUTO else options.schedule,
             batch_size=captured.batch_size,
             num_micro_batches=options.num_micro_batches,
             micro_batch_size=options.micro_batch_size,
@@ -171,7 +171,7 @@ def request_of(
         batch_size=captured.batch_size,
         num_micro_batches=options.num_micro_batches,
         micro_batch_size=options.micro_batch_size,
-        schedules=(options.schedule,),
+        schedules=SEARCHED if options.schedule == AUTO else (options.schedule,),
         model=captured.fingerprint,
         costs=machine.costs,
         footprint=machine.footprint,

@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.plan import Plan
+from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import estimate
 from lightning_gpp.reports import plan_table
 from lightning_gpp.schedules import compile_program
@@ -25,6 +25,11 @@ def announce_plan(plan: Plan, num_pipelines: int) -> None:
     """Print the plan, on global rank zero."""
     copies = f", {num_pipelines} pipelines" if num_pipelines > 1 else ""
     rank_zero_info(f"The plan{copies}:\n{plan_table(plan)}")
+    if len([stage for stage in plan.stages if stage.modules != (STEP,)]) == 1 and len(plan.stages[0].devices) > 1:
+        rank_zero_info(
+            "All devices share one stage: for this model data parallelism alone is estimated to be fastest. "
+            "strategy.max_replicas=1 makes a pipeline with one stage per device."
+        )
 
 
 def simulated(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int = 1) -> Timeline:

@@ -55,7 +55,8 @@ class GPPStrategy(ParallelStrategy):
     """Train an unmodified LightningModule as a pipeline of stages that form a directed acyclic graph.
 
     Args:
-        schedule: name of the order of actions, e.g. "gpipe" or "1f1b". A `plan` brings its own.
+        schedule: name of the order of actions, e.g. "gpipe" or "1f1b"; "auto" leaves it to the partitioner. A `plan`
+            brings its own.
         num_micro_batches: into how many micro-batches a mini-batch is cut. Default: what the partitioner finds best;
             with `stages` twice the stages on the longest path, at most one per sample.
         micro_batch_size: samples of a micro-batch; instead of `num_micro_batches`.
