@@ -20,8 +20,11 @@ DEVICE = Device(
 LINKS = (Link(), Link(latency=1e-3, bytes_per_second=1e5), Link(latency=1e-4, bytes_per_second=1e6))
 
 
-def random_case(graph: OperatorGraph, seed: int, *, replicated: bool) -> tuple[Problem, Draft]:
-    """A problem with a random cluster, schedule and micro-batch size, and a draft that cuts an order of the units."""
+def random_case(graph: OperatorGraph, seed: int, *, replicated: bool, data: bool) -> tuple[Problem, Draft]:
+    """A problem with a random cluster, schedule and micro-batch size, and a draft that cuts an order of the units.
+
+    Without `data` every stage has its samples from the start.
+    """
     random = Random(seed)
     num_devices = random.randint(2, 6) if replicated else random.randint(1, 4)
     request = Request(
@@ -31,6 +34,8 @@ def random_case(graph: OperatorGraph, seed: int, *, replicated: bool) -> tuple[P
         schedules=(random.choice(("1f1b", "gpipe")),),
     )
     problem = request.problem(graph)
+    if not data:
+        problem = problem.on(replace(problem.units, data=()))
     num_stages = random.randint(1, num_devices - 1) if replicated else num_devices
     return problem, random_draft(problem, num_stages, random)
 
@@ -53,7 +58,7 @@ def random_draft(problem: Problem, num_stages: int, random: Random) -> Draft:
 
 
 def simulated(problem: Problem, draft: Draft, *, data: bool = True) -> tuple[Timeline, Plan, int]:
-    """The program of the draft's plan against a clock. Without `data` every stage has its samples from the start."""
+    """The program of the draft's plan against a clock, with or without messages of data."""
     plan, copies = realise(problem, draft)
     if not data:
         plan = replace(plan, edges=tuple(edge for edge in plan.edges if edge.src != SOURCE))

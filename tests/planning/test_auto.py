@@ -128,7 +128,7 @@ def test_replicas_are_limited(max_replicas: int) -> None:
 def test_memory_that_only_recomputation_saves() -> None:
     """Two stages of a chain in less memory than any cut needs: left open, recomputation is used; forbidden, nothing
     fits."""
-    free = _problem(graphs.chain(), 2, batch_size=2400, micro_batch_size=1200, max_replicas=1, recompute=False)
+    free = _problem(graphs.chain(12), 2, batch_size=2400, micro_batch_size=1200, max_replicas=1, recompute=False)
     order = tuple(range(free.num_units))
     least = min(max(Evaluator(free)(_two_stages(order[:cut], order[cut:])).peak_bytes) for cut in order[1:])
     cluster = Cluster.uniform(replace(DEVICE, memory_bytes=0.95 * least), 2, LINK)

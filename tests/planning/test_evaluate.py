@@ -26,6 +26,7 @@ FAMILIES = {
     "encoder_decoder": graphs.encoder_decoder,
     "unet": graphs.unet,
 }
+SLOW = Link(latency=1e-3, bytes_per_second=1e5)
 families = pytest.mark.parametrize("family", list(FAMILIES.values()), ids=list(FAMILIES))
 
 
@@ -33,46 +34,47 @@ families = pytest.mark.parametrize("family", list(FAMILIES.values()), ids=list(F
 def test_unreplicated_stages_take_as_long_as_their_program(family: Callable[[], OperatorGraph]) -> None:
     graph = family()
     for seed in range(25):
-        problem, draft = random_case(graph, seed, replicated=False)
+        problem, draft = random_case(graph, seed, replicated=False, data=False)
         evaluation, (timeline, *_) = Evaluator(problem)(draft), simulated(problem, draft, data=False)
         assert evaluation.seconds == pytest.approx(timeline.makespan, rel=1e-6), (seed, str(draft))
-        assert evaluation.peak_bytes == pytest.approx(
-            [timeline.peak_bytes[stage.devices[0]] for stage in draft.stages], rel=1e-6
-        )
+
+
+@families
+def test_data_are_on_their_way_before_gradients(family: Callable[[], OperatorGraph]) -> None:
+    """The links from the step's device carry both, and a draft supposes that all data go first. That is not so in 6 of
+    400 random drafts; the most is 1 %."""
+    graph, exact = family(), 0
+    for seed in range(25):
+        problem, draft = random_case(graph, seed, replicated=False, data=True)
+        evaluation, (timeline, *_) = Evaluator(problem)(draft), simulated(problem, draft)
+        assert evaluation.seconds == pytest.approx(timeline.makespan, rel=0.02), (seed, str(draft))
+        exact += evaluation.seconds == pytest.approx(timeline.makespan, rel=1e-6)
+        peaks = [timeline.peak_bytes[stage.devices[0]] for stage in draft.stages]
+        assert evaluation.peak_bytes == pytest.approx(peaks, rel=1e-6)
+    assert exact >= 23
 
 
 @families
 def test_replicated_stages_take_as_long_as_their_program(family: Callable[[], OperatorGraph]) -> None:
-    """Where a step becomes a stage of its own on one device, its messages and waits are not in the draft: up to 13 %
-    in 750 random drafts. Shares that differ by a sample: below 1 %."""
+    """Where a step becomes a stage of its own on one device, its messages and waits are not in the draft: up to 6 %
+    in 100 random drafts. Shares that differ by a sample: below 1 %."""
     graph = family()
     seen = set()
     for seed in range(30):
-        problem, draft = random_case(graph, seed, replicated=True)
-        timeline, plan, copies = simulated(problem, draft, data=False)
+        problem, draft = random_case(graph, seed, replicated=True, data=True)
+        timeline, plan, copies = simulated(problem, draft)
         even = all(stage.micro_batch_size % len(stage.devices) == 0 for stage in draft.stages)
         divided = len(plan.stages) > len(draft.stages)
-        tolerance = 0.15 if divided else 1e-6 if even else 0.01
+        tolerance = 0.1 if divided else 1e-6 if even else 0.01
         assert Evaluator(problem)(draft).seconds == pytest.approx(timeline.makespan, rel=tolerance), (seed, str(draft))
         seen.add((divided, copies > 1))
     assert seen == {(True, False), (False, True), (False, False)}
 
 
-@families
-def test_messages_with_data_never_make_a_step_shorter(family: Callable[[], OperatorGraph]) -> None:
-    """They share the links with the gradients of the step's stage, which a draft leaves out: up to 24 % in 300 drafts
-    over links that take as long as the stages."""
-    graph = family()
-    for seed in range(10):
-        problem, draft = random_case(graph, seed, replicated=False)
-        makespan = simulated(problem, draft)[0].makespan
-        assert 0.75 * makespan <= Evaluator(problem)(draft).seconds <= makespan * (1 + 1e-9), (seed, str(draft))
-
-
 def test_glue_that_units_repeat_is_counted_in_each() -> None:
     """The mask of this model is made by every unit that reads it; a stage of several units makes it once."""
     for seed in range(10):
-        problem, draft = random_case(graphs.gpt(), seed, replicated=False)
+        problem, draft = random_case(graphs.gpt(), seed, replicated=False, data=False)
         makespan = simulated(problem, draft, data=False)[0].makespan
         assert makespan <= Evaluator(problem)(draft).seconds <= 1.01 * makespan
 
@@ -154,8 +156,9 @@ def test_recomputation_trades_memory_for_time() -> None:
         for recompute in (False, True)
     )
     assert again.seconds > kept.seconds
-    # inputs are data, which the step's device holds; its own activations come back during one backward
-    assert kept.peak_bytes[0] - again.peak_bytes[0] == 2 * 6 * 256
+    # two micro-batches in flight keep 6 blocks each; or their data, and 6 blocks during one backward
+    activations, data = 2 * 6 * 256, 2 * 256
+    assert kept.peak_bytes[0] - again.peak_bytes[0] == 2 * activations - (2 * data + activations)
     assert kept.peak_bytes[1] == again.peak_bytes[1]
 
 
@@ -219,12 +222,24 @@ def test_a_limit_gives_a_lower_bound(seed: int) -> None:
         assert limited.seconds >= whole.seconds * 0.9
 
 
+@families
+def test_a_limit_gives_a_lower_bound_with_data_and_replicas(family: Callable[[], OperatorGraph]) -> None:
+    graph = family()
+    for seed in range(40):
+        problem, draft = random_case(graph, seed, replicated=seed % 2 == 0, data=True)
+        for shared in ("pair", "device", "node"):
+            cluster = Cluster.uniform(DEVICE, problem.num_devices, replace(SLOW, shared=shared))
+            evaluate = Evaluator(replace(problem, cluster=cluster))
+            assert 0 < evaluate(draft, 0.0).seconds <= evaluate(draft).seconds * (1 + 1e-12), (seed, str(draft))
+
+
 @pytest.mark.parametrize("first", ["1f1b", "gpipe"])
 def test_long_runs_are_continued_by_their_period(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that two chains of different speed lead to, and 200 micro-batches."""
     pipeline = Pipeline(
         forward=[1.0, 0.7, 1.1, 0.4],
         backward=[2.0, 1.1, 2.3, 0.9],
+        data=[0.1, 0.0, 0.3, 0.0],
         sent={(0, 1): 0.2, (1, 3): 0.5, (2, 3): 0.1},
         returned={(0, 1): 0.2, (1, 3): 0.5, (2, 3): 0.1},
     )

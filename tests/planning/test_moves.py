@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gpp.graph import Affine
-from lightning_gpp.planning import Evaluator, Problem
+from lightning_gpp.planning import Evaluator, Problem, Request
 from lightning_gpp.planning.auto.coarse import coarse
 from lightning_gpp.planning.auto.moves import moves
 from lightning_gpp.planning.auto.orders import orders
 from lightning_gpp.planning.auto.seeds import Cuts, replica_counts, seeds
 from lightning_gpp.planning.auto.shape import Shape
+from tests.planning import graphs
 from tests.planning.problems import random_problem
 
 problems = st.builds(random_problem, st.integers(0, 10_000), st.integers(2, 14), st.integers(2, 6))
@@ -181,6 +182,16 @@ def test_pieces_exchange_what_their_units_do(problem: Problem, num_pieces: int) 
     for value, joined in zip(crossing, found.problem.units.values, strict=True):
         assert (joined.src, joined.bytes, joined.sliceable) == (piece[value.src], value.bytes, value.sliceable)
         assert set(joined.dsts) == {piece[unit] for unit in value.dsts} - {piece[value.src]}
+
+
+@pytest.mark.parametrize("num_pieces", [2, 4, 7])
+def test_pieces_read_the_data_of_their_units(num_pieces: int) -> None:
+    problem = Request(cluster=random_problem(0).cluster, batch_size=8).problem(graphs.two_towers(4))
+    found = coarse(problem, num_pieces)
+    readers = [{found.members[piece] for piece in value.dsts} for value in found.problem.units.data]
+    for value, pieces in zip(problem.units.data, readers, strict=True):
+        assert pieces == {group for group in found.members if not set(group).isdisjoint(value.dsts)}
+    assert [value.bytes for value in found.problem.units.data] == [value.bytes for value in problem.units.data]
 
 
 @settings(max_examples=40, deadline=None)
