@@ -48,6 +48,14 @@ def test_what_it_writes_can_be_read(tmp_path: Path) -> None:
     assert "trunk" in (tmp_path / "graph.svg").read_text()
 
 
+def test_the_partitioner_may_choose_the_schedule() -> None:
+    plan, _ = make_plan(composed("experiment=feature_towers", "strategy.schedule=auto", name="plan"))
+    assert plan.schedule in ("1f1b", "gpipe")
+    stages = "strategy.stages={mean_tower: 0, error_tower: 0, worst_tower: 0, trunk: 1}"
+    config = composed("experiment=feature_towers", "trainer.devices=2", "strategy.schedule=auto", stages, name="plan")
+    assert make_plan(config)[0].schedule == "1f1b"
+
+
 def test_stages_declared_by_hand() -> None:
     stages = "{mean_tower: 0, error_tower: 0, worst_tower: 1, trunk: 2}"
     config = composed("experiment=feature_towers", "trainer.devices=3", f"strategy.stages={stages}", name="plan")
