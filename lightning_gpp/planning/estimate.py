@@ -8,7 +8,7 @@ from lightning_gpp.cluster import Cluster, Device
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.costs.model import CostModel
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.plan import SOURCE, Plan
+from lightning_gpp.plan import SOURCE, Plan, Stage
 from lightning_gpp.planning.assign import assign
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
 
@@ -29,20 +29,25 @@ def estimate(
 
     Args:
         graph: what the plan was made from.
-        plan: the stages; device d of pipeline p is the cluster's device p x plan.num_devices + d.
+        plan: the stages; device d of pipeline p is the cluster's device p x plan.num_devices + d, and of these devices
+            the slowest counts.
         cluster: devices and links.
         costs: seconds of operators.
         footprint: what a device keeps per byte of parameters; float32 and Adam by default.
         num_pipelines: copies of the pipeline, whose gradients are summed.
     """
     operators = _operators(graph, plan)
+    kinds = {
+        device: {cluster.kind(device + pipeline * plan.num_devices) for pipeline in range(num_pipelines)}
+        for device in range(plan.num_devices)
+    }
     by_kind = {
         (stage, kind): _stage_cost(operators[stage], plan, stage, cluster.kinds[kind], costs)
         for stage in range(len(plan.stages))
-        for kind in {cluster.kind(device) for device in plan.devices_of(stage)}
+        for kind in set().union(*(kinds[device] for device in plan.devices_of(stage)))
     }
     replicas = {
-        (stage, device): by_kind[stage, cluster.kind(device)]
+        (stage, device): _slowest([by_kind[stage, kind] for kind in sorted(kinds[device])], plan.stages[stage])
         for stage in range(len(plan.stages))
         for device in plan.devices_of(stage)
     }
@@ -53,6 +58,12 @@ def estimate(
         all_reduce=tuple(_all_reduce(plan, stage, cluster, num_pipelines) for stage in range(len(plan.stages))),
         parameter_copies=(footprint or Footprint()).copies,
     )
+
+
+def _slowest(candidates: Sequence[StageCost], stage: Stage) -> StageCost:
+    """The pipelines wait for each other when they sum their gradients, so the slowest one's device counts."""
+    share = -(-stage.micro_batch_size // len(stage.devices))
+    return max(candidates, key=lambda cost: cost.forward.at(share) + cost.backward.at(share))
 
 
 def _operators(graph: OperatorGraph, plan: Plan) -> list[list[Operator]]:

@@ -31,7 +31,7 @@ class Found:
         plan: of one pipeline.
         num_pipelines: copies of the pipeline that share the mini-batch.
         timeline: simulated, of one pipeline, with the sums of gradients over all of them.
-        memory_bytes: limit of every device of the pipeline.
+        memory_bytes: limit of every device of the pipeline, the least of all copies.
         search_seconds: what the search took.
         answer: of the partitioner.
     """
@@ -123,7 +123,7 @@ def judged(name: str, problem: Problem, answer: Answer, search_seconds: float, m
         plan=plan,
         num_pipelines=copies,
         timeline=timeline,
-        memory_bytes=tuple(problem.memory_bytes[: plan.num_devices]),
+        memory_bytes=tuple(float(problem.memory_bytes[d :: plan.num_devices].min()) for d in range(plan.num_devices)),
         search_seconds=search_seconds,
         answer=answer,
     )

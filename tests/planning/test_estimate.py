@@ -11,7 +11,8 @@ from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Request, estimate, manual
+from lightning_gpp.planning import Answer, Draft, DraftStage, Evaluator, Request, estimate, manual
+from lightning_gpp.planning.found import judged
 from lightning_gpp.simulation import StageCosts
 from tests.planning import graphs
 
@@ -135,3 +136,17 @@ def test_every_device_has_the_speed_of_its_kind() -> None:
     assert costs.replica(0, 1).forward.at(2) == pytest.approx(0.25 + 2)
     assert costs.replica(0, 2).forward.at(2) == pytest.approx(0.25 + 4)
     assert set(costs.replicas) == {(0, 1), (0, 2), (1, 0)}
+
+
+def test_the_slowest_of_all_pipelines_counts() -> None:
+    """Two pipelines of one device each: the simulation of one tells the step of both."""
+    graph = graphs.chain(2)
+    slow = replace(DEVICE, name="slow", peak_flops={"float32": 5e5}, memory_bytes=1e8)
+    cluster = replace(_cluster(2), devices=(DEVICE, slow))
+    problem = Request(cluster=cluster, batch_size=8, micro_batch_size=4).problem(graph)
+    stage = DraftStage(units=tuple(range(problem.num_units)), devices=(0, 1), micro_batch_size=4)
+    answer = Answer(draft=Draft(stages=(stage,)), objective_name="", states=0)
+    found = judged("test", problem, answer, 0.0)
+    assert (found.num_pipelines, found.plan.num_devices) == (2, 1)
+    assert found.seconds == pytest.approx(Evaluator(problem)(Draft(stages=(stage,))).seconds)
+    assert found.memory_bytes == (1e8,)
