@@ -53,7 +53,7 @@ def shapes(problem: Problem) -> Iterator[Shape]:
     """All plans of the space that `auto` searches."""
     most = min(problem.num_units, problem.num_devices)
     for groups in _partitions(problem.num_units, most):
-        if len(set(map(tuple, groups))) == len(groups) and _acyclic(problem, groups):
+        if _acyclic(problem, groups):
             yield from _shapes_of(problem, groups)
 
 

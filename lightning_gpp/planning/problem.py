@@ -45,7 +45,8 @@ class Problem:
         units: pieces that are never divided.
         cluster: devices and links.
         batch_size: samples of the mini-batch.
-        sizes: micro-batch sizes to choose from, ascending; each divides the mini-batch.
+        sizes: micro-batch sizes to choose from, ascending. Where one does not divide the mini-batch, the last
+            micro-batch is smaller; drafts are evaluated, and bounded, as if it were whole.
         schedules: names to choose from.
         footprint: what a device keeps per byte of parameters.
         recompute: whether stages may recompute their activations: None leaves it to the partitioner.
