@@ -91,7 +91,7 @@ def _shapes_of(problem: Problem, groups: Sequence[Sequence[int]]) -> Iterator[Sh
     for order in _orders(problem, groups):
         for replicas in _compositions(problem.num_devices, len(groups), problem.max_replicas):
             for size, schedule, flags in product(problem.sizes, problem.schedules, product(*again)):
-                for spread in (False, True) if len(set(replicas)) == 1 and replicas[0] > 1 else (False,):
+                for spread in (False, True) if len(groups) > 1 and len(set(replicas)) == 1 < replicas[0] else (False,):
                     yield Shape(
                         groups=tuple(tuple(groups[index]) for index in order),
                         replicas=replicas,

@@ -1,0 +1,101 @@
+"""What may be asked for, partitioners by name, and the partitioner that tries every plan."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from lightning_gpp.cluster import Cluster, Link
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.planning import Control, Evaluator, Request, exhaustive, partitioner_names, register
+from lightning_gpp.planning.exhaustive import shapes
+from lightning_gpp.planning.registry import partitioner_of
+from tests.planning import graphs
+from tests.planning.drafts import DEVICE
+from tests.planning.problems import random_problem
+
+CLUSTER = Cluster.uniform(DEVICE, 2, Link())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 0}, "A plan needs a mini-batch of at least 1 sample, got 0"),
+        ({"seconds": 0}, "strategy.search_seconds=0; it must be more than 0 seconds"),
+        ({"num_micro_batches": 9}, "More micro-batches than samples: strategy.num_micro_batches=9"),
+        ({"micro_batch_size": 9}, "strategy.micro_batch_size=9, but a mini-batch has 8 samples"),
+        ({"micro_batch_size": 2, "num_micro_batches": 4}, "each follows from the other: give one"),
+    ],
+)
+def test_what_cannot_be_asked_for(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Request(**{"cluster": CLUSTER, "batch_size": 8, **settings})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({}, (1, 2, 3, 4, 8)),
+        ({"num_micro_batches": 4}, (2,)),
+        ({"micro_batch_size": 3}, (3,)),
+        ({"batch_size": 1}, (1,)),
+    ],
+)
+def test_sizes_to_choose_from(settings: dict[str, object], sizes: tuple[int, ...]) -> None:
+    request = Request(**{"cluster": CLUSTER, "batch_size": 8, **settings})  # type: ignore[arg-type]
+    assert request.problem(graphs.chain()).sizes == sizes
+
+
+def test_what_is_asked_for_reaches_the_problem() -> None:
+    request = Request(cluster=CLUSTER, batch_size=8, max_replicas=2, recompute=True, copies=False, num_pieces=2)
+    problem = request.problem(graphs.two_towers())
+    assert (problem.max_replicas, problem.recompute, problem.copies) == (2, True, False)
+    assert [unit.modules for unit in problem.units.units] == [("image_tower",), ("text_tower",), ("head", "@step")]
+    assert Request(cluster=CLUSTER, batch_size=8).problem(graphs.chain()).max_replicas == inf
+
+
+def test_partitioners_by_name() -> None:
+    assert {"auto", "exhaustive", "graphpipe", "pipedream", "piper"} <= set(partitioner_names())
+    with pytest.raises(ConfigError, match=r"partitioner='best' does not exist. Choose one of: auto, .*register"):
+        partitioner_of("best")
+    with pytest.raises(ConfigError, match="A partitioner named 'auto' is registered already"):
+        register("auto")(partitioner_of("auto"))
+
+
+def test_every_plan_is_tried_once() -> None:
+    """A chain of 3 units on 2 devices: one stage on both, or one of two cuts; two sizes."""
+    problem = Request(cluster=CLUSTER, batch_size=2, recompute=False).problem(graphs.chain(3))
+    found = list(shapes(problem))
+    drafts = [shape.draft() for shape in found]
+    assert len(set(drafts)) == len(drafts)
+    assert {shape.groups for shape in found} == {((0, 1, 2),), ((0,), (1, 2)), ((0, 1), (2,))}
+    assert {shape.size for shape in found} == {1, 2}
+
+
+def test_branches_give_more_plans_than_a_chain() -> None:
+    towers = Request(cluster=CLUSTER, batch_size=2, micro_batch_size=1, recompute=False, max_replicas=1)
+    assert {shape.groups for shape in shapes(towers.problem(graphs.feature_towers(2, 1, 1)))} == {
+        ((0,), (1, 2)),
+        ((1,), (0, 2)),
+        ((0, 1), (2,)),
+    }
+
+
+def test_the_best_of_every_plan() -> None:
+    problem = random_problem(4)
+    evaluate = Evaluator(problem)
+    answer = partitioner_of("exhaustive")(problem, Control())
+    assert answer.draft is not None
+    ranks = [evaluate(shape.draft()).rank for shape in shapes(problem)]
+    assert evaluate(answer.draft).rank == min(ranks)
+    assert answer.objective == min(ranks)[1]
+    assert answer.states == len(ranks)
+    assert 0 < answer.lower_bound <= answer.objective
+
+
+def test_too_many_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exhaustive, "MAX_PLANS", 20)
+    answer = partitioner_of("exhaustive")(random_problem(0), Control())
+    assert answer.draft is None
+    assert answer.notes == ("There are more than 20 plans; choose partitioner=auto, or larger units.",)
