@@ -1,63 +1,79 @@
-"""Ports that messages share: bookings against a list of all busy times."""
+"""Messages that share a port: one at a time, in the simulator and in the estimate of searches."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_gpp.cluster import Cluster, Device, Link, Node
+from lightning_gpp.graph import Affine
+from lightning_gpp.plan import STEP, Edge, Plan, Stage
+from lightning_gpp.planning.draft import port_seconds
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.simulation import StageCosts, simulate
 from lightning_gpp.simulation.ports import Bookings, book
 
-requests = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), max_size=25)
+DEVICE = Device(name="any", memory_bytes=1, peak_flops={"float32": 1}, peak_bytes_per_second=1)
 
 
-def test_a_gap_is_used_where_it_is_long_enough() -> None:
+def two_arms() -> Plan:
+    """Stages 0 and 1 on devices 1 and 2, and their join on device 0: 10 bytes each way and micro-batch."""
+    stages = [
+        Stage(name=f"s{i}", modules=(f"m{i}",) if i < 2 else (STEP,), devices=((1,), (2,), (0,))[i], micro_batch_size=1)
+        for i in range(3)
+    ]
+    edges = tuple(Edge(src=src, dst=2, bytes=Affine(10)) for src in (0, 1))
+    return Plan(stages=tuple(stages), edges=edges, batch_size=1)
+
+
+def makespan(shared: str) -> float:
+    """One micro-batch, forward and backward 1 s each, links of 10 bytes/s: a transfer takes 1 s."""
+    cluster = Cluster.uniform(DEVICE, 3, Link(bytes_per_second=10, shared=shared))
+    plan = two_arms()
+    return simulate(compile_program(plan), replace(StageCosts.uniform(plan), cluster=cluster)).makespan
+
+
+def test_a_join_receives_one_message_after_the_other() -> None:
+    assert makespan("pair") == 1 + 1 + 2 + 1 + 1
+    assert makespan("device") == 1 + 2 + 2 + 2 + 1
+
+
+def test_a_network_card_is_shared_by_the_devices_of_a_node() -> None:
+    inside, between = Link(), Link(bytes_per_second=10, shared="node")
+    cluster = Cluster.of_nodes("two", [Node(device=DEVICE, count=2, link=inside)] * 2, between)
+    assert cluster.ports(0, 1) == (("pair", 0, 1),)
+    assert cluster.ports(0, 2) == cluster.ports(1, 3) == (("out", 1, 0), ("in", 1, 1))
+    assert cluster.contended
+    assert not Cluster.uniform(DEVICE, 2, Link()).contended
+
+
+def test_seconds_of_ports_add_up_over_replicas() -> None:
+    cluster = Cluster.uniform(DEVICE, 4, Link(bytes_per_second=10, shared="device"))
+    busy = port_seconds(cluster, (1, 2), (0,), Affine(10), 4)
+    assert busy == {("out", 0, 1): 2, ("out", 0, 2): 2, ("in", 0, 0): 4}
+
+
+def test_room_before_what_was_booked_first() -> None:
     port = Bookings()
-    assert [book([port], *entry) for entry in [(0, 2), (5, 2), (0, 4), (0, 3), (1, 1)]] == [0, 5, 7, 2, 11]
-    assert (port.starts, port.stops) == ([0], [12])
+    assert book([port], 5, 2) == 5
+    assert book([port], 0, 3) == 0
+    assert book([port], 0, 2) == 3
+    assert book([port], 0, 1) == 7
+    assert (port.starts, port.stops) == ([0], [8])
 
 
-def test_two_ports_are_taken_at_the_same_time() -> None:
-    out, into = Bookings(), Bookings()
-    out.add(0, 3)
-    into.add(4, 2)
-    assert book([out, into], 0, 2) == 6
-    assert book([out, into], 0, 1) == 3
-
-
-def test_messages_without_bytes_or_ports_take_no_room() -> None:
-    port = Bookings()
-    port.add(0, 5)
-    assert book([port], 2, 0) == 2
-    assert book([], 2, 7) == 2
-    assert (port.starts, port.stops) == ([0], [5])
-
-
-@given(entries=requests)
-def test_each_is_booked_as_early_as_there_is_room(entries: list[tuple[int, int]]) -> None:
-    port, busy = Bookings(), set[int]()
-    for start, seconds in entries:
-        expected = next(time for time in range(start, 500) if busy.isdisjoint(range(time, time + seconds)))
-        assert book([port], start, seconds) == expected
-        busy |= set(range(expected, expected + seconds))
-    assert sum(stop - start for start, stop in zip(port.starts, port.stops, strict=True)) == len(busy)
-    assert all(stop < start for stop, start in zip(port.stops, port.starts[1:], strict=False))
-    assert all(first < second for first, second in pairwise(port.starts))
-
-
-@given(
-    entries=st.lists(
-        st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 20), st.integers(1, 4)), max_size=20
-    )
-)
-def test_both_ends_are_free(entries: list[tuple[int, int, int, int]]) -> None:
-    ports = [Bookings() for _ in range(6)]
-    busy: list[set[int]] = [set() for _ in ports]
-    for src, dst, start, seconds in entries:
-        ends = (src, 3 + dst)
-        taken = busy[ends[0]] | busy[ends[1]]
-        expected = next(time for time in range(start, 500) if taken.isdisjoint(range(time, time + seconds)))
-        assert book([ports[end] for end in ends], start, seconds) == expected
-        for end in ends:
-            busy[end] |= set(range(expected, expected + seconds))
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 5), st.booleans(), st.booleans()), max_size=15))
+def test_no_two_messages_hold_a_port_at_once(messages: list[tuple[int, int, bool, bool]]) -> None:
+    ports = (Bookings(), Bookings())
+    taken: tuple[set[int], set[int]] = (set(), set())
+    for start, seconds, first, second in messages:
+        used = [index for index, flag in enumerate((first, second)) if flag]
+        begin = int(book([ports[index] for index in used], start, seconds))
+        assert begin >= start
+        times = set(range(begin, begin + seconds))
+        for index in used:
+            assert taken[index].isdisjoint(times)
+            taken[index].update(times)
