@@ -21,6 +21,7 @@ of unit u for b samples (replicas that share b samples take no less in sum), W t
                                               + t_u(b / r) M W(H_u) / T ]
 
 for any s in [0, 1], where H_u are the units of H whose path of descendants holds u.
+Waiting counts less on slower devices, whose seconds are worth less work: it is divided by the largest slowdown.
 The right side falls with T, so the smallest T that satisfies it bounds the step from below. In addition, some stage has
 to run each unit M times. The bound of the problem is the least of those of its micro-batch sizes.
 """
@@ -56,11 +57,10 @@ def bound_of_size(problem: Problem, size: int) -> float:
 
 
 def _whole(problem: Problem, size: int) -> float:
-    number = -(-problem.batch_size // size)
     forward, backward, speed = _fastest(problem, size)
     total = forward + backward
     choices = [_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size)]
-    paths = _Paths(problem, total, backward, number)
+    paths = _Paths(problem, total, backward, size)
     return max(_solve(choices, paths, speed, share) for share in SHARES)
 
 
@@ -103,24 +103,32 @@ def _fastest(problem: Problem, size: int) -> tuple[Array, Array, float]:
     tables = [problem.seconds(size, kind) for kind in range(len(problem.cluster.kinds))]
     forward = np.min([table.forward for table in tables], axis=0)
     total = np.min([table.total for table in tables], axis=0)
-    slowdowns = [float(np.min(table.total / np.maximum(total, 1e-30))) for table in tables]
-    worth = sum(1 / max(1.0, slowdowns[problem.cluster.kind(device)]) for device in range(problem.num_devices))
+    slowdowns = _slowdowns(problem, total, size)
+    worth = sum(1 / slowdowns[problem.cluster.kind(device)] for device in range(problem.num_devices))
     return np.minimum(forward, total), total - np.minimum(forward, total), worth
+
+
+def _slowdowns(problem: Problem, total: Array, size: int) -> list[float]:
+    """For every kind of device how much slower it is than the fastest, for the unit where it is least so."""
+    tables = [problem.seconds(size, kind) for kind in range(len(problem.cluster.kinds))]
+    return [max(1.0, float(np.min(table.total / np.maximum(total, 1e-30)))) for table in tables]
 
 
 class _Paths:
     """The longest paths to and from every unit, and the work on them."""
 
-    def __init__(self, problem: Problem, total: Array, backward: Array, number: int) -> None:
-        self.total, self.number = total, number
-        self.behind = number * _behind(problem, total)
+    def __init__(self, problem: Problem, total: Array, backward: Array, size: int) -> None:
+        self.total, self.number = total, problem.batch_size / size  # a shorter last micro-batch counts as its part
+        self.most = -(-problem.batch_size // size)
+        self.slowdown = max(_slowdowns(problem, total, size))
+        self.behind = self.number * _behind(problem, total)
         self.after, self.child = _after(problem, total)
         self.backward_share = float((backward / np.maximum(total, 1e-30)).max())
-        self.work = number * float(total.sum())
+        self.work = self.number * float(total.sum())
 
     def waiting(self, seconds: float) -> tuple[Array, float]:
         """For a step of so many seconds: how often each unit is waited for in the middle, and what to take off."""
-        allowed = seconds * (1 + (self.number - 1) * self.backward_share) / self.number
+        allowed = seconds * (1 + (self.most - 1) * self.backward_share) / self.number
         weights = np.where(self.after > allowed, self.total * self.number / seconds, 0.0)
         often = [0.0] * len(weights)
         for unit, (child, weight) in enumerate(zip(self.child, weights.tolist(), strict=True)):
@@ -168,7 +176,7 @@ def _solve(choices: list[_Choice], paths: _Paths, num_devices: float, share: flo
             + (c.forward + c.backward) * often
             for c in choices
         ]
-        idle = float(np.min(costs, axis=0).sum()) - allowed
+        idle = (float(np.min(costs, axis=0).sum()) - allowed) / paths.slowdown
         low, high = (middle, high) if num_devices * middle < paths.work + idle else (low, middle)
     return low
 
@@ -176,7 +184,7 @@ def _solve(choices: list[_Choice], paths: _Paths, num_devices: float, share: flo
 def _largest_unit(problem: Problem, size: int) -> float:
     """Seconds of the unit that takes longest, on as many devices as may share it."""
     most = int(min(problem.max_replicas, problem.num_devices, size))
-    number = -(-problem.batch_size // size)
+    number = problem.batch_size // size
     kinds = range(len(problem.cluster.kinds))
     return number * max(
         0.0, float(np.min([problem.seconds(-(-size // most), kind).total for kind in kinds], axis=0).max(initial=0.0))

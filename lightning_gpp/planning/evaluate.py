@@ -129,7 +129,7 @@ class Evaluator:
     ) -> Evaluation:
         """`copies`: of a whole pipeline. Else a last stage with replicas gives the user's step to a stage of its own,
         which adds one to the depth."""
-        apart = len(stages[-1].devices) > 1 and not copies
+        apart = self.problem.single_step and len(stages[-1].devices) > 1 and not copies
         size = stages[0].micro_batch_size
         number = -(-self.problem.batch_size // size)
         counts = [min(number, count + apart) for count in in_flight_counts(len(stages), edges, schedule, number)]
@@ -146,7 +146,7 @@ class Evaluator:
                 number * busiest,
                 _step_seconds(pipeline, counts, number, [entry.all_reduce for entry in figures], limit),
             ),
-            excess_bytes=max(0.0, *(peak - limit for peak, limit in zip(peaks, limits, strict=True))),
+            excess_bytes=float(max(0.0, *(peak - room for peak, room in zip(peaks, limits, strict=True)))),
             peak_bytes=tuple(peaks[index] for index in place),
             bottleneck=max(entry.forward + entry.backward for entry in figures) / size,
             in_flight=tuple(counts[index] for index in place),

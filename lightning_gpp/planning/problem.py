@@ -52,6 +52,7 @@ class Problem:
         recompute: whether stages may recompute their activations: None leaves it to the partitioner.
         max_replicas: devices of a stage at most.
         copies: whether copies of the whole pipeline may share the mini-batch.
+        single_step: the user's step runs on one device, so a last stage with replicas gives it to a stage of its own.
     """
 
     graph: OperatorGraph
@@ -65,6 +66,7 @@ class Problem:
     recompute: bool | None = None
     max_replicas: float = inf
     copies: bool = True
+    single_step: bool = True
     _seconds: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict, init=False)
     _saved: dict[int, Array] = field(default_factory=dict, init=False)
 

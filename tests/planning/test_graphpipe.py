@@ -227,6 +227,7 @@ def problem_of(
         for index, (_, saved, parameters) in enumerate(kinds)
     )
     return Problem(
+        single_step=False,
         graph=graph,
         costs=Given({f"op{index}": Affine(seconds, seconds / 8) for index, (seconds, _, _) in enumerate(kinds)}),
         units=UnitGraph(units=units, values=tuple(values)),

@@ -36,10 +36,11 @@ def test_what_cannot_be_asked_for(settings: dict[str, object], message: str) -> 
 @pytest.mark.parametrize(
     ("settings", "sizes"),
     [
-        ({}, (1, 2, 3, 4, 8)),
+        ({}, (1, 2, 4, 8)),
         ({"num_micro_batches": 4}, (2,)),
         ({"micro_batch_size": 3}, (3,)),
         ({"batch_size": 1}, (1,)),
+        ({"batch_size": 97}, (2, 3, 4, 5, 7, 9, 25, 33, 49, 97)),
     ],
 )
 def test_sizes_to_choose_from(settings: dict[str, object], sizes: tuple[int, ...]) -> None:

@@ -80,13 +80,17 @@ def _first_results(search: Search) -> list[Shape]:
 
 @dataclass(slots=True)
 class Search:
-    """The state of one search: what is known of which shapes, and the best one."""
+    """The state of one search: what is known of which shapes, and the best one.
+
+    `refused` are shapes that are known to be no better than the one they were made from.
+    """
 
     problem: Problem
     control: Control
     bound: float
     evaluate: Evaluator = field(init=False)
     known: dict[Shape, Rank] = field(default_factory=dict)
+    refused: set[Shape] = field(default_factory=set)
     best: Shape | None = None
     rank: Rank = (inf, inf)
 
@@ -163,9 +167,13 @@ class Search:
         return self.rank[0] > 0 or number * seconds < 1.1 * self.rank[1]
 
     def _judge(self, shape: Shape, limit: float = inf) -> Rank:
-        """Memory first, then seconds; those at or above `limit` may be less than the shape's."""
+        """Memory first, then seconds; where these are `limit` or more, the shape's may be more still."""
         if shape not in self.known:
-            rank = self.known[shape] = self.evaluate(shape.draft(), limit).rank
+            rank = self.evaluate(shape.draft(), limit).rank
+            if rank[1] >= limit:
+                self.refused.add(shape)
+                return rank
+            self.known[shape] = rank
             if rank < self.rank:
                 self.best, self.rank = shape, rank
                 self.control.report(self.control.elapsed / self.control.seconds, rank[1], self.bound)
@@ -180,7 +188,7 @@ class Search:
             for candidate in moves(self.problem, shape, self._loads(shape)):
                 if self.done:
                     return
-                if candidate in self.known:
+                if candidate in self.known or candidate in self.refused:
                     continue
                 found = self._judge(candidate, rank[1] if rank[0] == 0 else inf)
                 if found < (rank[0], rank[1] * (1 - 1e-9)):

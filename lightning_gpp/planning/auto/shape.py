@@ -29,12 +29,14 @@ class Shape:
     schedule: str
     spread: bool = False
 
+    def __post_init__(self) -> None:
+        """Where spreading means nothing, equal drafts are equal shapes."""
+        if self.spread and (len(self.groups) == 1 or len(set(self.replicas)) > 1):
+            object.__setattr__(self, "spread", False)
+
     def draft(self) -> Draft:
         """With devices."""
-        if self.spread and len(set(self.replicas)) == 1:
-            devices = copies(len(self.groups), self.replicas[0])
-        else:
-            devices = side_by_side(self.replicas)
+        devices = copies(len(self.groups), self.replicas[0]) if self.spread else side_by_side(self.replicas)
         stages = zip(self.groups, devices, self.recompute, strict=True)
         return Draft(
             stages=tuple(
