@@ -1,0 +1,142 @@
+"""What the commands share: problems with the choices that the GraphPipe paper left open, runs, and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import exp, inf, log
+
+from benchmarks.workloads import graph
+from lightning_gpp.cluster import Cluster, preset
+from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.plan import Plan
+from lightning_gpp.planning import Answer, Control, Draft, Problem, Request
+from lightning_gpp.planning.found import settled
+from lightning_gpp.planning.registry import partitioner_of
+from lightning_gpp.planning.trial import tried
+from lightning_gpp.simulation import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What the paper does not say about its machine.
+
+    Args:
+        flops: what a V100 reaches, per second.
+        seconds_per_operator: to call one.
+        network: bytes per second between nodes.
+        shared: who shares them; see `Link`.
+    """
+
+    flops: float
+    seconds_per_operator: float
+    network: float
+    shared: str = "node"
+
+    def cluster(self, num_devices: int) -> Cluster:
+        """Nodes of four V100 of 16 GB."""
+        base = preset("summit", num_nodes=-(-num_devices // 4))
+        device = replace(
+            base.devices[0],
+            peak_flops={"float32": self.flops},
+            flops_efficiency=1.0,
+            seconds_per_operator=self.seconds_per_operator,
+        )
+        inside, *between = base.levels
+        slower = [
+            replace(level, link=replace(level.link, bytes_per_second=self.network, shared=self.shared))
+            for level in between
+        ]
+        return replace(base, devices=(device,) * base.num_devices, levels=(inside, *slower)).subset(range(num_devices))
+
+
+def powers_of_two(batch_size: int) -> tuple[int, ...]:
+    """Micro-batch sizes that the paper searches, as far as they divide the mini-batch."""
+    return tuple(1 << power for power in range(batch_size.bit_length()) if batch_size % (1 << power) == 0)
+
+
+def problem_of(model: str, cluster: Cluster, batch_size: int, num_pieces: float = inf) -> Problem:
+    """Of a workload; see `problem_on`."""
+    return problem_on(graph(model), cluster, batch_size, num_pieces)
+
+
+def problem_on(graph: OperatorGraph, cluster: Cluster, batch_size: int, num_pieces: float = inf) -> Problem:
+    """As in the paper: float32, SGD, no recomputation, micro-batches of a power of two samples."""
+    request = Request(
+        cluster=cluster,
+        batch_size=batch_size,
+        footprint=Footprint(optimizer="sgd"),
+        recompute=False,
+        num_pieces=num_pieces,
+    )
+    return replace(request.problem(graph), sizes=powers_of_two(batch_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a partitioner did; `outcome` is None where it has no plan, then `answer.notes` say why."""
+
+    answer: Answer
+    seconds: float
+    outcome: Outcome | None
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.outcome.samples_per_second if self.outcome else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A plan of one pipeline, copies of it, and the simulation of its program."""
+
+    plan: Plan
+    num_pipelines: int
+    timeline: Timeline
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.plan.batch_size * self.num_pipelines / self.timeline.makespan
+
+    def __str__(self) -> str:
+        """Stages, depth, samples of a micro-batch; and pipelines where there are several."""
+        copies = f"{self.num_pipelines} x " if self.num_pipelines > 1 else ""
+        return f"{copies}{len(self.plan.stages)}, {self.plan.depth}, {self.plan.stages[-1].micro_batch_size}"
+
+
+def run(partitioner: str, problem: Problem, seconds: float = 10.0) -> Run:
+    """Search, and simulate the program of the plan; `seconds` limit searches that can stop at any time."""
+    answer, elapsed = search(partitioner, problem, seconds)
+    if answer.draft is None:
+        return Run(answer=answer, seconds=elapsed, outcome=None)
+    draft = settled(problem, answer).draft
+    assert draft is not None
+    return Run(answer=answer, seconds=elapsed, outcome=simulated(problem, draft))
+
+
+def search(partitioner: str, problem: Problem, seconds: float = 10.0) -> tuple[Answer, float]:
+    """The answer, and the seconds it took."""
+    control = Control(seconds=seconds)
+    return partitioner_of(partitioner)(problem, control), control.elapsed
+
+
+def simulated(problem: Problem, draft: Draft) -> Outcome:
+    """The draft's whole program, sending the samples to the stages that read them included."""
+    plan, copies, timeline = tried(problem, draft)
+    return Outcome(plan=plan, num_pipelines=copies, timeline=timeline)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def typical_deviation(values: Iterable[float], others: Iterable[float]) -> float:
+    """Root mean square of the logarithms of ratios, as a factor minus 1."""
+    squares = [log(value / other) ** 2 for value, other in zip(values, others, strict=True)]
+    return exp((sum(squares) / len(squares)) ** 0.5) - 1
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "NOT met"

@@ -1,0 +1,182 @@
+"""How good the partitioners are where the best answer can be found by trying everything.
+
+    python -m benchmarks.planners.optimality [--problems 500] [--seconds 10]
+
+The random problems are those of the tests: directed acyclic graphs of 3 to 6 units on 2 to 4 devices, some with too
+little memory, some on two nodes. Run it from the repository's root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import inf
+from random import Random
+
+from benchmarks.planners.common import search, table, verdict
+from lightning_gpp.planning import Evaluator, Problem
+from lightning_gpp.planning.graphpipe.search import converted
+from lightning_gpp.schedules.one_f_one_b import samples_in_flight
+from tests.planning.problems import random_problem
+from tests.planning.test_graphpipe import Judge
+from tests.planning.test_graphpipe import random_problem as random_series_parallel
+
+SAME = 1e-6
+"""Relative difference of two steps that are the same."""
+
+
+def against_exhaustive(number: int, seconds: float) -> Iterator[str]:
+    """`auto` and the best of all plans, by the simulated step."""
+    ratios: list[float] = []
+    took = {"auto": 0.0, "exhaustive": 0.0}
+    hopeless = agreed = 0
+    for seed in range(number):
+        problem = random_problem(seed)
+        best, ours = (_step(name, problem, seconds, took) for name in ("exhaustive", "auto"))
+        if best == inf:
+            hopeless, agreed = hopeless + 1, agreed + (ours == inf)
+        else:
+            ratios.append(ours / best)
+    optimal = sum(ratio < 1 + SAME for ratio in ratios)
+    header = ["problems", "with a plan", "auto is optimal", "worst ratio", "auto, s", "exhaustive, s"]
+    row = [number, len(ratios), f"{optimal} ({optimal / len(ratios):.1%})", f"{max(ratios):.4f}"]
+    yield table(header, [[*row, f"{took['auto']:.0f}", f"{took['exhaustive']:.0f}"]])
+    yield (
+        f"\nOptimal wherever there is a plan: {verdict(optimal == len(ratios))}; no plan where there is none: "
+        f"{agreed} of {hopeless}, {verdict(agreed == hopeless)}."
+    )
+
+
+def _step(name: str, problem: Problem, seconds: float, took: dict[str, float]) -> float:
+    """Of the plan found; infinite where nothing fits."""
+    answer, elapsed = search(name, problem, seconds)
+    took[name] += elapsed
+    evaluation = Evaluator(problem)(answer.draft) if answer.draft is not None else None
+    return evaluation.seconds if evaluation is not None and evaluation.fits else inf
+
+
+def graphpipe_in_its_space(number: int, seconds: float) -> Iterator[str]:
+    """The bottleneck that it finds, and that of the best of all strategies of its space, by plain loops."""
+    ratios: list[float] = []
+    missed = num_strategies = 0
+    began = time.perf_counter()
+    for seed in range(1000, 1000 + number):
+        problem, tree = random_series_parallel(seed)
+        known = [value for value, *_ in Judge(problem, problem.sizes[0]).strategies(converted(problem).tree)]
+        num_strategies += len(known)
+        best, answer = min(known, default=inf), search("graphpipe", problem)[0]
+        if best < inf:
+            ratios.append(answer.objective / best)
+        else:
+            missed += answer.draft is not None
+    header = ["problems", "with a strategy", "strategies tried", "worst ratio of bottlenecks", "seconds of both"]
+    row = [number, len(ratios), f"{num_strategies:,}", f"{max(ratios):.5f}", f"{time.perf_counter() - began:.0f}"]
+    yield table(header, [row])
+    met = max(ratios) <= 1.001 * (1 + SAME) and not missed
+    yield f"\nWithin the thousandth that it searches to, everywhere: {verdict(met)}."
+
+
+def fewest_in_flight(number: int, seconds: float) -> Iterator[str]:
+    """Our rule for warm-ups, and the fewest with which a balanced step is as short as without any limit."""
+    rows = []
+    for name, ratio in (("backwards as long as forwards", 1), ("backwards twice as long", 2)):
+        random = Random(0)
+        graphs = [random_graph(random) for _ in range(number)]
+        equal = sum(_agrees([1] * len(graph), graph, ratio) for graph in graphs)
+        rows.append([f"{number} random graphs, 2 to 5 stages, {name}", f"{equal / number:.1%}"])
+    yield table(["stages", "the rule has the fewest samples in flight, all stages together"], rows)
+    chain = [[1], [2], []]
+    uniform, own = samples_in_flight([4, 4, 4], chain), samples_in_flight([1, 2, 4], chain)
+    least = [fewest(sizes, chain, 1, 24)[0] for sizes in ([4, 4, 4], [1, 2, 4])]
+    yield (
+        f"\nFigure 5 of the GraphPipe paper: the first of three stages holds {uniform[0]} samples with micro-batches "
+        f"of 4, {own[0]} with micro-batches of 1, 2 and 4; by trying all: {least[0]} and {least[1]}. "
+        f"12 to 10: {verdict([uniform[0], own[0], *least] == [12, 10, 12, 10])}."
+    )
+
+
+def _agrees(sizes: Sequence[int], successors: Sequence[Sequence[int]], ratio: float) -> bool:
+    return sum(samples_in_flight(sizes, successors)) == sum(fewest(sizes, successors, ratio, 3 * len(sizes)))
+
+
+def random_graph(random: Random) -> list[list[int]]:
+    """Successors of every stage; the last stage is the only sink."""
+    number = random.randint(2, 5)
+    return [
+        sorted(random.sample(range(stage + 1, number), k=random.randint(1, min(2, number - stage - 1))))
+        if stage < number - 1
+        else []
+        for stage in range(number)
+    ]
+
+
+def fewest(sizes: Sequence[int], successors: Sequence[Sequence[int]], ratio: float, batch_size: int) -> list[int]:
+    """The warm-ups, in samples, with the least sum whose step is as short as without a limit.
+
+    Tried are all up to one micro-batch more than the rule has, on every stage.
+    """
+    rule = samples_in_flight(sizes, successors)
+    shortest = step_seconds(sizes, successors, [batch_size] * len(sizes), ratio, batch_size)
+    choices = [range(size, most + size + 1, size) for size, most in zip(sizes, rule, strict=True)]
+    for warm_ups in sorted(product(*choices), key=sum):
+        if step_seconds(sizes, successors, warm_ups, ratio, batch_size) <= shortest * (1 + 1e-9):
+            return list(warm_ups)
+    return [batch_size] * len(sizes)
+
+
+def step_seconds(
+    sizes: Sequence[int], successors: Sequence[Sequence[int]], warm_ups: Sequence[int], ratio: float, batch_size: int
+) -> float:
+    """Of 1F1B in plain loops: a sample takes 1 second forward and `ratio` back on every stage; sending is free.
+
+    Infinite where the stages wait for each other forever.
+    """
+    stages = range(len(sizes))
+    predecessors = [[src for src in stages if stage in successors[src]] for stage in stages]
+    orders = [_order(size, warm_up, batch_size) for size, warm_up in zip(sizes, warm_ups, strict=True)]
+    ends: list[tuple[list[float], list[float]]] = [([], []) for _ in stages]  # of forwards, of backwards
+    clock, waiting = [0.0] * len(sizes), set(stages)
+    while waiting:
+        stage = waiting.pop()
+        for back in orders[stage][sum(map(len, ends[stage])) :]:
+            samples = (len(ends[stage][back]) + 1) * sizes[stage]
+            others = successors[stage] if back else predecessors[stage]
+            ready = max((_when(ends[other][back], sizes[other], samples) for other in others), default=0.0)
+            if ready == inf:
+                break
+            clock[stage] = max(clock[stage], ready) + sizes[stage] * (ratio if back else 1)
+            ends[stage][back].append(clock[stage])
+            waiting.update(predecessors[stage] if back else successors[stage])
+    complete = all(len(backwards) * size == batch_size for (_, backwards), size in zip(ends, sizes, strict=True))
+    return max(clock) if complete else inf
+
+
+def _order(size: int, warm_up: int, batch_size: int) -> list[bool]:
+    """For every pass whether it is a backward: warm-up forwards, one backward and one forward in turn, backwards."""
+    number, first = batch_size // size, min(warm_up, batch_size) // size
+    return [False] * first + [True, False] * (number - first) + [True] * first
+
+
+def _when(ends: Sequence[float], size: int, samples: int) -> float:
+    """When a stage has done so many samples; infinite where it has not yet."""
+    needed = -(-samples // size)
+    return ends[needed - 1] if needed <= len(ends) else inf
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", type=int, default=500, help="random ones in each section")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a search of auto at most")
+    options = parser.parse_args()
+    for title, section in (
+        ("auto against all plans", against_exhaustive),
+        ("graphpipe against all strategies of its space", graphpipe_in_its_space),
+        ("Fewest micro-batches in flight", fewest_in_flight),
+    ):
+        print(f"\n### {title}\n", *section(options.problems, options.seconds), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Seconds and states of searches: GraphPipe's partitioner against those for chains, and `auto` on all workloads.
+
+    python -m benchmarks.planners.search_time [published auto large ...] [--seconds 10]
+
+All searches of a model get the same units and micro-batch sizes. Our PipeDream and Piper evaluate their recurrences
+with numpy, thousands of transitions at a time, so their seconds are not those of the published programs; the numbers of
+transitions are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Callable, Iterator
+from math import inf
+from typing import Final
+
+from benchmarks.planners.common import problem_of, search, table, verdict
+from benchmarks.planners.paper import HARDWARE, LAYERS, SAMPLES_PER_DEVICE
+from benchmarks.workloads import WORKLOADS, graph
+from lightning_gpp.cluster import preset
+from lightning_gpp.planning import Answer, Found, Request, partition
+
+NUM_DEVICES: Final = 32
+TIMES_FASTER: Final = 21
+"""The best ratio that the paper's abstract gives."""
+
+MODELS: Final = (("mmt", inf), ("mmt", LAYERS["mmt"]), ("mmt2", inf), ("mmt2", LAYERS["mmt2"])) + tuple(
+    (model, inf) for model in ("dlrm", "candle_uno", "candle_uno_8")
+)
+"""Models, and pieces that they are cut into."""
+
+CLUSTERS: Final = {
+    "mmt": ("summit", 8, 512),
+    "mmt2": ("summit", 4, 256),
+    "dlrm": ("summit", 4, 1024),
+    "candle_uno": ("summit", 4, 2048),
+    "candle_uno_2": ("summit", 2, 1024),
+    "candle_uno_4": ("summit", 2, 1024),
+    "candle_uno_8": ("summit", 4, 2048),
+    "candle_uno_16": ("summit", 4, 2048),
+    "case_study": ("summit", 2, 64),
+    "vision_audio_language": ("dgx_h100", 4, 256),
+    "encoder_decoder": ("dgx_a100", 2, 128),
+    "mixture_of_experts": ("dgx_a100", 2, 128),
+    "unet": ("dgx_a100", 1, 64),
+}
+"""For every workload a cluster, its nodes, and a mini-batch."""
+
+
+def published(seconds: float) -> Iterator[str]:
+    """The paper's table 1 at its largest: 32 devices."""
+    names = ("pipedream", "piper", "graphpipe")
+    rows, ratios = [], []
+    for model, num_pieces in MODELS:
+        batch_size = NUM_DEVICES * SAMPLES_PER_DEVICE[_family(model)]
+        problem = problem_of(model, HARDWARE.cluster(NUM_DEVICES), batch_size, num_pieces)
+        runs = [search(name, problem, inf) for name in names]
+        ours, took = runs[-1]
+        ratios += [answer.states / ours.states for answer, _ in runs[:-1] if answer.draft]
+        times = [_times(answer, elapsed, took) for answer, elapsed in runs[:-1]] + [f"{took:.2f} s"]
+        states = [_states(answer, ours) for answer, _ in runs]
+        rows.append([model, problem.num_units, *times, *states])
+    yield table(["model", "units", *names, *(f"transitions of {name}" for name in names)], rows)
+    yield (
+        f"\nPublished transitions over graphpipe's states: {min(ratios):.0f} to {max(ratios):.0f}. Goal, "
+        f"at least {TIMES_FASTER} in all: {verdict(min(ratios) >= TIMES_FASTER)}."
+    )
+
+
+def _family(model: str) -> str:
+    return next(name for name in SAMPLES_PER_DEVICE if model.startswith(name))
+
+
+def _times(answer: Answer, elapsed: float, ours: float) -> str:
+    return f"{elapsed:.2f} s ({elapsed / ours:.1f})" if answer.draft else f"refused after {elapsed:.2f} s"
+
+
+def _states(answer: Answer, ours: Answer) -> str:
+    if answer is ours:
+        return f"{answer.states:,}"
+    return f"{answer.states:,} ({answer.states / ours.states:.0f})" if answer.draft else "-"
+
+
+def auto(seconds: float) -> Iterator[str]:
+    """All workloads on clusters that suit them."""
+    rows, gaps = [], []
+    for model in WORKLOADS:
+        cluster, num_nodes, batch_size = CLUSTERS[model]
+        request = Request(cluster=preset(cluster, num_nodes=num_nodes), batch_size=batch_size, seconds=seconds)
+        found = partition("auto", graph(model), request)
+        gaps.append(_search_gap(found))
+        rows.append([model, f"{num_nodes} x {cluster}", batch_size, *_figures(found)])
+    yield table(["model", "nodes", "mini-batch", *FIGURES], rows)
+    num = sum(gap < 0.05 for gap in gaps)
+    yield f"\nGap of the search below 5 %: {num} of {len(gaps)}: {verdict(num == len(gaps))}."
+
+
+FIGURES: Final = ("pipelines, stages", "search", "step", "gap of the search", "gap of the program")
+
+
+def _search_gap(found: Found) -> float:
+    return found.answer.objective / found.answer.lower_bound - 1
+
+
+def _figures(found: Found) -> list[str]:
+    """Of `FIGURES`. The bound knows nothing of messages, so the program's gap has their time in it too."""
+    gap = found.seconds / found.answer.lower_bound - 1
+    size = f"{found.num_pipelines}, {len(found.plan.stages)}"
+    return [
+        size,
+        f"{found.search_seconds:.1f} s",
+        f"{found.seconds * 1e3:.4g} ms",
+        f"{_search_gap(found):.1%}",
+        f"{gap:.1%}",
+    ]
+
+
+def large(seconds: float) -> Iterator[str]:
+    """About 2,500 operators on 1,024 devices; memory is the peak of this whole process, torch included."""
+    model, batch_size = "vision_audio_language", 8192
+    num_operators = len(list(graph(model)))
+    request = Request(cluster=preset("dgx_h100", num_nodes=128), batch_size=batch_size, seconds=seconds)
+    began = time.perf_counter()
+    found = partition("auto", graph(model), request)
+    total, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    row = [model, num_operators, request.cluster.num_devices, batch_size, *_figures(found), f"{total:.1f} s"]
+    header = ["model", "operators", "devices", "mini-batch", *FIGURES, "search and simulation", "peak memory"]
+    yield table(header, [[*row, f"{peak / 1e9:.2f} GB"]])
+    yield f"\nSearch below 60 s and 4 GB: {verdict(found.search_seconds < 60 and peak < 4e9)}."
+
+
+SECTIONS: Final[dict[str, Callable[[float], Iterator[str]]]] = {"published": published, "auto": auto, "large": large}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", default=list(SECTIONS), help="all by default")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each search of auto")
+    options = parser.parse_args()
+    for name in options.sections:
+        print(f"\n### {name}\n", *SECTIONS[name](options.seconds), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
