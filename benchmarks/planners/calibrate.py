@@ -20,7 +20,7 @@ from benchmarks.planners.paper import LAYERS, NUM_DEVICES, THROUGHPUT
 SAMPLES_PER_DEVICE: Final = {"mmt": (16,), "dlrm": (64, 128), "candle_uno": (128, 256)}
 FLOPS: Final = (30e12, 40e12, 50e12)
 SECONDS_PER_OPERATOR: Final = (10e-6, 20e-6, 40e-6)
-NETWORK: Final = (12.5e9, 12.5e9 / 2, 12.5e9 / 4, 12.5e9 / 8)
+NETWORK: Final = (12.5e9, 12.5e9 / 2, 12.5e9 / 4)
 SHARED: Final = ("node", "device")
 
 

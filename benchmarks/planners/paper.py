@@ -26,7 +26,7 @@ THROUGHPUT: Final[dict[str, dict[str, tuple[float, ...]]]] = {
 Piper found no strategy for the last two.
 """
 
-HARDWARE: Final = Hardware(flops=40e12, seconds_per_operator=20e-6, network=6.25e9, shared="node")
+HARDWARE: Final = Hardware(flops=50e12, seconds_per_operator=40e-6, network=6.25e9, shared="node")
 
 SAMPLES_PER_DEVICE: Final = {"mmt": 16, "dlrm": 64, "candle_uno": 128}
 """Of the mini-batch."""
