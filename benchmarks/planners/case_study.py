@@ -80,7 +80,7 @@ def _gains(results: dict[tuple[bool, int], Outcome]) -> Iterator[str]:
     yield (
         f"\nShorter warm-up {warm_up:+.1%} (paper +10%), larger micro-batches {larger:+.1%} (+10%), both {both:+.1%} "
         f"(+20%). Depth {results[True, 2].plan.depth} to {results[False, 2].plan.depth} (8 to 4, where the stage with "
-        f"the join is not counted). Goal, both at least 10 %: {verdict(both >= 0.1)}."
+        f"the join is not counted). Goal, at least 10 % together: {verdict(both >= 0.1)}."
     )
 
 

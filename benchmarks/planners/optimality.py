@@ -9,7 +9,6 @@ little memory, some on two nodes. Run it from the repository's root.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import inf
@@ -58,24 +57,26 @@ def _step(name: str, problem: Problem, seconds: float, took: dict[str, float]) -
 
 
 def graphpipe_in_its_space(number: int, seconds: float) -> Iterator[str]:
-    """The bottleneck that it finds, and that of the best of all strategies of its space, by plain loops."""
+    """The bottleneck that it finds, and that of the best of all strategies of its space, by plain loops.
+
+    It refuses where the program of its strategy needs more memory than the strategy: a replicated last stage gives the
+    user's step a stage of its own, which makes the pipeline deeper.
+    """
     ratios: list[float] = []
-    missed = num_strategies = 0
-    began = time.perf_counter()
+    refused = wrong = num_strategies = 0
     for seed in range(1000, 1000 + number):
-        problem, tree = random_series_parallel(seed)
+        problem, _ = random_series_parallel(seed)
         known = [value for value, *_ in Judge(problem, problem.sizes[0]).strategies(converted(problem).tree)]
         num_strategies += len(known)
         best, answer = min(known, default=inf), search("graphpipe", problem)[0]
-        if best < inf:
+        refused += best < inf and answer.draft is None
+        wrong += best == inf and answer.draft is not None
+        if best < inf and answer.draft is not None:
             ratios.append(answer.objective / best)
-        else:
-            missed += answer.draft is not None
-    header = ["problems", "with a strategy", "strategies tried", "worst ratio of bottlenecks", "seconds of both"]
-    row = [number, len(ratios), f"{num_strategies:,}", f"{max(ratios):.5f}", f"{time.perf_counter() - began:.0f}"]
-    yield table(header, [row])
-    met = max(ratios) <= 1.001 * (1 + SAME) and not missed
-    yield f"\nWithin the thousandth that it searches to, everywhere: {verdict(met)}."
+    header = ["problems", "answers", "refused with a strategy", "strategies tried", "worst ratio of bottlenecks"]
+    yield table(header, [[number, len(ratios), refused, f"{num_strategies:,}", f"{max(ratios):.5f}"]])
+    met = max(ratios) <= 1.001 * (1 + SAME) and not wrong
+    yield f"\nWithin the thousandth that it searches to, in all answers: {verdict(met)}."
 
 
 def fewest_in_flight(number: int, seconds: float) -> Iterator[str]:
