@@ -262,23 +262,22 @@ class UserStep(StepRunner):
     def run(self, micro_batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the whole step, with its network calls answered from `values`; `{LOSS: loss}` in training.
 
-        Values that the step did not use when it was captured are meta tensors: reading them is an error of torch.
+        Values that the step only handed to its next network calls when it was captured are meta tensors, and so is what
+        the step makes of them; reading them is an error of torch.
         """
+        holes = _Holes()
+
+        def value(ref: Ref) -> torch.Tensor:
+            known = values.get(variable(ref))
+            return holes.add(self._hole(ref, micro_batch.num_samples)) if known is None else known
 
         def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = self._expect(number, module)
-            return self._result(call, lambda ref: self._value(ref, values, micro_batch))
+            return self._result(self._expect(number, module), value)
 
         self.start_streams(micro_batch)
-        with answered(self._modules, answer):
-            mode = _Holes() if self._mixes else _nothing()
-            with mode:
-                output = self.call(micro_batch)
+        with answered(self._modules, answer), holes if self._mixes else _nothing():
+            output = self.call(micro_batch)
         return self.finish(micro_batch, output)
-
-    def _value(self, ref: Ref, values: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
-        value = values.get(variable(ref))
-        return self._hole(ref, micro_batch.num_samples) if value is None else value
 
     # --- both
 

@@ -17,7 +17,7 @@ from lightning_gpp.cli.subject import GraphFile, Step, captured, graph_file
 from lightning_gpp.cluster import Cluster, cluster_of
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import count_pipelines, devices_per_pipeline, partitioner_names
+from lightning_gpp.planning import Found, count_pipelines, devices_per_pipeline, partitioner_names
 from lightning_gpp.planning.copies import partition_copies
 from lightning_gpp.planning.registry import partitioner_of
 from lightning_gpp.reports import (
@@ -77,6 +77,8 @@ def show(config: DictConfig) -> None:
 
 
 def _write(config: DictConfig, plan: Plan, timeline: Timeline) -> None:
+    for path in filter(None, (config.output, config.timeline, config.svg, config.graph_svg)):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
     if config.output:
         plan.save(config.output)
     if config.timeline:
@@ -106,9 +108,16 @@ def _planned(task: Task) -> tuple[Planned, Timeline]:
     if result.found is None:
         check_devices(result.plan, task.num_devices)
         result = replace(result, num_pipelines=count_pipelines(result.plan, task.machine.cluster.num_devices))
-    elif not task.copies:
-        result = replace(result, num_pipelines=task.machine.cluster.num_devices // task.num_devices)
-    return result, simulated(result.plan, task.subject.step.graph, task.machine, result.num_pipelines)
+        return result, simulated(result.plan, task.subject.step.graph, task.machine, result.num_pipelines)
+    found = _with_copies(task, result.plan, result.found)
+    return replace(result, found=found, num_pipelines=found.num_pipelines), found.timeline
+
+
+def _with_copies(task: Task, plan: Plan, found: Found) -> Found:
+    """The same with the copies that the user asked for, which the partitioner does not know, and the final plan."""
+    number = found.num_pipelines if task.copies else task.machine.cluster.num_devices // task.num_devices
+    timeline = simulated(plan, task.subject.step.graph, task.machine, number)
+    return replace(found, plan=plan, num_pipelines=number, timeline=timeline)
 
 
 def _advice(task: Task, result: Planned) -> list[str]:
@@ -131,9 +140,9 @@ def compare(config: DictConfig) -> None:
         KeyboardInterrupt: it was interrupted.
     """
     names = COMPARED if config.partitioners is None else tuple(map(str, config.partitioners))
-    for name in names:
-        partitioner_of(name)
     task, outcomes = task_of(config), list[Outcome]()
+    for name in names:
+        partitioner_of(name)  # after the model's module was imported, which may register one
     if task.options.plan is not None or task.options.stages is not None:
         raise ConfigError("gpp-plan compare asks partitioners; leave strategy.plan and strategy.stages out.")
     try:
@@ -150,7 +159,8 @@ def _outcome(name: str, task: Task, seconds: float) -> Outcome:
         with limited(seconds), search_progress() as progress:
             machine = first(task.machine, task.num_devices)
             request = request_of(subject, task.options, machine, copies=task.copies, progress=progress)
-            return Outcome(partitioner=name, found=partition_copies(name, subject.graph, request))
+            found = partition_copies(name, subject.graph, request)
+            return Outcome(partitioner=name, found=_with_copies(task, found.plan, found))
     except PlanError as error:
         return Outcome(partitioner=name, reason=str(error))
     except TimeIsUp:

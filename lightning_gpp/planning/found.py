@@ -10,6 +10,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.advice import advice
 from lightning_gpp.planning.answer import Alternative, Answer, Control
+from lightning_gpp.planning.bound import lower_bound
 from lightning_gpp.planning.draft import Draft
 from lightning_gpp.planning.evaluate import Evaluator
 from lightning_gpp.planning.problem import Problem
@@ -18,8 +19,8 @@ from lightning_gpp.planning.request import Request
 from lightning_gpp.planning.trial import num_actions, tried
 from lightning_gpp.simulation import Timeline
 
-NUM_TRIALS, NEAR, MAX_ACTIONS = 3, 1.03, 20_000
-"""How many runner-up drafts are compared by their programs, how close to the best, and up to which size in all."""
+NUM_TRIALS, MARGIN, MAX_ACTIONS = 6, 1.1, 40_000
+"""How many runner-up drafts may be compared by their programs, how far behind, and up to which size in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ def partition(name: str, graph: OperatorGraph, request: Request) -> Found:
     """
     partitioner, problem = partitioner_of(name), request.problem(graph)
     control = Control(seconds=request.seconds, progress=request.progress)
-    answer = partitioner(problem, control)
+    answer = checked(name, problem, partitioner(problem, control))
     elapsed = control.elapsed
     if answer.draft is None or not Evaluator(problem)(answer.draft).fits:
         notes = [f"The partitioner {name!r} found no plan.", *answer.notes, advice(problem, answer.draft)]
@@ -85,23 +86,46 @@ def partition(name: str, graph: OperatorGraph, request: Request) -> Found:
     return judged(name, problem, settled(problem, answer), elapsed, request.model)
 
 
-def settled(problem: Problem, answer: Answer) -> Answer:
-    """The answer with the best of its drafts, where several are close: by their whole programs.
+def checked(name: str, problem: Problem, answer: object) -> Answer:
+    """What a partitioner, perhaps a user's own, returned.
 
-    These tell more than a search can look at each time: the messages that share a port, the user's step.
+    Raises:
+        PlanError: it is no answer, or its draft leaves out or repeats units or devices.
     """
-    near = [entry for entry in answer.alternatives if entry.seconds <= answer.objective * NEAR]
-    drafts = [draft for draft in (answer.draft, *(entry.draft for entry in near[:NUM_TRIALS])) if draft is not None]
-    if len(drafts) < 2 or sum(num_actions(problem, draft) for draft in drafts) > MAX_ACTIONS:
+    if not isinstance(answer, Answer):
+        raise PlanError(f"The partitioner {name!r} returned {type(answer).__name__}; it must return an Answer.")
+    stages = answer.draft.stages if answer.draft else ()
+    for what, found, number in (
+        ("unit", [unit for stage in stages for unit in stage.units], problem.num_units),
+        ("device", [device for stage in stages for device in stage.devices], problem.num_devices),
+    ):
+        if answer.draft and sorted(found) != list(range(number)):
+            raise PlanError(
+                f"The partitioner {name!r} returned a draft with {what}s {sorted(found)}; each {what} from 0 to "
+                f"{number - 1} must be in one stage."
+            )
+    return answer
+
+
+def settled(problem: Problem, answer: Answer) -> Answer:
+    """The answer with the best of its drafts by their whole programs, as far as runner-ups may still win.
+
+    Programs tell more than a search can look at each time: the messages that share a port, the user's step.
+    """
+    draft = answer.draft
+    if draft is None or num_actions(problem, draft) * (1 + NUM_TRIALS) > MAX_ACTIONS:
         return answer
-    ranks = [_rank(problem, draft) for draft in drafts]
-    best = min(range(len(drafts)), key=ranks.__getitem__)
-    if best == 0:
+    first = best = _rank(problem, draft)
+    winner: Alternative | None = None
+    for entry in sorted(answer.alternatives, key=lambda entry: entry.seconds)[:NUM_TRIALS]:
+        if entry.seconds < MARGIN * best[1] and (rank := _rank(problem, entry.draft)) < best:
+            best, winner = rank, entry
+    if winner is None:
         return answer
-    reason = "its program takes longer than its estimate" if ranks[0][0] <= ranks[best][0] else "needs more memory"
-    loser = Alternative(draft=drafts[0], seconds=ranks[0][1], reason=reason)
-    others = tuple(entry for entry in answer.alternatives if entry.draft is not drafts[best])
-    return replace(answer, draft=drafts[best], alternatives=(loser, *others))
+    reason = "its program takes longer than its estimate" if first[0] <= best[0] else "needs more memory"
+    loser = Alternative(draft=draft, seconds=first[1], reason=reason)
+    others = tuple(entry for entry in answer.alternatives if entry is not winner)
+    return replace(answer, draft=winner.draft, alternatives=(loser, *others))
 
 
 def _rank(problem: Problem, draft: Draft) -> tuple[float, float]:
@@ -117,6 +141,7 @@ def judged(name: str, problem: Problem, answer: Answer, search_seconds: float, m
     if answer.draft is None:
         raise PlanError(f"The partitioner {name!r} found no plan. {' '.join(answer.notes)}")
     plan, copies, timeline = tried(problem, answer.draft, model)
+    answer = replace(answer, lower_bound=answer.lower_bound or lower_bound(problem))
     plan = replace(plan, notes={**plan.notes, **notes_of(name, problem.cluster, timeline.makespan)})
     return Found(
         partitioner=name,

@@ -39,7 +39,8 @@ def alternatives_text(found: Found) -> str:
         f"  {number}. {duration(entry.seconds)}, {entry.draft}: {entry.reason}"
         for number, entry in enumerate(found.alternatives, start=1)
     ]
-    return "\n".join(["runners-up (u: units of a stage, x: its devices, r: recomputed, b: micro-batch size)", *lines])
+    legend = "(u: units of a stage, x: its devices, r: recomputed, b: micro-batch size)"
+    return "\n".join([f"runners-up, as the search estimates them {legend}", *lines])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,15 @@ def test_split_equals_whole(kind: type[zoo.Base], micro_batch_size: int) -> None
     assert_transparent(module, captured, chain_of(captured, kind.stages, micro_batch_size), zoo.batch())
 
 
+@pytest.mark.parametrize("stages", [[["a"], ["b", "c"]], [["b"], ["a", "c"]]], ids=str)
+def test_the_step_joins_a_tower_of_its_own_stage_with_a_distant_one(stages: list[list[str]]) -> None:
+    """The step's code is run where one of the two values is, and the other is not."""
+    torch.manual_seed(1)
+    module = zoo.SeveralCalls().double()
+    captured = capture(module, zoo.batch())
+    assert_transparent(module, captured, chain_of(captured, stages), zoo.batch())
+
+
 @pytest.mark.parametrize("kind", zoo.WORKING, ids=lambda kind: kind.__name__)
 def test_capture_changes_nothing(kind: type[zoo.Base]) -> None:
     module = kind().double()

@@ -237,5 +237,3 @@ def test_its_chains_are_simulated_as_they_run(num_towers: int) -> None:
     evaluation = Evaluator(request.problem(graph))(found.answer.draft)
     assert found.seconds == pytest.approx(evaluation.seconds, rel=1e-9)
     assert found.plan.depth == len(found.plan.stages) == 4
-
-

@@ -74,7 +74,8 @@ def _first_results(search: Search) -> list[Shape]:
     try:
         first.run()
     finally:
-        search.take(coarser.refined(shape) for shape in first.leaders())
+        search.published = [coarser.refined(shape) for shape in first.published]
+        search.take([*search.published, *(coarser.refined(shape) for shape in first.leaders())])
     return search.leaders()
 
 
@@ -82,7 +83,8 @@ def _first_results(search: Search) -> list[Shape]:
 class Search:
     """The state of one search: what is known of which shapes, and the best one.
 
-    `refused` are shapes that are known to be no better than the one they were made from.
+    `refused` are shapes that are known to be no better than the one they were made from; `published` is what
+    GraphPipe's partitioner found.
     """
 
     problem: Problem
@@ -91,6 +93,7 @@ class Search:
     evaluate: Evaluator = field(init=False)
     known: dict[Shape, Rank] = field(default_factory=dict)
     refused: set[Shape] = field(default_factory=set)
+    published: list[Shape] = field(default_factory=list)
     best: Shape | None = None
     rank: Rank = (inf, inf)
 
@@ -139,7 +142,8 @@ class Search:
                 self.best, self.rank, self.known[shape] = shape, rank, rank
 
     def _starts(self) -> list[Shape]:
-        self.take(_by_graphpipe(self.problem, self.control))
+        self.published = _by_graphpipe(self.problem, self.control)
+        self.take(self.published)
         for shape in self._first_shapes():
             self._judge(shape)
             if self.control.elapsed > 0.4 * self.control.seconds:
@@ -216,12 +220,17 @@ class Search:
             objective_name="seconds of a step",
             states=self.evaluate.evaluations,
             lower_bound=self.bound,
-            alternatives=tuple(self._alternatives()),
+            alternatives=tuple(sorted(self._alternatives(), key=lambda entry: entry.seconds)),
             notes=notes,
         )
 
     def _alternatives(self) -> Iterator[Alternative]:
         """The best shapes of other kinds: of another size, number of stages or recomputation."""
+        for shape in self.published:
+            if shape != self.best and self.known[shape][1] < inf:
+                found = self.evaluate(shape.draft())
+                reason = f"graphpipe's: {self._reason(found)}"
+                yield Alternative(draft=shape.draft(), seconds=found.seconds, reason=reason)
         kinds = {_kind(self.best)} if self.best else set()
         for shape, rank in sorted(self.known.items(), key=lambda entry: entry[1]):
             if rank[1] < inf and _kind(shape) not in kinds and len(kinds) < 6:
