@@ -16,7 +16,7 @@ from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Answer, Draft, Evaluator, Problem, Request, partition
 from lightning_gpp.planning.answer import Control
-from lightning_gpp.planning.graphpipe import graphpipe
+from lightning_gpp.planning.graphpipe import graphpipe, search
 from lightning_gpp.planning.graphpipe.lines import line_of
 from lightning_gpp.planning.graphpipe.search import PRECISION, converted
 from lightning_gpp.planning.graphpipe.sets import Grid
@@ -273,7 +273,9 @@ def solved(problem: Problem, target: float = inf) -> list[Piece] | None:
 
 
 @pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 160, 20)], ids=str)
-def test_equals_the_best_of_all_strategies(seeds: range) -> None:
+def test_equals_the_best_of_all_strategies(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without bundles, which only add to the space."""
+    monkeypatch.setattr(search, "BUNDLES", ())
     for seed in seeds:
         problem, tree = random_problem(seed)
         assert converted(problem).tree == tree
@@ -571,3 +573,14 @@ def test_sets_of_depths_and_devices() -> None:
     assert left & grid.mask(4, 4) == 0
     assert (left | grid.bit(4, 0)) & grid.up_to(1) == grid.bit(1, 1) | grid.bit(4, 0)
     assert left & grid.up_to(-1) == 0
+
+
+def test_branches_in_bundles_may_share_a_stage() -> None:
+    """Four equal towers of one unit and a join, on three devices, stages of one device: two towers, two towers, join."""
+    tree = towers(4, 1, 1)
+    kinds = [(1.0, 1.0, 1)] * len(list(leaves(tree)))
+    problem = replace(problem_of(chained(tree), kinds, cluster_of(3, 1e9), 2), max_replicas=1)
+    answer = graphpipe(problem, Control())
+    assert answer.draft is not None
+    assert sorted(len(stage.units) for stage in answer.draft.stages) == [1, 2, 2]
+    assert depth_of(problem, answer.draft) == 2

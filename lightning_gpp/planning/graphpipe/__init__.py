@@ -24,11 +24,15 @@ is
 where both ends in brackets may be missing, and a whole branch may be such an end. So a whole fork may be part of a
 stage; or its lines are divided on their own, except that the stage with the join may hold the tail of one of them,
 and the stage with the fork the head of one. No other stage spans branches, and no stage reaches into a fork inside a
-branch. Every unit is in one stage. Replicas are powers of two, no more than micro-batches have samples; all devices
-are used; stages with units or tensors that cannot be cut into shares have one replica. A stage has as many
-micro-batches in flight as stages lie on the longest path from it to a sink, itself included (at most all of the
-mini-batch); weights, gradients, optimizer state and what the forward keeps for these must fit. Where the problem
-leaves it open, a stage recomputes its forward if it would not fit otherwise. The stage of the user's step never does.
+branch. The same is tried with whole branches of a fork in bundles of two, three and four, by their weight: such a
+bundle is a fork inside a branch, so it may be a stage. The paper splits parallel branches in two again and again, which
+makes bundles too; which ones, it does not say.
+
+Every unit is in one stage. Replicas are powers of two, no more than micro-batches have samples; all devices are used;
+stages with units or tensors that cannot be cut into shares have one replica. A stage has as many micro-batches in
+flight as stages lie on the longest path from it to a sink, itself included (at most all of the mini-batch); weights,
+gradients, optimizer state and what the forward keeps for these must fit. Where the problem leaves it open, a stage
+recomputes its forward if it would not fit otherwise. The stage of the user's step never does.
 
 **Search.** Binary search on the TPS. For a target, a dynamic programme from the sinks backwards asks for every part
 of a line, given what follows it, which pairs (depth, devices) a strategy exists for: the fewest micro-batches in

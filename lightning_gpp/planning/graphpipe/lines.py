@@ -60,6 +60,22 @@ def _as_line(part: Part | Line) -> Line:
     return part if isinstance(part, Line) else Line((part,))
 
 
+def bundled(line: Line, size: int, weight: Callable[[Line], float]) -> Line:
+    """The line with the lines of its forks in bundles of `size`, like ones together: forks within forks.
+
+    A bundle may be one stage, or be divided like any fork. Forks of no more lines stay as they are.
+    """
+    return Line(tuple(_bundled(part, size, weight) if isinstance(part, Fork) else part for part in line.parts))
+
+
+def _bundled(fork: Fork, size: int, weight: Callable[[Line], float]) -> Fork:
+    if len(fork.lines) <= size:
+        return fork
+    lines = sorted(fork.lines, key=weight, reverse=True)
+    bundles = [tuple(lines[start : start + size]) for start in range(0, len(lines), size)]
+    return Fork(tuple(bundle[0] if len(bundle) == 1 else Line((Fork(bundle),)) for bundle in bundles))
+
+
 class Likeness:
     """Numbers for lines: the same number for lines in which the same stages cost the same.
 

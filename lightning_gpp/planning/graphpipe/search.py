@@ -10,7 +10,7 @@ from lightning_gpp.planning.answer import Alternative, Answer, Control
 from lightning_gpp.planning.draft import Draft, DraftStage
 from lightning_gpp.planning.evaluate import Evaluator
 from lightning_gpp.planning.graphpipe.cuts import Shape
-from lightning_gpp.planning.graphpipe.lines import Line, line_of
+from lightning_gpp.planning.graphpipe.lines import Fork, Line, bundled, line_of
 from lightning_gpp.planning.graphpipe.sets import Grid
 from lightning_gpp.planning.graphpipe.solve import Solver
 from lightning_gpp.planning.graphpipe.tables import Tables
@@ -29,6 +29,9 @@ COARSE = 0.03
 PROMISING = 0.1
 """Sizes whose step is at most this fraction above the shortest are refined. A better bottleneck is a small gain, but
 strategies of one bottleneck differ in the rest of the step."""
+
+BUNDLES = (2, 3, 4)
+"""So many branches of a fork side by side may be one stage."""
 
 FIRST_FACTORS = (1.25, 2.0, 4.0, inf)
 """Steps from a target that is not met to the next, before there is any strategy: the higher a target, the slower."""
@@ -55,17 +58,35 @@ class _Size:
 def graphpipe(problem: Problem, control: Control) -> Answer:
     """The strategy whose slowest stage is fastest, at the micro-batch size with the shortest step; see the package."""
     conversion = converted(problem)
-    search = _Search(problem=problem, control=control, line=line_of(conversion.tree), folded=conversion.folded)
-    found = search.run()
+    found: list[_Size] = []
+    states = 0
+    for line in _orders(problem, line_of(conversion.tree)):
+        search = _Search(problem=problem, control=control, line=line, folded=conversion.folded)
+        found = sorted([*found, *search.run(found[0].seconds if found else inf)], key=lambda entry: entry.seconds)
+        states += search.states
     best = found[0] if found else None
     return Answer(
         draft=best.draft if best else None,
         objective=best.high if best else inf,
         objective_name=OBJECTIVE,
-        states=search.states,
+        states=states,
         alternatives=tuple(_alternatives(found)),
         notes=tuple(_notes(conversion, search, best is not None)),
     )
+
+
+def _orders(problem: Problem, line: Line) -> Iterator[Line]:
+    """The line as it is, and with the branches of its forks in bundles that may be stages."""
+    seconds = problem.seconds(problem.sizes[-1]).total
+
+    def weight(branch: Line) -> float:
+        return float(seconds[list(branch.units)].sum())
+
+    yield line
+    most = max((len(part.lines) for part in line.parts if isinstance(part, Fork)), default=0)
+    for size in BUNDLES:
+        if size < most:
+            yield bundled(line, size, weight)
 
 
 def converted(problem: Problem) -> Conversion:
@@ -90,12 +111,11 @@ class _Search:
         self.evaluator = Evaluator(self.problem)
         self.grid = Grid(self.problem.num_devices)
 
-    def run(self) -> list[_Size]:
-        """Micro-batch sizes with a strategy, the shortest step first."""
+    def run(self, best: float = inf) -> list[_Size]:
+        """Micro-batch sizes with a strategy, the shortest step first. `best`: seconds of a step found elsewhere."""
         if self.problem.static_bytes.sum() > self.problem.memory_bytes.sum():
             return []
         found: list[_Size] = []
-        best = inf
         sizes = self._sizes()
         for number, entry in enumerate(sizes):
             if not (self.stopped and best < inf) and self._narrow(entry, COARSE, best / self.problem.batch_size):
@@ -190,8 +210,10 @@ def with_folded(problem: Problem, pieces: Sequence[Piece], folded: Sequence[obje
 
 
 def _alternatives(found: Sequence[_Size]) -> Iterator[Alternative]:
+    seen = [found[0].draft] if found else []
     for entry in found[1:]:
-        if entry.draft is not None:
+        if entry.draft is not None and entry.draft not in seen:
+            seen.append(entry.draft)
             yield Alternative(
                 draft=entry.draft,
                 seconds=entry.seconds,
