@@ -152,7 +152,7 @@ def _recomputation(problem: Problem, shape: Shape) -> Iterator[Shape]:
 
 def _places(problem: Problem, shape: Shape) -> Iterator[Shape]:
     """Other devices: only where links or devices differ. The step's stage stays on device 0."""
-    if len(set(shape.replicas)) == 1 and shape.replicas[0] > 1:
+    if len(shape.groups) > 1 and len(set(shape.replicas)) == 1 and shape.replicas[0] > 1:
         yield replace(shape, spread=not shape.spread)
     if len(problem.cluster.levels) < 2 and problem.cluster.homogeneous and not problem.cluster.links:
         return
