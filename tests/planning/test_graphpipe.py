@@ -576,7 +576,7 @@ def test_sets_of_depths_and_devices() -> None:
 
 
 def test_branches_in_bundles_may_share_a_stage() -> None:
-    """Four equal towers of one unit and a join, on three devices, stages of one device: two towers, two towers, join."""
+    """Four equal towers of one unit and a join, on three devices: two towers, two towers, the join."""
     tree = towers(4, 1, 1)
     kinds = [(1.0, 1.0, 1)] * len(list(leaves(tree)))
     problem = replace(problem_of(chained(tree), kinds, cluster_of(3, 1e9), 2), max_replicas=1)
