@@ -14,6 +14,10 @@ class TimeIsUp(BaseException):
     """Raised in the middle of whatever runs; no `except Exception` on the way takes it for an error."""
 
 
+AGAIN = 0.1
+"""Seconds until it is raised once more: Python drops what is raised while it collects garbage."""
+
+
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
     """Raise TimeIsUp in the block after so many seconds. For the main thread of a process.
@@ -24,7 +28,7 @@ def limited(seconds: float) -> Iterator[None]:
     if not seconds > 0:
         raise ConfigError(f"compare_seconds={seconds:g} must be more than 0.")
     before = signal.signal(signal.SIGALRM, _raise)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
     try:
         yield
     finally:

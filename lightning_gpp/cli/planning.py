@@ -116,6 +116,8 @@ def _planned(task: Task) -> tuple[Planned, Timeline]:
 def _with_copies(task: Task, plan: Plan, found: Found) -> Found:
     """The same with the copies that the user asked for, which the partitioner does not know, and the final plan."""
     number = found.num_pipelines if task.copies else task.machine.cluster.num_devices // task.num_devices
+    if (number, plan) == (found.num_pipelines, found.plan):
+        return found  # simulated already, which takes seconds for a thousand devices
     timeline = simulated(plan, task.subject.step.graph, task.machine, number)
     return replace(found, plan=plan, num_pipelines=number, timeline=timeline)
 
