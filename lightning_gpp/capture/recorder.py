@@ -92,6 +92,7 @@ class Recorder(TorchFunctionMode):
     def watch(self, module: nn.Module) -> None:
         for tensor, name in names_of(module):
             self._states[id(tensor)] = name
+            self.keep(tensor)  # a forward may replace its buffer: the freed one's identity would go to another tensor
             self.state_storages.add(tensor.untyped_storage()._cdata)
         for path, child in module.named_modules():
             self._paths[id(child)] = path
@@ -264,7 +265,7 @@ class Recorder(TorchFunctionMode):
         return _plausible(name, tensor)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor alive, so that its memory's address stays its own."""
+        """Keep a tensor alive, so that its identity and its memory's address stay its own."""
         self._alive.append(tensor)
 
     # --- regions
