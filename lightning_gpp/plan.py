@@ -6,7 +6,7 @@ Device numbers are positions inside one pipeline replica: a plan for 4 devices r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +21,10 @@ STEP: Final = "@step"
 
 SOURCE: Final = -1
 """The stage index that stands for the data: the user's step up to the inputs of the network, on the sink's devices."""
+
+
+SHARDINGS: Final = ("none", "zero1", "fsdp")
+"""What the replicas of a stage split: nothing, the optimizer's state (ZeRO-1), or parameters and gradients too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +49,19 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a stage costs: forward FLOPs and saved activation bytes per micro-batch, parameters (number and bytes)."""
+    """What a stage costs, per micro-batch and in parameters (number and bytes).
+
+    `flops` of a forward. `activation_bytes` are kept from forward to backward; of these `pending_bytes` from the
+    gradients of the inputs to those of the parameters, where they are computed apart. Seconds of the forward, of the
+    gradients of the inputs and of those of the parameters: schedules that weigh actions use them; 0 where not known.
+    """
 
     flops: Affine = Affine()
     activation_bytes: Affine = Affine()
+    pending_bytes: Affine = Affine()
+    forward_seconds: Affine = Affine()
+    input_seconds: Affine = Affine()
+    weight_seconds: Affine = Affine()
     num_parameters: int = 0
     parameter_bytes: int = 0
 
@@ -57,6 +70,7 @@ class Figures:
 class Stage:
     """A convex part of the model. Every device in `devices` is a replica that takes its share of each micro-batch.
 
+    `round_robin`: replicas take whole micro-batches in turn instead, number i the replica i modulo their number.
     `recompute`: between forward and backward of a micro-batch only the inputs are kept; the backward computes the
     forward again. Not for the stage that lists STEP.
     """
@@ -65,6 +79,7 @@ class Stage:
     modules: tuple[str, ...]
     devices: tuple[int, ...]
     micro_batch_size: int
+    round_robin: bool = False
     recompute: bool = False
     figures: Figures = Figures()
 
@@ -79,6 +94,8 @@ class Plan:
         batch_size: samples of the mini-batch of one pipeline replica that the plan was made for.
         schedule: name of the schedule.
         model: fingerprint of the captured model; empty where it is not known.
+        sharding: what the replicas of a stage split among them beside samples; one of SHARDINGS.
+        memory_bytes: of every device, for activations, which schedules keep to that can; empty where not known.
 
     Raises:
         PlanError: the plan contradicts itself.
@@ -89,6 +106,8 @@ class Plan:
     batch_size: int
     schedule: str = "1f1b"
     model: str = ""
+    sharding: str = "none"
+    memory_bytes: tuple[float, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -134,7 +153,19 @@ class Plan:
         start, stop = interval
         replica, count = devices.index(device), len(devices)
         size = stop - start
+        entry = self.stages[self.step_stage if stage == SOURCE else stage]
+        if entry.round_robin:
+            mine = start // entry.micro_batch_size % count == replica
+            return (start, stop) if mine else (start, start)
         return start + replica * size // count, start + (replica + 1) * size // count
+
+    def micro_batches(self, stage: int, device: int, batch_size: int | None = None) -> list[int]:
+        """Numbers of the micro-batches that the replica of `stage` on `device` takes part in."""
+        numbers = range(len(self.intervals(stage, batch_size)))
+        if not self.stages[stage].round_robin:
+            return list(numbers)
+        devices = self.devices_of(stage)
+        return list(numbers[devices.index(device) :: len(devices)])
 
     def devices_of(self, stage: int) -> tuple[int, ...]:
         return self.stages[self.step_stage if stage == SOURCE else stage].devices
@@ -177,6 +208,7 @@ def check(plan: Plan) -> None:
     _check_stages(plan)
     _check_edges(plan)
     _check_devices(plan)
+    _check_sharding(plan)
 
 
 def _check_stages(plan: Plan) -> None:
@@ -195,17 +227,25 @@ def _check_stages(plan: Plan) -> None:
             raise PlanError(f"Stage {stage.name!r}: micro_batch_size is {stage.micro_batch_size}; it must be >= 1.")
         if not stage.devices or len(set(stage.devices)) < len(stage.devices):
             raise PlanError(f"Stage {stage.name!r}: devices must be a non-empty list without repeats: {stage.devices}.")
-        _check_recompute(stage)
+        _check_flags(stage)
 
 
-def _check_recompute(stage: Stage) -> None:
-    if not isinstance(stage.recompute, bool):
-        raise PlanError(f"Stage {stage.name!r}: recompute is {stage.recompute!r}; it must be true or false.")
+def _check_flags(stage: Stage) -> None:
+    for name in ("recompute", "round_robin"):
+        if not isinstance(getattr(stage, name), bool):
+            raise PlanError(f"Stage {stage.name!r}: {name} is {getattr(stage, name)!r}; it must be true or false.")
     if stage.recompute and STEP in stage.modules:
         raise PlanError(
             f"Stage {stage.name!r} is to be recomputed, but it runs the user's step ({STEP!r}), which would log and "
             f"count twice. Give {STEP!r} a stage of its own, after the modules of this one, or leave recompute out."
         )
+
+
+def _check_sharding(plan: Plan) -> None:
+    if plan.sharding not in SHARDINGS:
+        raise PlanError(f"The plan's sharding is {plan.sharding!r}; it must be one of {', '.join(SHARDINGS)}.")
+    if plan.memory_bytes and len(plan.memory_bytes) != plan.num_devices:
+        raise PlanError(f"memory_bytes has {len(plan.memory_bytes)} entries; the plan has {plan.num_devices} devices.")
 
 
 def _check_edges(plan: Plan) -> None:
@@ -227,6 +267,9 @@ def _check_devices(plan: Plan) -> None:
         raise PlanError(f"Devices must be numbered 0..n-1 without gaps; the stages use {sorted(used)}.")
 
 
+_AFFINE_FIGURES: Final = tuple(entry.name for entry in fields(Figures) if entry.type == "Affine")
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
@@ -238,19 +281,21 @@ def _plain(value: Any) -> Any:
 def _plan_from(content: dict[str, Any]) -> Plan:
     stages = tuple(_stage_from(entry) for entry in content["stages"])
     edges = tuple(_edge_from(entry) for entry in content["edges"])
-    rest = {key: value for key, value in content.items() if key not in ("stages", "edges")}
-    return Plan(stages=stages, edges=edges, **rest)
+    memory_bytes = tuple(content.get("memory_bytes") or ())
+    rest = {key: value for key, value in content.items() if key not in ("stages", "edges", "memory_bytes")}
+    return Plan(stages=stages, edges=edges, memory_bytes=memory_bytes, **rest)
 
 
 def _stage_from(entry: dict[str, Any]) -> Stage:
     figures = dict(entry.get("figures") or {})
-    for key in ("flops", "activation_bytes"):
+    for key in _AFFINE_FIGURES:
         figures[key] = Affine(**figures.get(key, {}))
     return Stage(
         name=entry["name"],
         modules=tuple(entry["modules"]),
         devices=tuple(entry["devices"]),
         micro_batch_size=entry["micro_batch_size"],
+        round_robin=entry.get("round_robin", False),
         recompute=entry.get("recompute", False),
         figures=Figures(**figures),
     )

@@ -9,7 +9,7 @@ from typing import Final
 import networkx as nx
 
 from lightning_gpp.errors import PlanError
-from lightning_gpp.graph import Affine, Operator, OperatorGraph
+from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage, topological
 
 DATA: Final = "@source"
@@ -247,11 +247,10 @@ def _order(drafts: Sequence[StageDraft], pairs: list[tuple[int, int]]) -> list[i
 
 def _edge(graph: OperatorGraph, pair: tuple[int, int], values: list[tuple[str, int]]) -> Edge:
     specs = [graph[name].outputs[output] for name, output in values]
-    fixed = sum(spec.bytes(0) for spec in specs)
     return Edge(
         src=pair[0],
         dst=pair[1],
-        bytes=Affine(sum(spec.bytes(1) for spec in specs) - fixed, fixed),
+        bytes=sum(map(_size, specs), Affine()),
         differentiable=any(spec.requires_grad for spec in specs),
         dynamic=any(spec.dynamic for spec in specs),
         sliceable=all(spec.sliceable or not spec.varies for spec in specs),
@@ -261,6 +260,7 @@ def _edge(graph: OperatorGraph, pair: tuple[int, int], values: list[tuple[str, i
 def _figures(graph: OperatorGraph, assignment: Assignment, num_stages: int) -> list[Figures]:
     flops = [Affine() for _ in range(num_stages)]
     saved = [Affine() for _ in range(num_stages)]
+    pending: list[dict[tuple[str, int], Affine]] = [{} for _ in range(num_stages)]
     names: list[set[str]] = [set() for _ in range(num_stages)]
     for operator in graph:
         for stage in assignment[operator.name]:
@@ -268,12 +268,32 @@ def _figures(graph: OperatorGraph, assignment: Assignment, num_stages: int) -> l
                 flops[stage] += operator.flops
                 saved[stage] += operator.saved_bytes
                 names[stage].update(operator.parameters)
+                pending[stage].update(_for_weights(graph, operator))
     return [
         Figures(
             flops=flops[stage],
             activation_bytes=saved[stage],
+            pending_bytes=sum(pending[stage].values(), Affine()),
             num_parameters=sum(graph.parameter_sizes[name] for name in names[stage]),
             parameter_bytes=sum(graph.parameter_bytes[name] for name in names[stage]),
         )
         for stage in range(num_stages)
     ]
+
+
+def _for_weights(graph: OperatorGraph, operator: Operator) -> dict[tuple[str, int], Affine]:
+    """What the gradients of an operator's parameters are made of: its inputs, and the gradients of its outputs."""
+    if not operator.parameters:
+        return {}
+    read = [
+        (source, output)
+        for source, _, outputs in graph.nx.in_edges(operator.name, data="outputs")
+        for output in outputs
+    ]
+    inputs = {(source, output): _size(graph[source].outputs[output]) for source, output in read}
+    return {**inputs, **{(operator.name, -1 - i): _size(spec) for i, spec in enumerate(operator.outputs)}}
+
+
+def _size(spec: TensorSpec) -> Affine:
+    fixed = spec.bytes(0)
+    return Affine(spec.bytes(1) - fixed, fixed)

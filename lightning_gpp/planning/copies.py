@@ -76,7 +76,7 @@ def _copied(found: Found, graph: OperatorGraph, request: Request, number: int) -
         footprint=request.footprint,
         num_pipelines=number,
     )
-    return replace(found, num_pipelines=number, timeline=simulate(compile_program(found.plan), costs))
+    return replace(found, num_pipelines=number, timeline=simulate(compile_program(found.plan, copies=number), costs))
 
 
 def _lost(found: Found, best: Found) -> Iterator[Alternative]:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from lightning_gpp.cluster import Cluster, Device
 from lightning_gpp.costs.footprint import Footprint
-from lightning_gpp.costs.model import CostModel
+from lightning_gpp.costs.model import CostModel, Seconds
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, Plan, Stage
 from lightning_gpp.planning.assign import assign
+from lightning_gpp.schedules.messages import carries_gradient
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
 
 
@@ -56,6 +57,7 @@ def estimate(
         replicas=replicas if not cluster.homogeneous else {},
         cluster=cluster,
         all_reduce=tuple(_all_reduce(plan, stage, cluster, num_pipelines) for stage in range(len(plan.stages))),
+        ranks=tuple(len(stage.devices) * num_pipelines for stage in plan.stages),
         parameter_copies=(footprint or Footprint()).copies,
     )
 
@@ -89,17 +91,29 @@ def _stage_cost(operators: Sequence[Operator], plan: Plan, index: int, kind: Dev
     points = {}
     for samples in (1, share):
         seconds = [costs.seconds(operator, samples, kind) for operator in operators]
-        points[samples] = sum(s.forward for s in seconds), sum(s.backward for s in seconds)
-    forward, backward = (_through({samples: point[i] for samples, point in points.items()}) for i in (0, 1))
+        points[samples] = [
+            sum(s.forward for s in seconds),
+            sum(s.backward for s in seconds),
+            _weight(plan, index, seconds),
+        ]
+    forward, backward, weight = (_through({samples: point[i] for samples, point in points.items()}) for i in range(3))
     saved = stage.figures.activation_bytes
     received = sum((edge.bytes for edge in plan.edges if edge.dst == index), Affine())
     return StageCost(
         forward=forward,
-        backward=backward + forward if stage.recompute else backward,
+        backward=backward,
+        weight=weight,
         activation_bytes=received if stage.recompute else saved,
         working_bytes=saved if stage.recompute else Affine(),
+        pending_bytes=stage.figures.pending_bytes,
         parameter_bytes=stage.figures.parameter_bytes,
     )
+
+
+def _weight(plan: Plan, index: int, seconds: Sequence[Seconds]) -> float:
+    """Of the gradients of the parameters; a stage that no other waits for computes all its gradients at once."""
+    waited_for = any(edge.dst == index and carries_gradient(edge) for edge in plan.edges)
+    return sum(entry.weight_gradient for entry in seconds) if waited_for else 0.0
 
 
 def _through(points: Mapping[int, float]) -> Affine:

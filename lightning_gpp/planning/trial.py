@@ -21,7 +21,7 @@ def tried(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int, T
     costs = estimate(
         problem.graph, plan, problem.cluster, problem.costs, footprint=problem.footprint, num_pipelines=copies
     )
-    return plan, copies, simulate(compile_program(plan), costs)
+    return plan, copies, simulate(compile_program(plan, copies=copies), costs)
 
 
 def num_actions(problem: Problem, draft: Draft) -> int:

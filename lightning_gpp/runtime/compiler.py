@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,13 +12,22 @@ from lightning_gpp.errors import PlanError, ScheduleError
 from lightning_gpp.plan import SOURCE
 from lightning_gpp.runtime.boundary import Border, borders, carried, promises
 from lightning_gpp.runtime.module_state import ModuleState
-from lightning_gpp.runtime.operations import ComputeBackward, ComputeForward, Forward, ReadData, Saved, State
+from lightning_gpp.runtime.operations import (
+    ComputeBackward,
+    ComputeForward,
+    ComputeInput,
+    ComputeWeight,
+    Forward,
+    ReadData,
+    Saved,
+    State,
+)
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.receipts import receipts
 from lightning_gpp.runtime.recompute import RecomputedForward
-from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
+from lightning_gpp.runtime.stage import DataSource, MicroBatch, Sharding, Slot, StageModule
 from lightning_gpp.runtime.transfers import DynamicReceive, DynamicSend, Inbox, Link, Receive, Send
-from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.schedules.actions import COLLECTIVES, Action, Kind
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 
 Operation = Callable[[], object]
@@ -38,11 +48,12 @@ class Compiler:
         pipeline: int,
         state: State,
         link: Link,
+        sharding: Sharding | None = None,
     ) -> None:
         self._program, self._plan, self._device = program, program.plan, device
         self._stages, self._slots, self._source = stages, slots, source
         self._streams, self._pipeline = streams, pipeline
-        self._state, self._link = state, link
+        self._state, self._link, self._sharding = state, link, sharding
         self.saved: dict[tuple[int, int], Saved] = {}
         self.recomputed: dict[tuple[int, int], RecomputedForward] = {}
         self._module_states: dict[int, ModuleState] = {}
@@ -88,11 +99,19 @@ class Compiler:
         return _then_release(wait, sends) if sends else wait
 
     def _compute(self, action: Action) -> Operation:
-        interval = self._interval(action)
-        if interval[0] == interval[1]:
+        if action.kind in COLLECTIVES:
+            return self._meeting(action)
+        start, stop = self._interval(action)
+        if start == stop:
             return _nothing
-        make = {Kind.DATA: self._data, Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}[action.kind]
-        start, stop = interval
+        make = {
+            Kind.DATA: self._data,
+            Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT: self._input_gradients,
+            Kind.WEIGHT: self._weight_gradients,
+        }[action.kind]
         return make(action, MicroBatch(action.micro_batch, start, stop, self._program.batch_size))
 
     def _interval(self, action: Action) -> tuple[int, int]:
@@ -138,10 +157,27 @@ class Compiler:
         self.recomputed[action.stage, action.micro_batch] = forward
         return forward.run
 
+    def _recompute(self, action: Action, micro_batch: MicroBatch) -> Operation:
+        return self.recomputed[action.stage, action.micro_batch].run_again
+
     def _backward(self, action: Action, micro_batch: MicroBatch) -> Operation:
-        backward = ComputeBackward(**self._common(action, micro_batch), saved=self._saved(action)).run
-        forward = self.recomputed.get((action.stage, action.micro_batch))
-        return backward if forward is None else _in_turn(forward.run_again, backward)
+        return ComputeBackward(**self._common(action, micro_batch), saved=self._saved(action)).run
+
+    def _input_gradients(self, action: Action, micro_batch: MicroBatch) -> Operation:
+        return ComputeInput(**self._common(action, micro_batch), saved=self._saved(action)).run
+
+    def _weight_gradients(self, action: Action, micro_batch: MicroBatch) -> Operation:
+        return ComputeWeight(**self._common(action, micro_batch), saved=self._saved(action)).run
+
+    def _meeting(self, action: Action) -> Operation:
+        if self._sharding is None:
+            return _nothing
+        meet = {
+            Kind.UNSHARD: self._sharding.unshard,
+            Kind.RESHARD: self._sharding.reshard,
+            Kind.REDUCE: self._sharding.reduce,
+        }[action.kind]
+        return partial(meet, action.stage)
 
     def _saved(self, action: Action) -> Saved:
         return self.saved.setdefault((action.stage, action.micro_batch), Saved())
@@ -172,14 +208,6 @@ class Compiler:
 
 def _nothing() -> None:
     """The share of a replica that has no samples."""
-
-
-def _in_turn(first: Operation, second: Operation) -> Operation:
-    def run() -> None:
-        first()
-        second()
-
-    return run
 
 
 def _then_release(wait: Operation, sends: Sequence[Send]) -> Operation:

@@ -16,7 +16,7 @@ import torch
 from lightning_gpp.runtime.compiler import Compiler, Operation, action_of
 from lightning_gpp.runtime.operations import State
 from lightning_gpp.runtime.random import RandomStreams
-from lightning_gpp.runtime.stage import DataSource, Slot, StageModule
+from lightning_gpp.runtime.stage import DataSource, Sharding, Slot, StageModule
 from lightning_gpp.runtime.transfers import Link
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.actions import Action
@@ -36,6 +36,7 @@ class Executor:
         torch_device: where received tensors are allocated.
         streams: random numbers for the stages that draw some; None leaves them on the default generator.
         pipeline: which pipeline replica this is, for the random streams and for messages.
+        sharding: what the ranks that hold the same stage do together; without one they do nothing.
         trace: measure every action (see `timings`) and name it for `torch.profiler`.
 
     Attributes:
@@ -57,6 +58,7 @@ class Executor:
         torch_device: torch.device | None = None,
         streams: RandomStreams | None = None,
         pipeline: int = 0,
+        sharding: Sharding | None = None,
         trace: bool = False,
     ) -> None:
         self.program, self.device, self.pipeline = program, device, pipeline
@@ -74,6 +76,7 @@ class Executor:
             pipeline=pipeline,
             state=self._state,
             link=self._link,
+            sharding=sharding,
         )
         self._instructions = program.devices[device]
         self._position = 0

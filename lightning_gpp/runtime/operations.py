@@ -170,14 +170,14 @@ def hand_out(outputs: Mapping[str, Tensor], outgoing: Iterable[Border], state: S
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class ComputeBackward(Compute):
-    """Run autograd from the gradients of all consumers, and from the loss, to the inputs and the parameters."""
+class ComputeGradients(Compute):
+    """Run autograd from the gradients of all consumers, and from the loss."""
 
     saved: Saved
 
-    def run(self) -> None:
-        saved = self.saved
-        gradients = self._collect()
+    def _roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where gradients enter the stage's graph, and these gradients."""
+        gradients, saved = self._collect(), self.saved
         names = [name for name in gradients if name in saved.outputs]
         roots = [saved.outputs[name] for name in names]
         seeds = [gradients[name] for name in names]
@@ -185,11 +185,7 @@ class ComputeBackward(Compute):
             root, seed = saved.loss
             roots.append(root)
             seeds.append(seed)
-        if roots:
-            torch.autograd.backward(roots, seeds)
-        _hand_out_gradients(saved.leaves, self.outgoing, self.state)
-        saved.clear()
-        self.state.leave(self.stage)
+        return roots, seeds
 
     def _collect(self) -> dict[str, Tensor]:
         """For every output the sum of the gradients that its consumers sent, in the order of the edges."""
@@ -201,6 +197,41 @@ class ComputeBackward(Compute):
                     name = slot.name
                     gradients[name] = gradients[name] + tensor if name in gradients else tensor
         return gradients
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ComputeBackward(ComputeGradients):
+    """To the inputs and the parameters."""
+
+    def run(self) -> None:
+        roots, seeds = self._roots()
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        _hand_out_gradients(self.saved.leaves, self.outgoing, self.state)
+        self.saved.clear()
+        self.state.leave(self.stage)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ComputeInput(ComputeGradients):
+    """To the inputs."""
+
+    def run(self) -> None:
+        roots, seeds = self._roots()
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        _hand_out_gradients(self.saved.leaves, self.outgoing, self.state)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ComputeWeight(Compute):
+    """To the parameters, from where the gradients of the inputs left off."""
+
+    saved: Saved
+
+    def run(self) -> None:
+        self.saved.clear()
+        self.state.leave(self.stage)
 
 
 def _hand_out_gradients(leaves: Mapping[str, Tensor], outgoing: Iterable[Border], state: State) -> None:

@@ -8,7 +8,7 @@ from lightning_gpp.schedules import one_f_one_b as _one_f_one_b  # noqa: F401  r
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.lowering import lower
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
-from lightning_gpp.schedules.registry import in_flight, make_schedule, register, schedule_names
+from lightning_gpp.schedules.registry import flights, in_flight, make_schedule, register, schedule_names
 from lightning_gpp.schedules.verifier import verify
 
 __all__ = [
@@ -29,18 +29,26 @@ __all__ = [
 ]
 
 
-def compile_program(plan: Plan, batch_size: int | None = None, training: bool = True) -> Program:
+def compile_program(
+    plan: Plan, batch_size: int | None = None, training: bool = True, *, copies: int = 1, reduce: bool = True
+) -> Program:
     """Order, lower and verify: the one way to a program that runs.
 
     Args:
         plan: names the schedule.
         batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
         training: forwards and backwards; forwards only if False.
+        copies: of the pipeline, which hold the same stages.
+        reduce: whether gradients are summed over ranks; not before the last of several accumulated mini-batches.
 
     Raises:
         ScheduleError: the schedule is unknown, cannot run, or breaks its promise of micro-batches in flight.
         PlanError: tensors that cannot be cut would have to be.
     """
-    program = lower(plan, make_schedule(plan, batch_size, training), batch_size, training)
-    verify(program, in_flight(plan, batch_size))
+    replicated = {i for i, stage in enumerate(plan.stages) if len(stage.devices) * copies > 1}
+    schedule = make_schedule(plan, batch_size, training, replicated=replicated)
+    if not reduce:
+        schedule = schedule.without(Kind.REDUCE)
+    program = lower(plan, schedule, batch_size, training)
+    verify(program, flights(schedule) if training else {})
     return program

@@ -6,21 +6,44 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from lightning_gpp.errors import ScheduleError
 
 
 class Kind(Enum):
-    """What an action computes."""
+    """What an action does. Actions of the last three kinds belong to a stage, not to a micro-batch: their number counts
+    them on a device."""
 
     DATA = "D"
     """Run the user's step up to the inputs of the network (on the sink's devices)."""
     FORWARD = "F"
+    RECOMPUTE = "R"
+    """Run the forward again, for the backward of a stage that keeps only its inputs."""
     BACKWARD = "B"
+    """The full backward: what INPUT and WEIGHT do, in one."""
+    INPUT = "I"
+    """Gradients of a stage's inputs, which other stages wait for."""
+    WEIGHT = "W"
+    """Gradients of a stage's parameters, for which there is time until the end of the step."""
+    UNSHARD = "U"
+    """Start to gather a stage's parameters from its replicas."""
+    RESHARD = "S"
+    """Drop what was gathered."""
+    REDUCE = "G"
+    """Start to sum a stage's gradients over its replicas."""
 
     __hash__ = object.__hash__
     """Members are single objects; programs look actions up by the hundred thousand, and the default is slow."""
+
+
+COLLECTIVES: Final = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)
+"""Kinds that the replicas of a stage do together, in no micro-batch."""
+
+RELEASES: Final = (Kind.BACKWARD, Kind.WEIGHT)
+"""Kinds after which a micro-batch is no longer in flight on its stage."""
+
+_PATTERN: Final = re.compile(rf"(\d+)([{''.join(kind.value for kind in Kind)}])(\d+)")
 
 
 class Action(NamedTuple):
@@ -35,9 +58,10 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        match = re.fullmatch(r"(\d+)([DFB])(\d+)", text)
+        match = _PATTERN.fullmatch(text)
         if not match:
-            raise ScheduleError(f"{text!r} is not an action; write stage, kind (D, F or B) and micro-batch: 2F0.")
+            kinds = ", ".join(kind.value for kind in Kind)
+            raise ScheduleError(f"{text!r} is not an action; write stage, kind ({kinds}) and micro-batch: 2F0.")
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
 
@@ -60,6 +84,10 @@ class Schedule:
                 raise ScheduleError(f"Schedule line {line!r} must start with a device number and a colon.")
             rows[int(device)] = tuple(map(Action.parse, actions.split()))
         return cls.of(rows)
+
+    def without(self, kind: Kind) -> Schedule:
+        """The same schedule, its actions of one kind left out."""
+        return Schedule(tuple(tuple(a for a in actions if a.kind is not kind) for actions in self.devices))
 
     @classmethod
     def of(cls, rows: Mapping[int, tuple[Action, ...]]) -> Schedule:

@@ -41,7 +41,7 @@ def _fits(program: Program, number: int, message: Message, parts: dict[int, Part
     upper, lower = parts[edge.src].get(above), parts[edge.dst].get(below)
     if upper is None or lower is None:
         return False
-    derived = message_between(program.plan, message.edge, message.gradient, number, upper, lower)
+    derived = message_between(program.plan, message.edge, message.gradient, number, upper, lower, program.split)
     read = number in program.inputs.get((message.dst, message.consumer), ())
     made = number in program.outputs.get((message.src, message.producer), ())
     return message == derived and message.start < message.stop and read and made

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import SOURCE, Plan
-from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.messages import derive_messages
+from lightning_gpp.schedules.actions import COLLECTIVES, Action, Kind, Schedule
+from lightning_gpp.schedules.messages import Split, derive_messages
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 
 Links = dict[tuple[int, Action], tuple[int, ...]]
@@ -38,8 +38,9 @@ def lower(
         PlanError: tensors that cannot be cut would have to be.
     """
     total = plan.batch_size if batch_size is None else batch_size
-    _check_schedule(plan, schedule, total, training)
-    messages = derive_messages(plan, total, training)
+    split = split_of(schedule)
+    _check_schedule(plan, schedule, total, training, split)
+    messages = derive_messages(plan, total, training, split)
     inputs, outputs = _links(schedule, messages)
     posts = _posts(schedule, messages, outputs, lookahead)
     devices = tuple(_instructions(device, schedule, messages, inputs, outputs, posts) for device in _range(schedule))
@@ -51,18 +52,38 @@ def lower(
         devices=devices,
         inputs=inputs,
         outputs=outputs,
+        split=split,
+        reduced=frozenset(a.stage for actions in schedule.devices for a in actions if a.kind is Kind.REDUCE),
     )
 
 
-def required_actions(plan: Plan, device: int, batch_size: int, training: bool) -> list[Action]:
-    """What a device has to run for one mini-batch, each action once; in no order."""
-    kinds = (Kind.FORWARD, Kind.BACKWARD) if training else (Kind.FORWARD,)
+def required_actions(
+    plan: Plan, device: int, batch_size: int, training: bool, split: Split = frozenset()
+) -> list[Action]:
+    """What a device has to compute for one mini-batch, each action once; in no order."""
     actions = []
     for stage in plan.stages_on(device):
-        data = (Kind.DATA,) if stage == plan.step_stage and any(edge.src == SOURCE for edge in plan.edges) else ()
-        numbers = range(len(plan.intervals(stage, batch_size)))
-        actions += [Action(stage, kind, number) for kind in (*data, *kinds) for number in numbers]
+        data = (Kind.DATA,) if stage == plan.step_stage and reads_data(plan) else ()
+        for number in plan.micro_batches(stage, device, batch_size):
+            back = _backward_kinds(plan, stage, (stage, number) in split) if training else ()
+            actions += [Action(stage, kind, number) for kind in (*data, Kind.FORWARD, *back)]
     return actions
+
+
+def reads_data(plan: Plan) -> bool:
+    """Whether the user's step does anything in front of the network."""
+    return any(edge.src == SOURCE for edge in plan.edges)
+
+
+def split_of(schedule: Schedule) -> Split:
+    """Stages and micro-batches whose backward a schedule splits."""
+    actions = (action for device in schedule.devices for action in device)
+    return frozenset((action.stage, action.micro_batch) for action in actions if action.kind is Kind.INPUT)
+
+
+def _backward_kinds(plan: Plan, stage: int, split: bool) -> tuple[Kind, ...]:
+    again = (Kind.RECOMPUTE,) if plan.stages[stage].recompute else ()
+    return (*again, Kind.INPUT, Kind.WEIGHT) if split else (*again, Kind.BACKWARD)
 
 
 def difference(required: Iterable[Action], present: Iterable[Action]) -> str:
@@ -73,11 +94,12 @@ def difference(required: Iterable[Action], present: Iterable[Action]) -> str:
     return " and ".join(parts)
 
 
-def _check_schedule(plan: Plan, schedule: Schedule, batch_size: int, training: bool) -> None:
+def _check_schedule(plan: Plan, schedule: Schedule, batch_size: int, training: bool, split: Split) -> None:
     if len(schedule.devices) != plan.num_devices:
         raise ScheduleError(f"The schedule is for {len(schedule.devices)} devices, the plan needs {plan.num_devices}.")
     for device, actions in enumerate(schedule.devices):
-        problem = difference(required_actions(plan, device, batch_size, training), actions)
+        computed = [action for action in actions if action.kind not in COLLECTIVES]
+        problem = difference(required_actions(plan, device, batch_size, training, split), computed)
         if problem:
             raise ScheduleError(
                 f"The schedule of device {device} {problem}; the plan needs each micro-batch of {batch_size} samples "

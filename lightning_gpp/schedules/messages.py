@@ -19,6 +19,9 @@ from lightning_gpp.plan import SOURCE, Edge, Plan
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.program import Message
 
+Split = frozenset[tuple[int, int]]
+"""Stages and micro-batches whose backward is split into gradients of inputs and of parameters."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -47,7 +50,7 @@ def samples_of(plan: Plan, stage: int, device: int, batch_size: int) -> list[int
     return [stop - start for start, stop in shares]
 
 
-def derive_messages(plan: Plan, batch_size: int, training: bool) -> tuple[Message, ...]:
+def derive_messages(plan: Plan, batch_size: int, training: bool, split: Split = frozenset()) -> tuple[Message, ...]:
     """All messages of one mini-batch, those that stay on their device included, by edge, forward ones first.
 
     Raises:
@@ -60,7 +63,7 @@ def derive_messages(plan: Plan, batch_size: int, training: bool) -> tuple[Messag
             _check_uncut(plan, edge, pairs)
         for gradient in (False, True) if training and carries_gradient(edge) else (False,):
             numbered = enumerate(pairs, start=len(messages))
-            messages += [message_between(plan, index, gradient, number, *pair) for number, pair in numbered]
+            messages += [message_between(plan, index, gradient, number, *pair, split) for number, pair in numbered]
     return tuple(messages)
 
 
@@ -86,12 +89,19 @@ def _common(left: list[Part], right: list[Part]) -> Iterator[tuple[Part, Part]]:
         j += ends[1] <= ends[0]
 
 
-def message_between(plan: Plan, index: int, gradient: bool, number: int, upper: Part, lower: Part) -> Message:
+def gradient_action(stage: int, micro_batch: int, split: Split) -> Action:
+    """The action that makes the gradients of a stage's inputs, out of those of its outputs."""
+    return Action(stage, Kind.INPUT if (stage, micro_batch) in split else Kind.BACKWARD, micro_batch)
+
+
+def message_between(
+    plan: Plan, index: int, gradient: bool, number: int, upper: Part, lower: Part, split: Split = frozenset()
+) -> Message:
     """The message of edge `index` between a part of its src, `upper`, and one of its dst, `lower`, that overlap."""
     edge = plan.edges[index]
     if gradient:
-        producer = Action(edge.dst, Kind.BACKWARD, lower.micro_batch)
-        consumer = Action(edge.src, Kind.BACKWARD, upper.micro_batch)
+        producer = gradient_action(edge.dst, lower.micro_batch, split)
+        consumer = gradient_action(edge.src, upper.micro_batch, split)
     else:
         producer = forward_action(plan, edge.src, upper.micro_batch)
         consumer = Action(edge.dst, Kind.FORWARD, lower.micro_batch)

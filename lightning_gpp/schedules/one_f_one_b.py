@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from lightning_gpp.plan import SOURCE, Plan
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.registry import StageOrders, register
+from lightning_gpp.schedules.merge import StageOrders
+from lightning_gpp.schedules.registry import register
 
 # Two arms, 0 -> 1 and 2, that join in 3; four micro-batches; each stage on its own device. Depths 3, 2, 2, 1 are the
 # warm-ups. The short arm may start as late as the long arm arrives at the join, so it needs one micro-batch less.

@@ -62,7 +62,8 @@ class Program:
     """Instructions of every device of one pipeline replica, for one mini-batch of `batch_size` samples.
 
     `inputs[device, action]` lists the messages (ids, local ones too) that an action reads, `outputs[device, action]`
-    those it makes.
+    those it makes. `split`: stages and micro-batches whose backward is split. `reduced`: stages whose gradients are
+    summed over ranks by this program; where it is empty, nothing is.
     """
 
     plan: Plan
@@ -72,6 +73,8 @@ class Program:
     devices: tuple[tuple[Instruction, ...], ...]
     inputs: dict[tuple[int, Action], tuple[int, ...]]
     outputs: dict[tuple[int, Action], tuple[int, ...]]
+    split: frozenset[tuple[int, int]] = frozenset()
+    reduced: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         """One line of instructions per device: `2F0` computes, `+5<1` posts a buffer for message 5 from device 1,

@@ -1,39 +1,63 @@
-"""Schedules by name. A schedule is a function that gives, for every stage, the order of its forwards and backwards."""
+"""Schedules by name. A schedule is a function that gives the order of the actions on every stage, or every device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import accumulate
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Final
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.merge import merge
+from lightning_gpp.schedules.actions import RELEASES, Action, Kind, Schedule
+from lightning_gpp.schedules.collectives import with_collectives
+from lightning_gpp.schedules.merge import Orders, merge
+from lightning_gpp.schedules.passes import with_data, with_recomputation
+from lightning_gpp.schedules.sound import check_orders
 
-StageOrders = Mapping[int, tuple[Action, ...]]
-"""For every stage its forwards and backwards, each micro-batch once, in the order in which a replica runs them."""
-
-Generator = Callable[[Plan, int], StageOrders]
-"""From a plan and the samples of a mini-batch to the orders of all stages."""
-
-_GENERATORS: Final[dict[str, Generator]] = {}
+Generator = Callable[[Plan, int], Orders]
+"""From a plan and the samples of a mini-batch to the orders of all stages, or of all devices."""
 
 
-def register(name: str) -> Callable[[Generator], Generator]:
-    """Make a generator of stage orders available as `strategy.schedule=name`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A schedule, and what it wants of the plan.
 
-    The generator sees one stage at a time: where a device holds several stages, a common pass interleaves them. It
-    states the order of training; inference runs the forwards of the same order.
+    Args:
+        generate: makes the orders.
+        placement: how stages are laid on devices: "looped" (stage i on device i modulo their number) or "zigzag" (back
+            and forth), which are the same where there are as many devices as stages.
+        stages_per_device: that it is made for, and the least with which it makes sense.
+        bidirectional: every stage has a second replica, in a pipeline that runs the other way.
+    """
+
+    generate: Generator
+    placement: str = "looped"
+    stages_per_device: int = 1
+    bidirectional: bool = False
+
+
+_METHODS: Final[dict[str, Method]] = {}
+
+
+def register(
+    name: str, *, placement: str = "looped", stages_per_device: int = 1, bidirectional: bool = False
+) -> Callable[[Generator], Generator]:
+    """Make a generator of orders available as `strategy.schedule=name`; the other arguments are those of `Method`.
+
+    Where a generator orders stages and a device holds several of them, a common pass interleaves them. It states the
+    order of training; inference runs the forwards of the same order.
 
     Raises:
         ScheduleError: the name is taken.
     """
 
     def add(generator: Generator) -> Generator:
-        if name in _GENERATORS:
+        if name in _METHODS:
             raise ScheduleError(f"A schedule named {name!r} is registered already; choose another name.")
-        _GENERATORS[name] = generator
+        _METHODS[name] = Method(
+            generate=generator, placement=placement, stages_per_device=stages_per_device, bidirectional=bidirectional
+        )
         return generator
 
     return add
@@ -41,57 +65,75 @@ def register(name: str) -> Callable[[Generator], Generator]:
 
 def schedule_names() -> tuple[str, ...]:
     """All names that `strategy.schedule` accepts."""
-    return tuple(sorted(_GENERATORS))
+    return tuple(sorted(_METHODS))
 
 
-def stage_orders(plan: Plan, batch_size: int | None = None) -> StageOrders:
-    """The order of forwards and backwards on every stage, by the plan's schedule.
+def orders_of(plan: Plan, batch_size: int | None = None) -> Orders:
+    """The orders of training by the plan's schedule, checked.
 
     Raises:
         ScheduleError: the schedule is unknown, or it does not run every micro-batch once, forward before backward.
     """
     total = _checked(plan.batch_size if batch_size is None else batch_size)
-    orders = generator_of(plan.schedule)(plan, total)
-    for stage in range(len(plan.stages)):
-        _check_order(plan, stage, total, orders.get(stage, ()))
+    orders = method_of(plan.schedule).generate(plan, total)
+    check_orders(plan, orders, total)
     return orders
 
 
-def make_schedule(plan: Plan, batch_size: int | None = None, training: bool = True) -> Schedule:
+def make_schedule(
+    plan: Plan, batch_size: int | None = None, training: bool = True, *, replicated: Collection[int] = ()
+) -> Schedule:
     """Order the actions of every device by the plan's schedule.
 
     Args:
         plan: names the schedule.
         batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
         training: forwards and backwards; forwards only if False.
+        replicated: stages that several ranks hold, over all copies of the pipeline: they get collectives.
 
     Raises:
         ScheduleError: the schedule is unknown, or its orders cannot run.
     """
-    orders = stage_orders(plan, batch_size)
-    if not training:
-        orders = {stage: tuple(a for a in order if a.kind is Kind.FORWARD) for stage, order in orders.items()}
-    return merge(plan, orders, batch_size, training)
+    total = plan.batch_size if batch_size is None else batch_size
+    orders = orders_of(plan, batch_size)
+    schedule, started = merge(plan, orders if training else _forwards(orders), total, training)
+    schedule = with_data(plan, schedule, started, total, training)
+    return with_collectives(plan, with_recomputation(plan, schedule), replicated, training)
+
+
+def _forwards(orders: Orders) -> Orders:
+    def kept(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        return tuple(action for action in actions if action.kind is Kind.FORWARD)
+
+    if isinstance(orders, Schedule):
+        return Schedule(tuple(map(kept, orders.devices)))
+    return {stage: kept(order) for stage, order in orders.items()}
 
 
 def in_flight(plan: Plan, batch_size: int | None = None) -> dict[int, int]:
     """For every stage the most micro-batches that its schedule ever keeps in flight on a replica."""
-    return {stage: peak(order) for stage, order in stage_orders(plan, batch_size).items()}
+    return flights(make_schedule(plan, batch_size))
 
 
-def peak(order: tuple[Action, ...]) -> int:
-    """The most micro-batches whose forward began and whose backward did not end, while a stage follows `order`."""
-    return max(accumulate(1 if action.kind is Kind.FORWARD else -1 for action in order), default=0)
+def flights(schedule: Schedule) -> dict[int, int]:
+    """For every stage the most micro-batches in flight on a replica: begun forwards whose backwards did not end."""
+    most: dict[int, int] = {}
+    for actions in schedule.devices:
+        now: Counter[int] = Counter()
+        for action in actions:
+            now[action.stage] += (action.kind is Kind.FORWARD) - (action.kind in RELEASES)
+            most[action.stage] = max(most.get(action.stage, 0), now[action.stage])
+    return dict(sorted(most.items()))
 
 
-def generator_of(name: str) -> Generator:
-    """The generator registered under a name.
+def method_of(name: str) -> Method:
+    """The schedule registered under a name.
 
     Raises:
         ScheduleError: there is none.
     """
     try:
-        return _GENERATORS[name]
+        return _METHODS[name]
     except KeyError:
         allowed = ", ".join(schedule_names())
         raise ScheduleError(
@@ -104,18 +146,3 @@ def _checked(batch_size: int) -> int:
     if batch_size < 1:
         raise ScheduleError(f"A mini-batch needs at least 1 sample per pipeline replica, got batch_size={batch_size}.")
     return batch_size
-
-
-def _check_order(plan: Plan, stage: int, batch_size: int, order: tuple[Action, ...]) -> None:
-    numbers = range(len(plan.intervals(stage, batch_size)))
-    expected = {Action(stage, kind, number) for kind in (Kind.FORWARD, Kind.BACKWARD) for number in numbers}
-    where = f"Schedule {plan.schedule!r} (strategy.schedule), stage {plan.stages[stage].name!r}"
-    if len(order) != len(expected) or set(order) != expected:
-        raise ScheduleError(
-            f"{where}: the order must hold the forward and the backward of each of {len(numbers)} micro-batches once, "
-            f"got {' '.join(map(str, order)) or 'nothing'}."
-        )
-    position = {action: index for index, action in enumerate(order)}
-    for number in numbers:
-        if position[Action(stage, Kind.BACKWARD, number)] < position[Action(stage, Kind.FORWARD, number)]:
-            raise ScheduleError(f"{where}: the backward of micro-batch {number} comes before its forward.")

@@ -1,10 +1,11 @@
 """Proves, before anything runs, that a program cannot hang and never computes with missing data.
 
 Rendezvous semantics, the weakest promise of NCCL and gloo: a transfer completes only when its receive was posted; the
-n-th send from a to b meets the n-th receive of b from a; nothing else pairs them. Five proofs, each in time
+n-th send from a to b meets the n-th receive of b from a; nothing else pairs them. Six proofs, each in time
 proportional to the instructions:
 
     actions    every stage replica runs every micro-batch once, backward after forward
+    gatherings replicas meet in one order; parameters are whole when they are read, gradients complete when summed
     coverage   the messages carry every sample that every action needs, once
     use        in each device's list: made, then sent; posted, then waited for, then read; each once
     channels   on each directed pair of devices sends and receives have the same order
@@ -19,11 +20,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lightning_gpp.errors import VerificationError
-from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES, Action, Kind
+from lightning_gpp.schedules.collectives import check_collectives
 from lightning_gpp.schedules.coverage import check_coverage
 from lightning_gpp.schedules.lowering import difference, required_actions
 from lightning_gpp.schedules.program import Message, Op, Program, describe
 from lightning_gpp.schedules.replay import replay
+from lightning_gpp.schedules.sound import FIRST
 
 _VERBS: Final = {Op.SEND: "sends", Op.POST: "posts a buffer for", Op.WAIT: "waits for"}
 
@@ -39,6 +43,7 @@ def verify(program: Program, limits: Mapping[int, int] | None = None) -> None:
         VerificationError: says which device and which message; for a hang the whole circle of waits.
     """
     _check_actions(program)
+    check_collectives(program.plan, [computed(program, device) for device in range(len(program.devices))])
     check_coverage(program)
     _check_use(program)
     _check_channels(program)
@@ -52,18 +57,27 @@ def computed(program: Program, device: int) -> list[Action]:
 
 
 def _check_actions(program: Program) -> None:
-    if len(program.devices) != program.plan.num_devices:
-        raise VerificationError(f"The program has {len(program.devices)} devices, its plan {program.plan.num_devices}.")
+    plan = program.plan
+    if len(program.devices) != plan.num_devices:
+        raise VerificationError(f"The program has {len(program.devices)} devices, its plan {plan.num_devices}.")
     for device in range(len(program.devices)):
-        actions = computed(program, device)
-        problem = difference(required_actions(program.plan, device, program.batch_size, program.training), actions)
+        actions = [action for action in computed(program, device) if action.kind not in COLLECTIVES]
+        needed = required_actions(plan, device, program.batch_size, program.training, program.split)
+        problem = difference(needed, actions)
         if problem:
             raise VerificationError(f"The program of device {device} {problem}.")
-        done: set[Action] = set()
-        for action in actions:
-            if action.kind is Kind.BACKWARD and Action(action.stage, Kind.FORWARD, action.micro_batch) not in done:
-                raise VerificationError(f"Device {device} runs {action} before the forward of the same micro-batch.")
-            done.add(action)
+        _check_sequence(plan, device, actions)
+
+
+def _check_sequence(plan: Plan, device: int, actions: list[Action]) -> None:
+    done: set[Action] = set()
+    for action in actions:
+        before, name = FIRST.get(action.kind, (None, ""))
+        if before is Kind.FORWARD and action.kind is not Kind.RECOMPUTE and plan.stages[action.stage].recompute:
+            before, name = Kind.RECOMPUTE, "recomputation"
+        if before is not None and action._replace(kind=before) not in done:
+            raise VerificationError(f"Device {device} runs {action} before the {name} of the same micro-batch.")
+        done.add(action)
 
 
 def _check_use(program: Program) -> None:
@@ -150,7 +164,7 @@ def _check_limits(program: Program, limits: Mapping[int, int]) -> None:
     flying: Counter[tuple[int, int]] = Counter()
     for device in range(len(program.devices)):
         for action in computed(program, device):
-            flying[device, action.stage] += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.DATA: 0}[action.kind]
+            flying[device, action.stage] += (action.kind is Kind.FORWARD) - (action.kind in RELEASES)
             limit = limits.get(action.stage)
             if program.training and limit is not None and flying[device, action.stage] > limit:
                 raise VerificationError(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import networkx as nx
 
 from lightning_gpp.cluster import Port
 from lightning_gpp.errors import PlanError, VerificationError
-from lightning_gpp.schedules import Instruction, Kind, Op, Program
+from lightning_gpp.schedules import Action, Instruction, Kind, Op, Program
+from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.schedules.messages import samples_of
 from lightning_gpp.schedules.replay import replay
+from lightning_gpp.simulation.memory import peak_bytes
 from lightning_gpp.simulation.ports import Bookings, book
 from lightning_gpp.simulation.stage_costs import StageCosts
 from lightning_gpp.simulation.timeline import Reduction, Span, Timeline, Transfer
@@ -21,9 +25,8 @@ def simulate(program: Program, costs: StageCosts) -> Timeline:
 
     A device runs its instructions in order; only WAIT makes it wait. A transfer starts when it was sent, its buffer was
     posted and the previous transfer between the same two devices, in the same direction, has ended, and when the ports
-    that it shares with others are free for as long as its bytes flow; it overlaps with computing. A micro-batch's
-    activations live from the start of its forward to the end of its backward (in inference, of its forward). Gradients
-    of replicas are summed when all actions have ended.
+    that it shares with others are free for as long as its bytes flow; it overlaps with computing. So do gatherings of
+    parameters, until their stage is to compute, and sums of gradients. For memory see `peak_bytes`.
 
     Args:
         program: a verified one.
@@ -44,7 +47,7 @@ def simulate(program: Program, costs: StageCosts) -> Timeline:
         devices=devices,
         transfers=tuple(sorted(clock.transfers, key=lambda transfer: (transfer.start, transfer.message))),
         reductions=tuple(_reductions(clock)),
-        peak_bytes=tuple(_peak_bytes(clock, device) for device in range(len(devices))),
+        peak_bytes=tuple(peak_bytes(program, costs, device) for device in range(len(devices))),
     )
 
 
@@ -60,10 +63,14 @@ class _Clock:
     free: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
     ports: dict[Port, Bookings] = field(default_factory=lambda: defaultdict(Bookings))
     transfers: list[Transfer] = field(default_factory=list)
+    sums: list[dict[Action, float]] = field(init=False)
+    gathered: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    whole: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         plan, devices = self.program.plan, range(len(self.program.devices))
         self.time, self.spans = [0.0 for _ in devices], [[] for _ in devices]
+        self.sums = [{} for _ in devices]
         self.samples = {
             (device, stage): samples_of(plan, stage, device, self.program.batch_size)
             for device in devices
@@ -71,7 +78,10 @@ class _Clock:
         }
 
     def visit(self, device: int, instruction: Instruction) -> None:
-        if instruction.action is not None:
+        if instruction.action is not None and instruction.action.kind in COLLECTIVES:
+            self._meet(device, instruction.action)
+        elif instruction.action is not None:
+            self._wait_for_parameters(device, instruction.action.stage)
             samples = self.samples[device, instruction.action.stage][instruction.action.micro_batch]
             start = self.time[device]
             self.time[device] += self.costs.seconds(instruction.action, device, samples)
@@ -80,6 +90,17 @@ class _Clock:
             self.time[device] = max(self.time[device], self.arrived[instruction.message])
         elif instruction.message is not None:
             self._offer(instruction.message, self.time[device])
+
+    def _meet(self, device: int, action: Action) -> None:
+        if action.kind is Kind.REDUCE:
+            self.sums[device][action] = self.time[device]
+        elif action.kind is Kind.UNSHARD:
+            start = max(self.time[device], self.gathered[device])
+            self.gathered[device] = start + self.costs.meeting(action, sharded=True)
+            self.whole[device, action.stage] = self.gathered[device]
+
+    def _wait_for_parameters(self, device: int, stage: int) -> None:
+        self.time[device] = max(self.time[device], self.whole.get((device, stage), 0))
 
     def _offer(self, number: int, time: float) -> None:
         """A send or a post: the second one of a message settles when it travels."""
@@ -97,32 +118,23 @@ class _Clock:
 
 
 def _reductions(clock: _Clock) -> Iterator[Reduction]:
-    """Gradients are summed when all actions have ended, stage after stage, as the runtime does it."""
-    plan = clock.program.plan
-    for stage, seconds in enumerate(clock.costs.all_reduce if clock.program.training else ()):
+    """Sums of gradients: each starts when all its devices have come to it, and are done with the one before."""
+    free = [0.0 for _ in clock.time]
+    sharded = clock.program.plan.sharding == "fsdp"
+    for action, offers in _in_order(clock.sums):
+        seconds = clock.costs.meeting(action, sharded)
+        start = max(max(time, free[device]) for device, time in offers.items())
+        for device in offers:
+            free[device] = start + seconds
         if seconds:
-            devices = plan.devices_of(stage)
-            start = max(clock.time[device] for device in devices)
-            for device in devices:
-                clock.time[device] = start + seconds
-            yield Reduction(stage, devices, start, start + seconds)
+            yield Reduction(action.stage, tuple(offers), start, start + seconds)
 
 
-def _peak_bytes(clock: _Clock, device: int) -> float:
-    costs = {stage: clock.costs.replica(stage, device) for stage in clock.program.plan.stages_on(device)}
-    static = sum(cost.parameter_bytes for cost in costs.values()) * clock.costs.parameter_copies
-    now = most = 0.0
-    for span in clock.spans[device]:
-        cost = costs[span.action.stage]
-        samples = clock.samples[device, span.action.stage][span.action.micro_batch]
-        size = cost.activation_bytes.at(samples) if samples else 0.0
-        working = cost.working_bytes.at(samples) if samples and span.action.kind is Kind.BACKWARD else 0.0
-        now += size if span.action.kind is Kind.FORWARD else 0
-        most = max(most, now + working)
-        now -= size if span.action.kind is _last_kind(clock.program) else 0
-    return static + most
-
-
-def _last_kind(program: Program) -> Kind:
-    """The kind of action after which a micro-batch is no longer in flight."""
-    return Kind.BACKWARD if program.training else Kind.FORWARD
+def _in_order(sums: Sequence[dict[Action, float]]) -> Iterator[tuple[Action, dict[int, float]]]:
+    """The meetings in an order that every device follows, with the time at which each of its devices came to it."""
+    order = nx.DiGraph()
+    for offered in sums:
+        order.add_nodes_from(offered)
+        nx.add_path(order, offered)
+    for action in nx.topological_sort(order):
+        yield action, {device: offered[action] for device, offered in enumerate(sums) if action in offered}

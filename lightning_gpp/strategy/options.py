@@ -14,7 +14,7 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.placement import KEYS, Placement, read
 from lightning_gpp.planning.registry import partitioner_of
-from lightning_gpp.schedules.registry import generator_of
+from lightning_gpp.schedules.registry import method_of
 
 StageSpec = Placement
 """Manual placement: module path -> stage number, or stages with the keys modules, name, devices, micro_batch_size; with
@@ -67,7 +67,7 @@ def check(options: Options) -> None:
     _check_recompute(options.recompute)
     _check_seconds(options.search_seconds)
     if options.schedule != AUTO:
-        generator_of(options.schedule)
+        method_of(options.schedule)
     partitioner_of(options.partitioner)
     if options.stages is not None:
         read(placement_of(options.stages))

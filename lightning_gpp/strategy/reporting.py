@@ -40,7 +40,7 @@ def simulated(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines:
     """
     known = machine.costs is not None or any(operator.flops.at(1) for operator in graph)
     costs = _costs(plan, graph, machine, num_pipelines) if known else StageCosts.uniform(plan)
-    return simulate(compile_program(plan), costs)
+    return simulate(compile_program(plan, copies=num_pipelines), costs)
 
 
 def _costs(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int) -> StageCosts:

@@ -91,7 +91,7 @@ class Session:
         if batch_size not in self._executors:
             control = self._control
             self._executors[batch_size] = Executor(
-                compile_program(self.plan, batch_size, self.training),
+                compile_program(self.plan, batch_size, self.training, copies=control.num_pipelines),
                 control.device,
                 stages=self._stages,
                 slots=self.pipeline.slots,

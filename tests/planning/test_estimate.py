@@ -87,12 +87,12 @@ def test_frozen_stages_have_no_backward() -> None:
     assert costs.stages[1].backward.at(2) > 0
 
 
-def test_recomputation_adds_a_forward_and_keeps_the_inputs() -> None:
+def test_recomputation_keeps_the_inputs() -> None:
     graph, plan = _towers()
     again = replace(plan, stages=(replace(plan.stages[0], recompute=True), *plan.stages[1:]))
     kept, recomputed = _costs(graph, plan).stages[0], _costs(graph, again).stages[0]
     assert recomputed.forward == kept.forward
-    assert recomputed.backward.at(8) == pytest.approx(kept.backward.at(8) + kept.forward.at(8))
+    assert recomputed.backward == kept.backward  # the forward that runs again is an action of its own
     assert recomputed.activation_bytes == Affine(4 * 64)  # the image, 64 float32 per sample
     assert recomputed.working_bytes == kept.activation_bytes
 

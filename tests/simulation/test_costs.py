@@ -20,8 +20,8 @@ from tests.strategies import chain, plan_of, plans
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9)
 
 
-def _simulated(plan: Plan, costs: StageCosts, *, training: bool = True) -> Timeline:
-    return simulate(compile_program(plan, training=training), costs)
+def _simulated(plan: Plan, costs: StageCosts, *, training: bool = True, copies: int = 1) -> Timeline:
+    return simulate(compile_program(plan, training=training, copies=copies), costs)
 
 
 def test_gradients_are_summed_when_all_replicas_have_ended() -> None:
@@ -33,12 +33,13 @@ def test_gradients_are_summed_when_all_replicas_have_ended() -> None:
     assert timeline.busy == (3, 3, 3)
 
 
-def test_stages_of_one_device_sum_one_after_another() -> None:
-    """The runtime takes stage after stage; another device is not held up."""
+def test_sums_begin_while_a_device_goes_on() -> None:
+    """Device 0 sums the gradients of its last stage at 4, while device 1 computes; sums of a device take turns."""
     plan = plan_of([(0, 1), (1, 2)], (1, 1, 1), 1, devices=[(0,), (1,), (0,)])
     costs = replace(StageCosts.uniform(plan), all_reduce=(1.0, 2.0, 4.0))
-    starts = {entry.stage: (entry.start, entry.stop) for entry in _simulated(plan, costs).reductions}
-    assert starts == {0: (6, 7), 1: (5, 7), 2: (7, 11)}
+    starts = {entry.stage: (entry.start, entry.stop) for entry in _simulated(plan, costs, copies=2).reductions}
+    assert starts == {0: (8, 9), 1: (5, 7), 2: (4, 8)}
+    assert _simulated(plan, costs).reductions == ()
 
 
 def test_a_slow_replica_holds_up_the_sum() -> None:
@@ -57,15 +58,16 @@ def test_inference_sums_nothing() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(plan=plans(), seconds=st.floats(0.1, 10))
-def test_sums_only_come_after_all_else(plan: Plan, seconds: float) -> None:
+def test_sums_come_after_the_last_backward_of_their_stage(plan: Plan, seconds: float) -> None:
     costs = StageCosts.uniform(plan, 1, 2)
     without = _simulated(plan, costs)
-    timeline = _simulated(plan, replace(costs, all_reduce=(seconds,) * len(plan.stages)))
+    timeline = _simulated(plan, replace(costs, all_reduce=(seconds,) * len(plan.stages)), copies=2)
     assert timeline.devices == without.devices
     assert {entry.stage for entry in timeline.reductions} == set(range(len(plan.stages)))
-    ends = {device: spans[-1].stop for device, spans in enumerate(without.devices) if spans}
     for entry in timeline.reductions:
-        assert entry.start >= max(ends.get(device, 0) for device in entry.devices)
+        spans = [span for device in entry.devices for span in without.devices[device]]
+        ends = [span.stop for span in spans if span.action.stage == entry.stage]
+        assert entry.start >= max(ends)
         assert entry.stop == pytest.approx(entry.start + seconds)
     assert timeline.makespan >= without.makespan
 
@@ -91,6 +93,7 @@ def test_without_a_cluster_the_default_link_joins_all() -> None:
 def test_activations_that_are_computed_again_count_during_a_backward() -> None:
     """Inputs of two micro-batches in flight, and all activations of the one whose backward runs."""
     plan = chain((2, 2), 8)
+    plan = replace(plan, stages=(replace(plan.stages[0], recompute=True), plan.stages[1]))
     again = StageCost(activation_bytes=Affine(1), working_bytes=Affine(10, 3), parameter_bytes=100)
     kept = StageCost(activation_bytes=Affine(5), parameter_bytes=100)
     costs = StageCosts(stages=(again, kept), parameter_copies=3)

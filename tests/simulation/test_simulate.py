@@ -13,7 +13,7 @@ from lightning_gpp.cluster import Cluster, Device
 from lightning_gpp.errors import PlanError, VerificationError
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Figures, Plan
-from lightning_gpp.schedules import Action, Kind, Op, Program, Schedule, compile_program, lower
+from lightning_gpp.schedules import Action, Kind, Program, Schedule, compile_program, lower
 from lightning_gpp.simulation import Link, StageCost, StageCosts, simulate
 from tests.strategies import chain, plan_of, plans, towers
 
@@ -170,7 +170,7 @@ def _longest_path(program: Program, costs: StageCosts) -> float:
     """Actions as nodes, weights on the edges into their successors: order on the device, and messages."""
     graph = nx.DiGraph()
     for device, instructions in enumerate(program.devices):
-        actions = [i.action for i in instructions if i.op is Op.COMPUTE and i.action is not None]
+        actions = [i.action for i in instructions if i.action is not None and i.action.kind is not Kind.REDUCE]
         nodes = [*((device, action) for action in actions), "end"]
         for node, following in zip(nodes, nodes[1:], strict=False):
             graph.add_edge(node, following, weight=_seconds(program, costs, *node))

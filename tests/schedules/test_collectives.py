@@ -1,0 +1,87 @@
+"""Where replicas meet: gatherings of sharded parameters, and sums of gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from lightning_gpp.errors import VerificationError
+from lightning_gpp.schedules import Kind, Schedule, compile_program, make_schedule, verify
+from lightning_gpp.schedules.collectives import check_collectives, with_collectives
+from lightning_gpp.schedules.lowering import lower
+from tests.strategies import chain, plan_of
+
+BREADTH_FIRST = "0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"
+DEPTH_FIRST = "0: 0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1"
+SHARDED = replace(plan_of([(0, 1)], (1, 1), 2, devices=[(0,), (0,)]), sharding="fsdp")
+
+
+def test_each_stage_is_gathered_once_per_direction() -> None:
+    schedule = with_collectives(SHARDED, Schedule.parse(BREADTH_FIRST), {0, 1})
+    assert str(schedule) == "0: 0U0 1U0 0F0 0F1 1F0 1F1 1B0 1B1 1G0 0B0 0B1 0G0 0S0 1S0"
+
+
+def test_going_to_and_fro_pays_for_every_jump() -> None:
+    plan = replace(plan_of([(0, 1), (1, 2)], (1, 1, 1), 2, devices=[(0,)] * 3), sharding="fsdp")
+    schedule = with_collectives(plan, Schedule.parse(DEPTH_FIRST), {0, 1, 2})
+    kinds = Counter(action.kind for action in schedule.devices[0])
+    assert kinds[Kind.UNSHARD] == kinds[Kind.RESHARD] == 3 + 1 + 1 + 1
+    assert kinds[Kind.REDUCE] == 6
+    check_collectives(plan, schedule.devices)
+
+
+def test_whole_parameters_are_summed_once() -> None:
+    plan = plan_of([(0, 1), (1, 2)], (1, 1, 1), 2, devices=[(0,)] * 3)
+    schedule = with_collectives(plan, Schedule.parse(DEPTH_FIRST), {0, 2})
+    assert str(schedule).endswith("2F1 2B1 2G0 1B1 0B1 0G0")
+    assert Kind.UNSHARD not in {action.kind for action in schedule.devices[0]}
+
+
+def test_only_stages_of_several_ranks_meet() -> None:
+    plan = plan_of([(0, 1)], (2, 2), 2, devices=[(1, 2), (0,)])
+    assert compile_program(plan).reduced == {0}
+    assert compile_program(plan, copies=2).reduced == {0, 1}
+    assert compile_program(plan, copies=2, reduce=False).reduced == frozenset()
+    assert compile_program(plan, copies=2, training=False).reduced == frozenset()
+
+
+def test_inference_gathers_too() -> None:
+    kinds = [action.kind for action in make_schedule(SHARDED, training=False, replicated={0, 1}).devices[0]]
+    assert kinds.count(Kind.UNSHARD) == 2
+    assert Kind.REDUCE not in kinds
+
+
+def test_devices_that_would_meet_in_different_orders_meet_at_the_end() -> None:
+    plan = plan_of([(0, 1)], (2, 2), 2, devices=[(0, 1), (0, 1)])
+    rows = Schedule.parse("0: 0F0 1F0 1B0 0B0\n1: 0F0 1F0 0B0 1B0")
+    schedule = with_collectives(plan, rows, {0, 1})
+    assert [str(action) for action in schedule.devices[1][-2:]] == ["1G0", "0G0"]
+    check_collectives(plan, schedule.devices)
+
+
+@pytest.mark.parametrize(
+    ("rows", "match"),
+    [
+        ("0: 0U0 0S0 0F0 0B0 0G0", "Device 0 runs 0F0 while the stage's parameters are sharded"),
+        ("0: 0U0 0F0 0G0 0B0 0S0", r"Device 0 makes gradients of stages \[0\] after their last sum"),
+    ],
+)
+def test_refused(rows: str, match: str) -> None:
+    plan = replace(chain((1,), 1), sharding="fsdp")
+    with pytest.raises(VerificationError, match=match):
+        verify(lower(plan, Schedule.parse(rows)))
+
+
+def test_replicas_that_do_not_all_meet_are_refused() -> None:
+    plan = plan_of([], (2,), 2, devices=[(0, 1)])
+    with pytest.raises(VerificationError, match="replicas of stage 'stage0' do not all take part"):
+        verify(lower(plan, Schedule.parse("0: 0F0 0B0 0G0\n1: 0F0 0B0")))
+
+
+def test_circles_of_meetings_are_refused() -> None:
+    plan = plan_of([(0, 1)], (2, 2), 2, devices=[(0, 1), (0, 1)])
+    rows = Schedule.parse("0: 0F0 1F0 1B0 1G0 0B0 0G0\n1: 0F0 1F0 1B0 0B0 0G0 1G0")
+    with pytest.raises(VerificationError, match="in different orders"):
+        verify(lower(plan, rows))
