@@ -36,6 +36,7 @@ class Edge:
     `artificial`: no tensor flows, the edge only forces the order (the chain baseline).
     `dynamic`: shapes are known only when the tensor is there.
     `sliceable`: intervals of samples can be cut out of every tensor, so both ends may have other micro-batches.
+    `seconds` that the tensors of a micro-batch are on their way; 0 where not known.
     """
 
     src: int
@@ -45,6 +46,7 @@ class Edge:
     artificial: bool = False
     dynamic: bool = False
     sliceable: bool = True
+    seconds: Affine = Affine()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,7 +304,7 @@ def _stage_from(entry: dict[str, Any]) -> Stage:
 
 
 def _edge_from(entry: dict[str, Any]) -> Edge:
-    return Edge(**{**entry, "bytes": Affine(**entry.get("bytes", {}))})
+    return Edge(**{**entry, **{key: Affine(**entry.get(key, {})) for key in ("bytes", "seconds")}})
 
 
 def topological(pairs: Iterable[tuple[int, int]], num_stages: int) -> list[int]:

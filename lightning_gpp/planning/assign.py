@@ -27,6 +27,7 @@ class StageDraft:
     modules: tuple[str, ...]
     devices: tuple[int, ...]
     micro_batch_size: int
+    round_robin: bool = False
     recompute: bool = False
 
 
@@ -225,6 +226,7 @@ def make_plan(
             modules=draft.modules,
             devices=draft.devices,
             micro_batch_size=draft.micro_batch_size,
+            round_robin=draft.round_robin,
             recompute=draft.recompute,
             figures=figures[index],
         )
