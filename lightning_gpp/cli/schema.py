@@ -24,6 +24,8 @@ class StrategySchema:
     cluster: Any
     costs: str
     max_replicas: int | None
+    stages_per_device: int | None
+    sharding: str
     num_pipelines: int | None
     chain_baseline: bool
     recompute: Any

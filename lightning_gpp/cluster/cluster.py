@@ -14,7 +14,7 @@ A link of one pair in one direction, where given, comes before all levels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Final
 
@@ -170,6 +170,29 @@ class Cluster:
             return 0.0
         ring = zip(devices, [*devices[1:], devices[0]], strict=True)
         return 2 * (num_devices - 1) * max(self.link(*pair).seconds(num_bytes / num_devices) for pair in ring)
+
+    def repeated(self, times: int, memory_parts: int) -> Cluster:
+        """Every device `times` times over, each with a part of its memory: device i is device i modulo `num_devices`.
+
+        For planning several stages per device; what joins a device to itself costs as much as a neighbour.
+        """
+        number = self.num_devices
+        copies = range(0, times * number, number)
+        links = {(a + src, b + dst): link for (src, dst), link in self.links.items() for a in copies for b in copies}
+        if not any(len(set(level.groups)) == 1 for level in self.levels):
+            own = [(a + d, b + d) for d in range(number) for a in copies for b in copies if a != b]
+            links |= {pair: _NOTHING_TO_CROSS for pair in own if not self._grouped(*pair)}
+        parts = [replace(device, memory_bytes=device.memory_bytes / memory_parts) for device in self.devices]
+        return Cluster(
+            name=self.name,
+            devices=tuple(parts) * times,
+            levels=tuple(replace(level, groups=level.groups * times) for level in self.levels),
+            links=links,
+        )
+
+    def _grouped(self, src: int, dst: int) -> bool:
+        number = self.num_devices
+        return any(level.groups[src % number] == level.groups[dst % number] for level in self.levels)
 
     def subset(self, devices: Sequence[int]) -> Cluster:
         """Only these devices, renumbered from 0 in the order given; groups keep their numbers.

@@ -11,6 +11,7 @@ from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning.answer import Alternative
 from lightning_gpp.planning.estimate import estimate
+from lightning_gpp.planning.folding import Cut, is_folded, partition_for
 from lightning_gpp.planning.found import Found, partition
 from lightning_gpp.planning.request import Request
 from lightning_gpp.schedules import compile_program
@@ -20,21 +21,22 @@ INTERRUPTED: Final = "interrupted"
 """In the notes of an answer: the user wants no further search."""
 
 
-def partition_copies(name: str, graph: OperatorGraph, request: Request) -> Found:
+def partition_copies(name: str, graph: OperatorGraph, request: Request, cut: Cut = partition) -> Found:
     """The plan of the partitioner of that name, with as many copies of the pipeline as are fastest.
 
-    A partitioner itself makes copies by replicas of all stages. Where `request.max_replicas` forbids these, every
-    number of pipelines that divides devices and mini-batch is tried, each with its part of the time.
+    A partitioner itself makes copies by replicas of all stages. Where `request.max_replicas` forbids these, or the
+    schedule has a layout of its own, every number of pipelines that divides devices and mini-batch is tried, each with
+    its part of the time. `cut` does the searches.
 
     Raises:
         ConfigError: there is no such partitioner.
         PlanError: no number of pipelines fits; the message is that for the largest pipeline.
     """
-    devices = request.cluster.num_devices
-    if not request.copies or request.max_replicas is None or request.max_replicas >= devices:
-        return partition(name, graph, request)
+    devices, whole = request.cluster.num_devices, is_folded(request)
+    if not request.copies or (not whole and (request.max_replicas is None or request.max_replicas >= devices)):
+        return partition_for(name, graph, request, cut)
     numbers = [n for n in range(1, devices + 1) if devices % n == 0 and request.batch_size % n == 0]
-    outcomes = list(_tried(name, graph, request, numbers))
+    outcomes = list(_tried(name, graph, request, numbers, cut))
     found = sorted((outcome for outcome in outcomes if isinstance(outcome, Found)), key=lambda entry: entry.seconds)
     if not found:
         raise next(outcome for outcome in outcomes if not isinstance(outcome, Found))
@@ -46,7 +48,7 @@ def partition_copies(name: str, graph: OperatorGraph, request: Request) -> Found
 
 
 def _tried(
-    name: str, graph: OperatorGraph, request: Request, numbers: Sequence[int]
+    name: str, graph: OperatorGraph, request: Request, numbers: Sequence[int], cut: Cut
 ) -> Iterator[Found | PlanError | ConfigError]:
     for number in numbers:
         found = None
@@ -58,7 +60,7 @@ def _tried(
                 copies=False,
                 seconds=request.seconds / len(numbers),
             )
-            found = partition(name, graph, part)
+            found = partition_for(name, graph, part, cut)
             yield _copied(found, graph, request, number)
         except (PlanError, ConfigError) as error:
             yield error

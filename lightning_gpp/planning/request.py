@@ -37,6 +37,8 @@ class Request:
         footprint: what a device keeps per byte of parameters.
         recompute: whether stages recompute their activations; None leaves it to the partitioner.
         max_replicas: devices of a stage at most; None sets no limit.
+        stages_per_device: stages, each on one device, that a device has; None: as the schedule wants.
+        sharding: what the replicas of a stage split; one of `plan.SHARDINGS`.
         num_pieces: operators are grouped into modules of no more than 1 / `num_pieces` of the whole.
         copies: whether copies of the whole pipeline may share the mini-batch.
         seconds: of the search, for partitioners that can stop at any time.
@@ -53,6 +55,8 @@ class Request:
     footprint: Footprint = field(default_factory=Footprint)
     recompute: bool | None = None
     max_replicas: int | None = None
+    stages_per_device: int | None = None
+    sharding: str = "none"
     num_pieces: float = inf
     copies: bool = True
     seconds: float = 10.0

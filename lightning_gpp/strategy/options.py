@@ -11,10 +11,10 @@ from typing import Any, Final, Literal
 
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.plan import Plan
+from lightning_gpp.plan import SHARDINGS, Plan
 from lightning_gpp.planning.placement import KEYS, Placement, read
 from lightning_gpp.planning.registry import partitioner_of
-from lightning_gpp.schedules.registry import method_of
+from lightning_gpp.schedules.registry import method_of, schedule_names
 
 StageSpec = Placement
 """Manual placement: module path -> stage number, or stages with the keys modules, name, devices, micro_batch_size; with
@@ -25,10 +25,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 AUTO: Final = "auto"
-"""The name of the schedule that leaves the choice to the partitioner."""
-
-SEARCHED: Final = ("1f1b", "gpipe")
-"""Schedules that it chooses from; where stages are given, the first."""
+"""The name of the schedule that leaves the choice to the planner: the fastest one that fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +42,8 @@ class Options:
     cluster: Cluster | str | None
     costs: Literal["roofline", "measured"]
     max_replicas: int | None
+    stages_per_device: int | None
+    sharding: str
     num_pipelines: int | None
     chain_baseline: bool
     recompute: bool | Sequence[str] | None
@@ -79,7 +78,7 @@ def check(options: Options) -> None:
 
 
 def _check_counts(options: Options) -> None:
-    for name in ("num_micro_batches", "micro_batch_size", "max_replicas", "num_pipelines"):
+    for name in ("num_micro_batches", "micro_batch_size", "max_replicas", "stages_per_device", "num_pipelines"):
         value = getattr(options, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"strategy.{name} is {value!r}; it must be a whole number >= 1, or None.")
@@ -93,6 +92,7 @@ def _check_counts(options: Options) -> None:
 def _check_choices(options: Options) -> None:
     choices: tuple[tuple[str, tuple[Any, ...]], ...] = (
         ("costs", ("roofline", "measured")),
+        ("sharding", SHARDINGS),
         ("loss_reduction", ("mean", "sum")),
         ("self_check", ("auto", True, False)),
     )
@@ -116,6 +116,11 @@ def _check_recompute(recompute: Any) -> None:
             f"strategy.recompute is {recompute!r}; it must be true, false, a list of names of stages, or null for what "
             "the plan says."
         )
+
+
+def schedules_of(options: Options) -> tuple[str, ...]:
+    """The schedules to choose from."""
+    return schedule_names() if options.schedule == AUTO else (options.schedule,)
 
 
 def placement_of(stages: StageSpec) -> Placement:

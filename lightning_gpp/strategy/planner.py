@@ -12,16 +12,21 @@ from torch import nn
 
 from lightning_gpp.capture import Capture, capture
 from lightning_gpp.capture.declared import Declared, declare, is_declared
+from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, Plan
 from lightning_gpp.planning import Found, Request, check_model, manual
 from lightning_gpp.planning.answer import Progress
 from lightning_gpp.planning.assign import StageDraft, make_plan
+from lightning_gpp.planning.choice import best_schedule
 from lightning_gpp.planning.copies import partition_copies
+from lightning_gpp.planning.folding import KNOWN, SEARCHED_AS, folded, ordered
 from lightning_gpp.planning.placement import read
+from lightning_gpp.planning.timed import with_figures_of
+from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.strategy.machine import Machine, first, resolved
-from lightning_gpp.strategy.options import AUTO, SEARCHED, Context, Options, placement_of
+from lightning_gpp.strategy.options import AUTO, Context, Options, StageSpec, placement_of, schedules_of
 
 TRAINING = "training_step"
 
@@ -126,33 +131,41 @@ def planned(
     Raises:
         ConfigError, PlanError: see `plan_for`.
     """
-    result = _given(captured, options) or _found(captured, options, first(machine(), num_devices), copies, progress)
+    if options.plan is not None:
+        check_model(options.plan, captured.graph, captured.fingerprint)
+        result = Planned(plan=options.plan)
+    elif options.stages is not None:
+        result = Planned(plan=_by_hand(captured, options, options.stages, first(machine(), num_devices)))
+    else:
+        result = _found(captured, options, first(machine(), num_devices), copies, progress)
     plan = recomputing(result.plan, options.recompute)
     return replace(result, plan=plan.chained() if options.chain_baseline else plan)
 
 
-def _given(captured: Subject, options: Options) -> Planned | None:
-    if options.plan is not None:
-        check_model(options.plan, captured.graph, captured.fingerprint)
-        return Planned(plan=options.plan)
-    if options.stages is None:
-        return None
-    return Planned(
-        plan=manual(
-            captured.graph,
-            placement_of(options.stages),
-            schedule=SEARCHED[0] if options.schedule == AUTO else options.schedule,
-            batch_size=captured.batch_size,
-            num_micro_batches=options.num_micro_batches,
-            micro_batch_size=options.micro_batch_size,
-            model=captured.fingerprint,
-        )
+def _by_hand(captured: Subject, options: Options, stages: StageSpec, machine: Machine) -> Plan:
+    schedules, placement = schedules_of(options), placement_of(stages)
+    plan = manual(
+        captured.graph,
+        placement,
+        schedule=schedules[0] if len(schedules) == 1 else SEARCHED_AS,
+        batch_size=captured.batch_size,
+        num_micro_batches=options.num_micro_batches,
+        micro_batch_size=options.micro_batch_size,
+        model=captured.fingerprint,
     )
+    if all(entry.devices is None for entry in read(placement)):
+        plan = folded(plan, captured.graph, options.stages_per_device)
+    plan = replace(plan, sharding=options.sharding)
+    if set(schedules) <= set(KNOWN) or not any(operator.flops.at(1) for operator in captured.graph):
+        return plan
+    costs = machine.costs or Roofline(captured.graph)
+    return ordered(plan, captured.graph, machine.cluster, costs, machine.footprint, schedules)
 
 
 def _found(captured: Subject, options: Options, machine: Machine, copies: bool, progress: Progress | None) -> Planned:
     request = request_of(captured, options, machine, copies=copies, progress=progress)
-    found = partition_copies(options.partitioner, captured.graph, request)
+    search = partition_copies if len(request.schedules) == 1 else best_schedule
+    found = search(options.partitioner, captured.graph, request)
     return Planned(plan=found.plan, num_pipelines=found.num_pipelines, found=found)
 
 
@@ -171,12 +184,14 @@ def request_of(
         batch_size=captured.batch_size,
         num_micro_batches=options.num_micro_batches,
         micro_batch_size=options.micro_batch_size,
-        schedules=SEARCHED if options.schedule == AUTO else (options.schedule,),
+        schedules=schedules_of(options),
         model=captured.fingerprint,
         costs=machine.costs,
         footprint=machine.footprint,
         recompute=recompute if recompute is None or isinstance(recompute, bool) else False,
         max_replicas=options.max_replicas,
+        stages_per_device=options.stages_per_device,
+        sharding=options.sharding,
         copies=copies,
         seconds=options.search_seconds,
         progress=progress,
@@ -223,7 +238,12 @@ def devices_wanted(options: Options, world_size: int) -> int:
         return world_size
     entries = read(placement_of(options.stages))
     listed = [device for entry in entries for device in entry.devices or ()]
-    return 1 + max(listed) if listed else len(entries)
+    if listed:
+        return 1 + max(listed)
+    usual = 1 if options.schedule == AUTO else method_of(options.schedule).stages_per_device
+    number = options.stages_per_device or usual
+    apart = number > 1 and any(entry.modules == (STEP,) for entry in entries)
+    return -(-(len(entries) - apart) // number)
 
 
 def refitted(captured: Capture | Declared, plan: Plan) -> Plan:
@@ -231,6 +251,7 @@ def refitted(captured: Capture | Declared, plan: Plan) -> Plan:
     fresh = make_plan(
         captured.graph, _drafts(plan), batch_size=captured.batch_size, schedule=plan.schedule, model=plan.model
     )
+    fresh = with_figures_of(plan, fresh)
     return fresh.chained() if any(edge.artificial for edge in plan.edges) else fresh
 
 
@@ -254,6 +275,7 @@ def _drafts(plan: Plan) -> list[StageDraft]:
             modules=stage.modules,
             devices=stage.devices,
             micro_batch_size=stage.micro_batch_size,
+            round_robin=stage.round_robin,
             recompute=stage.recompute,
         )
         for stage in plan.stages

@@ -55,8 +55,8 @@ class GPPStrategy(ParallelStrategy):
     """Train an unmodified LightningModule as a pipeline of stages that form a directed acyclic graph.
 
     Args:
-        schedule: name of the order of actions, e.g. "gpipe" or "1f1b"; "auto" leaves it to the partitioner. A `plan`
-            brings its own.
+        schedule: name of the order of actions, e.g. "1f1b" or "zero_bubble" (`schedule_names()` has all); "auto"
+            simulates all and takes the fastest that fits. A `plan` brings its own.
         num_micro_batches: into how many micro-batches a mini-batch is cut. Default: what the partitioner finds best;
             with `stages` twice the stages on the longest path, at most one per sample.
         micro_batch_size: samples of a micro-batch; instead of `num_micro_batches`.
@@ -71,6 +71,9 @@ class GPPStrategy(ParallelStrategy):
             YAML file with them, or a preset's name. Rank r of the job is its device r. Default: the present machine.
         costs: seconds of operators: "roofline" computes them, "measured" times the model's blocks on rank 0's device.
         max_replicas: devices that may share one stage at most. Default: any number.
+        stages_per_device: stages that every device has, each on one device. Default: what the schedule is made for.
+        sharding: what the ranks that hold the same stage split beside samples: "none", "zero1" (optimizer state) or
+            "fsdp" (parameters and gradients too).
         num_pipelines: copies of the whole pipeline (data parallel). Default: number of processes / devices of the plan.
         chain_baseline: force the stages to run as a chain, the sequential baseline.
         recompute: stages that keep only their inputs between forward and backward of a micro-batch, and compute their
@@ -105,6 +108,8 @@ class GPPStrategy(ParallelStrategy):
         cluster: ClusterSpec = None,
         costs: Literal["roofline", "measured"] = "roofline",
         max_replicas: int | None = None,
+        stages_per_device: int | None = None,
+        sharding: Literal["none", "zero1", "fsdp"] = "none",
         num_pipelines: int | None = None,
         chain_baseline: bool = False,
         recompute: bool | Sequence[str] | None = None,
@@ -134,6 +139,8 @@ class GPPStrategy(ParallelStrategy):
             cluster=checked(cluster),
             costs=costs,
             max_replicas=max_replicas,
+            stages_per_device=stages_per_device,
+            sharding=sharding,
             num_pipelines=num_pipelines,
             chain_baseline=chain_baseline,
             recompute=recompute,
