@@ -1,0 +1,158 @@
+"""Several stages per device: how stages are laid, and plans that partitioners make for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_gpp.cluster import Cluster, Device, Level, Link
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.graph import Affine, OperatorGraph
+from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.planning import Found, Request, manual
+from lightning_gpp.planning.choice import best_schedule, each_schedule
+from lightning_gpp.planning.copies import partition_copies
+from lightning_gpp.planning.folding import folded
+from lightning_gpp.planning.layout import both_ways, laid_out
+from lightning_gpp.planning.timed import timed, with_figures_of
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.simulation import StageCosts, simulate
+from tests.planning import graphs
+from tests.strategies import chain, towers
+
+SLOW = Device(name="slow", memory_bytes=1e9, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e11)
+
+
+def request(num_devices: int, **settings: Any) -> Request:
+    cluster = Cluster.uniform(SLOW, num_devices, Link(latency=1e-6, bytes_per_second=1e10))
+    return Request(cluster=cluster, **{"batch_size": 32, "seconds": 0.5, "copies": False, **settings})
+
+
+def blocks(graph: OperatorGraph) -> list[str]:
+    return list(dict.fromkeys(operator.module for operator in graph if operator.parameters))
+
+
+def with_head(plan: Plan) -> Plan:
+    """The last stage computes something beside the step."""
+    *others, last = plan.stages
+    return replace(plan, stages=(*others, replace(last, modules=("head", STEP))))
+
+
+def devices_of(plan: Plan) -> list[int]:
+    return [stage.devices[0] for stage in plan.stages]
+
+
+def test_loops_and_zigzags_end_on_device_0() -> None:
+    plan = with_head(chain((1,) * 8, 4))
+    assert devices_of(laid_out(plan, 4, "looped")) == [3, 2, 1, 0, 3, 2, 1, 0]
+    assert devices_of(laid_out(plan, 4, "zigzag")) == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert devices_of(laid_out(with_head(chain((1,) * 6, 4)), 2, "zigzag")) == [1, 0, 0, 1, 1, 0]
+
+
+def test_branches_lie_side_by_side() -> None:
+    plan = laid_out(towers(2, 2, 4), 2, "looped")
+    at = {stage.name: stage.devices[0] for stage in plan.stages}
+    assert at["stage0"] != at["stage2"]  # the first stages of both towers
+    assert at["stage1"] != at["stage3"]
+
+
+def test_a_stage_with_the_step_alone_is_not_in_the_line() -> None:
+    graph = graphs.chain(4)
+    names = blocks(graph)
+    plan = manual(graph, [{"modules": [name]} for name in names] + [{"modules": [STEP]}], batch_size=8)
+    spread = laid_out(plan, 2, "zigzag")
+    assert devices_of(spread) == [0, 1, 1, 0, 0]
+
+
+def test_fewer_stages_than_devices() -> None:
+    with pytest.raises(ConfigError, match=r"2 stages cannot be laid on 4 devices.*strategy.stages_per_device"):
+        laid_out(with_head(chain((1, 1), 2)), 4, "looped")
+
+
+def test_both_ways() -> None:
+    graph = graphs.chain(4)
+    names = blocks(graph)
+    plan = manual(graph, [{"modules": [name]} for name in names], batch_size=8, num_micro_batches=4)
+    mirrored = both_ways(graph, plan)
+    assert [stage.devices for stage in mirrored.stages] == [(3, 0), (2, 1), (1, 2), (0, 3), (0,)]
+    assert [stage.round_robin for stage in mirrored.stages] == [True] * 4 + [False]
+    assert mirrored.stages[-1].modules == (STEP,)
+    program = compile_program(mirrored)
+    simulate(program, StageCosts.uniform(mirrored))
+    assert program.reduced == {0, 1, 2, 3}
+
+
+def test_stages_by_hand_are_folded_as_the_schedule_wants() -> None:
+    graph = graphs.chain(4)
+    names = blocks(graph)
+    plan = manual(graph, [{"modules": [name]} for name in names], batch_size=8, num_micro_batches=4)
+    assert folded(plan, graph) == plan
+    assert devices_of(folded(plan, graph, stages_per_device=2)) == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_partitioner_cuts_for_so_many_stages_per_device(number: int) -> None:
+    found = partition_copies("auto", graphs.chain(12), request(2, stages_per_device=number))
+    assert found.plan.num_devices == 2
+    assert [len(found.plan.stages_on(device)) for device in range(2)] == [number, number]
+    assert found.fits
+    assert found.gap is not None
+    assert found.gap >= 0
+    assert found.plan.stages[0].figures.forward_seconds.at(1) > 0
+
+
+def test_replicas_and_folded_stages_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"every stage on one device.*strategy.max_replicas=4.*num_pipelines"):
+        partition_copies("auto", graphs.chain(12), request(2, stages_per_device=2, max_replicas=4))
+
+
+def test_copies_of_a_folded_pipeline() -> None:
+    found = partition_copies("auto", graphs.chain(4), request(8, stages_per_device=2, copies=True, seconds=2.0))
+    assert found.num_pipelines * found.plan.num_devices == 8
+    assert found.num_pipelines >= 4  # 4 blocks are 2 devices with 2 stages each, at most
+
+
+def test_one_search_serves_all_schedules() -> None:
+    names = ("1f1b", "gpipe")
+    outcomes = dict(each_schedule("auto", graphs.chain(8), request(4, schedules=names)))
+    assert list(outcomes) == list(names)
+    found = [outcome for outcome in outcomes.values() if isinstance(outcome, Found)]
+    assert [entry.plan.schedule for entry in found] == list(names)
+    best = best_schedule("auto", graphs.chain(8), request(4, schedules=names))
+    assert best.seconds <= min(entry.seconds for entry in found) * 1.05
+
+
+def test_a_schedule_without_a_plan_says_why() -> None:
+    outcomes = dict(each_schedule("auto", graphs.chain(2), request(2, schedules=("1f1b",), stages_per_device=16)))
+    (outcome,) = outcomes.values()
+    assert isinstance(outcome, Exception)
+
+
+def test_figures_travel_with_the_plan() -> None:
+    plan = chain((2, 2), 8)
+    costs = StageCosts.uniform(plan, 3, 5, 2)
+    known = timed(plan, costs, (100.0, 100.0))
+    assert known.stages[0].figures.forward_seconds == Affine(0, 3)
+    assert known.stages[0].figures.input_seconds == Affine(0, 3)
+    assert known.stages[0].figures.weight_seconds == Affine(0, 2)
+    assert known.memory_bytes == (100.0, 100.0)
+    other = with_figures_of(known, replace(plan, batch_size=6))
+    assert other.stages[1].figures == known.stages[1].figures
+    assert other.memory_bytes == known.memory_bytes
+
+
+def test_repeated_devices() -> None:
+    link, cable = Link(latency=1), Link(latency=2)
+    cluster = Cluster(
+        name="two nodes",
+        devices=(SLOW,) * 4,
+        levels=(Level(link=link, groups=(0, 0, 1, 1)),),
+        links={(i, j): cable for i in (0, 1) for j in (2, 3)} | {(j, i): cable for i in (0, 1) for j in (2, 3)},
+    )
+    twice = cluster.repeated(2, memory_parts=2)
+    assert twice.num_devices == 8
+    assert twice.devices[5].memory_bytes == SLOW.memory_bytes / 2
+    assert twice.link(0, 5) == link
+    assert twice.link(0, 6) == cable
