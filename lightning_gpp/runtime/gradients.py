@@ -1,12 +1,12 @@
 """Gradients over ranks: summed where several ranks hold a parameter, counted once in a norm.
 
 Gradients are sums over samples, weighted by the loss. So one sum over all ranks that hold a parameter serves tied
-weights, stage replicas and pipeline replicas alike.
+weights, stage replicas and pipeline replicas alike. The sum of a stage's gradients starts when its last backward is
+done, or bucket by bucket during that backward; that of parameters that several stages use waits for the end.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.errors import GPPError
+from lightning_gpp.runtime.buckets import Bucket, BucketQueue, parts
 from lightning_gpp.runtime.mesh import Mesh
+from lightning_gpp.runtime.norms import norm_over_ranks
 
 Holders = tuple[int, ...]
 """Global ranks that hold a parameter, in ascending order."""
@@ -24,26 +26,73 @@ Holders = tuple[int, ...]
 BUCKET_BYTES: Final = 25 * 2**20
 """One all-reduce moves at most this much, unless one parameter is larger: torch's DDP found it a good size."""
 
+SHARED: Final = -1
+"""In the place of a stage: parameters that several stages use, or none."""
+
 
 class GradientSync:
     """Sums gradients over the ranks that hold each parameter. All ranks construct it together.
 
+    It is the `StageSync` of replicas that keep whole parameters.
+
     Args:
         parameters: this rank's own, by canonical name; those that do not require grad are left alone.
-        holders: for every parameter of the model the global ranks that hold it; the same on all ranks.
+        holders: for every parameter of the model the global ranks that hold it; the same on all ranks. Buckets are
+            filled from its end, so that with parameters in the order of their registration those that get their
+            gradients first travel first.
         mesh: the ranks.
+        stages: for every parameter the stages that use it, the same on all ranks; without it every sum waits for
+            `sync`.
+
+    Attributes:
+        last: whether an optimizer step follows this mini-batch. If not, gradients are only accumulated.
 
     Raises:
         GPPError: `holders` disagrees with `parameters`.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], holders: Mapping[str, Sequence[int]], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        holders: Mapping[str, Sequence[int]],
+        mesh: Mesh,
+        *,
+        stages: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         self._holders = {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
-        self._parameters = {name: parameters[name] for name in sorted(parameters)}
+        self._parameters = dict(parameters)
         self._mesh = mesh
         self._check()
+        self.last = True
+        stage_of = {name: used[0] for name, used in (stages or {}).items() if len(used) == 1}
+        self._stage_of = {name: stage_of.get(name, SHARED) for name in reversed(self._holders)}
         groups = mesh.new_groups(ranks for ranks in self._holders.values() if len(ranks) > 1)
-        self._buckets = [_Bucket(named, groups[ranks]) for ranks, named in self._bucketed(groups)]
+        # From the last stage to the first, as backwards run; the same on all ranks.
+        here = sorted({self._stage_of[name] for name in self._parameters}, reverse=True)
+        self._queues = {stage: BucketQueue(list(self._buckets(stage, groups))) for stage in here}
+
+    def arm(self, stage: int) -> None:
+        """The next backward of the stage is its last one; its sums may start while it runs."""
+        if self.last and stage in self._queues:
+            self._queues[stage].arm()
+
+    def reduce(self, stage: int) -> None:
+        """Start the sums of the stage's gradients: its backwards are done. `sync` waits for them.
+
+        Raises:
+            GPPError: a gradient is sparse.
+        """
+        if self.last and stage in self._queues:
+            self._queues[stage].start()
+
+    def unshard(self, stage: int) -> None:
+        """Nothing: every replica has whole parameters."""
+
+    def ready(self, stage: int) -> None:
+        """Nothing: every replica has whole parameters."""
+
+    def reshard(self, stage: int) -> None:
+        """Nothing: every replica keeps whole parameters."""
 
     def sync(self) -> None:
         """Replace every gradient by its sum over the holders; None counts as zero, and stays None where all have None.
@@ -51,10 +100,10 @@ class GradientSync:
         Raises:
             GPPError: a gradient is sparse.
         """
-        works = [bucket.start() for bucket in self._buckets]
-        for bucket, work in zip(self._buckets, works, strict=True):
-            work.wait()
-            bucket.finish()
+        for queue in self._queues.values():
+            queue.start()
+        for queue in self._queues.values():
+            queue.finish()
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients of the pipeline as one vector, each parameter counted once. Call `sync` before.
@@ -67,23 +116,14 @@ class GradientSync:
         Raises:
             ConfigError: `norm_type` is not above 0.
         """
-        if not norm_type > 0:
-            raise ConfigError(f"The norm for gradient clipping is {norm_type}; use a number above 0, or infinity.")
-        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in self._counted_here()]
-        result = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=self._device())
-        if math.isinf(norm_type):
-            result = result.max()
-            dist.all_reduce(result, dist.ReduceOp.MAX, group=self._mesh.pipeline_group)
-            return result
-        result = result.pow(norm_type).sum()
-        dist.all_reduce(result, group=self._mesh.pipeline_group)
-        return result.pow(1 / norm_type)
-
-    def _counted_here(self) -> Iterator[Tensor]:
-        """Gradients of the parameters whose first holder in this pipeline is this rank."""
         pipeline = set(self._mesh.pipeline_ranks())
+        counted = self.counted_on(pipeline)
+        return norm_over_ranks(counted, norm_type, self._device(), self._mesh.pipeline_group)
+
+    def counted_on(self, ranks: set[int]) -> Iterator[Tensor]:
+        """Gradients of the parameters whose first holder among these ranks is this one."""
         for name, parameter in self._parameters.items():
-            first = min(rank for rank in self._holders[name] if rank in pipeline)
+            first = min(rank for rank in self._holders[name] if rank in ranks)
             if first == self._mesh.rank and parameter.grad is not None:
                 yield parameter.grad
 
@@ -99,62 +139,12 @@ class GradientSync:
                 f"{sorted(held)}: every parameter of a stage must be listed, under one name, on all ranks."
             )
 
-    def _bucketed(self, groups: Mapping[Holders, object]) -> Iterator[tuple[Holders, dict[str, Parameter]]]:
-        """Parameters of the same holders and dtype, in sorted order, in parts of at most BUCKET_BYTES."""
+    def _buckets(self, stage: int, groups: Mapping[Holders, dist.ProcessGroup]) -> Iterator[Bucket]:
+        """Parameters of the same stage, holders and dtype, in parts of at most BUCKET_BYTES."""
+        of_stage = [name for name, known in self._stage_of.items() if known == stage and name in self._parameters]
+        trained = [name for name in of_stage if self._parameters[name].requires_grad]
         for ranks in sorted(groups):
-            named = {n: p for n, p in self._parameters.items() if self._holders[n] == ranks and p.requires_grad}
-            for dtype in sorted({p.dtype for p in named.values()}, key=str):
-                same = {name: p for name, p in named.items() if p.dtype == dtype}
-                yield from ((ranks, part) for part in _parts(same))
-
-
-def _parts(named: Mapping[str, Parameter]) -> Iterator[dict[str, Parameter]]:
-    part: dict[str, Parameter] = {}
-    size = 0
-    for name, parameter in named.items():
-        if part and size + parameter.nbytes > BUCKET_BYTES:
-            yield part
-            part, size = {}, 0
-        part[name] = parameter
-        size += parameter.nbytes
-    if part:
-        yield part
-
-
-class _Bucket:
-    """Gradients that travel as one flat tensor: for each a flag "there is one", then their elements."""
-
-    def __init__(self, named: Mapping[str, Parameter], group: dist.ProcessGroup) -> None:
-        self._named = dict(named)
-        self._group = group
-        self._flat = torch.empty(0)
-
-    def start(self) -> dist.Work:
-        self._flat = torch.cat([self._flags(), *(self._elements(name) for name in self._named)])
-        work: dist.Work = dist.all_reduce(self._flat, group=self._group, async_op=True)
-        return work
-
-    def finish(self) -> None:
-        flags, *grads = torch.split(self._flat, [len(self._named), *(p.numel() for p in self._named.values())])
-        for parameter, grad, flag in zip(self._named.values(), grads, flags.tolist(), strict=True):
-            if parameter.grad is not None:
-                parameter.grad.copy_(grad.view_as(parameter))
-            elif flag:
-                parameter.grad = grad.view_as(parameter).clone()
-        self._flat = torch.empty(0)
-
-    def _flags(self) -> Tensor:
-        present = [float(parameter.grad is not None) for parameter in self._named.values()]
-        first = next(iter(self._named.values()))
-        return torch.tensor(present, dtype=first.dtype, device=first.device)
-
-    def _elements(self, name: str) -> Tensor:
-        grad = self._named[name].grad
-        if grad is None:
-            return torch.zeros_like(self._named[name], memory_format=torch.contiguous_format).detach().flatten()
-        if grad.is_sparse:
-            raise GPPError(
-                f"Parameter {name!r} has a sparse gradient and is held by several ranks, which only sum dense ones. "
-                "Use `sparse=False` for its embedding, or give its stage a single device."
-            )
-        return grad.flatten()
+            named = {name: self._parameters[name] for name in trained if self._holders[name] == ranks}
+            for dtype in sorted({parameter.dtype for parameter in named.values()}, key=str):
+                same = {name: parameter for name, parameter in named.items() if parameter.dtype == dtype}
+                yield from (Bucket(part, groups[ranks]) for part in parts(same, BUCKET_BYTES))

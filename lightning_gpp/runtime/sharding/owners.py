@@ -1,0 +1,138 @@
+"""ZeRO stage 1: every parameter has one owner among its replicas, which alone steps it and keeps state for it.
+
+What is dealt out are whole parameters. So any optimizer works, also one that looks at a parameter as a matrix; a state
+dict is per parameter, as without sharding; and the imbalance is at most one parameter. Gradients are all-reduced, not
+reduced to the owner: sums, norms and clipping are bit for bit those of unsharded replicas, and the sums overlap with
+backwards in the same way. The price is that a step moves 3 (n-1)/n parameter sizes per replica and not 2 (n-1)/n.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_gpp.errors import GPPError
+from lightning_gpp.runtime import gradients
+from lightning_gpp.runtime.buckets import parts
+from lightning_gpp.runtime.mesh import Mesh
+
+NUM_IN_FLIGHT: Final = 4
+"""Broadcasts that are under way at a time; each has a flat copy of its parameters."""
+
+
+def assign_owners(parameters: Mapping[str, Tensor], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """One of its holders for every parameter, so that owned bytes are balanced: largest first, to the least loaded.
+
+    Parameters that are trained now are dealt out before the frozen ones. The owner of a parameter must stay the same
+    while optimizer state lives: assign once.
+
+    Args:
+        parameters: of the whole model; their values do not matter, and may be on the meta device.
+        holders: for every parameter the global ranks that hold it; the same on all ranks.
+
+    Returns:
+        Global ranks by name; the same on all ranks.
+    """
+    load = dict.fromkeys(sorted({rank for ranks in holders.values() for rank in ranks}), 0)
+    owners = {}
+    for name in sorted(holders, key=lambda n: (not parameters[n].requires_grad, -parameters[n].nbytes, n)):
+        owner = min(holders[name], key=lambda rank: (load[rank], rank))
+        load[owner] += parameters[name].nbytes
+        owners[name] = owner
+    return {name: owners[name] for name in holders}
+
+
+class OwnedParameters:
+    """Sends parameters from their owners to the other holders. All ranks construct it together.
+
+    Args:
+        parameters: this rank's own, by canonical name; those that do not require grad are left alone.
+        holders: for every parameter of the model the global ranks that hold it; the same on all ranks.
+        owners: one holder for every parameter; the same on all ranks.
+        mesh: the ranks.
+
+    Raises:
+        GPPError: an owner is not a holder.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        holders: Mapping[str, Sequence[int]],
+        owners: Mapping[str, int],
+        mesh: Mesh,
+    ) -> None:
+        self._parameters, self._owners, self._mesh = dict(parameters), dict(owners), mesh
+        self._holders = {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
+        self._check()
+        self._groups = mesh.new_groups(ranks for ranks in self._holders.values() if len(ranks) > 1)
+
+    @property
+    def owned(self) -> set[str]:
+        """The parameters that this rank's optimizers step, and keep state for."""
+        return {name for name in self._parameters if self._owners[name] == self._mesh.rank}
+
+    def publish(self, names: Iterable[str] | None = None) -> None:
+        """After an optimizer step: give all holders the owners' values, and drop the gradients of what is not owned.
+
+        All holders call it with the same names. The optimizer's `zero_grad` knows only what it owns, so the other
+        gradients end here.
+
+        Args:
+            names: parameters of the optimizer that made the step; None means all.
+        """
+        wanted = set(self._parameters if names is None else names)
+        flight: deque[_Broadcast] = deque()
+        for broadcast in self._broadcasts(wanted):
+            if len(flight) == NUM_IN_FLIGHT:
+                flight.popleft().finish()
+            flight.append(broadcast)
+        for broadcast in flight:
+            broadcast.finish()
+        for name in wanted & set(self._parameters):
+            if self._owners[name] != self._mesh.rank:
+                self._parameters[name].grad = None
+
+    def _broadcasts(self, wanted: set[str]) -> Iterator[_Broadcast]:
+        """Started one by one, in the same order on all holders."""
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad and name in wanted}
+        keys = sorted({(self._holders[name], self._owners[name], str(p.dtype)) for name, p in trained.items()})
+        for ranks, owner, dtype in keys:
+            if ranks in self._groups:
+                same = (
+                    name
+                    for name, p in trained.items()
+                    if (self._holders[name], self._owners[name], str(p.dtype)) == (ranks, owner, dtype)
+                )
+                named = {name: trained[name] for name in sorted(same)}
+                for part in parts(named, gradients.BUCKET_BYTES):
+                    yield _Broadcast(list(part.values()), owner, self._groups[ranks], owner == self._mesh.rank)
+
+    def _check(self) -> None:
+        for name, owner in self._owners.items():
+            if owner not in self._holders[name]:
+                raise GPPError(f"Rank {owner} is to step {name!r}, which only ranks {self._holders[name]} hold.")
+
+
+class _Broadcast:
+    """Parameters of one owner, as one flat tensor."""
+
+    def __init__(self, parameters: Sequence[Parameter], owner: int, group: dist.ProcessGroup, mine: bool) -> None:
+        self._parameters, self._mine = parameters, mine
+        self._flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        self._work = dist.broadcast(self._flat, src=owner, group=group, async_op=True)
+
+    def finish(self) -> None:
+        self._work.wait()
+        if self._mine:
+            return
+        with torch.no_grad():
+            values = torch.split(self._flat, [parameter.numel() for parameter in self._parameters])
+            for parameter, value in zip(self._parameters, values, strict=True):
+                parameter.copy_(value.view_as(parameter))

@@ -1,0 +1,171 @@
+"""Fully sharded data parallelism (ZeRO stage 3) of the stages of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import share_comm_ctx
+from torch.nn import Parameter
+
+from lightning_gpp.errors import PlanError
+from lightning_gpp.runtime.gradients import GradientSync
+from lightning_gpp.runtime.mesh import CONTROL_BACKEND, Mesh
+from lightning_gpp.runtime.norms import norm_over_ranks
+from lightning_gpp.runtime.sharding.shards import StageShards, local, places_of
+
+
+class ShardedStages:
+    """The `StageSync` of replicas of which each keeps 1/n of its stage's parameters, gradients and optimizer state.
+
+    Between `reshard` and `ready` the user's modules have DTensors, sharded on dimension 0, in the places of their
+    parameters; these are what the optimizer steps. Replicas take part in `reduce` also without a gradient. What cannot
+    be cut stays whole and is summed in `sync`: numbers without dimensions, and parameters that no stage uses. Buffers
+    stay whole, and are not summed.
+
+    All ranks construct it together, when replicas have the same values and optimizers not yet any state.
+
+    Args:
+        module: the user's; parameters of other ranks may be on the meta device.
+        parameters: this rank's own, by canonical name.
+        holders: for every parameter of the model the global ranks that hold it; the same on all ranks.
+        mesh: the ranks.
+        stages: for every parameter the stages that use it; the same on all ranks.
+
+    Attributes:
+        last: whether an optimizer step follows this mini-batch. Shards are reduced after every mini-batch, else every
+            replica would have to keep the gradients of whole stages.
+
+    Raises:
+        PlanError: a parameter is used by several stages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, Parameter],
+        holders: Mapping[str, Sequence[int]],
+        mesh: Mesh,
+        *,
+        stages: Mapping[str, Sequence[int]],
+    ) -> None:
+        _check_not_shared(holders, stages)
+        self._mesh = mesh
+        known = dict(module.named_parameters())
+        cut = [n for n in holders if len(holders[n]) > 1 and len(stages.get(n, ())) == 1 and _can_be_cut(known[n])]
+        rest = {name: ranks for name, ranks in holders.items() if name not in set(cut)}
+        mine = {name: parameter for name, parameter in parameters.items() if name in rest}
+        self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+        self._whole = GradientSync(mine, rest, mesh, stages=stages)
+        self._stages = dict(
+            self._sharded(module, parameters, {name: tuple(sorted(holders[name])) for name in cut}, stages)
+        )
+        share_comm_ctx(
+            [owner for shards in self._stages.values() for owner in shards.owners]
+        )  # one queue of reductions
+        for shards in self._stages.values():
+            shards.prepare()
+        self._reduced: set[int] = set()
+
+    @property
+    def last(self) -> bool:
+        return self._whole.last
+
+    @last.setter
+    def last(self, last: bool) -> None:
+        self._whole.last = last
+
+    @property
+    def sharded(self) -> set[str]:
+        """Names of this rank's parameters that are cut."""
+        return {name for shards in self._stages.values() for name in shards.names}
+
+    def unshard(self, stage: int) -> None:
+        """Start to gather the stage's parameters."""
+        if stage in self._stages:
+            self._stages[stage].unshard()
+
+    def ready(self, stage: int) -> None:
+        """Wait until the stage's parameters are whole."""
+        if stage in self._stages:
+            self._stages[stage].ready()
+
+    def reshard(self, stage: int) -> None:
+        """Free what the other replicas keep of the stage's parameters; gradients that were not reduced stay."""
+        if stage in self._stages:
+            self._stages[stage].reshard()
+
+    def arm(self, stage: int) -> None:
+        """The sums of what is not cut may start in the next backward; shards are reduced by `reduce` alone."""
+        self._whole.arm(stage)
+
+    def reduce(self, stage: int) -> None:
+        """Reduce-scatter the stage's gradients; they add to those of earlier mini-batches."""
+        self._whole.reduce(stage)
+        if stage not in self._stages:
+            return
+        if stage in self._reduced:  # of an earlier mini-batch
+            self._reduced.clear()
+        self._reduced.add(stage)
+        self._stages[stage].reduce(last=len(self._reduced) == len(self._stages))
+
+    def sync(self) -> None:
+        """Afterwards the gradients of shards, and of what is not cut, are sums over the replicas."""
+        for stage in sorted(self._stages.keys() - self._reduced, reverse=True):
+            self.reduce(stage)
+        for shards in self._stages.values():
+            shards.finish()
+        self._reduced.clear()
+        self._whole.sync()
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the whole gradient. All ranks of all pipelines call this."""
+        return norm_over_ranks(self._counted(), norm_type, self._device, None)
+
+    def restore(self) -> None:
+        """Give the user's modules whole parameters again, for good, one stage after the other. All ranks call it."""
+        for stage in sorted(self._stages):
+            self._stages[stage].restore()
+
+    def _counted(self) -> Iterator[Tensor]:
+        yield from self._whole.counted_on(set(range(self._mesh.world_size)))
+        for shards in self._stages.values():
+            yield from (local(shard.grad) for shard in shards.shards if shard.grad is not None)
+
+    def _sharded(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, Parameter],
+        cut: Mapping[str, tuple[int, ...]],
+        stages: Mapping[str, Sequence[int]],
+    ) -> Iterator[tuple[int, StageShards]]:
+        groups = self._mesh.new_groups(cut.values())
+        same = self._mesh.backend == CONTROL_BACKEND
+        flags = groups if same else self._mesh.new_groups(cut.values(), CONTROL_BACKEND)
+        meshes = {
+            ranks: DeviceMesh.from_group(group, self._device.type, mesh_dim_names=("replica",))
+            for ranks, group in groups.items()
+        }
+        places = places_of(module)
+        here = {name: stages[name][0] for name in cut if name in parameters}
+        for stage in sorted(set(here.values())):
+            named = {name: parameters[name] for name in here if here[name] == stage}
+            ranks = cut[next(iter(named))]
+            yield stage, StageShards(named, places, meshes[ranks], flags[ranks])
+
+
+def _can_be_cut(parameter: Tensor) -> bool:
+    return parameter.dim() > 0 and parameter.numel() > 0
+
+
+def _check_not_shared(holders: Mapping[str, Sequence[int]], stages: Mapping[str, Sequence[int]]) -> None:
+    for name in holders:
+        used = stages.get(name, ())
+        if len(used) > 1:
+            raise PlanError(
+                f"Parameter {name!r} is used by stages {sorted(used)} and cannot be sharded over the replicas of one "
+                "(strategy.sharding=fsdp). Put the modules that share it into one stage (strategy.stages), or use "
+                "strategy.sharding=zero1."
+            )
