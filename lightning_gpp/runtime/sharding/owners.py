@@ -81,8 +81,8 @@ class OwnedParameters:
     def publish(self, names: Iterable[str] | None = None) -> None:
         """After an optimizer step: give all holders the owners' values, and drop the gradients of what is not owned.
 
-        All holders call it with the same names. The optimizer's `zero_grad` knows only what it owns, so the other
-        gradients end here.
+        All holders call it with the same names. The optimizer's `zero_grad` knows only what this rank owns, so the
+        other gradients end here.
 
         Args:
             names: parameters of the optimizer that made the step; None means all.

@@ -59,12 +59,10 @@ class ShardedStages:
         mine = {name: parameter for name, parameter in parameters.items() if name in rest}
         self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         self._whole = GradientSync(mine, rest, mesh, stages=stages)
-        self._stages = dict(
-            self._sharded(module, parameters, {name: tuple(sorted(holders[name])) for name in cut}, stages)
-        )
-        share_comm_ctx(
-            [owner for shards in self._stages.values() for owner in shards.owners]
-        )  # one queue of reductions
+        ranks_of = {name: tuple(sorted(holders[name])) for name in cut}
+        self._stages = dict(self._sharded(module, parameters, ranks_of, stages))
+        # One queue of reductions, so that to wait for the last one is to wait for all.
+        share_comm_ctx([owner for shards in self._stages.values() for owner in shards.owners])
         for shards in self._stages.values():
             shards.prepare()
         self._reduced: set[int] = set()
