@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from lightning_gpp.plan import Plan
+from lightning_gpp.schedules import adaptive as _adaptive  # noqa: F401  registers itself
+from lightning_gpp.schedules import bitpipe as _bitpipe  # noqa: F401  registers itself
+from lightning_gpp.schedules import chimera as _chimera  # noqa: F401  registers itself
 from lightning_gpp.schedules import gpipe as _gpipe  # noqa: F401  registers itself
 from lightning_gpp.schedules import one_f_one_b as _one_f_one_b  # noqa: F401  registers itself
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
