@@ -18,7 +18,7 @@ from lightning_gpp.schedules.actions import Schedule
 from lightning_gpp.schedules.list_clock import Clock, Policy, Tasks
 from lightning_gpp.schedules.registry import register
 
-# Two stages in a chain with F = I = W = 1, B = 2, four micro-batches, the memory of 1F1B: no gaps but those at the ends.
+# Two stages in a chain with F = I = W = 1, B = 2, four micro-batches, the memory of 1F1B.
 # No stage waits for the gradients of stage 0, so its backwards are whole.
 #
 #   time      0   1   2   3   4   5   6   7   8   9  10  11  12

@@ -16,7 +16,6 @@ from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
 from tests.strategies import chain, plans, towers
 
-
 SECONDS = st.tuples(st.integers(1, 5), st.integers(1, 9))
 
 
