@@ -6,6 +6,8 @@ the other (breadth-first) gathers each once per direction, whatever the number o
 them pays for every jump. Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023.
 
 Whole parameters (none, zero1): gradients are summed once, after a stage's last backward, while its device goes on.
+Devices that share several stages may complete them in different orders; then a sum waits for those before it in a
+common order.
 
     breadth-first, 2 stages of 1 device, 2 micro-batches:
     0U0 1U0 0F0 0F1 1F0 1F1 1B0 1B1 1G0 0B0 0B1 0G0 1S0 0S0
@@ -14,7 +16,7 @@ Whole parameters (none, zero1): gradients are summed once, after a stage's last 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Final
 
@@ -47,7 +49,11 @@ def with_collectives(plan: Plan, schedule: Schedule, replicated: Collection[int]
     if not training:
         return _schedule(rows)
     summed = [_summed(actions, replicated, sharded) for actions in rows]
-    return _schedule(summed if _agree(summed) else [_summed_last(actions, replicated) for actions in rows])
+    if not _agree(summed):
+        summed = (
+            [_summed_last(actions, replicated) for actions in rows] if sharded else _summed_in_order(rows, replicated)
+        )
+    return _schedule(summed)
 
 
 def _schedule(rows: Sequence[Sequence[Action]]) -> Schedule:
@@ -181,6 +187,35 @@ def _summed(actions: Sequence[Action], replicated: Collection[int], often: bool)
         if index in ends:
             result.append(Action(action.stage, Kind.REDUCE, count[action.stage]))
             count[action.stage] += 1
+    return result
+
+
+def _summed_in_order(rows: Sequence[Sequence[Action]], replicated: Collection[int]) -> list[list[Action]]:
+    """Sum gradients when a stage's are complete, and those of all stages before it in one order for all devices.
+
+    A stage is as early in this order as its last replica is done, in actions that are left to do.
+    """
+    ends = [_ends(actions, replicated) for actions in rows]
+    left = {stage: len(actions) for actions, found in zip(rows, ends, strict=True) for stage in found}
+    for actions, found in zip(rows, ends, strict=True):
+        left |= {stage: min(left[stage], len(actions) - end) for stage, end in found.items()}
+    order = sorted(left, key=lambda stage: (left[stage], stage), reverse=True)
+    return [_in_order(actions, found, order) for actions, found in zip(rows, ends, strict=True)]
+
+
+def _ends(actions: Sequence[Action], replicated: Collection[int]) -> dict[int, int]:
+    """For every stage the index of the action that completes its gradients."""
+    makers = (entry for entry in enumerate(actions) if entry[1].kind in _MAKE_GRADIENTS)
+    return {action.stage: index for index, action in makers if action.stage in replicated}
+
+
+def _in_order(actions: Sequence[Action], ends: Mapping[int, int], order: Sequence[int]) -> list[Action]:
+    waiting = [stage for stage in order if stage in ends]
+    result: list[Action] = []
+    for index, action in enumerate(actions):
+        result.append(action)
+        while waiting and ends[waiting[0]] <= index:
+            result.append(Action(waiting.pop(0), Kind.REDUCE, 0))
     return result
 
 
