@@ -35,6 +35,7 @@ from math import inf
 import numpy as np
 
 from lightning_gpp.planning.problem import Array, Problem
+from lightning_gpp.planning.room import Share, least_with_room
 
 SHARES = (0.0, 0.5, 1.0)
 """Values of s that are tried; the best one counts."""
@@ -53,7 +54,22 @@ def lower_bound(problem: Problem) -> float:
 
 def bound_of_size(problem: Problem, size: int) -> float:
     """The same for plans with micro-batches of `size` samples."""
-    return max(_whole(problem, size), _largest_unit(problem, size))
+    return max(_whole(problem, size), _largest_unit(problem, size), _with_room(problem, size))
+
+
+def _with_room(problem: Problem, size: int) -> float:
+    forward, backward, _ = _fastest(problem, size)
+    shares = [
+        Share(
+            fewest=choice.fewest,
+            forward=choice.forward,
+            backward=choice.backward,
+            summing=choice.summing / choice.fewest,
+        )
+        for choice in (_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size))
+    ]
+    share = float((backward / np.maximum(forward + backward, 1e-30)).max())
+    return least_with_room(problem, size, shares, forward + backward, share)
 
 
 def _whole(problem: Problem, size: int) -> float:
@@ -75,6 +91,9 @@ class _Choice:
     summing: Array
     """Device seconds of summing the gradients."""
 
+    extra: Array
+    """Device seconds of a micro-batch beyond those on one device: small shares are less efficient."""
+
 
 def _replica_ranges(problem: Problem, size: int) -> list[tuple[int, int]]:
     """Numbers of replicas, single ones while they are small, ranges behind."""
@@ -85,8 +104,10 @@ def _replica_ranges(problem: Problem, size: int) -> list[tuple[int, int]]:
 
 def _choice(problem: Problem, size: int, fewest: int, most: int) -> _Choice:
     forward, backward, _ = _fastest(problem, max(1, size // most))
-    bandwidth = _bandwidth(problem, fewest)
-    return _Choice(fewest, most, forward, backward, 2 * (fewest - 1) * problem.parameter_bytes / bandwidth)
+    summing = 2 * (fewest - 1) * problem.parameter_bytes / _bandwidth(problem, fewest)
+    alone = np.add(*_fastest(problem, size)[:2])
+    shared = fewest * np.add(*_fastest(problem, max(1, size // fewest))[:2])
+    return _Choice(fewest, most, forward, backward, summing, np.maximum(0.0, shared - alone))
 
 
 def _bandwidth(problem: Problem, replicas: int) -> float:
@@ -128,7 +149,7 @@ class _Paths:
 
     def waiting(self, seconds: float) -> tuple[Array, float]:
         """For a step of so many seconds: how often each unit is waited for in the middle, and what to take off."""
-        allowed = seconds * (1 + (self.most - 1) * self.backward_share) / self.number
+        allowed = seconds * (self.most - 1) * self.backward_share / self.number
         weights = np.where(self.after > allowed, self.total * self.number / seconds, 0.0)
         often = [0.0] * len(weights)
         for unit, (child, weight) in enumerate(zip(self.child, weights.tolist(), strict=True)):
@@ -171,9 +192,10 @@ def _solve(choices: list[_Choice], paths: _Paths, num_devices: float, share: flo
         middle = (low + high) / 2
         often, allowed = paths.waiting(middle)
         costs = [
-            share * c.summing
+            paths.number * c.extra
+            + share * c.summing
             + (c.forward + (1 - share) * c.backward) * np.maximum(0.0, paths.behind / middle - c.most)
-            + (c.forward + c.backward) * often
+            + (c.forward + c.backward) * np.maximum(0.0, often - c.most)
             for c in choices
         ]
         idle = (float(np.min(costs, axis=0).sum()) - allowed) / paths.slowdown

@@ -12,6 +12,7 @@ from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Control, Problem
 from lightning_gpp.planning.bound import bound_of_size, lower_bound
 from lightning_gpp.planning.exhaustive import exhaustive
+from lightning_gpp.planning.room import joints_of
 from lightning_gpp.planning.units import Unit, UnitGraph, Value
 from tests.planning.problems import DEVICE, Given, random_problem
 
@@ -155,3 +156,38 @@ def test_a_chain_waits_for_warm_up_and_drain() -> None:
     balance = 8 * 6
     assert _optimum(problem) == pytest.approx(balance * 11 / 8, rel=0.02)  # and the links
     assert 1.05 * balance < lower_bound(problem) < balance * 11 / 8
+
+
+@pytest.mark.parametrize(("num_units", "num_devices", "each"), [(5, 2, 3), (7, 3, 3), (9, 4, 3)])
+def test_units_are_not_divided(num_units: int, num_devices: int, each: int) -> None:
+    """Without replicas some device runs more than its share of equal units that nothing connects."""
+    values = [(unit, num_units) for unit in range(num_units)]
+    problem = replace(_problem([1.0] * num_units + [1e-6], values, num_devices), max_replicas=1)
+    assert lower_bound(problem) == pytest.approx(8 * 3 * each, rel=1e-2)
+    assert lower_bound(problem) <= _optimum(problem) * SLACK
+
+
+def test_what_replicas_gain_is_what_sums_of_gradients_cost() -> None:
+    """One unit on two devices: with large weights it stays on one, whatever balance would say."""
+    light, heavy = (_problem([1.0], [], 2, size=2, parameter_bytes=size) for size in (100, 100_000))
+    assert lower_bound(light) == pytest.approx(8 * 3 / 2 + 100 / 100, rel=1e-2)
+    assert lower_bound(heavy) == pytest.approx(8 * 3, rel=1e-2)
+
+
+def test_branches_wait_for_the_way_through_the_join() -> None:
+    """Two micro-batches, and a trunk behind two branches that takes as long as both: there is no balance."""
+    problem = _problem([1.0, 1.0, 2.0], [(0, 2), (1, 2)], 4, batch_size=2, size=1)
+    assert lower_bound(problem) > 1.2 * (2 * 4 * 3 / 4)
+    assert lower_bound(problem) <= _optimum(problem) * SLACK
+
+
+def test_without_a_last_unit_that_all_others_lead_to_there_are_no_joints() -> None:
+    problem = _problem([1.0, 1.0], [], 2)
+    assert joints_of(problem, problem.seconds(1).total) == []
+
+
+def test_joints_are_where_all_branches_meet() -> None:
+    problem = _problem([1.0, 3.0, 2.0, 1.0], [(0, 2), (1, 2), (2, 3)], 2)
+    first, second = joints_of(problem, problem.seconds(1).total)
+    assert (first.behind, first.before, first.allowed) == ([2, 3], [], [0, 1, 2, 3])
+    assert (second.behind, second.before, second.allowed) == ([3], [2, 1], [3])

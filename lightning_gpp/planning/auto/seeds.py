@@ -23,6 +23,9 @@ from lightning_gpp.planning.problem import Array, Problem
 FINE, COARSE = 40, 10
 """Limits on a stage's seconds that are tried up to three times perfect balance, and from there to all work at once."""
 
+BISECTIONS = 4
+"""Halvings of the last step before a limit that suffices: stages are then balanced to a fraction of a percent."""
+
 MAX_SLOTS = 64
 """More devices are taken in groups of equal size."""
 
@@ -62,14 +65,17 @@ def seeds(problem: Problem, cuts: Cuts, worth: Callable[[float], bool]) -> Itera
     """A shape for every useful number of stages, as long as the seconds of its slowest stage are `worth` it."""
     table = _Table(problem, cuts)
     found: set[int] = set()
+    refused = table.balance
     for limit in table.limits():
         if not worth(limit):
             return
         for num_stages, ends, replicas in table.solve(limit, found):
             found.add(num_stages)
+            ends, replicas = table.tightened(refused, limit, num_stages) or (ends, replicas)
             yield _shape(problem, cuts, ends, replicas)
         if len(found) >= table.most_stages:
             return
+        refused = limit
 
 
 class _Table:
@@ -126,19 +132,31 @@ class _Table:
         total = np.concatenate([[0.0], np.cumsum(needed)])
         return np.searchsorted(total, total + float(problem.memory_bytes.min()), side="right") - 1
 
-    def solve(self, limit: float, known: set[int]) -> Iterator[tuple[int, list[int], list[int]]]:
+    def solve(
+        self, limit: float, known: set[int], most_stages: int | None = None
+    ) -> Iterator[tuple[int, list[int], list[int]]]:
         """Stages (from the sink) as ends and replicas, for every number of stages not yet known."""
         reach = np.full(self.num_slots + 1, -1, dtype=np.int64)
         reach[0] = 0
         choices: list[Positions] = []
         extensions = self._extensions(limit)
-        for stage in range(self.most_stages):
+        for stage in range(most_stages or self.most_stages):
             reach, choice = self._step(reach, self._allowed(extensions, stage))
             choices.append(choice)
             if reach[-1] >= len(self.reverse) and stage + 1 not in known:
                 yield stage + 1, *self._trace(choices, extensions)
             if reach.max() < 0:
                 return
+
+    def tightened(self, low: float, high: float, num_stages: int) -> tuple[list[int], list[int]] | None:
+        """Ends and replicas of so many stages for the lowest limit that is found between two."""
+        best = None
+        known = set(range(1, self.most_stages + 1)) - {num_stages}
+        for _ in range(BISECTIONS):
+            middle = (low * high) ** 0.5
+            solved = next(((ends, replicas) for _, ends, replicas in self.solve(middle, known, num_stages)), None)
+            best, low, high = (solved, low, middle) if solved else (best, middle, high)
+        return best
 
     def _allowed(self, extensions: Positions, stage: int) -> Positions:
         return np.minimum(extensions, self._fitting(stage)) if self.cuts.fitting else extensions

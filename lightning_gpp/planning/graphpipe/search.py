@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 
+from lightning_gpp.cluster import Link
 from lightning_gpp.planning.answer import Alternative, Answer, Control
 from lightning_gpp.planning.draft import Draft, DraftStage
 from lightning_gpp.planning.evaluate import Evaluator
@@ -34,7 +35,9 @@ BUNDLES = (2, 3, 4)
 """So many branches of a fork side by side may be one stage, where there are more branches than devices."""
 
 FIRST_FACTORS = (1.25, 2.0, 4.0, inf)
-"""Steps from a target that is not met to the next, before there is any strategy: the higher a target, the slower."""
+"""Steps from a target that is not met to the next, before there is any strategy: the higher a target, the slower.
+
+The first step is the one that the size before needed, where there is one."""
 
 OBJECTIVE = "seconds per sample of the slowest stage, transfers and all-reduce included"
 
@@ -104,6 +107,7 @@ class _Search:
     folded: tuple[object, ...]
     states: int = 0
     stopped: bool = False
+    likely: float = 1.0
     evaluator: Evaluator = field(init=False)
     grid: Grid = field(init=False)
 
@@ -132,23 +136,29 @@ class _Search:
         """The most promising first, so that others are left out soon."""
         schedule = "1f1b" if "1f1b" in self.problem.schedules else self.problem.schedules[0]
         known: dict[tuple[int, ...], Shape] = {}
-        tables = [Tables(self.problem, size, self.line, schedule, known) for size in self.problem.sizes]
+        links: dict[int, Link] = {}
+        tables = [Tables(self.problem, size, self.line, schedule, known, links) for size in self.problem.sizes]
         entries = [_Size(tables=entry, low=entry.bound * (1 - 1e-9)) for entry in tables]
         return sorted(entries, key=lambda entry: entry.low)
 
     def _narrow(self, entry: _Size, precision: float, most: float) -> bool:
         """Binary search by ratios, upwards from the bound; whether there is a strategy of at most `most` at all."""
-        for factor in FIRST_FACTORS:
+        bound, first = entry.low, entry.high == inf
+        for factor in (self.likely, *FIRST_FACTORS):
             target = min(entry.low * factor, most)
             if entry.high == inf and entry.low < target and not self._try(entry, target):
                 entry.low = target
+        step = precision
         while entry.low * (1 + precision) < entry.high < inf:
             if self.control.expired:
                 self.stopped = True
                 break
-            target = sqrt(entry.low * entry.high)
+            target = max(sqrt(entry.low * entry.high), entry.high / (1 + step))
+            step *= 4
             if not self._try(entry, target):
                 entry.low = target
+        if first and entry.high < inf:
+            self.likely = entry.high / bound
         return entry.high < inf
 
     def _try(self, entry: _Size, target: float) -> bool:
@@ -166,7 +176,7 @@ class _Search:
         if not entry.pieces:
             return
         for draft in self._drafts(entry):
-            evaluation = self.evaluator(draft)
+            evaluation = self.evaluator(draft, entry.seconds)
             if evaluation.fits and evaluation.seconds < entry.seconds:
                 entry.draft, entry.seconds = draft, evaluation.seconds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -109,28 +109,28 @@ class Solver:
     def moves(self, shape: Shape) -> list[Moves]:
         """By start."""
         if shape not in self._moves:
-            found: list[Moves] = [[] for _ in shape.starts]
-            for index, option in enumerate(self.tables.options):
-                self._add_moves(found, shape, index, option.replicas)
-            self._moves[shape] = found
+            self._moves[shape] = self._found_moves(shape)
         return self._moves[shape]
 
-    def _add_moves(self, found: list[Moves], shape: Shape, index: int, replicas: int) -> None:
-        costs, plenty = self.tables.costs(shape)[index], self.grid.num_devices
+    def _found_moves(self, shape: Shape) -> list[Moves]:
+        costs, plenty = self.tables.costs(shape), self.grid.num_devices
         limits = np.where(costs.seconds <= self.target, costs.room, 0)
-        np.maximum(limits, np.where(costs.longer <= self.target, costs.more_room, 0), out=limits)
-        starts, ends = np.nonzero(limits)
-        if not len(starts):
-            return
-        caps = limits[starts, ends]
-        free, bound = caps >= plenty, caps < plenty
-        without = _by_start(starts[free], ends[free], len(found))
-        limited = _by_start(starts[bound], ends[bound], len(found))
-        masks = _by_start(starts[bound], caps[bound], len(found))
-        shift, mask = self.grid.width + replicas, self.mask(replicas, plenty)
-        for start in sorted(set(starts.tolist())):
-            own = [(end, self.mask(replicas, cap)) for end, cap in zip(limited[start], masks[start], strict=True)]
-            found[start].append((shift, mask, without[start], own))
+        if costs.again:
+            np.maximum(limits, np.where(costs.longer <= self.target, costs.more_room, 0), out=limits)
+        places = np.flatnonzero(limits)
+        caps = limits.ravel()[places]
+        free = caps >= plenty
+        rows, ends = np.divmod(places, len(shape.ends))
+        without = _by_row(rows[free], ends[free])
+        limited = {} if free.all() else _by_row(rows[~free], list(zip(ends[~free], caps[~free], strict=True)))
+        found: list[Moves] = [[] for _ in shape.starts]
+        for row in sorted({*without, *limited}):
+            option, start = divmod(row, len(shape.starts))
+            replicas = self.tables.options[option].replicas
+            own = [(int(end), self.mask(replicas, int(cap))) for end, cap in limited.get(row, ())]
+            mask = self.mask(replicas, plenty)
+            found[start].append((self.grid.width + replicas, mask, without.get(row, []), own))
+        return found
 
     def mask(self, replicas: int, limit: int) -> int:
         key = replicas, limit
@@ -197,10 +197,15 @@ class Solver:
         return self._side_by_side[key]
 
 
-def _by_start(starts: Counts, entries: Counts, number: int) -> list[list[int]]:
-    """The entries of every start; `starts` are ascending."""
-    borders, listed = np.searchsorted(starts, range(number + 1)).tolist(), entries.tolist()
-    return [listed[low:high] for low, high in zip(borders, borders[1:], strict=False)]
+def _by_row(rows: Counts, entries: Any) -> dict[int, list[Any]]:
+    """The entries of every row that has some; `rows` are ascending."""
+    listed = entries if isinstance(entries, list) else entries.tolist()
+    borders = [0, *(np.flatnonzero(rows[1:] != rows[:-1]) + 1).tolist(), len(listed)]
+    if not listed:
+        return {}
+    return {
+        row: listed[low:high] for row, low, high in zip(rows[borders[:-1]].tolist(), borders, borders[1:], strict=False)
+    }
 
 
 def _reached(moves: Moves, following: Sequence[int]) -> int:

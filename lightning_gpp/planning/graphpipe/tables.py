@@ -52,8 +52,17 @@ class Option:
     saved: Array
 
 
-def options_of(problem: Problem, size: int) -> list[Option]:
-    """Powers of two; each replica has at least one sample. A neighbour is taken to have as many replicas."""
+def options_of(problem: Problem, size: int, links: dict[int, Link]) -> list[Option]:
+    """Powers of two; each replica has at least one sample. A neighbour is taken to have as many replicas.
+
+    `links`: what joins so many devices, as far as it is known already.
+    """
+
+    def joining(num_devices: int) -> Link:
+        if num_devices not in links:
+            links[num_devices] = weakest_link(problem.cluster, num_devices)
+        return links[num_devices]
+
     found, replicas = [], 1
     while replicas <= min(problem.num_devices, problem.max_replicas, size):
         share = -(-size // replicas)
@@ -61,8 +70,8 @@ def options_of(problem: Problem, size: int) -> list[Option]:
         option = Option(
             replicas=replicas,
             share=share,
-            inside=weakest_link(problem.cluster, replicas),
-            between=weakest_link(problem.cluster, 2 * replicas),
+            inside=joining(replicas),
+            between=joining(2 * replicas),
             forward=np.max([kind.forward for kind in kinds], axis=0),
             backward=np.max([kind.input_gradient + kind.weight_gradient for kind in kinds], axis=0),
             saved=problem.saved_bytes(share),
@@ -74,19 +83,21 @@ def options_of(problem: Problem, size: int) -> list[Option]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Of all stages of a shape by one option, by [start, end].
+    """Of all stages of a shape, by [option, start, end].
 
     Args:
         seconds: per sample; infinite where there is no such stage, or where it has to recompute.
         room: micro-batches in flight that fit; 0 if none does.
         longer: seconds with the forward recomputed in the backward.
         more_room: micro-batches in flight that fit then.
+        again: whether any stage may recompute.
     """
 
     seconds: Array
     room: Counts
     longer: Array
     more_room: Counts
+    again: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -99,13 +110,15 @@ class Tables:
     schedule: str
     known: dict[tuple[int, ...], Shape] = field(default_factory=dict)
     """Shapes of the line by what is alike in it: the same for most micro-batch sizes."""
+    links: dict[int, Link] = field(default_factory=dict)
+    """What joins so many neighbouring devices: the same for all sizes."""
     options: list[Option] = field(init=False)
     shape: Shape = field(init=False)
-    _costs: dict[Shape, list[Costs]] = field(default_factory=dict, init=False)
+    _costs: dict[Shape, Costs] = field(default_factory=dict, init=False)
     _work: dict[Shape, list[float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.options = options_of(self.problem, self.size)
+        self.options = options_of(self.problem, self.size, self.links)
         kinds = _unit_kinds(self.problem, self.options)
         if kinds not in self.known:
             self.known[kinds] = shape_of(self.line, Likeness(self.problem, kinds), {})
@@ -129,42 +142,45 @@ class Tables:
             self._work[shape] = [sum(parts[index:]) for index in range(len(parts) + 1)]
         return self._work[shape]
 
-    def costs(self, shape: Shape) -> list[Costs]:
-        """By option."""
+    def costs(self, shape: Shape) -> Costs:
+        """Of all stages of a shape."""
         if shape not in self._costs:
-            self._costs[shape] = [self._of(shape, option) for option in self.options]
+            self._costs[shape] = self._of(shape)
         return self._costs[shape]
 
-    def _of(self, shape: Shape, option: Option) -> Costs:
+    def _of(self, shape: Shape) -> Costs:
         problem, border = self.problem, shape.border
-        forward, backward, saved, static, parameters, rigid, step = _sums(shape, problem, option)
-        valid = _valid(shape, option, border[RIGID] + rigid)
-        transfers = self._transfer(border, option) + self._all_reduce(parameters, option)
+        forward, backward, saved, (static, parameters, rigid, step) = _sums(shape, problem, self.options)
+        valid = _valid(shape, self.options, border[RIGID] + rigid)
+        share = _column([option.share for option in self.options])
+        transfers = self._transfer(border, share) + self._all_reduce(parameters)
         seconds = (forward + backward) / self.size + transfers
         again = valid & (step == 0) & (problem.recompute is not False)  # the user's step is never run twice
         kept = valid & ((step != 0) | (problem.recompute is not True))
-        received = border[INPUT_PER_SAMPLE] * option.share + border[INPUT_FIXED]
-        free = min(problem.memory_bytes) - static
+        free, possible = min(problem.memory_bytes) - static, bool(again.any())
+        received = border[INPUT_PER_SAMPLE] * share + border[INPUT_FIXED] if possible else np.ones_like(saved)
         return Costs(
             seconds=np.where(kept, seconds, inf),
             room=self._room(free, saved) * kept,
             longer=np.where(again, seconds + forward / self.size, inf),
-            more_room=self._room(free - saved, received) * again,
+            more_room=self._room(free - saved, received) * again if possible else again.astype(np.int64),
+            again=possible,
         )
 
-    def _transfer(self, border: Array, option: Option) -> Array:
+    def _transfer(self, border: Array, share: Array) -> Array:
         """Seconds per sample: the messages of a micro-batch one after the other, each replica sending its share."""
-        num_bytes = border[PER_SAMPLE] * option.share + border[FIXED]
-        link = option.between
-        seconds: Array = border[MESSAGES] * link.latency + num_bytes / link.bytes_per_second
+        latency = _column([option.between.latency for option in self.options])
+        bytes_per_second = _column([option.between.bytes_per_second for option in self.options])
+        num_bytes = border[PER_SAMPLE] * share + border[FIXED]
+        seconds: Array = border[MESSAGES] * latency + num_bytes / bytes_per_second
         return seconds / self.size
 
-    def _all_reduce(self, parameters: Array, option: Option) -> Array | float:
+    def _all_reduce(self, parameters: Array) -> Array:
         """Seconds per sample of the mini-batch, by a ring."""
-        if option.replicas == 1:
-            return 0.0
-        link, steps = option.inside, 2 * (option.replicas - 1)
-        seconds: Array = steps * (link.latency + parameters / option.replicas / link.bytes_per_second)
+        steps = _column([2 * (option.replicas - 1) for option in self.options])
+        latency = _column([option.inside.latency for option in self.options])
+        per_byte = _column([1 / option.replicas / option.inside.bytes_per_second for option in self.options])
+        seconds: Array = steps * (latency + parameters * per_byte)
         return seconds / self.problem.batch_size
 
     def _room(self, free: Array, kept: Array) -> Counts:
@@ -187,21 +203,31 @@ def _unit_kinds(problem: Problem, options: Sequence[Option]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(row.tobytes(), len(numbers)) for row in table)
 
 
-def _sums(shape: Shape, problem: Problem, option: Option) -> Array:
-    """Over the units of every stage: forward, backward, saved, static and parameter bytes, indivisible units, step."""
+def _column(values: Sequence[float]) -> Array:
+    """One value per option, to be combined with tables by [start, end]."""
+    return np.array(values, dtype=float)[:, None, None]
+
+
+def _sums(shape: Shape, problem: Problem, options: Sequence[Option]) -> tuple[Array, Array, Array, Array]:
+    """Over the units of every stage: forward, backward and saved bytes by option; and what no option changes.
+
+    The latter are static and parameter bytes, and how many units are indivisible, and the step's.
+    """
     units = list(shape.line.units)
     rigid = [float(not problem.units.units[unit].divisible) for unit in units]
     step = [float(unit == problem.num_units - 1) for unit in units]
-    columns = [option.forward, option.backward, option.saved, problem.static_bytes, problem.parameter_bytes]
-    table = np.array([*(column[units] for column in columns), rigid, step])
-    until, missing = table @ shape.before.T, table @ ~shape.after.T
-    sums: Array = until[:, None, :] - missing[:, :, None]
-    return np.maximum(sums, 0.0)
+    columns = [getattr(option, name)[units] for name in ("forward", "backward", "saved") for option in options]
+    table = np.array([*columns, problem.static_bytes[units], problem.parameter_bytes[units], rigid, step])
+    until, missing = table @ shape.before.T.astype(float), table @ (~shape.after.T).astype(float)
+    sums: Array = np.maximum(until[:, None, :] - missing[:, :, None], 0.0)
+    number = len(options)
+    return sums[:number], sums[number : 2 * number], sums[2 * number : 3 * number], sums[3 * number :]
 
 
-def _valid(shape: Shape, option: Option, rigid: Array) -> NDArray[np.bool_]:
+def _valid(shape: Shape, options: Sequence[Option], rigid: Array) -> NDArray[np.bool_]:
     """At least one whole part in each stage, and replicas only where all can be cut into shares."""
     starts = np.array([cut.part for cut in shape.starts])[:, None]
     ends = np.array([cut.part for cut in shape.ends])[None, :]
-    allowed: NDArray[np.bool_] = starts < ends
-    return allowed & (rigid < 0.5) if option.replicas > 1 else allowed
+    several = np.array([option.replicas > 1 for option in options])[:, None, None]
+    allowed: NDArray[np.bool_] = (starts < ends) & ~(several & (rigid >= 0.5))
+    return allowed

@@ -74,14 +74,14 @@ class _Trace:
     def _add(self, shape: Shape, line: Line, cuts: tuple[int, int], member: int, replicas: int, depth: int) -> None:
         start, end = shape.starts[cuts[0]], shape.ends[cuts[1]]
         head = head_units(line, end, _head_member(shape, end))
-        index = replicas.bit_length() - 1
-        costs = self.solver.tables.costs(shape)[index]
-        recompute = not (costs.seconds[cuts] <= self.solver.target and depth <= costs.room[cuts])
+        place = (replicas.bit_length() - 1, *cuts)
+        costs = self.solver.tables.costs(shape)
+        recompute = not (costs.seconds[place] <= self.solver.target and depth <= costs.room[place])
         piece = Piece(
             units=tail_units(line, start, member) + Line(line.parts[start.part : end.part]).units + head,
             replicas=replicas,
             recompute=recompute,
-            seconds=float(costs.longer[cuts] if recompute else costs.seconds[cuts]),
+            seconds=float(costs.longer[place] if recompute else costs.seconds[place]),
             in_flight=depth,
         )
         self.pieces.append(piece)
