@@ -20,8 +20,8 @@ from lightning_gpp.schedules.one_f_one_b import in_flight_samples
 from lightning_gpp.schedules.paced import Load, Pace, computing, dependencies, paced
 
 PACES: Final = (Pace(0.5, 2.0), Pace(0.25, 2.0), Pace(0.5, 3.0))
-"""The first needs the fewest bubbles where there is room for half as many micro-batches again as pipelines are deep; the
-others do with less room. Found by a search over both numbers for 4 to 16 devices."""
+"""The first leaves the smallest bubbles where there is room for half as many micro-batches again as pipelines are deep;
+the others do with less room. Found by a search over both numbers for 4 to 16 devices."""
 
 
 def bidirectional_order(plan: Plan, batch_size: int) -> Schedule:

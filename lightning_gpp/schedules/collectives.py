@@ -16,7 +16,7 @@ common order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Final
 
@@ -25,6 +25,9 @@ import networkx as nx
 from lightning_gpp.errors import VerificationError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
+
+_Row = list[Action]
+_Pass = Callable[[_Row, Collection[int]], _Row]
 
 BUFFERS: Final = 2
 """Stages whose gathered parameters a device has room for: the one that it computes, and the next."""
@@ -42,18 +45,22 @@ def with_collectives(plan: Plan, schedule: Schedule, replicated: Collection[int]
         replicated: stages with more than one rank, over all copies of the pipeline.
         training: whether gradients are made.
     """
+    held = [sorted(set(replicated) & set(plan.stages_on(device))) for device in range(plan.num_devices)]
     rows = [list(actions) for actions in schedule.devices]
     sharded = plan.sharding == "fsdp"
     if sharded:
-        rows = [_gathered(actions, replicated) for actions in rows]
-    if not training:
-        return _schedule(rows)
-    summed = [_summed(actions, replicated, sharded) for actions in rows]
-    if not _agree(summed):
-        summed = (
-            [_summed_last(actions, replicated) for actions in rows] if sharded else _summed_in_order(rows, replicated)
-        )
-    return _schedule(summed)
+        rows = _first_that_meets(plan, (_gathered, _gathered_once), rows, held)
+    if training:
+        rows = _first_that_meets(plan, (_summed_often, _summed_last), rows, held) if sharded else _summed(rows, held)
+    return _schedule(rows)
+
+
+def _first_that_meets(
+    plan: Plan, passes: Iterable[_Pass], rows: Sequence[_Row], held: Sequence[Sequence[int]]
+) -> list[_Row]:
+    """The outcome of the first of the passes with which the replicas of all stages meet."""
+    outcomes = ([run(*pair) for pair in zip(rows, held, strict=True)] for run in passes)
+    return next(outcome for outcome in outcomes if not _problem(plan, outcome))
 
 
 def _schedule(rows: Sequence[Sequence[Action]]) -> Schedule:
@@ -70,13 +77,9 @@ def check_collectives(plan: Plan, rows: Sequence[Sequence[Action]]) -> None:
     Raises:
         VerificationError: names stage and device.
     """
-    meetings = [_meetings(actions) for actions in rows]
-    for stage, entry in enumerate(plan.stages):
-        met = {tuple(action for action in meetings[device] if action.stage == stage) for device in entry.devices}
-        if len(met) > 1:
-            raise VerificationError(f"The replicas of stage {entry.name!r} do not all take part in the same {_WHAT}.")
-    if not _agree(rows):
-        raise VerificationError(f"Devices that share several stages run their {_WHAT} in different orders.")
+    problem = _problem(plan, rows)
+    if problem:
+        raise VerificationError(problem)
     for device, actions in enumerate(rows):
         _check_whole(device, actions)
         _check_complete(device, actions)
@@ -85,16 +88,22 @@ def check_collectives(plan: Plan, rows: Sequence[Sequence[Action]]) -> None:
 _WHAT: Final = "gatherings of parameters (U) and sums of gradients (G)"
 
 
+def _problem(plan: Plan, rows: Sequence[Sequence[Action]]) -> str:
+    """Why replicas do not meet; empty if they do."""
+    meetings = [_meetings(actions) for actions in rows]
+    for stage, entry in enumerate(plan.stages):
+        met = {tuple(action for action in meetings[device] if action.stage == stage) for device in entry.devices}
+        if len(met) > 1:
+            return f"The replicas of stage {entry.name!r} do not all take part in the same {_WHAT}."
+    order = nx.DiGraph()
+    for actions in meetings:
+        nx.add_path(order, actions)
+    agree = nx.is_directed_acyclic_graph(order)
+    return "" if agree else f"Devices that share several stages run their {_WHAT} in different orders."
+
+
 def _meetings(actions: Sequence[Action]) -> list[Action]:
     return [action for action in actions if action.kind in (Kind.UNSHARD, Kind.REDUCE)]
-
-
-def _agree(rows: Sequence[Sequence[Action]]) -> bool:
-    """Whether there is one order of all meetings that every device follows."""
-    order = nx.DiGraph()
-    for actions in rows:
-        nx.add_path(order, _meetings(actions))
-    return bool(nx.is_directed_acyclic_graph(order))
 
 
 def _check_whole(device: int, actions: Sequence[Action]) -> None:
@@ -121,7 +130,7 @@ def _check_complete(device: int, actions: Sequence[Action]) -> None:
         raise VerificationError(f"Device {device} makes gradients of stages {sorted(pending)} after their last sum.")
 
 
-def _gathered(actions: Sequence[Action], sharded: Collection[int]) -> list[Action]:
+def _gathered(actions: _Row, sharded: Collection[int]) -> _Row:
     """Gather each stage one visit ahead; drop the stage that is needed last."""
     readers = [action.stage for action in actions if action.kind in _READ_PARAMETERS and action.stage in sharded]
     visits = [stage for stage, _ in groupby(readers)]
@@ -135,6 +144,12 @@ def _gathered(actions: Sequence[Action], sharded: Collection[int]) -> list[Actio
         result.append(action)
     room.clear()
     return result
+
+
+def _gathered_once(actions: _Row, sharded: Collection[int]) -> _Row:
+    """Where devices visit shared stages in different orders: gather all at the start, and drop them at the end."""
+    first, last = ([Action(stage, kind, 0) for stage in sorted(sharded)] for kind in (Kind.UNSHARD, Kind.RESHARD))
+    return [*first, *actions, *last]
 
 
 class _Room:
@@ -174,52 +189,52 @@ class _Room:
         self._count[action] += 1
 
 
-def _summed(actions: Sequence[Action], replicated: Collection[int], often: bool) -> list[Action]:
-    """Sum gradients when a stage's are complete; `often`: whenever another stage's gradients need the room."""
-    makers = [i for i, action in enumerate(actions) if action.kind in _MAKE_GRADIENTS and action.stage in replicated]
+def _summed_often(actions: _Row, sharded: Collection[int]) -> _Row:
+    """Sum gradients when a stage's are complete, and whenever another stage's gradients need the room."""
+    makers = [i for i, action in enumerate(actions) if action.kind in _MAKE_GRADIENTS and action.stage in sharded]
     last = set({actions[index].stage: index for index in makers}.values())
     turns = {index for index, following in pairwise(makers) if actions[index].stage != actions[following].stage}
-    ends = last | turns if often else last
     result: list[Action] = []
     count: Counter[int] = Counter()
     for index, action in enumerate(actions):
         result.append(action)
-        if index in ends:
+        if index in last | turns:
             result.append(Action(action.stage, Kind.REDUCE, count[action.stage]))
             count[action.stage] += 1
     return result
 
 
-def _summed_in_order(rows: Sequence[Sequence[Action]], replicated: Collection[int]) -> list[list[Action]]:
+def _summed_last(actions: _Row, sharded: Collection[int]) -> _Row:
+    """Where devices would meet in different orders: sum all gradients at the end, stage by stage."""
+    sums = [Action(stage, Kind.REDUCE, 0) for stage in sorted(sharded, reverse=True)]
+    return [*actions, *sums]
+
+
+def _summed(rows: Sequence[_Row], held: Sequence[Sequence[int]]) -> list[_Row]:
     """Sum gradients when a stage's are complete, and those of all stages before it in one order for all devices.
 
     A stage is as early in this order as its last replica is done, in actions that are left to do.
     """
-    ends = [_ends(actions, replicated) for actions in rows]
-    left = {stage: len(actions) for actions, found in zip(rows, ends, strict=True) for stage in found}
+    ends = [_ends(*pair) for pair in zip(rows, held, strict=True)]
+    left: dict[int, int] = {}
     for actions, found in zip(rows, ends, strict=True):
-        left |= {stage: min(left[stage], len(actions) - end) for stage, end in found.items()}
+        for stage, end in found.items():
+            left[stage] = min(left.get(stage, len(actions)), len(actions) - end)
     order = sorted(left, key=lambda stage: (left[stage], stage), reverse=True)
     return [_in_order(actions, found, order) for actions, found in zip(rows, ends, strict=True)]
 
 
-def _ends(actions: Sequence[Action], replicated: Collection[int]) -> dict[int, int]:
-    """For every stage the index of the action that completes its gradients."""
-    makers = (entry for entry in enumerate(actions) if entry[1].kind in _MAKE_GRADIENTS)
-    return {action.stage: index for index, action in makers if action.stage in replicated}
+def _ends(actions: _Row, stages: Collection[int]) -> dict[int, int]:
+    """For every stage the number of actions after which its gradients are complete; 0 if it makes none."""
+    makers = (entry for entry in enumerate(actions, 1) if entry[1].kind in _MAKE_GRADIENTS)
+    return dict.fromkeys(stages, 0) | {action.stage: end for end, action in makers if action.stage in stages}
 
 
-def _in_order(actions: Sequence[Action], ends: Mapping[int, int], order: Sequence[int]) -> list[Action]:
+def _in_order(actions: _Row, ends: Mapping[int, int], order: Sequence[int]) -> _Row:
     waiting = [stage for stage in order if stage in ends]
     result: list[Action] = []
-    for index, action in enumerate(actions):
-        result.append(action)
+    for index in range(len(actions) + 1):
         while waiting and ends[waiting[0]] <= index:
             result.append(Action(waiting.pop(0), Kind.REDUCE, 0))
+        result += actions[index : index + 1]
     return result
-
-
-def _summed_last(actions: Sequence[Action], replicated: Collection[int]) -> list[Action]:
-    """Where devices would meet in different orders: sum all gradients at the end, stage by stage."""
-    stages = {action.stage for action in actions if action.kind in _MAKE_GRADIENTS} & set(replicated)
-    return [*actions, *(Action(stage, Kind.REDUCE, 0) for stage in sorted(stages, reverse=True))]
