@@ -1,0 +1,247 @@
+"""Pipelines in both directions: published figures, lower bounds, and any plan at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules import Action, Kind, Program, Schedule, compile_program, in_flight, lower, make_schedule
+from lightning_gpp.schedules.registry import method_of
+from lightning_gpp.schedules.verifier import computed
+from lightning_gpp.simulation import StageCosts, simulate
+from tests.schedules.mirrored import (
+    bubble,
+    mirrored_chain,
+    peaks,
+    played,
+    round_robin,
+    step_alone,
+    with_room,
+    with_seconds,
+)
+from tests.strategies import plans, towers
+
+NAMES = ("chimera", "bitpipe")
+
+
+def test_chimera_on_four_devices() -> None:
+    assert str(make_schedule(mirrored_chain(4, 4))).splitlines() == [
+        "0: 0F0 0F2 3F1 3B1 3F3 3B3 0B0 0B2",
+        "1: 1F0 2F1 1F2 2F3 2B1 1B0 2B3 1B2",
+        "2: 1F1 2F0 1F3 2F2 2B0 1B1 2B2 1B3",
+        "3: 0F1 0F3 3F0 3B0 3F2 3B2 0B1 0B3",
+    ]
+
+
+def test_bitpipe_on_two_devices() -> None:
+    assert str(make_schedule(mirrored_chain(2, 2, "bitpipe"))).splitlines() == [
+        "0: 0F0 1F1 2F1 3F0 3B0 2B1 1B1 0B0",
+        "1: 0F1 1F0 2F0 3F1 3B1 2B0 1B0 0B1",
+    ]
+
+
+def test_what_they_want_of_a_plan() -> None:
+    chimera, bitpipe = map(method_of, NAMES)
+    assert (chimera.bidirectional, chimera.stages_per_device) == (True, 1)
+    assert (bitpipe.bidirectional, bitpipe.stages_per_device, bitpipe.placement) == (True, 2, "zigzag")
+
+
+@pytest.mark.parametrize("devices", [2, 4, 6, 8, 12])
+@pytest.mark.parametrize("units", [1, 2, 4])
+def test_chimera_with_equal_slots(devices: int, units: int) -> None:
+    """The published ratio (D - 2) / (2N + D - 2)."""
+    number = devices * units
+    timeline = played(with_seconds(mirrored_chain(devices, number), 1, 1), 1, 1)
+    assert bubble(timeline) == devices - 2
+    assert timeline.bubble_fraction == pytest.approx((devices - 2) / (2 * number + devices - 2))
+    assert max(peaks(timeline)) <= devices
+
+
+@pytest.mark.parametrize("devices", [2, 4, 6, 8, 12])
+@pytest.mark.parametrize("units", [1, 2, 4])
+def test_chimera_with_backwards_of_twice_a_forward(devices: int, units: int) -> None:
+    """Bubble 2 (D - 2), in the published room, however many micro-batches.
+
+    For N = D none is smaller. A device in the middle starts D/2 - 1 late, and has N forwards before its first backward
+    can come, at D + 2 (D/2 - 1); after its last backward D/2 - 1 others follow.
+    """
+    timeline = played(mirrored_chain(devices, devices * units))
+    assert bubble(timeline) == 2 * (devices - 2)
+    assert devices // 2 + 1 <= min(peaks(timeline)) <= max(peaks(timeline)) <= devices
+    first_backward, last_backwards = devices + 2 * (devices // 2 - 1), 2 * (devices // 2 - 1)
+    if units == 1:
+        assert timeline.makespan == first_backward + 2 * devices + last_backwards
+
+
+@pytest.mark.parametrize("devices", [2, 4, 6, 8, 12])
+@pytest.mark.parametrize("units", [2, 4])
+def test_chimera_with_room_has_the_published_ratio_again(devices: int, units: int) -> None:
+    """The least bubble of any order: devices in the middle start D/2 - 1 forwards late and end as many backwards early.
+
+    It takes 3D/2 - 1 micro-batches in flight, and 3 where D is 2.
+    """
+    number = devices * units
+    timeline = played(with_room(mirrored_chain(devices, number), 2 * devices))
+    assert bubble(timeline) == 3 * (devices // 2 - 1)
+    assert timeline.bubble_fraction == pytest.approx((devices - 2) / (2 * number + devices - 2))
+    assert max(peaks(timeline)) <= max(3, 3 * devices // 2 - 1)
+
+
+def published(devices: int, units: int) -> tuple[Plan, Schedule]:
+    """Chimera as it is published: in both directions D/2 micro-batches, every second slot of equal length, which fit
+    into each other; for more micro-batches again every 2D slots."""
+    rows: dict[int, dict[int, Action]] = {device: {} for device in range(devices)}
+    for stage, number, unit in product(range(devices), range(devices // 2), range(units)):
+        for pipeline, device in enumerate((stage, devices - 1 - stage)):
+            index, start = unit * devices + 2 * number + pipeline, 2 * (devices * unit + number)
+            for kind, slot in ((Kind.FORWARD, stage), (Kind.BACKWARD, 2 * devices - 1 - stage)):
+                assert start + slot not in rows[device]
+                rows[device][start + slot] = Action(stage, kind, index)
+    order = Schedule(tuple(tuple(row[slot] for slot in sorted(row)) for row in rows.values()))
+    return mirrored_chain(devices, devices * units), order
+
+
+@pytest.mark.parametrize(("devices", "units"), [(4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4)])
+def test_chimera_is_no_slower_than_published(devices: int, units: int) -> None:
+    """The same with equal slots, and for N = D; with backwards of twice a forward every further unit adds D - 2 to the
+    published order, and nothing to this one."""
+    plan, order = published(devices, units)
+    program = lower(plan, order)
+    assert bubble(simulate(program, StageCosts.uniform(plan, 1, 1))) == devices - 2
+    assert bubble(simulate(program, StageCosts.uniform(plan, 1, 2))) == (units + 1) * (devices - 2)
+    assert bubble(played(plan)) == 2 * (devices - 2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "number", "published", "ours"),
+    [(4, 4, 1 / 6, 1 / 6), (8, 8, 1 / 4, 1 / 4), (4, 16, 0.1042, 4 / 96), (8, 32, 0.1563, 13 / 192)],
+)
+def test_bitpipe(devices: int, number: int, published: float, ours: float) -> None:
+    """Overhead in the room of the published order; 1F1B has (p - 1) / N."""
+    timeline = played(mirrored_chain(devices, number, "bitpipe"))
+    overhead = bubble(timeline) / max(timeline.busy)
+    assert overhead == pytest.approx(ours)
+    assert overhead <= published + 1e-9
+    assert max(peaks(timeline)) <= 2 * devices
+
+
+@pytest.mark.parametrize(("devices", "number"), [(4, 8), (4, 16), (6, 12), (8, 16), (8, 32)])
+def test_bitpipe_with_room_has_the_least_bubble(devices: int, number: int) -> None:
+    """Half of Chimera's, as the stages are half as long: 3 (p/2 - 1) forwards of 6N."""
+    timeline = played(with_room(mirrored_chain(devices, number, "bitpipe"), 4 * devices))
+    assert bubble(timeline) / max(timeline.busy) == pytest.approx((devices - 2) / (4 * number))
+    assert max(peaks(timeline)) <= 5 * devices // 2
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("number", [1, 2, 3, 7, 10])
+def test_any_number_of_micro_batches(schedule: str, number: int) -> None:
+    plan = mirrored_chain(4, number, schedule)
+    for each in (plan, step_alone(plan)):
+        timeline = played(each)
+        assert timeline.peak_in_flight == in_flight(each)
+        assert timeline.makespan <= sum(sum(span.stop - span.start for span in spans) for spans in timeline.devices)
+
+
+@pytest.mark.parametrize("num_bytes", [4, 5, 6, 8])
+def test_memory_is_kept_to(num_bytes: int) -> None:
+    plan = with_room(mirrored_chain(4, 16), num_bytes)
+    costs = replace(StageCosts.uniform(plan, 1, 2), parameter_copies=0)
+    assert max(simulate(compile_program(plan), costs).peak_bytes) <= num_bytes
+
+
+def test_too_little_memory_is_overdrawn_rather_than_waited_for() -> None:
+    timeline = played(with_room(mirrored_chain(4, 8), 0.5))
+    assert max(peaks(timeline)) <= 2
+
+
+def test_more_memory_is_never_slower() -> None:
+    spans = [played(with_room(mirrored_chain(8, 16), room)).makespan for room in (4, 6, 8, 12)]
+    assert spans == sorted(spans, reverse=True)
+    assert spans[0] > spans[-1]
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_towers_take_no_longer_than_their_depth(schedule: str) -> None:
+    """Two towers and a head, on five devices and back, as fast as a chain of the same depth on as many devices."""
+    plan = towers(2, 2, 8, schedule=schedule)
+    plan = round_robin(plan, [(4, 0), (3, 1), (1, 3), (0, 4), (2,)])
+    assert plan.depth == 3
+    assert played(plan).makespan < played(plan.chained()).makespan
+
+
+def sums(program: Program) -> list[list[str]]:
+    """For every device its actions from the first sum of gradients on."""
+    rows = [computed(program, device) for device in range(len(program.devices))]
+    first = [next(i for i, action in enumerate(actions) if action.kind is Kind.REDUCE) for actions in rows]
+    return [list(map(str, actions[i:])) for i, actions in zip(first, rows, strict=True)]
+
+
+def test_gradients_are_summed_in_bubbles() -> None:
+    """The stage nearest to the loss while both its devices still run backwards of the other one."""
+    assert sums(compile_program(mirrored_chain(4, 4))) == [
+        ["3G0", "0B0", "0B2", "0G0"],
+        ["2G0", "1B2", "1G0"],
+        ["2G0", "1B3", "1G0"],
+        ["3G0", "0B1", "0B3", "0G0"],
+    ]
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("number", [3, 4, 9, 16])
+def test_gradients_are_summed_early_where_pipelines_differ(schedule: str, number: int) -> None:
+    """The step on device 0 alone, an odd number: the devices of a pair complete their stages in different orders, but
+    never wait for the end with all sums."""
+    program = compile_program(step_alone(mirrored_chain(4, number, schedule)))
+    early = [sum(entry[1] == "G" and "B" in " ".join(row[i:]) for i, entry in enumerate(row)) for row in sums(program)]
+    assert min(early[0] + early[3], early[1] + early[2]) >= (1 if schedule == "chimera" else 5)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+def test_sharded_parameters(schedule: str, number: int) -> None:
+    """Where the devices of a pair go back and forth between their stages, parameters are gathered once for all."""
+    plan = replace(step_alone(mirrored_chain(4, number, schedule)), sharding="fsdp")
+    program = compile_program(plan)
+    assert program.reduced == set(range(len(plan.stages) - 1))
+    compile_program(plan, training=False)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_messages_do_not_cross(schedule: str) -> None:
+    plan = mirrored_chain(4, 7, schedule)
+    for message in compile_program(plan).messages:
+        pipeline = message.producer.micro_batch % 2
+        assert message.consumer.micro_batch % 2 == pipeline
+        assert message.src == plan.stages[message.producer.stage].devices[pipeline]
+        assert message.dst == plan.stages[message.consumer.stage].devices[pipeline]
+
+
+@st.composite
+def round_robin_plans(draw: st.DrawFn) -> Plan:
+    """Any plan, whose stages with several devices share micro-batches or take them in turn."""
+    plan = draw(plans(max_replicas=4, schedules=NAMES))
+    stages = tuple(replace(stage, round_robin=draw(st.booleans())) for stage in plan.stages)
+    memory = draw(st.sampled_from([(), (3.0,) * plan.num_devices]))
+    return replace(with_room(replace(plan, stages=stages), 3), memory_bytes=memory)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=round_robin_plans(), sharding=st.sampled_from(["none", "fsdp"]))
+def test_any_plan(plan: Plan, sharding: str) -> None:
+    program = compile_program(replace(plan, sharding=sharding), copies=2)
+    timeline = simulate(program, StageCosts.uniform(plan, 1, 2))
+    promised = in_flight(plan)
+    assert {stage: peak for stage, peak in timeline.peak_in_flight.items() if peak} == {
+        stage: promised[stage] for stage in timeline.peak_in_flight if promised[stage]
+    }
+    done = {(device, span.action) for device, spans in enumerate(timeline.devices) for span in spans}
+    for stage in range(len(plan.stages)):
+        for device in plan.stages[stage].devices:
+            for number in plan.micro_batches(stage, device):
+                assert (device, Action(stage, Kind.BACKWARD, number)) in done
