@@ -16,8 +16,10 @@ def main() -> None:
 
 
 def overrides(arguments: Sequence[str]) -> list[str]:
-    """As Hydra understands them: `compare` is a setting, and a graph from a file needs neither data nor model."""
+    """As Hydra understands them: `compare` is a setting, `schedule=` stands for `schedules=`, and a graph from a file
+    needs neither data nor model."""
     result = ["compare=true" if argument == "compare" else argument for argument in arguments]
+    result = [f"schedules={argument[9:]}" if argument.startswith("schedule=") else argument for argument in result]
     if any(argument.startswith("graph=") and argument != "graph=null" for argument in result):
         given = {argument.partition("=")[0] for argument in result}
         result += [f"~{group}" for group in ("data", "model") if not {group, "experiment"} & given]
@@ -25,23 +27,27 @@ def overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def plan(config: DictConfig) -> None:
-    """Print the plan and its timeline, or a comparison of partitioners; write the files that the settings name.
+    """Print the plan and its timeline and write the files that the settings name; or compare partitioners or schedules.
 
     Raises:
         ConfigError: the configuration cannot work.
         PlanError: nothing fits the devices.
     """
-    from lightning_gpp.cli.planning import compare, show  # takes seconds to load; a wrong key need not wait for it
+    from lightning_gpp.cli.compare import compare  # takes seconds to load; a wrong key need not wait for it
+    from lightning_gpp.cli.planning import show
 
     try:
         (compare if config.compare else show)(config)
     except KeyboardInterrupt:
-        print(
-            "gpp-plan: interrupted before there was a plan. strategy.partitioner=auto keeps the best one so far; "
-            "strategy.search_seconds=... limits its search.",
-            file=sys.stderr,
-        )
+        print(f"gpp-plan: interrupted {_COMPARING if config.compare else _PLANNING}", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+_PLANNING = (
+    "before there was a plan. strategy.partitioner=auto keeps the best one so far; strategy.search_seconds=... limits "
+    "its search."
+)
+_COMPARING = "before the comparison was complete; it shows the rows that there are."
 
 
 if __name__ == "__main__":

@@ -12,36 +12,31 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_gpp.cli.check import check
-from lightning_gpp.cli.limit import TimeIsUp, limited
 from lightning_gpp.cli.subject import GraphFile, Step, captured, graph_file
 from lightning_gpp.cluster import Cluster, cluster_of
-from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Found, count_pipelines, devices_per_pipeline, partitioner_names
-from lightning_gpp.planning.copies import partition_copies
-from lightning_gpp.planning.registry import partitioner_of
+from lightning_gpp.planning import Found, count_pipelines, devices_per_pipeline
 from lightning_gpp.reports import (
-    Outcome,
     alternatives_text,
-    compare_table,
     graph_svg,
     graph_text,
     memory_text,
     plan_table,
+    schedule_figures,
+    schedule_text,
     search_progress,
     search_text,
     timeline_svg,
     timeline_text,
 )
+from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import Timeline
 from lightning_gpp.strategy import GPPStrategy
-from lightning_gpp.strategy.machine import Machine, first, resolved
+from lightning_gpp.strategy.machine import Machine, resolved
 from lightning_gpp.strategy.options import Options
-from lightning_gpp.strategy.planner import Planned, check_devices, devices_wanted, planned, request_of
+from lightning_gpp.strategy.planner import Planned, check_devices, devices_wanted, planned
 from lightning_gpp.strategy.reporting import simulated
-
-COMPARED = tuple(name for name in partitioner_names() if name != "exhaustive")
-"""Compared by default: all but the one that is for a handful of units and devices only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +60,18 @@ def show(config: DictConfig) -> None:
         ConfigError: the configuration cannot work.
         PlanError: nothing fits the devices.
     """
+    if config.schedules is not None:
+        raise ConfigError(
+            f"schedules={config.schedules} is for gpp-plan compare, which has one row per schedule. Say gpp-plan "
+            "compare schedules=..., or strategy.schedule=... for the schedule of one plan."
+        )
     task = task_of(config)
     result, timeline = _planned(task)
     plan = result.plan
     limits = [device.memory_bytes for device in task.machine.cluster.devices]
-    print(plan_table(plan), graph_text(plan), timeline_text(timeline), memory_text(plan, timeline, limits), sep="\n\n")
+    figures = schedule_figures(compile_program(plan, copies=result.num_pipelines), timeline)
+    print(plan_table(plan), graph_text(plan), timeline_text(timeline), sep="\n\n")
+    print("", memory_text(plan, timeline, limits), "", schedule_text(figures), sep="\n")
     if result.found is not None:
         print("", search_text(result.found), alternatives_text(result.found), sep="\n")
     print(*_advice(task, result), *task.subject.notes, sep="\n")
@@ -109,11 +111,11 @@ def _planned(task: Task) -> tuple[Planned, Timeline]:
         check_devices(result.plan, task.num_devices)
         result = replace(result, num_pipelines=count_pipelines(result.plan, task.machine.cluster.num_devices))
         return result, simulated(result.plan, task.subject.step.graph, task.machine, result.num_pipelines)
-    found = _with_copies(task, result.plan, result.found)
+    found = with_copies(task, result.plan, result.found)
     return replace(result, found=found, num_pipelines=found.num_pipelines), found.timeline
 
 
-def _with_copies(task: Task, plan: Plan, found: Found) -> Found:
+def with_copies(task: Task, plan: Plan, found: Found) -> Found:
     """The same with the copies that the user asked for, which the partitioner does not know, and the final plan."""
     number = found.num_pipelines if task.copies else task.machine.cluster.num_devices // task.num_devices
     if (number, plan) == (found.num_pipelines, found.plan):
@@ -132,41 +134,6 @@ def _advice(task: Task, result: Planned) -> list[str]:
         f"strategy.num_pipelines={number}. A data loader's batch is that of one pipeline: {plan.batch_size} samples, "
         f"{number * plan.batch_size} in all."
     ]
-
-
-def compare(config: DictConfig) -> None:
-    """Print one row per partitioner. Ctrl-C ends it with the rows so far.
-
-    Raises:
-        ConfigError: the configuration cannot work.
-        KeyboardInterrupt: it was interrupted.
-    """
-    names = COMPARED if config.partitioners is None else tuple(map(str, config.partitioners))
-    task, outcomes = task_of(config), list[Outcome]()
-    for name in names:
-        partitioner_of(name)  # after the model's module was imported, which may register one
-    if task.options.plan is not None or task.options.stages is not None:
-        raise ConfigError("gpp-plan compare asks partitioners; leave strategy.plan and strategy.stages out.")
-    try:
-        for name in names:
-            outcomes.append(_outcome(name, task, float(config.compare_seconds)))
-    finally:
-        if outcomes:
-            print(compare_table(outcomes))
-
-
-def _outcome(name: str, task: Task, seconds: float) -> Outcome:
-    subject = task.subject.step
-    try:
-        with limited(seconds), search_progress() as progress:
-            machine = first(task.machine, task.num_devices)
-            request = request_of(subject, task.options, machine, copies=task.copies, progress=progress)
-            found = partition_copies(name, subject.graph, request)
-            return Outcome(partitioner=name, found=_with_copies(task, found.plan, found))
-    except PlanError as error:
-        return Outcome(partitioner=name, reason=str(error))
-    except TimeIsUp:
-        return Outcome(partitioner=name, reason=f"no plan after compare_seconds={seconds:g} seconds.")
 
 
 def task_of(config: DictConfig) -> Task:

@@ -23,7 +23,7 @@ HEADER = (
 """Samples, FLOPs (forward) and activations are those of one micro-batch, and so are the bytes of edges. Activations
 marked "recomputed" are not kept: the stage computes them again for its backward."""
 
-LEFT_ALIGNED = ("stage", "modules", "in-edges", "out-edges", "partitioner")
+LEFT_ALIGNED = ("stage", "modules", "in-edges", "out-edges", "partitioner", "schedule", "action")
 
 
 def plan_table(plan: Plan, batch_size: int | None = None, modules_width: int = 44) -> str:

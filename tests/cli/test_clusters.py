@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from lightning_gpp.cli import plan as command_module
+from lightning_gpp.cli.compare import compare
 from lightning_gpp.cli.limit import TimeIsUp, limited
 from lightning_gpp.cli.plan import overrides
-from lightning_gpp.cli.planning import compare, device_type, make_plan, show, task_of
+from lightning_gpp.cli.planning import device_type, make_plan, show, task_of
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Control, Problem

@@ -1,0 +1,206 @@
+"""Partitioners, or schedules, side by side: one row each, and the rows so far where the user has seen enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig
+
+from lightning_gpp.cli.limit import TimeIsUp, limited
+from lightning_gpp.cli.misfit import misfit
+from lightning_gpp.cli.planning import Task, task_of, with_copies
+from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.errors import ConfigError, GPPError, PlanError
+from lightning_gpp.plan import Plan
+from lightning_gpp.planning import Found, count_pipelines, partitioner_names
+from lightning_gpp.planning.choice import each_schedule
+from lightning_gpp.planning.copies import INTERRUPTED, partition_copies
+from lightning_gpp.planning.folding import ordered
+from lightning_gpp.planning.registry import partitioner_of
+from lightning_gpp.reports import Outcome, Scheduled, compare_table, schedules_table, search_progress
+from lightning_gpp.schedules import schedule_names
+from lightning_gpp.strategy.machine import first
+from lightning_gpp.strategy.planner import check_devices, planned, recomputing, request_of
+from lightning_gpp.strategy.reporting import simulated
+
+PARTITIONERS = tuple(name for name in partitioner_names() if name != "exhaustive")
+"""Compared by default: all but the one that is for a handful of units and devices only."""
+
+ALL = "all"
+"""For `schedules`: every one that is registered."""
+
+
+def compare(config: DictConfig) -> None:
+    """Print one row per partitioner, or per schedule where `schedules` is given. Ctrl-C ends it with the rows so far.
+
+    Raises:
+        ConfigError: the configuration cannot work.
+        KeyboardInterrupt: it was interrupted.
+    """
+    if config.schedules is None:
+        _compare_partitioners(config)
+    elif config.partitioners is None:
+        _compare_schedules(config)
+    else:
+        raise ConfigError(
+            "Both partitioners and schedules are given: gpp-plan compare has one row per partitioner, or one per "
+            "schedule. Give one of them; strategy.partitioner makes the plans of all schedules, strategy.schedule is "
+            "that of all partitioners."
+        )
+
+
+# -- partitioners -----------------------------------------------------------------------------------------------------
+
+
+def _compare_partitioners(config: DictConfig) -> None:
+    names = PARTITIONERS if config.partitioners is None else tuple(map(str, config.partitioners))
+    task, outcomes = task_of(config), list[Outcome]()
+    for name in names:
+        partitioner_of(name)  # after the model's module was imported, which may register one
+    if task.options.plan is not None or task.options.stages is not None:
+        raise ConfigError(
+            "gpp-plan compare asks partitioners; leave strategy.plan and strategy.stages out, or compare schedules on "
+            "them: gpp-plan compare schedules=all."
+        )
+    try:
+        for name in names:
+            outcomes.append(_partitioned(name, task, float(config.compare_seconds)))
+    finally:
+        if outcomes:
+            print(compare_table(outcomes))
+
+
+def _partitioned(name: str, task: Task, seconds: float) -> Outcome:
+    subject = task.subject.step
+    try:
+        with limited(seconds), search_progress() as progress:
+            machine = first(task.machine, task.num_devices)
+            request = request_of(subject, task.options, machine, copies=task.copies, progress=progress)
+            found = partition_copies(name, subject.graph, request)
+            return Outcome(partitioner=name, found=with_copies(task, found.plan, found))
+    except PlanError as error:
+        return Outcome(partitioner=name, reason=str(error))
+    except TimeIsUp:
+        return Outcome(partitioner=name, reason=_late(seconds))
+
+
+def _late(seconds: float) -> str:
+    return f"no plan after compare_seconds={seconds:g} seconds."
+
+
+# -- schedules --------------------------------------------------------------------------------------------------------
+
+
+def _compare_schedules(config: DictConfig) -> None:
+    task, outcomes = task_of(config), list[tuple[str, Scheduled | str]]()
+    names, seconds = schedules_wanted(config.schedules), float(config.compare_seconds)
+    given = task.options.plan is not None or task.options.stages is not None
+    try:
+        for outcome in _on_given(task, names, seconds) if given else _searched(task, names, seconds):
+            outcomes.append(outcome)
+    finally:
+        if outcomes:
+            print(schedules_table(outcomes))
+
+
+def schedules_wanted(setting: Any) -> tuple[str, ...]:
+    """The schedules that `schedules` names: one, several, or all.
+
+    Raises:
+        ConfigError: one of them does not exist, or there is none.
+    """
+    listed = [str(name) for name in setting] if isinstance(setting, ListConfig | list | tuple) else [str(setting)]
+    names = schedule_names() if listed == [ALL] else tuple(dict.fromkeys(listed))
+    unknown = [name for name in names if name not in schedule_names()]
+    if unknown or not names:
+        what = f"{unknown[0]!r} in schedules does not exist" if unknown else "schedules=[] names none"
+        raise ConfigError(f"{what}. Choose {ALL}, or some of: {', '.join(schedule_names())}.")
+    return names
+
+
+def _searched(task: Task, names: Sequence[str], seconds: float) -> Iterator[tuple[str, Scheduled | str]]:
+    """Each schedule with the plan that it wants. A search that takes too long is given up, and the next one begun."""
+    machine, search = first(task.machine, task.num_devices), None
+    with search_progress() as progress:
+        request = request_of(task.subject.step, task.options, machine, copies=task.copies, progress=progress)
+        for index, name in enumerate(names):
+            if progress is not None:
+                progress.part(index, len(names), name)
+            rest = replace(request, schedules=tuple(names[index:]))
+            search = search or each_schedule(task.options.partitioner, task.subject.step.graph, rest)
+            outcome: Found | GPPError | None = None
+            try:
+                with limited(seconds):
+                    _, outcome = next(search)
+                    scheduled = _scheduled(task, outcome)
+            except GPPError as error:
+                outcome, scheduled = error, str(error)
+            except TimeIsUp:
+                search, scheduled = None, _late(seconds)
+            yield name, scheduled
+            if isinstance(outcome, Found) and INTERRUPTED in " ".join(outcome.answer.notes):
+                raise KeyboardInterrupt
+
+
+def _scheduled(task: Task, outcome: Found | GPPError) -> Scheduled | str:
+    if isinstance(outcome, GPPError):
+        return str(outcome)
+    plan = recomputing(outcome.plan, task.options.recompute)
+    found = with_copies(task, plan.chained() if task.options.chain_baseline else plan, outcome)
+    return Scheduled(
+        plan=found.plan,
+        num_pipelines=found.num_pipelines,
+        timeline=found.timeline,
+        memory_bytes=found.memory_bytes,
+    )
+
+
+def _on_given(task: Task, names: Sequence[str], seconds: float) -> Iterator[tuple[str, Scheduled | str]]:
+    """Each schedule on the user's plan or stages."""
+    with search_progress() as progress:
+        for index, name in enumerate(names):
+            if progress is not None:
+                progress.part(index, len(names), name)
+            outcome: Scheduled | str
+            try:
+                with limited(seconds):
+                    outcome = _applied(task, name)
+            except GPPError as error:
+                outcome = str(error)
+            except TimeIsUp:
+                outcome = _late(seconds)
+            yield name, outcome
+
+
+def _applied(task: Task, name: str) -> Scheduled | str:
+    subject, machine = task.subject.step, task.machine
+    plan = planned(subject, replace(task.options, schedule=name), lambda: machine, task.num_devices).plan
+    reason = _lack(task, plan) or misfit(plan, name)
+    if reason:
+        return reason
+    check_devices(plan, task.num_devices)
+    if machine.costs is None and not any(operator.flops.at(1) for operator in subject.graph):
+        plan = replace(plan, schedule=name)
+    else:
+        costs = machine.costs or Roofline(subject.graph)
+        plan = ordered(plan, subject.graph, machine.cluster, costs, machine.footprint, (name,))
+    number = count_pipelines(plan, machine.cluster.num_devices)
+    limits = [device.memory_bytes for device in machine.cluster.devices]
+    return Scheduled(
+        plan=plan,
+        num_pipelines=number,
+        timeline=simulated(plan, subject.graph, machine, number),
+        memory_bytes=tuple(float(min(limits[device :: plan.num_devices])) for device in range(plan.num_devices)),
+    )
+
+
+def _lack(task: Task, plan: Plan) -> str:
+    """Why stages without devices do not fill those that there are; empty if they do."""
+    if task.options.plan is not None or plan.num_devices == task.num_devices:
+        return ""
+    return (
+        f"it lays the stages on {plan.num_devices} devices, and there are {task.num_devices}. Give more stages "
+        "(strategy.stages), or strategy.stages_per_device for all schedules."
+    )

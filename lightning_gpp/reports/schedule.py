@@ -1,0 +1,145 @@
+"""What a program asks of every device, before it runs: idle time, memory, messages, collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from lightning_gpp.reports.table import markdown
+from lightning_gpp.reports.units import percent, size
+from lightning_gpp.schedules import Action, Instruction, Kind, Program
+from lightning_gpp.schedules.actions import RELEASES
+from lightning_gpp.simulation import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Messages of one mini-batch between a device and others, and their bytes."""
+
+    messages: int = 0
+    num_bytes: float = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.messages + other.messages, self.num_bytes + other.num_bytes)
+
+    def __str__(self) -> str:
+        return f"{self.messages} ({size(self.num_bytes)})" if self.messages else "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFigures:
+    """One device in one mini-batch.
+
+    Args:
+        device: its number in the pipeline.
+        stages: that it holds, by index.
+        bubble_fraction: part of the step in which it does not compute.
+        peak_bytes: the most that it holds at any time.
+        in_flight: the most micro-batches in flight at any time, those of all its stages together.
+        sent: to other devices.
+        received: from other devices.
+        gathers: of a stage's parameters.
+        drops: of what was gathered.
+        sums: of a stage's gradients.
+    """
+
+    device: int
+    stages: tuple[int, ...]
+    bubble_fraction: float
+    peak_bytes: float
+    in_flight: int
+    sent: Traffic = Traffic()
+    received: Traffic = Traffic()
+    gathers: int = 0
+    drops: int = 0
+    sums: int = 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """Both ways."""
+        return self.sent + self.received
+
+
+def schedule_figures(program: Program, timeline: Timeline) -> tuple[DeviceFigures, ...]:
+    """The figures of all devices.
+
+    Args:
+        program: of one pipeline.
+        timeline: of that program, simulated.
+    """
+    sent, received = _traffic(program)
+    bubbles = timeline.bubble_fractions
+    return tuple(
+        DeviceFigures(
+            device=device,
+            stages=program.plan.stages_on(device),
+            bubble_fraction=bubbles[device],
+            peak_bytes=timeline.peak_bytes[device],
+            in_flight=_in_flight(program, actions),
+            sent=sent[device],
+            received=received[device],
+            **_collectives(actions),
+        )
+        for device, actions in enumerate(map(_actions, program.devices))
+    )
+
+
+def _actions(instructions: Iterable[Instruction]) -> list[Action]:
+    return [instruction.action for instruction in instructions if instruction.action is not None]
+
+
+def _traffic(program: Program) -> tuple[list[Traffic], list[Traffic]]:
+    sent, received = ([Traffic()] * len(program.devices) for _ in range(2))
+    for message in program.messages:
+        if message.src != message.dst:
+            edge = program.plan.edges[message.edge]
+            one = Traffic(1, edge.bytes.at(message.stop - message.start))
+            sent[message.src] += one
+            received[message.dst] += one
+    return sent, received
+
+
+def _in_flight(program: Program, actions: Iterable[Action]) -> int:
+    now = most = 0
+    for action in actions:
+        now += action.kind is Kind.FORWARD
+        most = max(most, now)
+        now -= action.kind in RELEASES if program.training else action.kind is Kind.FORWARD
+    return most
+
+
+def _collectives(actions: Iterable[Action]) -> dict[str, int]:
+    kinds = Counter(action.kind for action in actions)
+    return {"gathers": kinds[Kind.UNSHARD], "drops": kinds[Kind.RESHARD], "sums": kinds[Kind.REDUCE]}
+
+
+HEADER = ("devices", "stages", "bubble", "peak memory", "in flight", "sent", "received", "gathers", "drops", "sums")
+_ALWAYS = 5  # columns that are never left out
+
+
+def schedule_text(figures: Sequence[DeviceFigures]) -> str:
+    """A table with one row per device, for one mini-batch; neighbours that are alike share a row, and columns in which
+    nothing happens are left out."""
+    rows = [_joined(list(group)) for _, group in groupby(map(_row, figures), key=lambda row: row[1:])]
+    used = [i for i in range(len(HEADER)) if i < _ALWAYS or any(row[i] not in ("-", "0") for row in rows)]
+    return "\n".join(markdown([HEADER[i] for i in used], [[row[i] for i in used] for row in rows]))
+
+
+def _row(entry: DeviceFigures) -> list[str]:
+    return [
+        str(entry.device),
+        ",".join(map(str, entry.stages)) or "none",
+        percent(entry.bubble_fraction),
+        size(entry.peak_bytes),
+        str(entry.in_flight),
+        str(entry.sent),
+        str(entry.received),
+        *(str(number) for number in (entry.gathers, entry.drops, entry.sums)),
+    ]
+
+
+def _joined(rows: Sequence[list[str]]) -> list[str]:
+    first, last = rows[0], rows[-1]
+    return first if len(rows) == 1 else [f"{first[0]}-{last[0]}", *first[1:]]
