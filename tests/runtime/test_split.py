@@ -1,0 +1,513 @@
+"""The split backward equals the full backward bit for bit, and does nothing twice."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gpp.errors import GPPError
+from lightning_gpp.runtime.split import SplitBackward, Splitter
+
+ORDERS = ("I0 W0 I1 W1 I2 W2", "I0 I1 W0 I2 W1 W2", "I0 I1 I2 W0 W1 W2")
+Inputs = Callable[[], dict[str, Tensor]]
+Outcome = tuple[list[dict[str, Tensor | None]], dict[str, Tensor | None]]
+
+
+class Work:
+    """One micro-batch on its way through a stage."""
+
+    def __init__(self, module: nn.Module, inputs: dict[str, Tensor], split: SplitBackward | None) -> None:
+        self.split = split
+        self.leaves = {n: x.clone().requires_grad_() for n, x in inputs.items() if x.is_floating_point()}
+        values = {**inputs, **self.leaves}
+        if split is None:
+            outputs = module(**values)
+        else:
+            with split.watching():
+                outputs = module(**values)
+        outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+        outputs = [output for output in outputs if output.requires_grad]
+        self.seeds = [torch.randn_like(output) for output in outputs]
+        self.roots = [get_gradient_edge(output) for output in outputs]
+
+    def backward(self) -> None:
+        torch.autograd.backward(self.roots, self.seeds)
+
+    def input_gradients(self) -> None:
+        assert self.split is not None
+        self.split.input_gradients(self.roots, self.seeds, self.leaves)
+        del self.roots, self.seeds
+
+    def weight_gradients(self) -> None:
+        assert self.split is not None
+        self.split.weight_gradients()
+
+
+def run(module: nn.Module, inputs: Inputs, order: str, splitter: Splitter | None) -> Outcome:
+    torch.manual_seed(1)
+    works = [Work(module, inputs(), None if splitter is None else SplitBackward(splitter)) for _ in range(3)]
+    for step in order.split():
+        work = works[int(step[1])]
+        if splitter is None:
+            if step[0] == "I":
+                work.backward()
+        elif step[0] == "I":
+            work.input_gradients()
+        else:
+            work.weight_gradients()
+    leaves = [{name: leaf.grad for name, leaf in work.leaves.items()} for work in works]
+    return leaves, {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def same(ours: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        assert ours is not None
+        assert torch.equal(ours, expected)
+    elif expected is None:
+        assert ours is None
+    else:
+        assert len(ours) == len(expected)
+        keys = expected if isinstance(expected, dict) else range(len(expected))
+        for key in keys:
+            same(ours[key], expected[key])
+
+
+def check(module: nn.Module, inputs: Inputs, *, steps: int = 2, frees: bool = True) -> Splitter:
+    """Over several mini-batches: what was learned in the first is used in the second."""
+    for order in ORDERS:
+        plain, split = copy.deepcopy(module), copy.deepcopy(module)
+        splitter = Splitter(frees=frees)
+        for _ in range(steps):
+            expected = run(plain, inputs, order, None)
+            same(run(split, inputs, order, splitter), expected)
+    return splitter
+
+
+def deferred(module: nn.Module, inputs: Inputs) -> set[str]:
+    """The parameters whose gradients come in W."""
+    module, splitter = copy.deepcopy(module), Splitter()
+    for _ in range(2):
+        module.zero_grad()
+        work = Work(module, inputs(), SplitBackward(splitter))
+        work.input_gradients()
+        early = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+        work.weight_gradients()
+    return {name for name, parameter in module.named_parameters() if parameter.grad is not None} - early
+
+
+def normal(*shape: int) -> Inputs:
+    return lambda: {"input": torch.randn(*shape)}
+
+
+def mlp(width: int = 8) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, 16), nn.GELU(), nn.Linear(16, width))
+
+
+def block(**options: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, **options)
+
+
+class Call(nn.Module):
+    """A stage that is a function of its submodules and inputs."""
+
+    def __init__(self, function: Callable[..., Any], **members: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.function = function
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, **values: Tensor) -> Any:
+        return self.function(self, **values)
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_mlp(frees: bool) -> None:
+    assert check(mlp(), normal(3, 8), frees=frees).splits
+    assert deferred(mlp(), normal(3, 8)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def renamed(module: nn.Module) -> Call:
+    return Call(lambda self, input: self.module(input), module=module)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_transformer_block(norm_first: bool) -> None:
+    module = renamed(block(norm_first=norm_first))
+    assert check(module, normal(2, 5, 8)).splits
+    early = {"norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "self_attn.in_proj_bias"}
+    names = {name for name, _ in module.module.named_parameters()}
+    assert deferred(module, normal(2, 5, 8)) == {f"module.{name}" for name in names - early}
+
+
+def test_attention() -> None:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        query, key, value = self.projection(input).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2)
+
+    check(Call(forward, projection=nn.Linear(8, 24)), normal(2, 5, 8))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_convolution_and_batch_norm(training: bool) -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3))
+    module.train(training)
+    check(module, normal(2, 3, 8, 8))
+    assert deferred(module, normal(2, 3, 8, 8)) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent(kind: type[nn.Module]) -> None:
+    module = Call(lambda self, input: self.net(self.head(input))[0], net=kind(8, 8), head=nn.Linear(8, 8))
+    check(module, normal(3, 2, 8))
+
+
+def test_source_stage_does_everything_at_once() -> None:
+    module = Call(lambda self, tokens: self.head(self.embedding(tokens)), embedding=nn.Embedding(9, 8), head=mlp())
+    inputs: Inputs = lambda: {"tokens": torch.randint(9, (2, 5))}  # noqa: E731
+    assert check(module, inputs).splits
+    assert deferred(module, inputs) == set()
+
+
+def test_work_beside_the_path_waits() -> None:
+    """An embedding and a tower that no other stage waits for."""
+    module = Call(
+        lambda self, input, tokens: self.head(input + self.tower(self.embedding(tokens))),
+        embedding=nn.Embedding(9, 8),
+        tower=nn.Sequential(mlp(), nn.LayerNorm(8)),
+        head=nn.Linear(8, 8),
+    )
+    inputs: Inputs = lambda: {"input": torch.randn(3, 8), "tokens": torch.randint(9, (3,))}  # noqa: E731
+    check(module, inputs)
+    assert deferred(module, inputs) == {name for name, _ in module.named_parameters()}
+
+
+def test_parametrized_weight() -> None:
+    module = Call(
+        lambda self, input: self.last(F.linear(input, self.scale * F.normalize(self.weight))),
+        weight=nn.Parameter(torch.randn(8, 8)),
+        scale=nn.Parameter(torch.randn(8, 1)),
+        last=nn.Linear(8, 8),
+    )
+    check(module, normal(3, 8))
+    assert "scale" in deferred(module, normal(3, 8))
+
+
+def test_weight_used_side_by_side_waits() -> None:
+    module = Call(lambda self, a, b: self.last(self.shared(a) * self.shared(b)), shared=mlp(), last=nn.Linear(8, 8))
+    inputs: Inputs = lambda: {"a": torch.randn(3, 8), "b": torch.randn(3, 8)}  # noqa: E731
+    check(module, inputs)
+    assert deferred(module, inputs) == {name for name, _ in module.named_parameters()}
+
+
+def test_weight_used_at_two_depths_does_not_wait() -> None:
+    module = Call(lambda self, input: self.shared(self.last(self.shared(input))), shared=mlp(), last=nn.Linear(8, 8))
+    check(module, normal(3, 8))
+    assert deferred(module, normal(3, 8)) == {"last.weight", "last.bias"}
+
+
+def test_projections_of_one_weight() -> None:
+    """Cross attention: two products use parts of one parameter."""
+
+    def forward(self: Any, a: Tensor, b: Tensor) -> Tensor:
+        first, second = self.weight.split((8, 16))
+        return F.linear(a, first) + sum(F.linear(b, second).chunk(2, -1))
+
+    module = Call(forward, weight=nn.Parameter(torch.randn(24, 8)))
+    inputs: Inputs = lambda: {"a": torch.randn(3, 8), "b": torch.randn(3, 8)}  # noqa: E731
+    check(module, inputs)
+    assert deferred(module, inputs) == {"weight"}
+
+
+def test_parameters_that_meet_each_other() -> None:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        both = self.first @ self.second
+        return (input @ both) * self.scale.exp() + self.first.sum()
+
+    parameters = {"first": torch.randn(8, 4), "second": torch.randn(4, 8), "scale": torch.randn(8)}
+    module = Call(forward, **{name: nn.Parameter(value) for name, value in parameters.items()})
+    check(module, normal(3, 8))
+
+
+def test_einsum_and_bilinear() -> None:
+    module = Call(
+        lambda self, a, b: self.bilinear(torch.einsum("bi,eij->bj", a, self.experts), b),
+        experts=nn.Parameter(torch.randn(4, 8, 8)),
+        bilinear=nn.Bilinear(8, 8, 4),
+    )
+    check(module, lambda: {"a": torch.randn(3, 8), "b": torch.randn(3, 8)})
+
+
+def test_outputs_of_all_kinds() -> None:
+    """An input that leaves as it came, an output without inputs, one that shares work, a parameter as an output."""
+
+    def forward(self: Any, a: Tensor, b: Tensor) -> list[Tensor]:
+        hidden = self.net(a)
+        table = self.net(self.data)
+        return [b, hidden, hidden.relu() * b, self.free(self.data), table, self.weight, *hidden.chunk(2)]
+
+    module = Call(forward, net=mlp(), free=mlp(), weight=nn.Parameter(torch.randn(3)))
+    module.register_buffer("data", torch.randn(4, 8))
+    inputs: Inputs = lambda: {"a": torch.randn(4, 8), "b": torch.randn(4, 8)}  # noqa: E731
+    check(module, inputs)
+    assert deferred(module, inputs) >= {"free.0.weight", "free.2.bias"}
+
+
+def test_nothing_depends_on_the_inputs() -> None:
+    module = Call(lambda self, input: self.net(self.data), net=mlp())
+    module.register_buffer("data", torch.randn(4, 8))
+    check(module, normal(3, 8))
+    assert len(deferred(module, normal(3, 8))) == 4
+
+
+def test_output_without_gradient() -> None:
+    """A consumer sends no gradient for the first output; the unbound parts of another have gradients in part."""
+
+    def forward(self: Any, input: Tensor) -> list[Tensor]:
+        self.unused(input)
+        first, _, third = self.net(input).unbind()
+        beside = self.table(self.data).unbind()
+        return [first * third + beside[0] * beside[2]]
+
+    module = Call(forward, net=mlp(), unused=mlp(), table=mlp())
+    module.register_buffer("data", torch.randn(3, 8))
+    check(module, normal(3, 8))
+
+
+def test_frozen_parameters() -> None:
+    module = nn.Sequential(mlp(), mlp(), nn.LayerNorm(8))
+    module[0].requires_grad_(False)
+    module[1][0].weight.requires_grad_(False)
+    check(module, normal(3, 8))
+    assert deferred(module, normal(3, 8)) == {"1.0.bias", "1.2.weight", "1.2.bias"}
+
+
+def test_autocast() -> None:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.module(input)
+
+    module = Call(forward, module=block(norm_first=True))
+    check(module, normal(2, 5, 8))
+    assert len(deferred(module, normal(2, 5, 8))) == 7
+
+
+class Fused(torch.autograd.Function):
+    """x @ w with both gradients at once."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        Fused.calls += 1
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.T, x.T @ gradient
+
+
+def test_a_function_runs_once() -> None:
+    module = Call(
+        lambda self, input: self.last(Fused.apply(input, self.weight) + Fused.apply(self.data, self.weight * 2)),
+        weight=nn.Parameter(torch.randn(8, 8)),
+        last=mlp(),
+    )
+    module.register_buffer("data", torch.randn(3, 8))
+    check(module, normal(3, 8))
+    Fused.calls = 0
+    assert len(deferred(module, normal(3, 8))) == 4
+    assert Fused.calls == 4  # two in each of two micro-batches
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo asks for it
+def test_compiled_region() -> None:
+    inner = torch.compile(mlp(), backend="aot_eager")
+    module = Call(lambda self, input: inner(self.first(input)), first=nn.Linear(8, 8), inner=inner)
+    splitter = Splitter()
+    expected = run(module, normal(3, 8), ORDERS[1], None)
+    for _ in range(2):
+        module.zero_grad()
+        same(run(module, normal(3, 8), ORDERS[1], splitter), expected)
+    assert not splitter.splits
+    assert "compiled" in str(splitter.reason)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_are_recomputed_once(reentrant: bool) -> None:
+    calls = []
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return self.last(checkpoint(counted, self.net, input, use_reentrant=reentrant))
+
+    def counted(net: nn.Module, input: Tensor) -> Tensor:
+        calls.append(1)
+        return net(input)
+
+    module = Call(forward, net=nn.Sequential(block(), block()), last=nn.Linear(8, 8))
+    splitter = check(module, normal(2, 5, 8))
+    assert not splitter.splits
+    assert "checkpoint" in str(splitter.reason)
+    calls.clear()
+    run(module, normal(2, 5, 8), ORDERS[1], splitter)
+    assert len(calls) == 6  # a forward and a recomputation of three micro-batches
+
+
+def test_hooks_on_parameters_fire_once() -> None:
+    counts: dict[str, list[int]] = {}
+
+    def observed(module: nn.Module) -> nn.Module:
+        for name, parameter in module.named_parameters():
+            count = counts[name] = [0, 0]
+            parameter.register_hook(lambda gradient, count=count: add(count, 0, gradient * 2))
+            parameter.register_post_accumulate_grad_hook(lambda _, count=count: add(count, 1))
+        return module
+
+    def add(count: list[int], index: int, result: Tensor | None = None) -> Tensor | None:
+        count[index] += 1
+        return result
+
+    def shared() -> nn.Module:
+        torch.manual_seed(0)
+        return renamed(nn.Sequential(block(), (net := mlp()), nn.LayerNorm(8), net))
+
+    expected = run(observed(shared()), normal(2, 5, 8), ORDERS[1], None)
+    same(run(observed(shared()), normal(2, 5, 8), ORDERS[1], Splitter()), expected)
+    assert set(map(tuple, counts.values())) == {(3, 3)}
+
+
+def test_hooks_on_intermediate_tensors_act_once() -> None:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        hidden = self.first(input)
+        hidden.register_hook(lambda gradient: gradient * 3)
+        return self.last(hidden.relu())
+
+    check(Call(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 8)), normal(3, 8))
+
+
+def test_full_backward_hooks_of_modules_fire_once() -> None:
+    calls = []
+    module = renamed(mlp())
+    for part in module.module:
+        part.register_full_backward_hook(lambda *_: calls.append(1))
+    run(module, normal(3, 8), ORDERS[1], Splitter())
+    assert len(calls) == 9
+
+
+def test_a_graph_that_changes() -> None:
+    """Layers come and go, sizes change, checkpoints are switched on late: nothing learned before may do harm."""
+    state = {"calls": 0}
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        state["calls"] += 1
+        number = state["calls"]
+        net = self.nets[number % 2]
+        hidden = net(input) if number % 3 else net(input[:1])
+        if number < 20:
+            return hidden * hidden.sin() if number % 5 else hidden
+        return checkpoint(self.nets[2], hidden, use_reentrant=False) * hidden.sin()
+
+    module = Call(forward, nets=nn.ModuleList([block(), nn.Sequential(mlp(), nn.LayerNorm(8)), mlp()]))
+    plain, split, splitter = copy.deepcopy(module), copy.deepcopy(module), Splitter()
+    for step in range(10):
+        state["calls"] = step * 3
+        expected = run(plain, normal(2, 5, 8), ORDERS[step % 3], None)
+        state["calls"] = step * 3
+        same(run(split, normal(2, 5, 8), ORDERS[step % 3], splitter), expected)
+    assert not splitter.splits
+
+
+class Tracked(torch.autograd.Function):
+    """sin, which knows how many of the tensors that it saved live."""
+
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        cosine = x.cos()
+        Tracked.alive.add(cosine.untyped_storage())
+        ctx.save_for_backward(cosine)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return ctx.saved_tensors[0] * gradient
+
+
+@pytest.mark.parametrize(("frees", "expected"), [(True, [2, 0, 0]), (False, [2, 2, 2])])
+def test_input_gradients_free_what_weight_gradients_do_not_need(frees: bool, expected: list[int]) -> None:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return self.b(Tracked.apply(self.a(Tracked.apply(input))))
+
+    module, splitter = Call(forward, a=mlp(), b=mlp()), Splitter(frees=frees)
+    held = []
+    for _ in range(3):
+        work = Work(module, {"input": torch.randn(3, 8)}, SplitBackward(splitter))
+        work.input_gradients()
+        held.append(len(Tracked.alive))
+        work.weight_gradients()
+        del work
+        assert len(Tracked.alive) == 0
+    assert held == expected
+
+
+class Marker:
+    """Lives as long as the node in whose metadata it lies."""
+
+
+def mark(work: Work) -> weakref.ref[Marker]:
+    marker = work.roots[0].node.metadata["marker"] = Marker()
+    return weakref.ref(marker)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_nothing_stays(ends: bool) -> None:
+    """Neither after W nor after `clear`; and without the help of the garbage collector."""
+    module, splitter = renamed(mlp()), Splitter()
+    gc.disable()
+    try:
+        for _ in range(3):
+            split = SplitBackward(splitter)
+            work = Work(module, {"input": torch.randn(3, 8)}, split)
+            marker = mark(work)
+            work.input_gradients()
+            assert marker() is not None
+            split.weight_gradients() if ends else split.clear()
+            assert marker() is None
+    finally:
+        gc.enable()
+    assert (module.module[0].weight.grad is not None) == ends
+
+
+@pytest.mark.parametrize("saves", ["input", "output"])
+def test_a_saved_tensor_that_changed_in_place_is_found(saves: str) -> None:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        hidden = self.net(input)
+        result = hidden.exp() if saves == "output" else hidden.sin()
+        (result if saves == "output" else hidden).detach().add_(1)
+        return result * 2
+
+    work = Work(Call(forward, net=mlp()), {"input": torch.randn(3, 8)}, SplitBackward(Splitter()))
+    with pytest.raises(GPPError, match=r"modified by an inplace operation: .* \(3, 8\) is at version"):
+        work.input_gradients()
+
+
+def test_torch_func_is_refused_with_a_remedy() -> None:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return self.net(torch.func.grad(lambda x: (x * x).sum())(input))
+
+    module = Call(forward, net=mlp())
+    with pytest.raises(GPPError, match="Use a schedule without split backwards"):
+        Work(module, {"input": torch.randn(3, 8)}, SplitBackward(Splitter()))
+    check(module, normal(3, 8), frees=False)
