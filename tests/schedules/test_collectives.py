@@ -53,11 +53,33 @@ def test_inference_gathers_too() -> None:
     assert Kind.REDUCE not in kinds
 
 
-def test_devices_that_would_meet_in_different_orders_meet_at_the_end() -> None:
-    plan = plan_of([(0, 1)], (2, 2), 2, devices=[(0, 1), (0, 1)])
-    rows = Schedule.parse("0: 0F0 1F0 1B0 0B0\n1: 0F0 1F0 0B0 1B0")
+def test_devices_that_complete_stages_in_different_orders_sum_in_one() -> None:
+    """Stage 2 is complete first where it is complete last, so it is first; device 1 need not wait for the end."""
+    plan = plan_of([(0, 1), (1, 2)], (2, 2, 2), 2, devices=[(0, 1), (0, 1), (0, 1)])
+    rows = Schedule.parse("0: 0F0 1F0 2F0 2B0 1B0 0B0\n1: 0F0 1F0 2F0 1B0 2B0 0B0")
+    schedule = with_collectives(plan, rows, {0, 1, 2})
+    assert str(schedule).splitlines() == [
+        "0: 0F0 1F0 2F0 2B0 2G0 1B0 1G0 0B0 0G0",
+        "1: 0F0 1F0 2F0 1B0 2B0 2G0 1G0 0B0 0G0",
+    ]
+    check_collectives(plan, schedule.devices)
+
+
+def test_a_replica_without_micro_batches_takes_part() -> None:
+    plan = plan_of([(0, 1)], (1, 1), 1, devices=[(0, 1), (0, 1)])
+    rows = Schedule.parse("0: 0F0 1F0 1B0 0B0\n1:")
+    assert str(with_collectives(plan, rows, {0, 1})) == "0: 0F0 1F0 1B0 1G0 0B0 0G0\n1: 1G0 0G0"
+    sharded = with_collectives(replace(plan, sharding="fsdp"), rows, {0, 1})
+    assert str(sharded) == "0: 0U0 1U0 0F0 1F0 1B0 0B0 0S0 1S0 1G0 0G0\n1: 0U0 1U0 0S0 1S0 1G0 0G0"
+
+
+def test_devices_that_visit_stages_in_different_orders_gather_once() -> None:
+    plan = replace(plan_of([(0, 1)], (2, 2), 2, devices=[(0, 1), (0, 1)]), sharding="fsdp")
+    rows = Schedule.parse("0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1\n1: 0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1")
     schedule = with_collectives(plan, rows, {0, 1})
-    assert [str(action) for action in schedule.devices[1][-2:]] == ["1G0", "0G0"]
+    for device, row in enumerate(schedule.devices):
+        assert [str(action) for action in row[:2]] == ["0U0", "1U0"]
+        assert [action.kind for action in row].count(Kind.UNSHARD) == 2, device
     check_collectives(plan, schedule.devices)
 
 
