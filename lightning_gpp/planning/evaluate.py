@@ -29,9 +29,13 @@ from lightning_gpp.schedules.one_f_one_b import samples_in_flight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFigures:
-    """One replica of a stage: seconds and bytes per micro-batch, bytes that stay, seconds of its all-reduce."""
+    """One replica of a stage: seconds and bytes per micro-batch, bytes that stay, seconds of its all-reduce.
+
+    `again`: of running the forward again, before the backward.
+    """
 
     forward: float
+    again: float
     backward: float
     kept_bytes: float
     working_bytes: float
@@ -148,7 +152,7 @@ class Evaluator:
             ),
             excess_bytes=float(max(0.0, *(peak - room for peak, room in zip(peaks, limits, strict=True)))),
             peak_bytes=tuple(peaks[index] for index in place),
-            bottleneck=max(entry.forward + entry.backward for entry in figures) / size,
+            bottleneck=max(entry.forward + entry.again + entry.backward for entry in figures) / size,
             in_flight=tuple(counts[index] for index in place),
         )
 
@@ -169,9 +173,15 @@ class Evaluator:
         busiest = 0.0
         if self.problem.cluster.contended:
             busiest = self._contend(stages, edges, sent, returned)
-        forward, backward = [entry.forward for entry in figures], [entry.backward for entry in figures]
-        data = [self._data(stage, copies) for stage in stages]
-        return Pipeline(forward=forward, backward=backward, data=data, sent=sent, returned=returned), busiest
+        pipeline = Pipeline(
+            forward=[entry.forward for entry in figures],
+            again=[entry.again for entry in figures],
+            backward=[entry.backward for entry in figures],
+            data=[self._data(stage, copies) for stage in stages],
+            sent=sent,
+            returned=returned,
+        )
+        return pipeline, busiest
 
     def _data(self, stage: DraftStage, copies: bool) -> float:
         """Until a micro-batch's data have come from device 0, which loads them; copies of a pipeline load their own."""
@@ -269,7 +279,8 @@ def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:
     parameters = float(problem.parameter_bytes[units].sum())
     return StageFigures(
         forward=forward,
-        backward=backward + (forward if stage.recompute else 0.0),
+        again=forward if stage.recompute else 0.0,
+        backward=backward,
         kept_bytes=inputs if stage.recompute else saved,
         working_bytes=saved if stage.recompute else 0.0,
         static_bytes=parameters * problem.footprint.copies,

@@ -20,10 +20,12 @@ EXACT_ACTIONS = 8_000
 class Pipeline:
     """Stages in topological order, per micro-batch: seconds of compute, and of transfers by (producer, consumer).
 
+    `again`: of running the forward again before a backward, which waits for no gradient; 0 where a stage does not.
     `data`: until a stage's data have come from the device that loads them; 0 where none come.
     """
 
     forward: Sequence[float]
+    again: Sequence[float]
     backward: Sequence[float]
     data: Sequence[float]
     sent: dict[tuple[int, int], float]
@@ -52,9 +54,11 @@ def least_seconds(pipeline: Pipeline, num_micro_batches: int, all_reduce: Sequen
     """
     head, tail, behind = _ways(pipeline)
     least = 0.0
-    for stage, (forward, backward) in enumerate(zip(pipeline.forward, pipeline.backward, strict=True)):
-        middle = max(behind[stage] - (num_micro_batches - 1) * min(forward, backward), 0.0)
-        compute = num_micro_batches * (forward + backward)
+    for stage, (forward, again, backward) in enumerate(
+        zip(pipeline.forward, pipeline.again, pipeline.backward, strict=True)
+    ):
+        middle = max(behind[stage] - again - (num_micro_batches - 1) * min(forward, again + backward), 0.0)
+        compute = num_micro_batches * (forward + again + backward)
         least = max(least, head[stage] + compute + middle + max(tail[stage], all_reduce[stage]))
     return least
 
@@ -98,6 +102,7 @@ class _Stage:
     """The order of one stage: `warm_up` forwards, then a backward and a forward in turn, then backwards."""
 
     __slots__ = (
+        "again",
         "done",
         "ends",
         "forward",
@@ -110,8 +115,8 @@ class _Stage:
         "warm_up",
     )
 
-    def __init__(self, forward: float, backward: float, warm_up: int, number: int) -> None:
-        self.forward, self.backward = forward, backward
+    def __init__(self, forward: float, again: float, backward: float, warm_up: int, number: int) -> None:
+        self.forward, self.again, self.backward = forward, again, backward
         self.warm_up, self.number = warm_up, number
         self.done = [0, 0]  # forwards, backwards
         self.time = 0.0
@@ -139,6 +144,9 @@ class _Stage:
         self.done[:] = forwards, backwards
 
     def _execute(self, direction: int, index: int) -> None:
+        if direction and self.again:
+            self.time += self.again
+            self.ends.append(self.time)
         start, posted = self.time, self.ends[-1 - LOOKAHEAD]
         for edge in self.incoming[direction]:
             edge.free = max(edge.sent[index], edge.free, posted) + edge.seconds
@@ -151,8 +159,10 @@ class _Stage:
 
 def _stages(pipeline: Pipeline, warm_up: Sequence[int], number: int) -> list[_Stage]:
     stages = [
-        _Stage(forward, backward, warm, number)
-        for forward, backward, warm in zip(pipeline.forward, pipeline.backward, warm_up, strict=True)
+        _Stage(forward, again, backward, warm, number)
+        for forward, again, backward, warm in zip(
+            pipeline.forward, pipeline.again, pipeline.backward, warm_up, strict=True
+        )
     ]
     for stage, seconds in zip(stages, pipeline.data, strict=True):
         if seconds:
@@ -163,8 +173,6 @@ def _stages(pipeline: Pipeline, warm_up: Sequence[int], number: int) -> list[_St
         for (first, second), seconds in channels.items():
             src, dst = (stages[second], stages[first]) if direction else (stages[first], stages[second])
             edge = _Edge(seconds)
-            if direction and second == len(stages) - 1:  # data for all micro-batches go first on the same link
-                edge.free = number * pipeline.data[first]
             src.outgoing[direction].append(edge)
             src.neighbours[direction].append(dst)
             dst.incoming[direction].append(edge)

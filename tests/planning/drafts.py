@@ -65,4 +65,4 @@ def simulated(problem: Problem, draft: Draft, *, data: bool = True) -> tuple[Tim
     costs = estimate(
         problem.graph, plan, problem.cluster, problem.costs, footprint=problem.footprint, num_pipelines=copies
     )
-    return simulate(compile_program(plan), costs), plan, copies
+    return simulate(compile_program(plan, copies=copies), costs), plan, copies

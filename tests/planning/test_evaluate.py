@@ -40,18 +40,18 @@ def test_unreplicated_stages_take_as_long_as_their_program(family: Callable[[], 
 
 
 @families
-def test_data_are_on_their_way_before_gradients(family: Callable[[], OperatorGraph]) -> None:
-    """The links from the step's device carry both, and a draft supposes that all data go first. That is not so in 6 of
-    400 random drafts; the most is 1 %."""
+def test_data_and_gradients_do_not_hold_each_other_up(family: Callable[[], OperatorGraph]) -> None:
+    """The links from the step's device carry both, data just in time; a draft supposes that neither waits for the
+    other. That is not so in 1 of 200 random drafts, by 2 %."""
     graph, exact = family(), 0
     for seed in range(25):
         problem, draft = random_case(graph, seed, replicated=False, data=True)
         evaluation, (timeline, *_) = Evaluator(problem)(draft), simulated(problem, draft)
-        assert evaluation.seconds == pytest.approx(timeline.makespan, rel=0.02), (seed, str(draft))
+        assert evaluation.seconds == pytest.approx(timeline.makespan, rel=0.025), (seed, str(draft))
         exact += evaluation.seconds == pytest.approx(timeline.makespan, rel=1e-6)
         peaks = [timeline.peak_bytes[stage.devices[0]] for stage in draft.stages]
         assert evaluation.peak_bytes == pytest.approx(peaks, rel=1e-6)
-    assert exact >= 23
+    assert exact >= 24
 
 
 @families
@@ -238,6 +238,7 @@ def test_long_runs_are_continued_by_their_period(first: str, monkeypatch: pytest
     """A head that two chains of different speed lead to, and 200 micro-batches."""
     pipeline = Pipeline(
         forward=[1.0, 0.7, 1.1, 0.4],
+        again=[0.0, 0.7, 0.0, 0.0],
         backward=[2.0, 1.1, 2.3, 0.9],
         data=[0.1, 0.0, 0.3, 0.0],
         sent={(0, 1): 0.2, (1, 3): 0.5, (2, 3): 0.1},

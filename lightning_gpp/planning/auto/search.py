@@ -203,7 +203,7 @@ class Search:
         """For every stage the seconds of its own work in a step."""
         number = -(-self.problem.batch_size // shape.size)
         figures = [self.evaluate.figures(stage) for stage in shape.draft().stages]
-        return [number * (entry.forward + entry.backward) + entry.all_reduce for entry in figures]
+        return [number * (entry.forward + entry.again + entry.backward) + entry.all_reduce for entry in figures]
 
     def _disturbed(self, shape: Shape, random: Random) -> Shape:
         for _ in range(random.choice((1, 2, 3))):
