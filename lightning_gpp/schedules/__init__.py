@@ -5,8 +5,11 @@ from __future__ import annotations
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import adaptive as _adaptive  # noqa: F401  registers itself
 from lightning_gpp.schedules import bitpipe as _bitpipe  # noqa: F401  registers itself
+from lightning_gpp.schedules import breadth_first as _breadth_first  # noqa: F401  registers itself
 from lightning_gpp.schedules import chimera as _chimera  # noqa: F401  registers itself
 from lightning_gpp.schedules import gpipe as _gpipe  # noqa: F401  registers itself
+from lightning_gpp.schedules import hanayo as _hanayo  # noqa: F401  registers itself
+from lightning_gpp.schedules import interleaved as _interleaved  # noqa: F401  registers itself
 from lightning_gpp.schedules import one_f_one_b as _one_f_one_b  # noqa: F401  registers itself
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.lowering import lower

@@ -1,0 +1,263 @@
+"""Breadth-first, interleaved 1F1B and Hanayo: published orders, closed forms, and any plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import accumulate
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleLoopedBFS
+
+from lightning_gpp.graph import Affine
+from lightning_gpp.plan import STEP, Figures, Plan
+from lightning_gpp.planning.layout import laid_out
+from lightning_gpp.schedules import Action, Kind, compile_program, in_flight, make_schedule
+from lightning_gpp.schedules.slots import group_size, period, weights
+from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
+from tests.strategies import chain, plan_of, plans, towers
+
+NAMES = ("breadth_first", "interleaved", "hanayo")
+
+
+def folded(schedule: str, num_devices: int, stages_per_device: int, micro_batches: int) -> Plan:
+    """A chain laid on devices, forth and back for hanayo; the step shares its stage with modules."""
+    plan = _with_modules(chain((1,) * num_devices * stages_per_device, micro_batches, schedule))
+    return laid_out(plan, num_devices, "zigzag" if schedule == "hanayo" else "looped")
+
+
+def _with_modules(plan: Plan) -> Plan:
+    return replace(plan, stages=(*plan.stages[:-1], replace(plan.stages[-1], modules=("head", STEP))))
+
+
+def computed(plan: Plan) -> dict[int, str]:
+    """The order of every device, by its lowest stage: on a chain in a loop its place in the loop."""
+    rows = make_schedule(plan).devices
+    return {min(action.stage for action in row): " ".join(map(str, row)) for row in rows}
+
+
+def full(plan: Plan, stages_per_device: int) -> Timeline:
+    """Forward 1, backward 2 for the stages of a device together."""
+    return simulate(compile_program(plan), StageCosts.uniform(plan, 1 / stages_per_device, 2 / stages_per_device))
+
+
+def overhead(timeline: Timeline) -> float:
+    return timeline.makespan / max(timeline.busy) - 1
+
+
+def live(timeline: Timeline) -> int:
+    """The most micro-batches in flight on a device, over all of its stages."""
+    signs = {Kind.FORWARD: 1, Kind.BACKWARD: -1}
+    return max(max(accumulate(signs.get(span.action.kind, 0) for span in spans)) for spans in timeline.devices)
+
+
+def test_orders_of_two_devices() -> None:
+    assert computed(folded("breadth_first", 2, 2, 2)) == {
+        0: "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",
+        1: "1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1",
+    }
+    assert computed(folded("interleaved", 2, 2, 4)) == {
+        0: "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
+        1: "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+    }
+    assert computed(folded("hanayo", 2, 2, 2)) == {
+        0: "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1",
+        1: "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1",
+    }
+
+
+def test_a_last_group_that_is_smaller() -> None:
+    assert computed(folded("interleaved", 2, 2, 3)) == {
+        0: "0F0 0F1 2F0 2F1 0F2 2B0 2B1 2F2 0B0 0B1 2B2 0B2",
+        1: "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1B1 3F2 3B2 1B2",
+    }
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+@pytest.mark.parametrize(("num_devices", "chunks"), [(2, 2), (3, 2), (4, 2), (4, 3)])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_interleaved_equals_megatron(rank: int, num_devices: int, chunks: int, rounds: int) -> None:
+    rank, micro_batches = rank % num_devices, rounds * num_devices
+    expected = " ".join(map(str, _megatron(rank, num_devices, chunks, micro_batches)))
+    assert computed(folded("interleaved", num_devices, chunks, micro_batches))[rank] == expected
+
+
+def _megatron(rank: int, num_devices: int, chunks: int, micro_batches: int) -> list[Action]:
+    """The rule of the paper, as a plain loop."""
+    total = micro_batches * chunks
+    warm_up = min(total, 2 * (num_devices - rank - 1) + (chunks - 1) * num_devices)
+
+    def action(kind: Kind, step: int) -> Action:
+        chunk = step % (num_devices * chunks) // num_devices
+        chunk = chunk if kind is Kind.FORWARD else chunks - 1 - chunk
+        number = step // (num_devices * chunks) * num_devices + step % num_devices
+        return Action(chunk * num_devices + rank, kind, number)
+
+    actions = [action(Kind.FORWARD, step) for step in range(warm_up)]
+    for step in range(total - warm_up):
+        actions += [action(Kind.FORWARD, warm_up + step), action(Kind.BACKWARD, step)]
+    return actions + [action(Kind.BACKWARD, step) for step in range(total - warm_up, total)]
+
+
+@pytest.mark.parametrize(("num_devices", "chunks", "micro_batches"), [(2, 2, 4), (3, 2, 6), (4, 2, 8), (4, 4, 4)])
+def test_orders_equal_those_of_torch(num_devices: int, chunks: int, micro_batches: int) -> None:
+    """Torch's breadth-first runs the micro-batches of a backward in falling order, ours in rising order."""
+    for rank in range(num_devices):
+        settings = SimpleNamespace(
+            pp_group_size=num_devices,
+            n_local_stages=chunks,
+            microbatches_per_round=num_devices,
+            _n_microbatches=micro_batches,
+            _stages=[None] * chunks,
+        )
+        theirs = ScheduleInterleaved1F1B._calculate_single_rank_operations(settings, rank)
+        ours = computed(folded("interleaved", num_devices, chunks, micro_batches))[rank]
+        assert ours == " ".join(str(action) for action in theirs if action)
+        theirs = ScheduleLoopedBFS._calculate_single_rank_operations(settings, rank)
+        actions = [Action.parse(str(action)) for action in theirs if action]
+        rising = [_mirrored(action, micro_batches) for action in actions]
+        assert computed(folded("breadth_first", num_devices, chunks, micro_batches))[rank] == " ".join(map(str, rising))
+
+
+def _mirrored(action: Action, micro_batches: int) -> Action:
+    if action.kind is Kind.FORWARD:
+        return action
+    return action._replace(micro_batch=micro_batches - 1 - action.micro_batch)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout", "micro_batches", "expected", "most", "gathered", "summed"),
+    [
+        ("1f1b", (4, 1), 8, 3 / 8, 4, 1, 1),
+        ("interleaved", (4, 4), 8, 3 / 32, 4.75, 12, 8),
+        ("breadth_first", (4, 4), 8, 3 / 32, 8, 6, 4),
+        ("interleaved", (4, 4), 16, 3 / 64, 4.75, 20, 16),
+        ("breadth_first", (4, 4), 16, 3 / 64, 16, 6, 4),
+        ("interleaved", (8, 4), 16, 7 / 64, 9.75, 12, 8),
+        ("breadth_first", (8, 4), 16, 7 / 64, 16, 6, 4),
+        ("interleaved", (4, 4), 4, 3 / 16, 4, 6, 4),
+        ("breadth_first", (4, 4), 4, 3 / 16, 4, 6, 4),
+    ],
+)
+def test_what_a_loop_costs(
+    schedule: str,
+    layout: tuple[int, int],
+    micro_batches: int,
+    expected: float,
+    most: float,
+    gathered: int,
+    summed: int,
+) -> None:
+    """Time over the ideal is (p - 1) / (m v); breadth-first pays with memory, interleaved with collectives."""
+    plan = folded(schedule, *layout, micro_batches)
+    timeline = full(plan, layout[1])
+    assert overhead(timeline) == pytest.approx(expected)
+    assert live(timeline) / layout[1] == most
+    sharded = make_schedule(replace(plan, sharding="fsdp"), replicated=set(range(len(plan.stages))))
+    counts = [Counter(action.kind for action in actions) for actions in sharded.devices]
+    assert {(count[Kind.UNSHARD], count[Kind.REDUCE]) for count in counts} == {(gathered, summed)}
+
+
+@pytest.mark.parametrize("num_devices", [2, 4, 8])
+@pytest.mark.parametrize("waves", [1, 2, 4])
+def test_what_waves_cost(num_devices: int, waves: int) -> None:
+    """With as many micro-batches as devices p the time over the ideal is 2(p - 1) / (3 p W) for W waves."""
+    timeline = full(folded("hanayo", num_devices, 2 * waves, num_devices), 2 * waves)
+    assert overhead(timeline) == pytest.approx(2 * (num_devices - 1) / (3 * num_devices * waves))
+    assert live(timeline) / (2 * waves) <= num_devices
+
+
+@pytest.mark.parametrize(("waves", "expected", "most"), [(1, 0.125, 4), (2, 0.078, 7.75), (4, 0.060, 11.875)])
+def test_many_micro_batches_in_waves(waves: int, expected: float, most: float) -> None:
+    """Measured with 16 micro-batches on 4 devices: more waves take less time and more memory."""
+    timeline = full(folded("hanayo", 4, 2 * waves, 16), 2 * waves)
+    assert overhead(timeline) == pytest.approx(expected, abs=1e-3)
+    assert live(timeline) / (2 * waves) == most
+
+
+def test_a_single_stage_per_device_is_1f1b() -> None:
+    plan = towers(2, 2, 6, schedule="interleaved")
+    assert make_schedule(plan) == make_schedule(replace(plan, schedule="1f1b"))
+
+
+@pytest.mark.parametrize("num_stages", [5, 6, 7, 9, 11])
+def test_devices_with_fewer_stages_do_not_hold_up_the_others(num_stages: int) -> None:
+    """On 4 devices, 16 micro-batches: nothing is lost beyond what breadth-first loses, with a part of its memory."""
+    plan = laid_out(_with_modules(chain((1,) * num_stages, 16, "interleaved")), 4, "looped")
+    timeline, broad = full(plan, 1), full(replace(plan, schedule="breadth_first"), 1)
+    assert timeline.makespan == broad.makespan
+    assert live(timeline) < live(broad) / 2
+
+
+def test_branches_shorten_the_loop() -> None:
+    """Two towers of 8 stages and a head on 4 devices: groups of 2 rather than 4, and less in flight than as a chain."""
+    plan = _with_modules(towers(2, 8, 16, schedule="interleaved"))
+    graph, line = laid_out(plan, 4, "looped"), laid_out(plan.chained(), 4, "looped")
+    assert (group_size(graph), group_size(line)) == (2, 4)
+    assert live(full(graph, 1)) < live(full(line, 1))
+
+
+def test_a_step_that_takes_no_time_takes_no_slot() -> None:
+    plan = laid_out(chain((1,) * 9, 16, "interleaved"), 4, "looped")
+    seconds = [Affine(0, 1)] * 8 + [Affine(0, 0.01)]
+    timed = replace(
+        plan,
+        stages=tuple(
+            replace(stage, figures=Figures(forward_seconds=cost))
+            for stage, cost in zip(plan.stages, seconds, strict=True)
+        ),
+    )
+    assert (weights(plan), period(plan)) == ([1] * 9, 12)
+    assert (weights(timed), period(timed)) == ([1] * 8 + [0], 8)
+    stages = tuple(StageCost(forward=cost, backward=cost) for cost in seconds)
+    costs = StageCosts(stages=stages)
+    before, after = (simulate(compile_program(each), costs) for each in (plan, timed))
+    assert overhead(after) == pytest.approx(3 / 32, abs=0.01)
+    assert overhead(before) > 2 * overhead(after)
+
+
+@st.composite
+def placed(draw: st.DrawFn) -> Plan:
+    """Any plan, stages where they may be; or each on one device, laid in a loop or forth and back."""
+    plan = draw(plans(schedules=NAMES, max_replicas=draw(st.sampled_from([1, 3]))))
+    if draw(st.booleans()):
+        plan = replace(plan, stages=tuple(replace(stage, round_robin=draw(st.booleans())) for stage in plan.stages))
+    if len(plan.stages) > 1 and all(len(stage.devices) == 1 for stage in plan.stages) and draw(st.booleans()):
+        number = draw(st.integers(1, len(plan.stages) - 1))
+        plan = laid_out(plan, number, draw(st.sampled_from(["looped", "zigzag"])))
+    return plan
+
+
+@settings(max_examples=150, deadline=None)
+@given(plan=placed(), batch_size=st.integers(1, 20))
+def test_any_plan_runs_and_keeps_its_promise(plan: Plan, batch_size: int) -> None:
+    timeline = simulate(compile_program(plan), StageCosts.uniform(plan, 1, 2))
+    assert {s: n for s, n in in_flight(plan).items() if n} == {s: n for s, n in timeline.peak_in_flight.items() if n}
+    compile_program(plan, batch_size)
+    compile_program(plan, batch_size, training=False)
+    if all(len(stage.devices) == 1 for stage in plan.stages):
+        compile_program(replace(plan, sharding="fsdp"), copies=2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=placed())
+def test_orders_of_stages_rise(plan: Plan) -> None:
+    """Gradients sum up as in a loop over the micro-batches."""
+    for actions in make_schedule(plan).devices:
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            for stage in range(len(plan.stages)):
+                numbers = [a.micro_batch for a in actions if (a.stage, a.kind) == (stage, kind)]
+                assert numbers == sorted(numbers)
+
+
+def test_branches_side_by_side() -> None:
+    """Two arms, 0 -> 2 and 1 -> 3, that join in 4, on two devices of which one holds the join, too."""
+    arms = [(0, 2), (1, 3), (2, 4), (3, 4)]
+    plan = plan_of(arms, (1,) * 5, 2, schedule="interleaved", devices=[[0], [1], [0], [1], [0]])
+    assert computed(plan) == {
+        0: "0F0 2F0 4F0 4B0 0F1 2B0 2F1 0B0 4F1 4B1 2B1 0B1",
+        1: "1F0 3F0 1F1 3B0 3F1 1B0 3B1 1B1",
+    }
