@@ -10,7 +10,11 @@ from lightning_gpp.schedules import chimera as _chimera  # noqa: F401  registers
 from lightning_gpp.schedules import gpipe as _gpipe  # noqa: F401  registers itself
 from lightning_gpp.schedules import hanayo as _hanayo  # noqa: F401  registers itself
 from lightning_gpp.schedules import interleaved as _interleaved  # noqa: F401  registers itself
+from lightning_gpp.schedules import layerpipe as _layerpipe  # noqa: F401  registers itself
 from lightning_gpp.schedules import one_f_one_b as _one_f_one_b  # noqa: F401  registers itself
+from lightning_gpp.schedules import zb_h1 as _zb_h1  # noqa: F401  registers itself
+from lightning_gpp.schedules import zb_h2 as _zb_h2  # noqa: F401  registers itself
+from lightning_gpp.schedules import zero_bubble as _zero_bubble  # noqa: F401  registers itself
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.lowering import lower
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program

@@ -1,0 +1,40 @@
+"""What hand schedules with a split backward share: a warm-up, then gradients and forwards in turn, W's later."""
+
+from __future__ import annotations
+
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.schedules.lanes import samples_ahead
+from lightning_gpp.schedules.merge import StageOrders
+from lightning_gpp.schedules.one_f_one_b import without_stall
+
+
+def split_orders(plan: Plan, batch_size: int, lead: int) -> StageOrders:
+    """The order of every stage: I, W and F in turn after the warm-up; W by as many micro-batches later as fill memory.
+
+    In a chain a stage of depth d has a warm-up of 1 + lead (d - 1) micro-batches, and its W are behind its I by as many
+    as its warm-up is shorter than the longest one. So every stage keeps the same number of micro-batches, some of them
+    for W only. With several sizes of micro-batches the same is counted in samples.
+    """
+    sizes = [stage.micro_batch_size for stage in plan.stages]
+    samples = {stage: int(number) for stage, number in samples_ahead(plan, lead).items()}
+    numbers = [len(plan.intervals(stage, batch_size)) for stage in range(len(sizes))]
+    counts = {stage: min(number, samples[stage] // sizes[stage]) for stage, number in enumerate(numbers)}
+    warm_up = without_stall(plan, batch_size, counts)
+    most = max(samples.values())
+    return {
+        stage: _order(stage, warm_up[stage], (most - samples[stage]) // sizes[stage], number)
+        for stage, number in enumerate(numbers)
+    }
+
+
+def _order(stage: int, warm_up: int, late: int, number: int) -> tuple[Action, ...]:
+    actions = [Action(stage, Kind.FORWARD, index) for index in range(warm_up)]
+    for index in range(number):
+        actions.append(Action(stage, Kind.INPUT, index))
+        if index >= late:
+            actions.append(Action(stage, Kind.WEIGHT, index - late))
+        if warm_up + index < number:
+            actions.append(Action(stage, Kind.FORWARD, warm_up + index))
+    actions += [Action(stage, Kind.WEIGHT, index) for index in range(max(0, number - late), number)]
+    return tuple(actions)

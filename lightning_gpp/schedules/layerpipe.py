@@ -1,0 +1,42 @@
+"""LayerPipe, for synchronous training: the gradients of the parameters are tasks of their own, which level the loads.
+
+Source: Unnikrishnan and Parhi, LayerPipe: Accelerating Deep Neural Network Training by Intra-Layer and Inter-Layer
+Gradient Pipelining and Multiprocessor Scheduling, ICCAD 2021 (arXiv 2108.06629). There, both gradients of a layer are
+independent tasks of a multiprocessor schedule, and forward and backward of a layer lie as many micro-batches apart as
+there are layers after it, twice. The schedule here keeps the split and the distance. It leaves out what would change
+the result, the delayed weights, and the tasks that move to a neighbour: parameters live on their stage's devices.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules.actions import Schedule
+from lightning_gpp.schedules.filling import Policy, fill
+from lightning_gpp.schedules.lanes import counts_of, samples_ahead, work_of
+from lightning_gpp.schedules.registry import register
+
+DISTANCE: Final = 2
+"""Micro-batches between forward and backward, for each stage that comes after."""
+
+
+# A chain of three stages, five micro-batches, each action one unit. The last stage, which never waits for gradients,
+# leaves all its W to the end.
+#
+#   time      0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16
+#   stage 0  F0  F1  F2  F3  F4  I0  W0  I1  W1  I2  W2  I3  W3  I4  W4
+#   stage 1      F0  F1  F2  I0  F3  I1  F4  I2  W0  I3  W1  I4  W2  W3  W4
+#   stage 2          F0  I0  F1  I1  F2  I2  F3  I3  F4  I4  W0  W1  W2  W3  W4
+
+
+@register("layerpipe")
+def layerpipe(plan: Plan, batch_size: int) -> Schedule:
+    """A multiprocessor schedule: each device takes gradients of inputs, then forwards, and never idles with W to do.
+
+    A stage of depth d has up to 2d - 1 micro-batches between forward and gradients of inputs. Loads level out because
+    the busiest devices leave their W to the end of the step. Keeps to `plan.memory_bytes` where it can; where they are
+    not known, to twice what the device that needs most keeps under 1F1B.
+    """
+    work = work_of(plan, batch_size, share=DISTANCE)
+    return fill(work, [Policy(ahead=counts_of(plan, work, samples_ahead(plan, DISTANCE)))])

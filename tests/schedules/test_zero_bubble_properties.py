@@ -1,0 +1,119 @@
+"""Zero bubble and its relatives on any plan: they verify, keep their promises and their room, and run to the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gpp.graph import Affine
+from lightning_gpp.plan import Figures, Plan, Stage
+from lightning_gpp.schedules import Kind, compile_program, in_flight, make_schedule
+from lightning_gpp.simulation import Link, StageCost, StageCosts, Timeline, simulate
+from tests.strategies import chain, plan_of, plans
+
+NAMES = ("zb_h1", "zb_h2", "zero_bubble", "layerpipe")
+RUNS = settings(max_examples=120, deadline=None)
+
+
+@st.composite
+def weighed(draw: st.DrawFn) -> Plan:
+    """Any plan, with figures for some stages, seconds for messages, and sometimes a limit for memory."""
+    plan = draw(plans(schedules=NAMES))
+    plan = replace(
+        plan,
+        stages=tuple(_weighed(draw, plan, stage) for stage in plan.stages),
+        edges=tuple(replace(edge, seconds=Affine(0, draw(st.sampled_from([0, 0.5, 3])))) for edge in plan.edges),
+    )
+    limits = st.tuples(*[st.integers(0, 60)] * plan.num_devices)
+    return replace(plan, memory_bytes=draw(st.sampled_from([(), draw(limits)])))
+
+
+def _weighed(draw: st.DrawFn, plan: Plan, stage: Stage) -> Stage:
+    kept = draw(st.integers(0, 4))
+    figures = Figures(
+        forward_seconds=Affine(draw(st.integers(0, 3)), draw(st.sampled_from([0, 0.3]))),
+        input_seconds=Affine(draw(st.integers(0, 3))),
+        weight_seconds=Affine(draw(st.integers(0, 2))),
+        activation_bytes=Affine(kept),
+        pending_bytes=Affine(draw(st.integers(0, kept))),
+    )
+    last = stage is plan.stages[-1]
+    return replace(
+        stage,
+        round_robin=draw(st.booleans()),
+        recompute=not last and draw(st.booleans()),
+        figures=draw(st.sampled_from([Figures(), figures])),
+    )
+
+
+@RUNS
+@given(plan=weighed(), batch_size=st.integers(1, 20))
+def test_any_plan_verifies_runs_and_keeps_its_promise(plan: Plan, batch_size: int) -> None:
+    program = compile_program(plan, batch_size)
+    timeline = simulate(program, replace(StageCosts.uniform(plan, 1, 2, 1), default_link=Link(latency=0.5)))
+    for stage, promised in in_flight(plan, batch_size).items():
+        assert promised == max(_peak(timeline, device, stage) for device in plan.devices_of(stage))
+    assert make_schedule(plan, batch_size) == make_schedule(plan, batch_size)
+
+
+def _peak(timeline: Timeline, device: int, stage: int) -> int:
+    now = most = 0
+    for span in timeline.devices[device]:
+        if span.action.stage == stage:
+            now += (span.action.kind is Kind.FORWARD) - (span.action.kind in (Kind.BACKWARD, Kind.WEIGHT))
+            most = max(most, now)
+    return most
+
+
+@RUNS
+@given(plan=weighed(), room=st.integers(1, 6))
+def test_room_is_kept_where_stages_have_devices_of_their_own(plan: Plan, room: int) -> None:
+    """With one size of micro-batches nothing ever has to go beyond room for one; and no plan hangs for lack of it."""
+    number = len(plan.stages)
+    stages = tuple(
+        replace(
+            stage,
+            devices=(number - 1 - i,),
+            micro_batch_size=1,
+            round_robin=False,
+            recompute=False,
+            figures=replace(stage.figures, activation_bytes=Affine(5), pending_bytes=Affine(2)),
+        )
+        for i, stage in enumerate(plan.stages)
+    )
+    edges = tuple(replace(edge, differentiable=edge.src >= 0) for edge in plan.edges)
+    plan = replace(plan, stages=stages, edges=edges, memory_bytes=(5 * room,) * number, schedule="zero_bubble")
+    cost = StageCost(activation_bytes=Affine(5), pending_bytes=Affine(2))
+    timeline = simulate(compile_program(plan), StageCosts(stages=(cost,) * number))
+    assert max(timeline.peak_bytes) <= 5 * room
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+@pytest.mark.parametrize("places", [(0, 1, 2, 0, 1, 2), (2, 1, 0, 0, 1, 2), (0, 0, 0, 0, 0, 0)])
+def test_several_stages_per_device_with_few_micro_batches(name: str, number: int, places: tuple[int, ...]) -> None:
+    plan = plan_of([(i, i + 1) for i in range(5)], (1,) * 6, number, schedule=name, devices=[(i,) for i in places])
+    timeline = simulate(compile_program(plan), StageCosts.uniform(plan, 1, 2, 1))
+    assert sum(len(spans) for spans in timeline.devices) == 3 * 6 * number
+
+
+@settings(max_examples=40, deadline=None)
+@given(times=st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=2, max_size=5), number=st.integers(1, 12))
+def test_uneven_chains_never_take_longer_than_under_1f1b(times: list[tuple[int, int, int]], number: int) -> None:
+    plan = chain((1,) * len(times), number, "zero_bubble")
+    names = ("forward_seconds", "input_seconds", "weight_seconds")
+    figures = [Figures(**{name: Affine(cost) for name, cost in zip(names, row, strict=True)}) for row in times]
+    stages = tuple(replace(stage, figures=row) for stage, row in zip(plan.stages, figures, strict=True))
+    plan = replace(plan, stages=stages)
+    costs = StageCosts(
+        stages=tuple(StageCost(forward=Affine(f), backward=Affine(i + w), weight=Affine(w)) for f, i, w in times)
+    )
+    usual = simulate(compile_program(replace(plan, schedule="1f1b")), costs)
+    assert _longest(simulate(compile_program(plan), costs)) <= _longest(usual)
+
+
+def _longest(timeline: Timeline) -> float:
+    return max(spans[-1].stop - spans[0].start for spans in timeline.devices)
