@@ -33,6 +33,7 @@ from lightning_gpp.simulation import StageCost, StageCosts, simulate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import load, run  # noqa: E402
+from sleeping import Layer  # noqa: E402
 
 NUM_DEVICES = 4
 SECONDS = 0.02
@@ -67,33 +68,6 @@ PAIRS = (
     Pair("zbv", "ScheduleZBVZeroBubble", 2, zigzag=True),
     Pair("dualpipe_v", "ScheduleDualPipeV", 2, zigzag=True),
 )
-
-
-class Sleep(torch.autograd.Function):
-    """The identity, whose backward takes time."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, tensor: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds  # type: ignore[attr-defined]
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)  # type: ignore[attr-defined]
-        return gradients[0], None
-
-
-class Layer(nn.Module):
-    """Multiplies by its parameter; forward, gradients of the input and of the parameter each sleep so long."""
-
-    def __init__(self, number: int, width: int, seconds: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((width,), 1 + 0.01 * number))
-        self.seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        return Sleep.apply(x, self.seconds) * Sleep.apply(self.weight, self.seconds)  # type: ignore[no-any-return]
 
 
 class OurStage:

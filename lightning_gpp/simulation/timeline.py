@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.schedules import Action, Kind
+from lightning_gpp.schedules.actions import RELEASES
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +155,14 @@ def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def _peak(kinds: list[Kind]) -> int:
-    if Kind.BACKWARD not in kinds:
+    if not any(kind in RELEASES for kind in kinds):
         return min(1, kinds.count(Kind.FORWARD))  # inference: a micro-batch is in flight only during its forward
-    return max(accumulate((kind is Kind.FORWARD) - (kind is Kind.BACKWARD) for kind in kinds))
+    return max(accumulate((kind is Kind.FORWARD) - (kind in RELEASES) for kind in kinds))
 
 
 def _before_backward(kinds: list[Kind]) -> int:
-    return sum(kind is Kind.FORWARD for kind in takewhile(lambda kind: kind is not Kind.BACKWARD, kinds))
+    backward = (Kind.BACKWARD, Kind.INPUT)
+    return sum(kind is Kind.FORWARD for kind in takewhile(lambda kind: kind not in backward, kinds))
 
 
 def _content(timeline: Timeline) -> dict[str, Any]:
