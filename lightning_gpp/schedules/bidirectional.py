@@ -2,9 +2,9 @@
 
 Each stage has replicas that take whole micro-batches in turn (`round_robin`), each in a pipeline of its own: where one
 pipeline waits for its warm-up, the devices work for the other. Both published orders are made for slots of equal
-length; backwards take longer than forwards, and an order that knows it leaves fewer gaps with many micro-batches, but
-may leave more with few. So both clocks are played, at several paces, and the order that ends first by the real seconds
-is taken.
+length. Backwards take longer than forwards, and messages take time; an order that knows it leaves fewer gaps with many
+micro-batches and room for them, and may leave more with few, or in little room. So several clocks are played, at
+several paces, and the order that ends first by the real seconds is taken.
 """
 
 from __future__ import annotations
@@ -34,9 +34,16 @@ def bidirectional_order(plan: Plan, batch_size: int) -> Schedule:
     kept, room = _room(plan, batch_size)
     missing, readers = dependencies(plan, batch_size)
     load = Load(seconds=seconds, kept=kept, room=room, missing=missing, readers=readers)
-    loads = (load, replace(load, seconds=_equal(seconds)))
-    orders = [paced(plan, batch_size, each, pace) for each in loads for pace in PACES]
+    orders = [paced(plan, batch_size, each, pace) for each in _simpler(load) for pace in PACES]
     return min(orders, key=lambda order: makespan(order, load))
+
+
+def _simpler(load: Load) -> list[Load]:
+    """The load itself, the same with messages that take no time, and with slots of equal length."""
+    at_once = {task: [(reader, 0.0) for reader, _ in readers] for task, readers in load.readers.items()}
+    timeless = replace(load, readers=at_once)
+    slots = replace(timeless, seconds=_equal(load.seconds))
+    return [timeless, slots] if at_once == load.readers else [load, timeless, slots]
 
 
 def seconds_of(plan: Plan, batch_size: int) -> dict[Task, float]:
@@ -82,7 +89,7 @@ def _room(plan: Plan, batch_size: int) -> tuple[dict[Task, float], tuple[float, 
 
 
 def makespan(order: Schedule, load: Load) -> float:
-    """Seconds from the first start to the last end if every device keeps to its order and messages take no time."""
+    """Seconds from the first start to the last end if every device keeps to its order."""
     missing, arrived = dict(load.missing), dict.fromkeys(load.seconds, 0.0)
     free, position = [0.0 for _ in order.devices], [0 for _ in order.devices]
     ready = list(range(len(order.devices)))
@@ -93,8 +100,8 @@ def makespan(order: Schedule, load: Load) -> float:
             task = device, actions[position[device]]
             free[device] = max(free[device], arrived[task]) + load.seconds[task]
             position[device] += 1
-            for reader in load.readers.get(task, ()):
+            for reader, seconds in load.readers.get(task, ()):
                 missing[reader] -= 1
-                arrived[reader] = max(arrived[reader], free[device])
+                arrived[reader] = max(arrived[reader], free[device] + seconds)
                 ready.append(reader[0])
     return max(free)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 from lightning_gpp.plan import SOURCE, Plan
@@ -39,14 +40,14 @@ class Load:
         kept: by every forward until its backward; bytes, or samples.
         room: of every device for what is kept.
         missing: for every task the number of those that it waits for.
-        readers: for every task those that wait for it.
+        readers: for every task those that wait for it, and the seconds until they have what it made.
     """
 
     seconds: Mapping[Task, float]
     kept: Mapping[Task, float]
     room: tuple[float, ...]
     missing: Mapping[Task, int]
-    readers: Mapping[Task, Sequence[Task]]
+    readers: Mapping[Task, Sequence[tuple[Task, float]]]
 
 
 def paced(plan: Plan, batch_size: int, load: Load, pace: Pace) -> Schedule:
@@ -69,7 +70,9 @@ class _Clock:
     due: Mapping[Action, float] = field(init=False)
     missing: dict[Task, int] = field(init=False)
     busy: set[int] = field(default_factory=set)
-    events: list[tuple[float, int, int, Action]] = field(default_factory=list)
+    events: list[tuple[float, int, Task, bool]] = field(default_factory=list)
+    """Time, number, task; and whether the task ends then, or has one of its inputs."""
+    count: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         devices = range(self.plan.num_devices)
@@ -92,23 +95,28 @@ class _Clock:
             waiting = self._advance()
 
     def _advance(self) -> set[int]:
-        """Go on to the next time at which something ends; devices that may start something then."""
+        """Go on to the next time at which something happens; devices that may start something then."""
         touched: set[int] = set()
         if self.events:
             self.time = self.events[0][0]
         while self.events and self.events[0][0] == self.time:
-            touched |= self._finish()
+            _, _, task, ends = heapq.heappop(self.events)
+            if ends:
+                self._finish(*task)
+            else:
+                self.missing[task] -= 1
+            touched.add(task[0])
         return touched
 
-    def _finish(self) -> set[int]:
-        _, _, device, action = heapq.heappop(self.events)
+    def _finish(self, device: int, action: Action) -> None:
         self.busy.discard(device)
         if action.kind is Kind.BACKWARD:
             self.kept[device] -= self.load.kept[device, action._replace(kind=Kind.FORWARD)]
-        readers = self.load.readers.get((device, action), ())
-        for reader in readers:
-            self.missing[reader] -= 1
-        return {device, *(reader[0] for reader in readers)}
+        for reader, seconds in self.load.readers.get((device, action), ()):
+            self._expect(seconds, reader, ends=False)
+
+    def _expect(self, seconds: float, task: Task, ends: bool) -> None:
+        heapq.heappush(self.events, (self.time + seconds, next(self.count), task, ends))
 
     def _crowd(self) -> bool:
         """Where every device waits for room: start one action all the same. Whether there was any."""
@@ -132,8 +140,7 @@ class _Clock:
         self.done[device].append(action)
         if action.kind is Kind.FORWARD:
             self.kept[device] += self.load.kept[device, action]
-        stop = self.time + self.load.seconds[device, action]
-        heapq.heappush(self.events, (stop, len(self.done[device]), device, action))
+        self._expect(self.load.seconds[device, action], (device, action), ends=True)
 
     def _fits(self, device: int, action: Action) -> bool:
         if action.kind is not Kind.FORWARD:
@@ -141,18 +148,21 @@ class _Clock:
         return self.kept[device] + self.load.kept[device, action] <= self.load.room[device]
 
 
-def dependencies(plan: Plan, batch_size: int) -> tuple[dict[Task, int], dict[Task, list[Task]]]:
-    """For every task the number of tasks that it waits for, and the tasks that wait for it."""
+def dependencies(plan: Plan, batch_size: int) -> tuple[dict[Task, int], dict[Task, list[tuple[Task, float]]]]:
+    """For every task the number of tasks that it waits for, and the tasks that wait for it, with their messages'
+    seconds."""
     missing: dict[Task, int] = defaultdict(int)
-    readers: dict[Task, list[Task]] = defaultdict(list)
+    readers: dict[Task, list[tuple[Task, float]]] = defaultdict(list)
 
-    def depends(reader: Task, maker: Task) -> None:
+    def depends(reader: Task, maker: Task, seconds: float = 0.0) -> None:
         missing[reader] += 1
-        readers[maker].append(reader)
+        readers[maker].append((reader, seconds))
 
     for message in derive_messages(plan, batch_size, training=True):
-        if plan.edges[message.edge].src != SOURCE:
-            depends((message.dst, message.consumer), (message.src, message.producer))
+        edge = plan.edges[message.edge]
+        if edge.src != SOURCE:
+            seconds = edge.seconds.at(message.stop - message.start) if message.src != message.dst else 0.0
+            depends((message.dst, message.consumer), (message.src, message.producer), seconds)
     for task in computing(plan, batch_size):
         device, action = task
         if action.kind is Kind.BACKWARD:

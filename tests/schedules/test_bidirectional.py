@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_gpp.cluster import Link
+from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Action, Kind, Program, Schedule, compile_program, in_flight, lower, make_schedule
 from lightning_gpp.schedules.registry import method_of
@@ -164,6 +166,23 @@ def test_more_memory_is_never_slower() -> None:
     spans = [played(with_room(mirrored_chain(8, 16), room)).makespan for room in (4, 6, 8, 12)]
     assert spans == sorted(spans, reverse=True)
     assert spans[0] > spans[-1]
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_messages_that_take_time_are_planned_for(schedule: str) -> None:
+    """As long as a forward; with room for more micro-batches, others go first meanwhile."""
+    plan = with_room(mirrored_chain(4, 16, schedule), 32)
+    costs = replace(StageCosts.uniform(plan, 1, 2), default_link=Link(latency=1))
+    known = replace(plan, edges=tuple(replace(edge, seconds=Affine(0, 1)) for edge in plan.edges))
+    ignored, planned = (simulate(compile_program(each), costs).makespan for each in (plan, known))
+    assert planned <= 0.9 * ignored
+
+
+def test_messages_that_take_time_in_little_room() -> None:
+    plan = mirrored_chain(4, 16)
+    costs = replace(StageCosts.uniform(plan, 1, 2), default_link=Link(latency=1))
+    known = replace(plan, edges=tuple(replace(edge, seconds=Affine(0, 1)) for edge in plan.edges))
+    assert simulate(compile_program(known), costs).makespan <= simulate(compile_program(plan), costs).makespan
 
 
 @pytest.mark.parametrize("schedule", NAMES)
