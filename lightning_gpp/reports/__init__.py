@@ -3,6 +3,7 @@
 from lightning_gpp.reports.compared import Scheduled, schedules_table
 from lightning_gpp.reports.gantt import timeline_svg
 from lightning_gpp.reports.graph import graph_svg, graph_text
+from lightning_gpp.reports.measured import Comparison, Pair, compare_timelines, comparison_text
 from lightning_gpp.reports.memory import memory_text
 from lightning_gpp.reports.progress import search_progress
 from lightning_gpp.reports.schedule import DeviceFigures, Traffic, schedule_figures, schedule_text
@@ -11,12 +12,16 @@ from lightning_gpp.reports.table import plan_table
 from lightning_gpp.reports.timeline import timeline_text
 
 __all__ = [
+    "Comparison",
     "DeviceFigures",
     "Outcome",
+    "Pair",
     "Scheduled",
     "Traffic",
     "alternatives_text",
     "compare_table",
+    "compare_timelines",
+    "comparison_text",
     "graph_svg",
     "graph_text",
     "memory_text",

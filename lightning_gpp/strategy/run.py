@@ -164,6 +164,8 @@ class Run:
             self.module.example_input_array = self._example_input
         if self._trace is not None:
             self._trace.write()
+            if complete:
+                self._trace.compare(self.engine)
         if complete and self.engine.placement is not None and self.engine.was_whole:
             make_whole(self.module, self.engine.placement, self.control)
         move(self.module, torch.device("cpu"))

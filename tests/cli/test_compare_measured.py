@@ -1,0 +1,55 @@
+"""`strategy.trace=true` tells what was simulated and what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.strategy import harness
+
+
+def train(rank: int, folder: str) -> None:
+    trainer = harness.trainer(harness.strategy(trace=True), devices=4, max_epochs=2, default_root_dir=folder)
+    trainer.fit(harness.make_module(), harness.loader(samples=48))
+    trainer.validate(trainer.lightning_module, harness.loader(samples=16), verbose=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two pipelines of two devices leave, after 3 mini-batches of 8 samples in each of 2 epochs."""
+    path = tmp_path_factory.mktemp("trace")
+    harness.run(4, train, str(path))
+    return path
+
+
+def test_all_ranks_are_put_together(folder: Path) -> None:
+    table, simulated, measured = (folder / "gpp-trace-compared.txt").read_text().split("\n\n")
+    heading, _, _, *rows = table.splitlines()
+    assert heading == "Simulated and measured, mean of 10 mini-batches of 8 samples:"  # all but the first of 6, twice
+    cells = {tuple(cell.strip() for cell in row.strip("|").split("|"))[:2]: row for row in rows}
+    stages = {
+        "0 left": ("forward", "backward"),
+        "1 right+head": ("data", "forward", "backward"),
+        "all": ("step", "idle"),
+    }
+    assert list(cells) == [(stage, kind) for stage, kinds in stages.items() for kind in kinds]
+    assert all(("device 1 |" in picture) and "B" in picture for picture in (simulated, measured))
+
+
+def test_the_step_spans_all_devices(folder: Path) -> None:
+    """The step is at least what the busiest of a pipeline's devices took, as its own trace has it."""
+    table = (folder / "gpp-trace-compared.txt").read_text()
+    row = next(line for line in table.splitlines() if "| step" in line)
+    amount, unit = row.split("|")[4].split()
+    step = float(amount) * {"us": 1, "ms": 1e3, "s": 1e6}[unit]
+    busy = [[0.0] * 5 for _ in range(4)]
+    for rank in range(4):
+        events = json.loads((folder / f"gpp-trace-rank{rank}.json").read_text())["traceEvents"]
+        assert [event["args"]["name"] for event in events[:2]] == [f"pipeline {rank // 2}", f"device {rank % 2}"]
+        for event in events[2:]:
+            if event["args"]["mini_batch"] > 0:  # the validation after the training leaves the trace as it is
+                busy[rank][event["args"]["mini_batch"] - 1] += event["dur"]
+    means = [sum(max(a, b) for a, b in zip(*busy[p : p + 2], strict=True)) / 5 for p in (0, 2)]
+    assert step >= 0.99 * sum(means) / 2
