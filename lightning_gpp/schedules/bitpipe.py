@@ -22,8 +22,8 @@ from lightning_gpp.schedules.registry import register
 # device 0 and back. `2F0` is the forward of stage 2; a backward takes two units.
 #
 #   time       0   1   2   3   4   5   6   7   8   9   10  11
-#   device 0   0F0 1F1 2F1 3F0 3B0---  2B1---  1B1---  0B0---
-#   device 1   0F1 1F0 2F0 3F1 3B1---  2B0---  1B0---  0B1---
+#   device 0   0F0 1F1 2F1 3F0 3B0---- 2B1---- 1B1---- 0B0----
+#   device 1   0F1 1F0 2F0 3F1 3B1---- 2B0---- 1B0---- 0B1----
 
 
 @register("bitpipe", placement="zigzag", stages_per_device=2, bidirectional=True)

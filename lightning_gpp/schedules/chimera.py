@@ -24,10 +24,10 @@ from lightning_gpp.schedules.registry import register
 # device 0 holds stage 0 of the even ones and stage 3 of the odd ones. A backward takes two units.
 #
 #   time       0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15
-#   device 0   F0  F2          F1' B1'---  F3' B3'---      B0---       B2---
-#   device 1       F0  F1' F2  F3'     B1'---  B0---   B3'---  B2---
-#   device 2       F1' F0  F3' F2      B0---   B1'---  B2---   B3'---
-#   device 3   F1' F3'         F0  B0---   F2  B2---       B1'---      B3'---
+#   device 0   F0  F2      F1' B1'---- F3' B3'----     B0-----         B2-----
+#   device 1       F0  F1' F2  F3'     B1'---- B0----- B3'---- B2-----
+#   device 2       F1' F0  F3' F2      B0----- B1'---- B2----- B3'----
+#   device 3   F1' F3'     F0  B0----- F2  B2-----     B1'----         B3'----
 
 
 @register("chimera", bidirectional=True)
