@@ -32,11 +32,10 @@ from lightning_gpp.simulation import StageCost, StageCosts, simulate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import load, run  # noqa: E402
-from sleeping import Layer  # noqa: E402
+from sleeping import WIDTH, Layer  # noqa: E402
 
 NUM_DEVICES = 4
 SECONDS = 0.02
-WIDTH = 16
 
 
 class SleepingStage:

@@ -33,11 +33,13 @@ from lightning_gpp.simulation import StageCost, StageCosts, simulate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import load, run  # noqa: E402
-from sleeping import Layer  # noqa: E402
+from sleeping import WIDTH, Layer  # noqa: E402
 
 NUM_DEVICES = 4
 SECONDS = 0.02
-WIDTH, LARGE = 16, 4 * 2**20
+SMALL, LARGE = 1, 2**18
+"""Rows of `WIDTH` float32 per sample."""
+
 Step = Callable[[], object]
 
 
@@ -70,6 +72,10 @@ PAIRS = (
 )
 
 
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
 class OurStage:
     uses_random = False
 
@@ -84,15 +90,15 @@ class OurStage:
         x, target = (tensor[micro_batch.start : micro_batch.stop] for tensor in self.data)
         output = self.layer(values[f"x{self.index}"] if self.index else x)
         if self.last:
-            return {LOSS: nn.functional.mse_loss(output, target)}
+            return {LOSS: loss_of(output, target)}
         return {f"x{self.index + 1}": output}
 
 
-def data_of(num_micro_batches: int, width: int) -> tuple[Tensor, Tensor]:
+def data_of(num_micro_batches: int, rows: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    if width == LARGE:  # one sample that all micro-batches share: the data are not what is measured
-        return torch.ones(1, width).expand(num_micro_batches, -1), torch.zeros(1, width).expand(num_micro_batches, -1)
-    x, target = torch.randn(2, num_micro_batches, width, generator=generator)
+    if rows == LARGE:  # one sample that all micro-batches share: the data are not what is measured
+        return torch.ones(1, rows, WIDTH).expand(num_micro_batches, -1, -1), torch.zeros(num_micro_batches, 1, 1)
+    x, target = torch.randn(2, num_micro_batches, rows, WIDTH, generator=generator)
     return x, target
 
 
@@ -113,31 +119,31 @@ def plan_of(pair: Pair, num_micro_batches: int, seconds: float) -> Plan:
     return Plan(stages=stages, edges=edges, batch_size=num_micro_batches, schedule=pair.ours)
 
 
-def our_step(rank: int, pair: Pair, num: int, width: int, seconds: float) -> tuple[Step, list[Layer]]:
+def our_step(rank: int, pair: Pair, num: int, rows: int, seconds: float) -> tuple[Step, list[Layer]]:
     plan = plan_of(pair, num, seconds)
-    layers = [Layer(index, width, seconds) for index in plan.stages_on(rank)]
+    layers = [Layer(index, seconds) for index in plan.stages_on(rank)]
     mine = dict(zip(plan.stages_on(rank), layers, strict=True))
-    spec = TensorSpec(shape=(Affine(1, 0), Affine(0, width)), dtype="float32", requires_grad=True)
+    spec = TensorSpec(shape=(Affine(1, 0), Affine(0, rows), Affine(0, WIDTH)), dtype="float32", requires_grad=True)
     executor = Executor(
         compile_program(plan),
         rank,
-        stages={i: OurStage(layer, i, pair.num_stages, data_of(num, width)) for i, layer in mine.items()},
+        stages={i: OurStage(layer, i, pair.num_stages, data_of(num, rows)) for i, layer in mine.items()},
         slots=[(Slot(f"x{edge.dst}", spec),) for edge in plan.edges],
         transport=DistributedTransport(Mesh(NUM_DEVICES, 1, rank), pairs_of(plan)),
     )
     return lambda: executor.run(loss_weight=1 / num), layers
 
 
-def torch_step(rank: int, pair: Pair, num: int, width: int, seconds: float) -> tuple[Step, list[Layer]]:
+def torch_step(rank: int, pair: Pair, num: int, rows: int, seconds: float) -> tuple[Step, list[Layer]]:
     indices = [index for index in range(pair.num_stages) if pair.device(index) == rank]
-    layers = [Layer(index, width, seconds) for index in indices]
+    layers = [Layer(index, seconds) for index in indices]
     stages = [
         pipelining.PipelineStage(layer, index, pair.num_stages, torch.device("cpu"))
         for index, layer in zip(indices, layers, strict=True)
     ]
-    x, target = data_of(num, width)
+    x, target = data_of(num, rows)
     schedule = getattr(pipelining, pair.torch, None) or getattr(pipelining.schedules, pair.torch)
-    runner = schedule(stages[0] if pair.num_chunks == 1 else stages, num, loss_fn=nn.functional.mse_loss)
+    runner = schedule(stages[0] if pair.num_chunks == 1 else stages, num, loss_fn=loss_of)
     arguments = (x,) if 0 in indices else ()
     keywords = {"target": target, "losses": []} if pair.num_stages - 1 in indices else {}
     return lambda: runner.step(*arguments, **keywords), layers
@@ -161,7 +167,7 @@ def measure(rank: int, numbers: list[int], repetitions: int, names: list[str]) -
 
 def compared(rank: int, pair: Pair, num: int, repetitions: int) -> str:
     seconds = SECONDS / pair.num_chunks
-    made = {name: make(rank, pair, num, WIDTH, seconds) for name, make in MAKERS.items()}
+    made = {name: make(rank, pair, num, SMALL, seconds) for name, make in MAKERS.items()}
     check(made)
     times: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(repetitions):

@@ -25,6 +25,7 @@ from lightning_gpp.runtime.operations import (
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.receipts import receipts
 from lightning_gpp.runtime.recompute import RecomputedForward
+from lightning_gpp.runtime.split import SplitBackward, Splitter
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Sharding, Slot, StageModule
 from lightning_gpp.runtime.transfers import DynamicReceive, DynamicSend, Inbox, Link, Receive, Send
 from lightning_gpp.schedules.actions import COLLECTIVES, Action, Kind
@@ -56,6 +57,8 @@ class Compiler:
         self._state, self._link, self._sharding = state, link, sharding
         self.saved: dict[tuple[int, int], Saved] = {}
         self.recomputed: dict[tuple[int, int], RecomputedForward] = {}
+        self.splits: dict[tuple[int, int], SplitBackward] = {}
+        self.splitters: dict[int, Splitter] = {}
         self._module_states: dict[int, ModuleState] = {}
         self.inboxes: dict[int, Inbox] = {peer: Inbox() for peer in _dynamic_peers(program, device)}
         self._sends: dict[int, Send] = {}
@@ -148,6 +151,7 @@ class Compiler:
             "forward": self._with_stream(action),
             "promised": promises(common["outgoing"], micro_batch.num_samples),
             "saved": self._saved(action) if training else None,
+            "split": self._split(action) if (action.stage, action.micro_batch) in self._program.split else None,
             "differentiable": _differentiable(common["outgoing"]),
             "has_loss": training and action.stage == self._plan.step_stage,
         }
@@ -164,10 +168,11 @@ class Compiler:
         return ComputeBackward(**self._common(action, micro_batch), saved=self._saved(action)).run
 
     def _input_gradients(self, action: Action, micro_batch: MicroBatch) -> Operation:
-        return ComputeInput(**self._common(action, micro_batch), saved=self._saved(action)).run
+        common, split = self._common(action, micro_batch), self._split(action)
+        return ComputeInput(**common, saved=self._saved(action), split=split).run
 
     def _weight_gradients(self, action: Action, micro_batch: MicroBatch) -> Operation:
-        return ComputeWeight(**self._common(action, micro_batch), saved=self._saved(action)).run
+        return ComputeWeight(**self._common(action, micro_batch), split=self._split(action)).run
 
     def _meeting(self, action: Action) -> Operation:
         if self._sharding is None:
@@ -178,6 +183,10 @@ class Compiler:
             Kind.REDUCE: self._sharding.reduce,
         }[action.kind]
         return partial(meet, action.stage)
+
+    def _split(self, action: Action) -> SplitBackward:
+        splitter = self.splitters.setdefault(action.stage, Splitter())
+        return self.splits.setdefault((action.stage, action.micro_batch), SplitBackward(splitter))
 
     def _saved(self, action: Action) -> Saved:
         return self.saved.setdefault((action.stage, action.micro_batch), Saved())

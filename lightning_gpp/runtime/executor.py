@@ -94,6 +94,11 @@ class Executor:
         return dict(self._state.warm_up)
 
     @property
+    def not_split(self) -> dict[int, str]:
+        """Stages of this device whose backward was to be split and is not, so that I does all the work, and why."""
+        return {stage: splitter.reason for stage, splitter in self._compiler.splitters.items() if splitter.reason}
+
+    @property
     def current_action(self) -> Action | None:
         """What this device computes, or is sending or waiting for; after a run its last action."""
         if not self._instructions:
@@ -163,6 +168,8 @@ class Executor:
             saved.clear()
         for forward in self._compiler.recomputed.values():
             forward.clear()
+        for split in self._compiler.splits.values():
+            split.clear()
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import Border, Promise, Values, check_promises
+from lightning_gpp.runtime.split import SplitBackward
 from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch
 
 Forward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
@@ -102,12 +103,14 @@ class ReadData(Compute):
 class ComputeForward(Compute):
     """Run a stage; in training keep what the backward needs.
 
-    `differentiable` names the outputs for which gradients will come, `saved` is None in inference.
+    `differentiable` names the outputs for which gradients will come, `saved` is None in inference, `split` unless the
+    backward is split.
     """
 
     forward: Forward
     promised: list[Promise]
     saved: Saved | None
+    split: SplitBackward | None
     differentiable: tuple[str, ...]
     has_loss: bool
 
@@ -115,11 +118,17 @@ class ComputeForward(Compute):
         saved = self.saved
         if saved is not None:
             self.state.enter(self.stage)
-        outputs = self.forward(self._inputs(saved), self.micro_batch)
+        outputs = self._outputs(self._inputs(saved))
         check_promises(outputs, self.promised, self.owner)
         hand_out(outputs, self.outgoing, self.state)
         if saved is not None:
             self._save(saved, outputs)
+
+    def _outputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self.split is None:
+            return self.forward(inputs, self.micro_batch)
+        with self.split.watching():
+            return self.forward(inputs, self.micro_batch)
 
     def _inputs(self, saved: Saved | None) -> dict[str, Tensor]:
         inputs: dict[str, Tensor] = {}
@@ -214,23 +223,25 @@ class ComputeBackward(ComputeGradients):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ComputeInput(ComputeGradients):
-    """To the inputs."""
+    """To the inputs, and no further to the parameters than on the way."""
+
+    split: SplitBackward
 
     def run(self) -> None:
         roots, seeds = self._roots()
-        if roots:
-            torch.autograd.backward(roots, seeds)
+        self.split.input_gradients(roots, seeds, self.saved.leaves)
         _hand_out_gradients(self.saved.leaves, self.outgoing, self.state)
+        self.saved.clear()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ComputeWeight(Compute):
-    """To the parameters, from where the gradients of the inputs left off."""
+    """To the parameters, from where the gradients of the inputs passed by."""
 
-    saved: Saved
+    split: SplitBackward
 
     def run(self) -> None:
-        self.saved.clear()
+        self.split.weight_gradients()
         self.state.leave(self.stage)
 
 
