@@ -1,0 +1,175 @@
+"""Products: the nodes of an autograd graph whose gradients of parameters can wait, and how these are computed later.
+
+They are computed from what the node saved (`_saved_*`, see "Saved tensors" in torch's notes on autograd), by the same
+kernels on the same operands as in the node itself (torch's `derivatives.yaml`), so that they equal its own bit for bit.
+What a product needs for this is one operand and the gradient that arrives; the rest of the graph may go.
+
+Not in the list, and so computed with the gradients of the inputs: fused nodes (an `autograd.Function`, a compiled
+region, a recurrent cell), which compute all of their gradients at once, and norms, scales and biases of their own,
+whose gradients cost little and would keep their operands alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from lightning_gpp.errors import GPPError
+
+Formula = Callable[["Operand", Tensor], Tensor]
+"""From an operand and the gradient of the product to the gradient of the other operand."""
+
+
+class Operand:
+    """A tensor that a product saved. `layout`: whether the other operand lies in memory column by column."""
+
+    __slots__ = ("by_columns", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, by_columns: bool = False) -> None:
+        self.tensor = tensor.detach()  # without the graph
+        self.version, self.by_columns = tensor._version, by_columns
+
+    def get(self) -> Tensor:
+        """Raises GPPError if it was changed in place since, as autograd would."""
+        if self.tensor._version != self.version:
+            raise GPPError(
+                "One of the variables needed for gradient computation has been modified by an inplace operation: an "
+                f"operand of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; expected version "
+                f"{self.version} instead. It is needed until the weight gradients are computed: change a clone() of it."
+            )
+        return self.tensor
+
+
+def _first_of_mm(second: Operand, gradient: Tensor) -> Tensor:
+    if second.by_columns:
+        return second.get().conj().mm(gradient.t()).t()
+    return gradient.mm(second.get().t().conj())
+
+
+def _second_of_mm(first: Operand, gradient: Tensor) -> Tensor:
+    if first.by_columns:
+        return gradient.t().mm(first.get().conj()).t()
+    return first.get().t().conj().mm(gradient)
+
+
+def _first_of_bmm(second: Operand, gradient: Tensor) -> Tensor:
+    return gradient.bmm(second.get().transpose(1, 2).conj())
+
+
+def _second_of_bmm(first: Operand, gradient: Tensor) -> Tensor:
+    return first.get().transpose(1, 2).conj().bmm(gradient)
+
+
+class Matrices:
+    """Products of two matrices, or of two batches of them, plus perhaps a summand.
+
+    Args:
+        first, second: how the node names the operands.
+        offset: which of the node's gradients is that of the first operand; a summand's comes before it.
+        formulas: for the gradients of the first and the second operand.
+    """
+
+    def __init__(self, first: str, second: str, *, offset: int, formulas: tuple[Formula, Formula]) -> None:
+        self._names, self._offset, self._formulas = (first, second), offset, formulas
+
+    def saved(self) -> tuple[str, str]:
+        return self._names
+
+    def fits(self, node: Any) -> bool:
+        return not self._offset or (node._saved_alpha == 1 and node._saved_beta == 1)
+
+    def later(self, node: Any, wanted: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
+        """What computes the wanted gradients from the one that arrives. Does not keep the node."""
+        offset, formulas = self._offset, self._formulas
+        operands = {i: self._other(node, i - offset) for i in wanted if i >= offset}
+
+        def gradients(gradient: Tensor) -> list[Tensor]:
+            return [formulas[i - offset](operands[i], gradient) if i in operands else gradient for i in wanted]
+
+        return gradients
+
+    def _other(self, node: Any, which: int) -> Operand:
+        """The operand that the gradient of this one is made of."""
+        name = self._names[which]
+        sizes, strides = (getattr(node, f"_saved_{name}_sym_{what}", ()) for what in ("sizes", "strides"))
+        by_columns = bool(sizes) and strides[0] == 1 and strides[1] == sizes[0]
+        return Operand(getattr(node, f"_saved_{self._names[1 - which]}"), by_columns)
+
+
+class Convolution:
+    """Convolutions of all kinds."""
+
+    def saved(self) -> tuple[str, str]:
+        return "input", "weight"
+
+    def fits(self, node: Any) -> bool:
+        return True
+
+    def later(self, node: Any, wanted: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
+        image, weight = Operand(node._saved_input), Operand(node._saved_weight)
+        rest = (
+            *(node._saved_bias_sym_sizes_opt, node._saved_stride, node._saved_padding, node._saved_dilation),
+            *(node._saved_transposed, node._saved_output_padding, node._saved_groups, [i in wanted for i in range(3)]),
+        )
+
+        def gradients(gradient: Tensor) -> list[Tensor]:
+            every = torch.ops.aten.convolution_backward(gradient, image.get(), weight.get(), *rest)
+            return [every[i] for i in wanted]
+
+        return gradients
+
+
+_MM: Final = (_first_of_mm, _second_of_mm)
+_BMM: Final = (_first_of_bmm, _second_of_bmm)
+
+PRODUCTS: Final[Mapping[str, Matrices | Convolution]] = {
+    "AddmmBackward0": Matrices("mat1", "mat2", offset=1, formulas=_MM),
+    "MmBackward0": Matrices("self", "mat2", offset=0, formulas=_MM),
+    "BaddbmmBackward0": Matrices("batch1", "batch2", offset=1, formulas=_BMM),
+    "BmmBackward0": Matrices("self", "mat2", offset=0, formulas=_BMM),
+    "ConvolutionBackward0": Convolution(),
+}
+"""By the class of their nodes."""
+
+
+def is_open(node: Node) -> bool:
+    """Whether what a product saved can be read at no cost: not where hooks would have to compute it first, as those of
+    an activation checkpoint do, which moreover allow this only once."""
+    for name in PRODUCTS[type(node).__name__].saved():
+        saved = getattr(node, f"_raw_saved_{name}").data
+        if not (saved is None or isinstance(saved, Tensor)):
+            return False
+    return True
+
+
+class Later:
+    """The gradients of some of a product's operands, once the product's own has arrived (as `gradient`).
+
+    Args:
+        node: the product. Not kept.
+        wanted: which of its gradients.
+    """
+
+    __slots__ = ("_compute", "_edges", "gradient")
+
+    def __init__(self, node: Node, wanted: Sequence[int]) -> None:
+        self._compute = PRODUCTS[type(node).__name__].later(node, wanted)
+        self._edges = [GradientEdge(*node.next_functions[i]) for i in wanted]  # type: ignore[arg-type]
+        self.gradient: Tensor | None = None
+
+    def compute(self) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where the graph goes on, and the gradients that go there."""
+        if self.gradient is None:
+            return [], []
+        gradients = self._compute(self.gradient)
+        return self._edges, [_reduced(g, edge) for g, edge in zip(gradients, self._edges, strict=True)]
+
+
+def _reduced(gradient: Tensor, edge: GradientEdge) -> Tensor:
+    """Summed over the dimensions along which the operand was broadcast, as autograd does between nodes."""
+    shape = edge.node._input_metadata[edge.output_nr].shape  # what torch.autograd.backward checks seeds against
+    return gradient if gradient.shape == shape else gradient.sum_to_size(shape)
