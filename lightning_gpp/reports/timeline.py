@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.reports.lanes import MEANINGS, PLAIN, Entry, collectives, computes, kinds_of
 from lightning_gpp.reports.units import duration, percent, size
 from lightning_gpp.schedules import Action, Kind
 from lightning_gpp.simulation import Span, Timeline
@@ -19,7 +20,8 @@ def timeline_text(timeline: Timeline, width: int = 110) -> str:
 
     A forward is drawn as `F0` (micro-batch 0) and a backward as `B0`, stretched with `=` to its length in time; where
     a device holds several stages, the stage stands in front: `2F0`. What is too short for its name keeps the letter,
-    or vanishes. Dots are idle.
+    or vanishes. Dots are idle. Sums of gradients and gatherings of parameters stand in a line below their device, by
+    letter and stage. A last line tells the letters, where there are others than `D`, `F` and `B`.
 
     Args:
         timeline: simulated or measured.
@@ -34,11 +36,31 @@ def timeline_text(timeline: Timeline, width: int = 110) -> str:
     notes = [_note(timeline, device) for device in range(len(timeline.devices))]
     indent = max(map(len, labels))
     columns = max(8, width - indent - max(map(len, notes)) - 6)
-    rows = (
-        f"{label.rjust(indent)} |{_bar(spans, _origin(timeline), timeline.makespan, columns)}| {note}"
-        for label, spans, note in zip(labels, timeline.devices, notes, strict=True)
-    )
-    return "\n".join([*rows, *_axis(timeline, indent, columns), summary(timeline)])
+    origin, makespan, rows = timeline.start, timeline.makespan, list[str]()
+    for device, (label, spans, note) in enumerate(zip(labels, timeline.devices, notes, strict=True)):
+        rows.append(f"{label.rjust(indent)} |{_bar(spans, origin, makespan, columns)}| {note}")
+        lane = _lane(collectives(timeline, device), origin, makespan, columns)
+        rows += [" " * indent + f" |{lane}|"] if lane.strip() else []
+    return "\n".join([*rows, *_axis(timeline, indent, columns), summary(timeline), *_legend(timeline)])
+
+
+def _lane(entries: Sequence[Entry], origin: float, makespan: float, columns: int) -> str:
+    cells = [" "] * columns
+    scale = columns / makespan if makespan else 0.0
+    for entry in entries:
+        first, last = (round((time - origin) * scale) for time in (entry.start, entry.stop))
+        first = min(first, columns - 1)
+        width = max(1, min(last, columns) - first)  # a mark where it takes no time
+        name = f"{entry.kind.value}{entry.stage}"
+        cells[first : first + width] = (name if len(name) <= width else entry.kind.value).ljust(width, "=")
+    return "".join(cells)
+
+
+def _legend(timeline: Timeline) -> list[str]:
+    kinds = kinds_of(timeline)
+    if set(kinds) <= set(PLAIN):
+        return []
+    return [", ".join(f"{kind.value} {MEANINGS[kind]}" for kind in kinds)]
 
 
 def summary(timeline: Timeline) -> str:
@@ -51,10 +73,6 @@ def summary(timeline: Timeline) -> str:
         f"step {duration(timeline.makespan)}, idle {percent(timeline.bubble_fraction)}; "
         f"warm-up/peak in flight: {stages}"
     )
-
-
-def _origin(timeline: Timeline) -> float:
-    return min((spans[0].start for spans in timeline.devices if spans), default=0.0)
 
 
 def _note(timeline: Timeline, device: int) -> str:
@@ -72,6 +90,8 @@ def _bar(spans: Sequence[Span], origin: float, makespan: float, columns: int) ->
     several = len({span.action.stage for span in spans}) > 1
     scale = columns / makespan if makespan else 0.0
     for span in spans:
+        if not computes(span.action):
+            continue
         first, last = round((span.start - origin) * scale), round((span.stop - origin) * scale)
         cells[first:last] = _label(span.action, last - first, several)
     return "".join(cells)

@@ -47,6 +47,7 @@ def simulate(program: Program, costs: StageCosts) -> Timeline:
         devices=devices,
         transfers=tuple(sorted(clock.transfers, key=lambda transfer: (transfer.start, transfer.message))),
         reductions=tuple(_reductions(clock)),
+        gatherings=tuple(clock.gatherings),
         peak_bytes=tuple(peak_bytes(program, costs, device) for device in range(len(devices))),
     )
 
@@ -66,6 +67,7 @@ class _Clock:
     sums: list[dict[Action, float]] = field(init=False)
     gathered: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     whole: dict[tuple[int, int], float] = field(default_factory=dict)
+    gatherings: list[Reduction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         plan, devices = self.program.plan, range(len(self.program.devices))
@@ -98,6 +100,8 @@ class _Clock:
             start = max(self.time[device], self.gathered[device])
             self.gathered[device] = start + self.costs.meeting(action, sharded=True)
             self.whole[device, action.stage] = self.gathered[device]
+            if self.gathered[device] > start:
+                self.gatherings.append(Reduction(action.stage, (device,), start, self.gathered[device]))
 
     def _wait_for_parameters(self, device: int, stage: int) -> None:
         self.time[device] = max(self.time[device], self.whole.get((device, stage), 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -38,7 +38,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The replicas of a stage, on `devices`, sum their gradients from `start` to `stop`, in seconds."""
+    """The replicas of a stage, on `devices`, sum their gradients, or gather their parameters, from `start` to `stop`,
+    in seconds."""
 
     stage: int
     devices: tuple[int, ...]
@@ -48,7 +49,8 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Spans of every device in the order in which they ran, transfers between devices, and sums of gradients.
+    """Spans of every device in the order in which they ran, transfers between devices, sums of gradients, and
+    gatherings of parameters, each with the one device that waits for it.
 
     `peak_bytes` for each device; `stages` are the stages' names, by index.
     """
@@ -57,13 +59,23 @@ class Timeline:
     devices: tuple[tuple[Span, ...], ...]
     transfers: tuple[Transfer, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    gatherings: tuple[Reduction, ...] = ()
     peak_bytes: tuple[float, ...] = ()
+
+    @property
+    def start(self) -> float:
+        """When the first of all begins."""
+        return min((entry.start for entry in self._entries()), default=0)
 
     @property
     def makespan(self) -> float:
         """Seconds from the first start to the last stop."""
-        spans: list[Span | Reduction] = [*(span for device in self.devices for span in device), *self.reductions]
-        return max((span.stop for span in spans), default=0) - min((span.start for span in spans), default=0)
+        return max((entry.stop for entry in self._entries()), default=0) - self.start
+
+    def _entries(self) -> Iterator[Span | Reduction]:
+        yield from (span for device in self.devices for span in device)
+        yield from self.reductions
+        yield from self.gatherings
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -120,7 +132,8 @@ class Timeline:
             ) from error
 
     def save_trace(self, path: str | Path) -> None:
-        """Write for chrome://tracing and ui.perfetto.dev: one process per device, its receives in a second row."""
+        """Write for chrome://tracing and ui.perfetto.dev: one process per device, with its receives and its sums and
+        gatherings in rows of their own."""
         Path(path).write_text(json.dumps({"traceEvents": trace_events(self), "displayTimeUnit": "ms"}))
 
 
@@ -131,16 +144,51 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
         events += [_name("process_name", device, 0, f"device {device}"), _name("thread_name", device, 0, "compute")]
         for span in spans:
             stage = timeline.stages[span.action.stage]
-            events.append(_event(str(span.action), span, device, 0, {"stage": stage, "kind": span.action.kind.name}))
-    for reduction in timeline.reductions:
-        name = f"sum gradients of {timeline.stages[reduction.stage]}"
-        events += [_event(name, reduction, device, 0, {"stage": reduction.stage}) for device in reduction.devices]
+            kind = span.action.kind
+            event = _event(str(span.action), span, device, 0, {"stage": stage, "kind": kind.name})
+            events.append({**event, **trace_style(kind)})
+    events += _collectives(timeline)
     for src, dst in sorted({(transfer.src, transfer.dst) for transfer in timeline.transfers}):
         events.append(_name("thread_name", dst, 1 + src, f"receive from device {src}"))
     for transfer in timeline.transfers:
         name = f"{transfer.producer} to {transfer.consumer}"
         events.append(_event(name, transfer, transfer.dst, 1 + transfer.src, {"message": transfer.message}))
     return events
+
+
+def trace_style(kind: Kind) -> dict[str, str]:
+    """What an event of this kind has for filters and colours. Perfetto takes colours from names, the letters of the
+    kinds; chrome://tracing from these."""
+    return {"cat": kind.name.lower(), "cname": _COLORS[kind]}
+
+
+_COLORS = {
+    Kind.DATA: "grey",
+    Kind.FORWARD: "rail_response",
+    Kind.RECOMPUTE: "rail_idle",
+    Kind.BACKWARD: "rail_animation",
+    Kind.INPUT: "rail_load",
+    Kind.WEIGHT: "good",
+    Kind.UNSHARD: "yellow",
+    Kind.RESHARD: "white",
+    Kind.REDUCE: "olive",
+}
+"""Names that chrome://tracing knows."""
+
+
+def _collectives(timeline: Timeline) -> list[dict[str, Any]]:
+    """In a row behind those of all receives."""
+    row, events = 1 + len(timeline.devices), list[dict[str, Any]]()
+    for what, kind, entries in (
+        ("sum gradients", Kind.REDUCE, timeline.reductions),
+        ("gather parameters", Kind.UNSHARD, timeline.gatherings),
+    ):
+        for entry in entries:
+            name = f"{what} of {timeline.stages[entry.stage]}"
+            for device in entry.devices:
+                events.append({**_event(name, entry, device, row, {"stage": entry.stage}), **trace_style(kind)})
+    devices = sorted({event["pid"] for event in events})
+    return [*(_name("thread_name", device, row, "collectives") for device in devices), *events]
 
 
 def _event(
@@ -174,6 +222,7 @@ def _content(timeline: Timeline) -> dict[str, Any]:
             for entry in timeline.transfers
         ],
         "reductions": [[entry.stage, entry.devices, entry.start, entry.stop] for entry in timeline.reductions],
+        "gatherings": [[entry.stage, entry.devices, entry.start, entry.stop] for entry in timeline.gatherings],
         "peak_bytes": timeline.peak_bytes,
     }
 
@@ -189,8 +238,11 @@ def _timeline(content: dict[str, Any]) -> Timeline:
             Transfer(message, src, dst, Action.parse(producer), Action.parse(consumer), start, stop)
             for message, src, dst, producer, consumer, start, stop in content["transfers"]
         ),
-        reductions=tuple(
-            Reduction(stage, tuple(devices), start, stop) for stage, devices, start, stop in content["reductions"]
-        ),
+        reductions=_meetings(content["reductions"]),
+        gatherings=_meetings(content.get("gatherings", [])),
         peak_bytes=tuple(content["peak_bytes"]),
     )
+
+
+def _meetings(content: list[Any]) -> tuple[Reduction, ...]:
+    return tuple(Reduction(stage, tuple(devices), start, stop) for stage, devices, start, stop in content)

@@ -18,6 +18,7 @@ from lightning_gpp.planning import estimate
 from lightning_gpp.reports import compare_timelines, comparison_text, plan_table, timeline_text
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import Span, StageCosts, Timeline, simulate
+from lightning_gpp.simulation.timeline import trace_style
 from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.engine import Engine
 from lightning_gpp.strategy.machine import Machine
@@ -92,8 +93,8 @@ class TraceFile:
         action = span.action
         return {
             "name": f"{action} {names[action.stage]}",
-            "cat": action.kind.name.lower(),
             "ph": "X",
+            **trace_style(action.kind),
             "ts": span.start * 1e6,
             "dur": (span.stop - span.start) * 1e6,
             "pid": self.control.pipeline,
