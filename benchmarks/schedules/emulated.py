@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightning_gpp.graph import Affine, TensorSpec
 from lightning_gpp.plan import STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.planning.layout import laid_out
+from lightning_gpp.planning.timed import timed
 from lightning_gpp.runtime import LOSS, DistributedTransport, Executor, Mesh, MicroBatch, Slot, pairs_of
 from lightning_gpp.schedules import compile_program, schedule_names
 from lightning_gpp.schedules.registry import method_of
@@ -78,9 +79,7 @@ def cases(schedule: str, num_micro_batches: int) -> Iterator[Case]:
 def plan_of(schedule: str, number: int, pairs: Sequence[tuple[int, int]], num_micro_batches: int) -> Plan:
     method = method_of(schedule)
     seconds = Affine(0, SECONDS / method.stages_per_device)
-    figures = Figures(
-        activation_bytes=Affine(0, 1), forward_seconds=seconds, input_seconds=seconds, weight_seconds=seconds
-    )
+    figures = Figures(activation_bytes=Affine(0, 1), forward_seconds=seconds)
     stages = tuple(
         Stage(
             name=f"s{index}",
@@ -105,19 +104,20 @@ def both_ways(plan: Plan) -> Plan:
 
 
 def case(model: str, plan: Plan) -> Case:
-    """A stage that no other waits for computes all its gradients at once."""
-    sources = {index for index in range(len(plan.stages)) if not any(edge.dst == index for edge in plan.edges)}
+    """A stage that needs nobody's tensors computes all its gradients at once."""
+    fed = {edge.dst for edge in plan.edges if not edge.artificial}
     seconds = [stage.figures.forward_seconds for stage in plan.stages]
     stages = tuple(
         StageCost(
             forward=cost,
             backward=Affine(0, 2 * cost.fixed),
-            weight=Affine() if index in sources else cost,
+            weight=cost if index in fed else Affine(),
             activation_bytes=Affine(0, 1),
         )
         for index, cost in enumerate(seconds)
     )
-    return Case(model=model, plan=plan, costs=StageCosts(stages=stages))
+    costs = StageCosts(stages=stages)
+    return Case(model=model, plan=timed(plan, costs), costs=costs)
 
 
 def measure(rank: int, schedules: Sequence[str], num_micro_batches: int, repetitions: int) -> None:
@@ -134,10 +134,7 @@ def measure(rank: int, schedules: Sequence[str], num_micro_batches: int, repetit
 
 def executed(rank: int, schedule: str, entry: Case, repetitions: int) -> str:
     plan, program = entry.plan, compile_program(entry.plan)
-    layers = {
-        index: Layer(index, WIDTH, plan.stages[index].figures.forward_seconds.fixed)
-        for index in range(len(plan.stages))
-    }
+    layers = [Layer(index, stage.figures.forward_seconds.fixed) for index, stage in enumerate(plan.stages)]
     spec = TensorSpec(shape=(Affine(1, 0), Affine(0, WIDTH)), dtype="float32", requires_grad=True)
     executor = Executor(
         program,

@@ -112,7 +112,7 @@ def _stage_cost(operators: Sequence[Operator], plan: Plan, index: int, kind: Dev
 
 def _weight(plan: Plan, index: int, seconds: Sequence[Seconds]) -> float:
     """Of the gradients of the parameters; a stage that no other waits for computes all its gradients at once."""
-    waited_for = any(edge.dst == index and carries_gradient(edge) for edge in plan.edges)
+    waited_for = any(edge.dst == index and carries_gradient(edge) and not edge.artificial for edge in plan.edges)
     return sum(entry.weight_gradient for entry in seconds) if waited_for else 0.0
 
 

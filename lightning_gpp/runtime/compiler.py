@@ -151,7 +151,6 @@ class Compiler:
             "forward": self._with_stream(action),
             "promised": promises(common["outgoing"], micro_batch.num_samples),
             "saved": self._saved(action) if training else None,
-            "split": self._split(action) if (action.stage, action.micro_batch) in self._program.split else None,
             "differentiable": _differentiable(common["outgoing"]),
             "has_loss": training and action.stage == self._plan.step_stage,
         }

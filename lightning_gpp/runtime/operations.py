@@ -103,14 +103,12 @@ class ReadData(Compute):
 class ComputeForward(Compute):
     """Run a stage; in training keep what the backward needs.
 
-    `differentiable` names the outputs for which gradients will come, `saved` is None in inference, `split` unless the
-    backward is split.
+    `differentiable` names the outputs for which gradients will come, `saved` is None in inference.
     """
 
     forward: Forward
     promised: list[Promise]
     saved: Saved | None
-    split: SplitBackward | None
     differentiable: tuple[str, ...]
     has_loss: bool
 
@@ -118,17 +116,11 @@ class ComputeForward(Compute):
         saved = self.saved
         if saved is not None:
             self.state.enter(self.stage)
-        outputs = self._outputs(self._inputs(saved))
+        outputs = self.forward(self._inputs(saved), self.micro_batch)
         check_promises(outputs, self.promised, self.owner)
         hand_out(outputs, self.outgoing, self.state)
         if saved is not None:
             self._save(saved, outputs)
-
-    def _outputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if self.split is None:
-            return self.forward(inputs, self.micro_batch)
-        with self.split.watching():
-            return self.forward(inputs, self.micro_batch)
 
     def _inputs(self, saved: Saved | None) -> dict[str, Tensor]:
         inputs: dict[str, Tensor] = {}

@@ -40,7 +40,7 @@ class RecomputedForward(ComputeForward):
         """Make the graph: with the numbers, buffers and attributes that the first run found, which stay untouched."""
         self._check_inputs()
         with self.modules.restored(self.found):
-            outputs = self._outputs(self.inputs)
+            outputs = self.forward(self.inputs, self.micro_batch)
         check_promises(outputs, self.promised, f"{self.owner}, recomputed,")
         self.clear()
         if self.saved is not None:

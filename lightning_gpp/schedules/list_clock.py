@@ -56,7 +56,7 @@ class Tasks:
     def of(cls, plan: Plan, batch_size: int) -> Tasks:
         places = [(device, stage) for device in range(plan.num_devices) for stage in plan.stages_on(device)]
         numbers = {(device, stage): plan.micro_batches(stage, device, batch_size) for device, stage in places}
-        waited_for = {edge.dst for edge in plan.edges if carries_gradient(edge)}
+        waited_for = {edge.dst for edge in plan.edges if carries_gradient(edge) and not edge.artificial}
         split = frozenset(
             (s, i) for (_, s), found in numbers.items() if s in waited_for and _weighs(plan, s) for i in found
         )
