@@ -11,19 +11,21 @@ of unit u for b samples (replicas that share b samples take no less in sum), W t
 * r > 1 replicas of u sum its gradients: 2 (r - 1) p_u / bandwidth seconds in sum, over the links that r devices need.
   That may overlap with waiting for the last backwards, so one share s of it counts, and 1 - s of them.
 * Between its last forward and its last backward a device waits until that micro-batch has gone through all stages
-  behind and back, and has no more than M - 1 backwards to do meanwhile. Give every unit one path of descendants, the
-  longest, of C_u seconds; behind the stage of u it takes C_u - T / M at least, and M - 1 backwards no more than
-  (M - 1) / M of the largest share e = max g_u / t_u of T. Let H be any set of units, for example those for which C_u
-  exceeds c = T (1 + (M - 1) e) / M.
+  behind and back, and has no more than M - 1 backwards to do meanwhile: c = (M - 1) e T / M seconds at most, with the
+  largest share e = max g_u / t_u of a unit's seconds. Give every unit one path of descendants, the longest, of C_u
+  seconds. Let H be any set of units, for example those for which C_u exceeds c, and H_u those of H whose path holds u.
+  All devices wait for u for at least t_u(b / r) (M W(H_u) / T - r) seconds in sum, less c for every second's share.
+* Replicas take r t_u(b / r) seconds in sum instead of t_u, M times: small shares are less efficient.
 
-    K T >= M W - c M W(H) / T + sum_u min_r [ 2 s (r - 1) p_u / bandwidth_r
+    K T >= M W - c M W(H) / T + sum_u min_r [ M (r t_u(b / r) - t_u)  +  2 s (r - 1) p_u / bandwidth_r
                                               + (f_u + (1 - s) g_u)(b / r) max(0, M W(D_u) / T - r)
-                                              + t_u(b / r) M W(H_u) / T ]
+                                              + t_u(b / r) max(0, M W(H_u) / T - r) ]
 
-for any s in [0, 1], where H_u are the units of H whose path of descendants holds u.
+for any s in [0, 1].
 Waiting counts less on slower devices, whose seconds are worth less work: it is divided by the largest slowdown.
 The right side falls with T, so the smallest T that satisfies it bounds the step from below. In addition, some stage has
-to run each unit M times. The bound of the problem is the least of those of its micro-batch sizes.
+to run each unit M times, and stages must have room for whole units (`room`). The bound of the problem is the least of
+those of its micro-batch sizes.
 """
 
 from __future__ import annotations
@@ -68,15 +70,20 @@ def _with_room(problem: Problem, size: int) -> float:
         )
         for choice in (_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size))
     ]
-    share = float((backward / np.maximum(forward + backward, 1e-30)).max())
-    return least_with_room(problem, size, shares, forward + backward, share)
+    return least_with_room(problem, size, shares, forward + backward, _backward_share(problem, size))
+
+
+def _backward_share(problem: Problem, size: int) -> float:
+    """The most that a backward takes of a unit's seconds, on any kind of device."""
+    tables = [problem.seconds(size, kind) for kind in range(len(problem.cluster.kinds))]
+    return max(float((1 - table.forward / np.maximum(table.total, 1e-30)).max()) for table in tables)
 
 
 def _whole(problem: Problem, size: int) -> float:
     forward, backward, speed = _fastest(problem, size)
     total = forward + backward
     choices = [_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size)]
-    paths = _Paths(problem, total, backward, size)
+    paths = _Paths(problem, total, size)
     return max(_solve(choices, paths, speed, share) for share in SHARES)
 
 
@@ -138,13 +145,13 @@ def _slowdowns(problem: Problem, total: Array, size: int) -> list[float]:
 class _Paths:
     """The longest paths to and from every unit, and the work on them."""
 
-    def __init__(self, problem: Problem, total: Array, backward: Array, size: int) -> None:
+    def __init__(self, problem: Problem, total: Array, size: int) -> None:
         self.total, self.number = total, problem.batch_size / size  # a shorter last micro-batch counts as its part
         self.most = -(-problem.batch_size // size)
         self.slowdown = max(_slowdowns(problem, total, size))
         self.behind = self.number * _behind(problem, total)
         self.after, self.child = _after(problem, total)
-        self.backward_share = float((backward / np.maximum(total, 1e-30)).max())
+        self.backward_share = _backward_share(problem, size)
         self.work = self.number * float(total.sum())
 
     def waiting(self, seconds: float) -> tuple[Array, float]:
