@@ -14,7 +14,7 @@ of unit u for b samples (replicas that share b samples take no less in sum), W t
   behind and back, and has no more than M - 1 backwards to do meanwhile: c = (M - 1) e T / M seconds at most, with the
   largest share e = max g_u / t_u of a unit's seconds. Give every unit one path of descendants, the longest, of C_u
   seconds. Let H be any set of units, for example those for which C_u exceeds c, and H_u those of H whose path holds u.
-  All devices wait for u for at least t_u(b / r) (M W(H_u) / T - r) seconds in sum, less c for every second's share.
+  All devices wait for u for at least t_u(b / r) (M W(H_u) / T - r) seconds in sum; c M W(H) / T come off all these.
 * Replicas take r t_u(b / r) seconds in sum instead of t_u, M times: small shares are less efficient.
 
     K T >= M W - c M W(H) / T + sum_u min_r [ M (r t_u(b / r) - t_u)  +  2 s (r - 1) p_u / bandwidth_r
