@@ -67,6 +67,7 @@ class _Clock:
     free: list[float] = field(init=False)
     waited: list[float] = field(init=False)
     busy: list[float] = field(init=False)
+    now: float = 0
     longest_wait: float = 0
     seconds: float = 0
     held: list[float] = field(init=False)
@@ -89,9 +90,9 @@ class _Clock:
 
     def run(self) -> bool:
         while self.seconds < self.below and (self.events or self._force()):
-            time, device = heapq.heappop(self.events)
-            if self.free[device] <= time:
-                self._act(device, time)
+            self.now, device = heapq.heappop(self.events)
+            if self.free[device] <= self.now:
+                self._act(device, self.now)
         return self.seconds < self.below
 
     def _act(self, device: int, time: float) -> None:
@@ -107,7 +108,8 @@ class _Clock:
                     blocked.append(lane)
                 else:
                     ready.append((kind == last, self.work.lanes[lane].depth, self.done[kind][lane], lane))
-        if ready:
+        urgent = self.policy.forwards_first and any(self._pending(lane) for lane in blocked)
+        if ready and not urgent:
             second, _, _, lane = min(ready)
             self._put(last if second else INPUT + FORWARD - last, lane, time)
         else:
@@ -192,7 +194,5 @@ class _Clock:
             if position < len(lanes[lane].numbers) and not self.missing[FORWARD][lane][position]
         ]
         if waiting:
-            _, position, lane = min(waiting)
-            arrival = self.arrived[FORWARD][lane][position]
-            self._put(FORWARD, lane, max(arrival, self.free[lanes[lane].device]))
+            self._put(FORWARD, min(waiting)[2], self.now)
         return bool(waiting)

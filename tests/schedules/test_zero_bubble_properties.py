@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Figures, Plan, Stage
 from lightning_gpp.schedules import Kind, compile_program, in_flight, make_schedule
+from lightning_gpp.schedules.filling import Policy, fill
+from lightning_gpp.schedules.lanes import work_of
 from lightning_gpp.simulation import Link, StageCost, StageCosts, Timeline, simulate
 from tests.strategies import chain, plan_of, plans
 
 NAMES = ("zb_h1", "zb_h2", "zero_bubble", "layerpipe")
-RUNS = settings(max_examples=120, deadline=None)
+RUNS = settings(max_examples=60, deadline=None)
 
 
 @st.composite
@@ -98,6 +100,25 @@ def test_several_stages_per_device_with_few_micro_batches(name: str, number: int
     plan = plan_of([(i, i + 1) for i in range(5)], (1,) * 6, number, schedule=name, devices=[(i,) for i in places])
     timeline = simulate(compile_program(plan), StageCosts.uniform(plan, 1, 2, 1))
     assert sum(len(spans) for spans in timeline.devices) == 3 * 6 * number
+
+
+def test_what_lacks_room_goes_on_from_now() -> None:
+    """A device that waits for room since long ago does not start then, before what others have heard since."""
+    places = [(1,), (1,), (0,), (2,)]
+    plan = plan_of([(0, 1), (1, 2), (2, 3)], (2, 4, 1, 3), 8, devices=places)
+    figures = [
+        Figures(
+            forward_seconds=Affine(0, seconds),
+            input_seconds=Affine(0, seconds),
+            weight_seconds=Affine(0, 1),
+            activation_bytes=Affine(1),
+        )
+        for seconds in (6, 2, 1, 2)
+    ]
+    stages = tuple(replace(stage, figures=entry) for stage, entry in zip(plan.stages, figures, strict=True))
+    work = work_of(replace(plan, stages=stages, memory_bytes=(1, 1, 1)), 8)
+    schedule = fill(work, [Policy(ahead=[3] * 4)])
+    assert sum(map(len, schedule.devices)) == 3 * (4 + 2 + 8 + 3)
 
 
 @settings(max_examples=40, deadline=None)
