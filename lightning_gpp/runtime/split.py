@@ -1,6 +1,6 @@
 """The split of a stage's backward into I, the gradients of its inputs, which other stages wait for, and W, the
 gradients of its parameters, which only the optimizer waits for. Both together do what a full backward does: the same
-additions in the same order, every hook once.
+additions in the same order, every hook of a parameter once.
 
 `Splitter` holds what was learned about a stage; `SplitBackward` is one micro-batch:
 
@@ -10,15 +10,15 @@ additions in the same order, every hook once.
 
 I is an ordinary backward that is told to stop at the leaves, and frees the graph as it goes. Before, W's operands are
 taken out of the graph; during I the gradients that belong to them are caught. Only these stay between I and W: for a
-layer of a transformer the 32sbh of the Zero Bubble paper (arXiv 2401.10241, table 1). Nothing runs twice, so that
-checkpoints, compiled regions and custom functions are no hindrance.
+layer of a transformer the 32sbh of the Zero Bubble paper (arXiv 2401.10241, table 1). Nothing is computed twice, so
+that checkpoints, compiled regions and custom functions are no hindrance: what lies in them belongs to I.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -99,7 +99,8 @@ class _Waiting:
         self._arrived: list[Later] = []  # in the order of the backward, which is that of the additions
         for number, wanted in group.products:
             node = graph.nodes[number]
-            node.register_prehook(_catch(Later(node, wanted), self._arrived))
+            edges = [GradientEdge(*graph.edges[number][i]) for i in wanted]  # type: ignore[arg-type]
+            node.register_prehook(_catch(Later(node, wanted, edges), self._arrived))
         self._cuts: list[tuple[Node, list[Tensor | None]]] = []
         for number in group.cuts:
             caught: list[Tensor | None] = []
@@ -116,18 +117,17 @@ class _Waiting:
                 if gradient is not None:
                     edges.append(GradientEdge(node, number))
                     gradients.append(gradient)
-        with torch.no_grad():
-            for later in self._arrived:
-                more_edges, more_gradients = later.compute()
-                edges += more_edges
-                gradients += more_gradients
+        for later in self._arrived:
+            edges += later.edges
+            gradients += later.compute()
         return edges, gradients
 
 
 def _catch(later: Later, arrived: list[Later]) -> Callable[[tuple[Tensor | None, ...]], None]:
     def hook(gradients: tuple[Tensor | None, ...]) -> None:
         later.gradient = gradients[0]
-        arrived.append(later)
+        if later.gradient is not None:
+            arrived.append(later)
 
     return hook
 
@@ -166,7 +166,7 @@ class SplitBackward:
             torch.autograd.backward(roots, seeds)
             return
         self._waiting = [_Waiting(group, graph, roots, seeds) for group in plan.groups]
-        targets = [*leaves.values(), *(GradientEdge(graph.nodes[number], 0) for number in plan.targets)]
+        targets: list[Any] = [*leaves.values(), *(GradientEdge(graph.nodes[number], 0) for number in plan.targets)]
         if plan.roots:
             del graph
             torch.autograd.backward([roots[i] for i in plan.roots], [seeds[i] for i in plan.roots], inputs=targets)
@@ -179,6 +179,10 @@ class SplitBackward:
         """
         waiting = self._waiting[::-1]
         self.clear()
+        with torch.no_grad():
+            self._run(waiting)
+
+    def _run(self, waiting: list[_Waiting]) -> None:
         while waiting:
             edges: list[GradientEdge] = []
             gradients: list[Tensor] = []

@@ -42,12 +42,14 @@ class Graph:
     """The nodes of one micro-batch, numbered in the order of a walk from the roots.
 
     Attributes:
+        edges: for every node its `next_functions`.
         children: for every node the numbers of the nodes that it passes gradients to; -1 where it passes none.
         roots: for every root its node.
         leaves: for every leaf that can be reached its node.
     """
 
     nodes: list[Node]
+    edges: list[tuple[tuple[Node | None, int], ...]]
     children: list[list[int]]
     roots: list[int]
     leaves: list[int]
@@ -62,10 +64,12 @@ def walk(roots: Iterable[Node], leaves: Iterable[Node]) -> Graph:
     roots = list(roots)
     nodes = list(dict.fromkeys(roots))
     numbers = {node: number for number, node in enumerate(nodes)}
+    edges: list[tuple[tuple[Node | None, int], ...]] = []
     children: list[list[int]] = []
     for node in nodes:  # which grows
         mine: list[int] = []
-        for child, _ in node.next_functions:
+        edges.append(node.next_functions)
+        for child, _ in edges[-1]:
             if child is None:
                 mine.append(-1)
                 continue
@@ -75,7 +79,8 @@ def walk(roots: Iterable[Node], leaves: Iterable[Node]) -> Graph:
                 nodes.append(child)
             mine.append(number)
         children.append(mine)
-    return Graph(nodes, children, [numbers[node] for node in roots], [numbers[n] for n in leaves if n in numbers])
+    reached = [numbers[node] for node in leaves if node in numbers]
+    return Graph(nodes, edges, children, [numbers[node] for node in roots], reached)
 
 
 @dataclass(slots=True, kw_only=True)

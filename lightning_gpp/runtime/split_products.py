@@ -12,6 +12,7 @@ whose gradients cost little and would keep their operands alive.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from lightning_gpp.errors import GPPError
+
+Shape = Callable[[], torch.Size]
+"""The shape of the first of the wanted gradients."""
 
 Formula = Callable[["Operand", Tensor], Tensor]
 """From an operand and the gradient of the product to the gradient of the other operand."""
@@ -47,21 +51,21 @@ class Operand:
 def _first_of_mm(second: Operand, gradient: Tensor) -> Tensor:
     if second.by_columns:
         return second.get().conj().mm(gradient.t()).t()
-    return gradient.mm(second.get().t().conj())
+    return gradient.mm(second.get().mH)
 
 
 def _second_of_mm(first: Operand, gradient: Tensor) -> Tensor:
     if first.by_columns:
         return gradient.t().mm(first.get().conj()).t()
-    return first.get().t().conj().mm(gradient)
+    return first.get().mH.mm(gradient)
 
 
 def _first_of_bmm(second: Operand, gradient: Tensor) -> Tensor:
-    return gradient.bmm(second.get().transpose(1, 2).conj())
+    return gradient.bmm(second.get().mH)
 
 
 def _second_of_bmm(first: Operand, gradient: Tensor) -> Tensor:
-    return first.get().transpose(1, 2).conj().bmm(gradient)
+    return first.get().mH.bmm(gradient)
 
 
 class Matrices:
@@ -74,42 +78,46 @@ class Matrices:
     """
 
     def __init__(self, first: str, second: str, *, offset: int, formulas: tuple[Formula, Formula]) -> None:
-        self._names, self._offset, self._formulas = (first, second), offset, formulas
-
-    def saved(self) -> tuple[str, str]:
-        return self._names
+        self.raw = (f"_raw_saved_{first}", f"_raw_saved_{second}")
+        self._saved = (f"_saved_{first}", f"_saved_{second}")
+        self._sizes = (f"_saved_{first}_sym_sizes", f"_saved_{second}_sym_sizes")
+        self._strides = (f"_saved_{first}_sym_strides", f"_saved_{second}_sym_strides")
+        self._offset, self._formulas = offset, formulas
 
     def fits(self, node: Any) -> bool:
         return not self._offset or (node._saved_alpha == 1 and node._saved_beta == 1)
 
-    def later(self, node: Any, wanted: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
+    def later(self, node: Any, wanted: Sequence[int], shape: Shape) -> Callable[[Tensor], list[Tensor]]:
         """What computes the wanted gradients from the one that arrives. Does not keep the node."""
         offset, formulas = self._offset, self._formulas
-        operands = {i: self._other(node, i - offset) for i in wanted if i >= offset}
+        parts = [(formulas[i - offset], self._other(node, i - offset)) if i >= offset else None for i in wanted]
 
         def gradients(gradient: Tensor) -> list[Tensor]:
-            return [formulas[i - offset](operands[i], gradient) if i in operands else gradient for i in wanted]
+            return [part[0](part[1], gradient) if part else _reduced(gradient, shape()) for part in parts]
 
         return gradients
 
     def _other(self, node: Any, which: int) -> Operand:
         """The operand that the gradient of this one is made of."""
-        name = self._names[which]
-        sizes, strides = (getattr(node, f"_saved_{name}_sym_{what}", ()) for what in ("sizes", "strides"))
-        by_columns = bool(sizes) and strides[0] == 1 and strides[1] == sizes[0]
-        return Operand(getattr(node, f"_saved_{self._names[1 - which]}"), by_columns)
+        sizes, strides = getattr(node, self._sizes[which], None), getattr(node, self._strides[which], None)
+        by_columns = bool(sizes and strides and strides[0] == 1 and strides[1] == sizes[0])
+        return Operand(getattr(node, self._saved[1 - which]), by_columns)
+
+
+def _reduced(gradient: Tensor, shape: torch.Size) -> Tensor:
+    """Summed over the dimensions along which the summand was broadcast, as autograd does between nodes."""
+    return gradient if gradient.shape == shape else gradient.sum_to_size(shape)
 
 
 class Convolution:
     """Convolutions of all kinds."""
 
-    def saved(self) -> tuple[str, str]:
-        return "input", "weight"
+    raw = ("_raw_saved_input", "_raw_saved_weight")
 
     def fits(self, node: Any) -> bool:
         return True
 
-    def later(self, node: Any, wanted: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
+    def later(self, node: Any, wanted: Sequence[int], shape: Shape) -> Callable[[Tensor], list[Tensor]]:
         image, weight = Operand(node._saved_input), Operand(node._saved_weight)
         rest = (
             *(node._saved_bias_sym_sizes_opt, node._saved_stride, node._saved_padding, node._saved_dilation),
@@ -139,8 +147,8 @@ PRODUCTS: Final[Mapping[str, Matrices | Convolution]] = {
 def is_open(node: Node) -> bool:
     """Whether what a product saved can be read at no cost: not where hooks would have to compute it first, as those of
     an activation checkpoint do, which moreover allow this only once."""
-    for name in PRODUCTS[type(node).__name__].saved():
-        saved = getattr(node, f"_raw_saved_{name}").data
+    for name in PRODUCTS[type(node).__name__].raw:
+        saved = getattr(node, name).data
         if not (saved is None or isinstance(saved, Tensor)):
             return False
     return True
@@ -152,24 +160,20 @@ class Later:
     Args:
         node: the product. Not kept.
         wanted: which of its gradients.
+        edges: where these go.
     """
 
-    __slots__ = ("_compute", "_edges", "gradient")
+    __slots__ = ("_compute", "edges", "gradient")
 
-    def __init__(self, node: Node, wanted: Sequence[int]) -> None:
-        self._compute = PRODUCTS[type(node).__name__].later(node, wanted)
-        self._edges = [GradientEdge(*node.next_functions[i]) for i in wanted]  # type: ignore[arg-type]
+    def __init__(self, node: Node, wanted: Sequence[int], edges: list[GradientEdge]) -> None:
+        self._compute = PRODUCTS[type(node).__name__].later(node, wanted, partial(_shape, edges[0]))
+        self.edges = edges
         self.gradient: Tensor | None = None
 
-    def compute(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where the graph goes on, and the gradients that go there."""
-        if self.gradient is None:
-            return [], []
-        gradients = self._compute(self.gradient)
-        return self._edges, [_reduced(g, edge) for g, edge in zip(gradients, self._edges, strict=True)]
+    def compute(self) -> list[Tensor]:
+        return [] if self.gradient is None else self._compute(self.gradient)
 
 
-def _reduced(gradient: Tensor, edge: GradientEdge) -> Tensor:
-    """Summed over the dimensions along which the operand was broadcast, as autograd does between nodes."""
-    shape = edge.node._input_metadata[edge.output_nr].shape  # what torch.autograd.backward checks seeds against
-    return gradient if gradient.shape == shape else gradient.sum_to_size(shape)
+def _shape(edge: GradientEdge) -> torch.Size:
+    """What torch.autograd.backward checks the shape of a seed against."""
+    return edge.node._input_metadata[edge.output_nr].shape  # type: ignore[no-any-return]

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -433,6 +435,18 @@ def test_hooks_on_intermediate_tensors_act_once() -> None:
     check(Call(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 8)), normal(3, 8))
 
 
+def test_hooks_on_intermediate_tensors_fire_once() -> None:
+    calls = []
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        hidden = self.first(input)
+        hidden.register_hook(lambda _: calls.append(1))
+        return self.last(hidden)
+
+    run(Call(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 8)), normal(3, 8), ORDERS[1], Splitter())
+    assert len(calls) == 3
+
+
 def test_full_backward_hooks_of_modules_fire_once() -> None:
     calls = []
     module = renamed(mlp())
@@ -592,3 +606,54 @@ def test_tensors_saved_elsewhere() -> None:
     fetched.clear()
     assert deferred(module, normal(3, 8)) == {"last.weight", "last.bias"}
     assert len(fetched) == 4  # two operands in two micro-batches
+
+
+OPERATORS: list[Callable[..., Tensor]] = [
+    lambda a, b: a @ b,
+    lambda a, b: a.t() @ b,
+    lambda a, b: torch.addmm(a[0], a, b),
+    lambda a, b: torch.bmm(a[None], b[None])[0],
+    lambda a, b: F.conv1d(a[None], b.unflatten(1, (4, 1)), a[:, 0])[0, :, :1].expand(4, 4),
+    lambda a, b: a * b,
+    lambda a, b: a + b.view(16).view(4, 4),
+    lambda a, b: F.layer_norm(a, (4,), b[0], a[1]),
+    lambda a, b: torch.stack([a.unbind()[1], *b.unbind()[:3]]),
+    lambda a, b: Fused.apply(a, b),
+    lambda a, b: checkpoint(torch.addmm, a, b, a, use_reentrant=False),
+    lambda a, b: a.tanh(),
+]
+INDICES = st.integers(0, 30)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    program=st.lists(st.tuples(st.sampled_from(OPERATORS), INDICES, INDICES), min_size=1, max_size=12),
+    outputs=st.lists(INDICES, min_size=1, max_size=4),
+)
+def test_any_graph(program: list[tuple[Callable[..., Tensor], int, int]], outputs: list[int]) -> None:
+    """Two inputs, three parameters and data meet in all ways; every parameter's hook fires as often as in one go."""
+
+    def forward(self: Any, a: Tensor, b: Tensor) -> list[Tensor]:
+        values = [a, b, self.first, self.second, self.third, self.data]
+        for operator, left, right in program:
+            result = operator(values[left % len(values)], values[right % len(values)])
+            values.append(result / (1 + result.detach().abs().max()))
+        return [values[-1 - index % len(values)] for index in outputs]
+
+    def counted(module: nn.Module, counts: dict[str, int]) -> nn.Module:
+        for name, parameter in module.named_parameters():
+            counts[name] = 0
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: counts.update({name: counts[name] + 1}))
+        return module
+
+    torch.manual_seed(0)
+    module = Call(forward, **{name: nn.Parameter(torch.randn(4, 4)) for name in ("first", "second", "third")})
+    module.register_buffer("data", torch.randn(4, 4))
+    inputs: Inputs = lambda: {"a": torch.randn(4, 4), "b": torch.randn(4, 4)}  # noqa: E731
+    expected_counts: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    plain, split = counted(copy.deepcopy(module), expected_counts), counted(copy.deepcopy(module), counts)
+    splitter = Splitter()
+    for order in ORDERS[1:]:
+        same(run(split, inputs, order, splitter), run(plain, inputs, order, None))
+    assert counts == expected_counts
