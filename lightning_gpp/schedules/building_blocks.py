@@ -1,0 +1,124 @@
+"""Building blocks: what one micro-batch does in which cell, repeated with a fixed period, then squeezed.
+
+A cell is the time of one action. In every period a device starts all that it has to do for one micro-batch: with two
+stages a forward, gradients of inputs and gradients of parameters of each, six cells. The block alone decides how long
+activations live: forwards move on by so and so many cells per stage, backwards by others, and the sum of both, on the
+way down the V and on the way up, is the same for every device. This sum over 6 is the memory in that of 1F1B.
+
+Source: Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024 (arXiv 2405.15362). There a block is a
+table of a chain's cells. Here cells follow from a stage's level, so that a block serves any graph; where devices hold
+other numbers of stages than two, laps count as down and up in turn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules.actions import Action, Kind, Schedule
+from lightning_gpp.schedules.due import DueRows, actions, by_due_times, levels
+from lightning_gpp.schedules.held import fits, peaks_of, rooms
+from lightning_gpp.schedules.split_work import SplitWork, is_extra, split_work
+from lightning_gpp.schedules.squeeze import fastest, squeezed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Cells from a stage's action to its neighbour's: on the way down the V, and on the way up.
+
+    `gaps`: cells between the last forward and the first backward of a micro-batch, to choose from: the right ones for
+    the number of devices leave no two actions of a device in one cell.
+    """
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    gaps: tuple[int, ...]
+
+
+def squeezed_blocks(plan: Plan, batch_size: int, blocks: Sequence[Block]) -> Schedule:
+    """The order of a building block, squeezed.
+
+    Args:
+        plan: its figures' seconds count where they are known.
+        batch_size: samples of the mini-batch.
+        blocks: the first whose activations fit into `plan.memory_bytes` is taken, otherwise the last one.
+    """
+    work = split_work(plan, batch_size)
+    for block in blocks:
+        layouts = _leanest(work, block)
+        if fits(plan, layouts[0].peaks):
+            break
+    runs = (run for layout in layouts for run in squeezed(work, layout.rows, rooms(plan, layout.peaks)))
+    return work.order(fastest(work, runs).rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """An order without gradients of parameters, and the peaks with them in free cells."""
+
+    rows: list[list[Action]]
+    peaks: list[float]
+
+
+def _leanest(work: SplitWork, block: Block) -> list[_Layout]:
+    """The orders, by gaps, that need the least memory."""
+    layouts = []
+    for gap in block.gaps:
+        rows = by_due_times(work, _Cells(work, block, gap).time)
+        layouts.append(_Layout(actions(rows, weights=False), peaks_of(work, _in_free_cells(work.plan, rows))))
+    least = min(max(layout.peaks) for layout in layouts)
+    return [layout for layout in layouts if max(layout.peaks) <= least * (1 + 1e-9)]
+
+
+class _Cells:
+    """When a block's actions are due, in cells."""
+
+    def __init__(self, work: SplitWork, block: Block, gap: int) -> None:
+        plan = work.plan
+        places = [[s for s in plan.stages_on(i) if not is_extra(plan, s)] for i in range(plan.num_devices)]
+        tasks = Counter(device for device, action in work.seconds if action.stage in places[device])
+        cells = max(tasks.values(), default=0) / work.batch_size
+        self._entry = [
+            [start * cells for start, _ in plan.intervals(stage, work.batch_size)] for stage in range(len(plan.stages))
+        ]
+        self._level, length = levels(plan)
+        self._forward, self._backward = _offsets(block, gap, length, max(1, *map(len, places)))
+
+    def time(self, action: Action) -> float:
+        offsets = self._forward if action.kind is Kind.FORWARD else self._backward
+        return self._entry[action.stage][action.micro_batch] + offsets[self._level[action.stage]]
+
+
+def _offsets(block: Block, gap: int, length: int, laps: int) -> tuple[list[int], list[int]]:
+    """For every level the cells of the first micro-batch's forward and of its gradients of inputs."""
+    up = [level * laps // length % 2 for level in range(length)]
+    forward = [0] * length
+    for level in range(1, length):
+        forward[level] = forward[level - 1] + block.forward[up[level]]
+    backward = [forward[-1] + 1 + gap] * length
+    for level in reversed(range(length - 1)):
+        backward[level] = backward[level + 1] + block.backward[up[level + 1]]
+    return forward, backward
+
+
+def _in_free_cells(plan: Plan, rows: DueRows) -> list[list[Action]]:
+    """The order with gradients of parameters in the cells that are free, the oldest first, and the rest at the end."""
+    full: list[list[Action]] = []
+    for row in rows:
+        done: list[Action] = []
+        waiting: list[Action] = []
+        cell = 0
+        for entry in row:
+            if is_extra(plan, entry.action.stage):
+                done.append(entry.action)
+            elif entry.action.kind is Kind.WEIGHT:
+                waiting.append(entry.action)
+            else:
+                free = max(0, int(entry.time + 0.5) - cell)
+                done += [*waiting[:free], entry.action]
+                del waiting[:free]
+                cell += free + 1
+        full.append(done + waiting)
+    return full

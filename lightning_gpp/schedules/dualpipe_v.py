@@ -1,0 +1,43 @@
+"""DualPipeV: a V of two stages per device that pairs forwards with backwards, so that each hides the other's messages.
+
+Source: DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.2.1, and the order published as deepseek-ai/DualPipe.
+"""
+
+from __future__ import annotations
+
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules.actions import Action, Schedule
+from lightning_gpp.schedules.due import actions, by_due_times
+from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.split_work import split_work
+from lightning_gpp.schedules.template import Template, numbered
+
+# Two devices, four micro-batches; capital letters are stages 0 and 1, small ones stages 3 and 2. B takes two units.
+#
+#   time      0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16  17  18  19  20  21  22  23  24
+#   device 0  F0  F1  F2  f0  i0  w0  f1  F3  b1      f2  B0      b2      f3      B1      b3      I2  W2  I3  W3
+#   device 1      F0  f0  F1  f1  F2  b0      f2  B0      F3  b1      f3  B1      b2      B2      i3  I3  w3  W3
+
+
+@register("dualpipe_v", placement="zigzag", stages_per_device=2)
+def dualpipe_v(plan: Plan, batch_size: int) -> Schedule:
+    """The published order; backwards are split only where a device would wait otherwise, at both ends.
+
+    Keeps one micro-batch more of one stage than ZB-V. Needs twice as many micro-batches as devices to fill the
+    pipeline; with fewer, it is the same order with the missing ones left out.
+    """
+    work = split_work(plan, batch_size)
+    template = Template(plan, batch_size, paired_order)
+    rows = by_due_times(work, template.time)
+    return work.order(actions(rows), whole=lambda action: not template.is_split(action))
+
+
+def paired_order(rank: int, num_ranks: int, num_micro_batches: int) -> list[Action]:
+    """What a rank of the V does: stage 0 is its stage on the way down, 1 that on the way up."""
+    near, left = rank + 1, num_ranks - rank - 1
+    steps = ["F0"] * (2 * left) + ["F0", "F1"] * near + ["I1", "W", "F1"] * left
+    steps += ["F0", "B1", "F1", "B0"] * (num_micro_batches - 2 * num_ranks + near) + ["B1", "F1", "B0"] * left
+    ends = ["1", "0"] * near
+    steps += ["B" + stage for stage in ends[:near]] + ["I" + stage for stage in ends[near:]]
+    steps += ["W", "I0"] * left + ["W"] * near
+    return numbered(steps, (rank, 2 * num_ranks - 1 - rank))

@@ -1,0 +1,306 @@
+"""Schedules of a V: published orders literally, published figures, and any graph of stages on any devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from lightning_gpp.graph import Affine
+from lightning_gpp.plan import STEP, Edge, Figures, Plan, Stage
+from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, in_flight, make_schedule
+from lightning_gpp.schedules.held import peaks_of
+from lightning_gpp.schedules.registry import method_of, orders_of
+from lightning_gpp.schedules.split_work import split_work
+from lightning_gpp.schedules.squeeze import WINDOWS, play
+from lightning_gpp.simulation import StageCosts, Timeline, simulate
+from tests.strategies import plan_of, plans
+
+NAMES = ("zbv", "v_half", "v_min", "dualpipe_v")
+
+
+def v_chain(num_devices: int, num_micro_batches: int, schedule: str) -> Plan:
+    """Stages i and 2p - 1 - i on device i, all micro-batches of one sample."""
+    number = 2 * num_devices
+    places = [(min(stage, number - 1 - stage),) for stage in range(number)]
+    pairs = list(pairwise(range(number)))
+    return plan_of(pairs, [1] * number, num_micro_batches, schedule=schedule, devices=places)
+
+
+def timeline_of(plan: Plan) -> Timeline:
+    """Forward, gradients of inputs and gradients of parameters take a unit each."""
+    return simulate(compile_program(plan), StageCosts.uniform(plan, 1, 2, 1))
+
+
+def bubble(timeline: Timeline) -> float:
+    """Idle time of the slowest device, from its own first start to its own last stop: the figure of the papers."""
+    return max(spans[-1].stop - spans[0].start for spans in timeline.devices) - max(timeline.busy)
+
+
+def bubble_rate(timeline: Timeline) -> float:
+    return bubble(timeline) / (bubble(timeline) + max(timeline.busy))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_registered_for_a_v(name: str) -> None:
+    method = method_of(name)
+    assert (method.placement, method.stages_per_device) == ("zigzag", 2)
+
+
+# --- literal orders ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_devices", "number"), [(2, 4), (2, 7), (3, 6), (4, 8), (4, 13), (5, 11), (6, 12)])
+@pytest.mark.parametrize(("name", "oracle"), [("zbv", "ScheduleZBVZeroBubble"), ("dualpipe_v", "ScheduleDualPipeV")])
+def test_the_published_order(name: str, oracle: str, num_devices: int, number: int) -> None:
+    """As PyTorch has it, which lists forward and backward of a pair as one action."""
+    torch_schedule = object.__new__(getattr(torch_schedules, oracle))
+    torch_schedule.pp_group_size, torch_schedule._n_microbatches = num_devices, number
+    torch_schedule.num_stages = 2 * num_devices
+    schedule = make_schedule(v_chain(num_devices, number, name))
+    for rank in range(num_devices):
+        expected = list(_flat(torch_schedule._calculate_single_rank_operations(rank)))
+        assert [str(action) for action in schedule.devices[rank]] == expected
+
+
+def _flat(entries: Sequence[object]) -> Iterator[str]:
+    for entry in entries:
+        if entry is not None:
+            parts = getattr(entry, "sub_actions", None)
+            yield from _flat(parts) if parts else [str(entry)]
+
+
+def test_zbv_of_two_devices() -> None:
+    assert str(make_schedule(v_chain(2, 4, "zbv"))).splitlines() == [
+        "0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3",
+        "1: 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3",
+    ]
+
+
+def test_v_min_of_two_devices() -> None:
+    assert str(make_schedule(v_chain(2, 2, "v_min"))).splitlines() == [
+        "0: 0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1",
+        "1: 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1",
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inference_runs_forwards_only(name: str) -> None:
+    schedule = make_schedule(v_chain(2, 3, name), training=False)
+    assert {action.kind for actions in schedule.devices for action in actions} == {Kind.FORWARD}
+
+
+# --- published figures ------------------------------------------------------------------------------------------------
+
+PUBLISHED = {
+    (4, 12): {"zbv": (0.0, 8), "v_half": (0.0649, 6), "v_min": (0.1325, 4)},
+    (8, 24): {"zbv": (0.0, 16), "v_half": (0.1056, 10), "v_min": (0.1579, 8)},
+    (8, 64): {"zbv": (0.0, 16), "v_half": (0.0424, 10), "v_min": (0.0657, 8)},
+    (16, 64): {"zbv": (0.0, 32), "v_half": (0.0965, 18), "v_min": (0.1332, 12)},
+}
+"""Bubble rates and peaks, in micro-batches of one stage, by devices and micro-batches: those of the released orders."""
+
+BETTER = {(8, 24, "v_min"): 0.1377, (8, 64, "v_min"): 0.0565}
+
+
+@pytest.mark.parametrize("name", ["zbv", "v_half", "v_min"])
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_bubble_rates_and_peaks(size: tuple[int, int], name: str) -> None:
+    timeline = timeline_of(v_chain(*size, name))
+    published, peak = PUBLISHED[size][name]
+    rate = round(bubble_rate(timeline), 4)
+    assert rate == BETTER.get((*size, name), published) <= published
+    assert max(timeline.peak_bytes) == peak
+
+
+@pytest.mark.parametrize(("num_devices", "idle"), [(2, 1), (4, 3), (8, 7)])
+@pytest.mark.parametrize("rounds", [2, 5])
+def test_dualpipe_v_idles_as_published(num_devices: int, idle: int, rounds: int) -> None:
+    """(p / 2 - 1)(F&B + B - 3W) for the p of both halves, if a pair is one action; half of it if it is not."""
+    plan = v_chain(num_devices, rounds * num_devices, "dualpipe_v")
+    timeline = timeline_of(plan)
+    assert bubble(timeline) == idle
+    assert max(timeline.peak_bytes) == 2 * num_devices + 1
+    assert paired_makespan(make_schedule(plan)) - max(timeline.busy) == 2 * idle
+
+
+def paired_makespan(schedule: Schedule) -> int:
+    """With a forward and the backward right after it as one action of three units, whose results come at its end."""
+    rows = [list(_pairs(actions)) for actions in schedule.devices]
+    ends: dict[Action, int] = {}
+    free = [0 for _ in rows]
+    last = 2 * len(rows) - 1
+    while any(rows):
+        for device, row in enumerate(rows):
+            while row and all(need in ends for action in row[0] for need in _needs(action, last, row[0])):
+                needs = [ends[need] for action in row[0] for need in _needs(action, last, row[0])]
+                length = sum(2 if action.kind is Kind.BACKWARD else 1 for action in row[0])
+                free[device] = max(free[device], *needs, 0) + length
+                for action in row.pop(0):
+                    ends[action] = free[device]
+                    if action.kind is Kind.BACKWARD:
+                        ends[action._replace(kind=Kind.INPUT)] = free[device]
+    return max(free)
+
+
+def _pairs(actions: Sequence[Action]) -> Iterator[list[Action]]:
+    rest = list(actions)
+    while rest:
+        pair = [action.kind for action in rest[:2]] == [Kind.FORWARD, Kind.BACKWARD]
+        yield [rest.pop(0) for _ in range(1 + pair)]
+
+
+def _needs(action: Action, last: int, together: Sequence[Action]) -> list[Action]:
+    if action.kind is Kind.FORWARD:
+        return [action._replace(stage=action.stage - 1)] if action.stage else []
+    if action.kind is Kind.WEIGHT or action.stage == last:
+        return []
+    return [action._replace(stage=action.stage + 1, kind=Kind.INPUT)]
+
+
+# --- times and memory of the plan -------------------------------------------------------------------------------------
+
+
+def with_figures(plan: Plan, seconds: Sequence[tuple[float, float, float]], **changes: object) -> Plan:
+    """Seconds of forwards and of both halves of backwards, stage by stage; a micro-batch keeps a byte."""
+    stages = tuple(
+        replace(
+            stage,
+            figures=Figures(
+                forward_seconds=Affine(0, f),
+                input_seconds=Affine(0, i),
+                weight_seconds=Affine(0, w),
+                activation_bytes=Affine(0, 1),
+                pending_bytes=Affine(0, 1),
+            ),
+        )
+        for stage, (f, i, w) in zip(plan.stages, seconds, strict=True)
+    )
+    return replace(plan, stages=stages, **changes)
+
+
+def seconds_of(plan: Plan, ordered: Plan) -> float:
+    """Until the slowest device is done, with the times of one plan and the order of the other."""
+    orders = orders_of(ordered)
+    assert isinstance(orders, Schedule)
+    return play(split_work(plan, plan.batch_size), orders.devices, [float("inf")] * plan.num_devices).busy
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seconds=st.lists(st.tuples(*[st.integers(1, 4)] * 3), min_size=6, max_size=6),
+    travel=st.sampled_from([0.0, 0.5]),
+    number=st.integers(1, 9),
+)
+def test_own_times_make_zbv_no_slower(seconds: list[tuple[int, int, int]], travel: float, number: int) -> None:
+    plan = v_chain(3, number, "zbv")
+    plan = replace(plan, edges=tuple(replace(edge, seconds=Affine(0, travel)) for edge in plan.edges))
+    timed = with_figures(plan, seconds)
+    assert seconds_of(timed, timed) <= seconds_of(timed, plan)
+
+
+def test_own_times_make_zbv_faster() -> None:
+    plan = v_chain(4, 12, "zbv")
+    timed = with_figures(plan, [(2, 2, 1)] * 8)
+    assert (seconds_of(timed, timed), seconds_of(timed, plan)) == (125, 126)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "peak"),
+    [("zbv", 16, 16), ("zbv", 15, 10), ("zbv", 9, 8), ("v_half", 99, 10), ("v_half", 9, 8), ("v_min", 99, 8)],
+)
+def test_the_block_that_fits(name: str, memory: int, peak: int) -> None:
+    plan = with_figures(v_chain(8, 24, name), [(1, 1, 1)] * 16, memory_bytes=(float(memory),) * 8)
+    assert max(timeline_of(plan).peak_bytes) == peak
+
+
+def test_less_memory_than_any_block_needs() -> None:
+    plan = with_figures(v_chain(4, 8, "zbv"), [(1, 1, 1)] * 8, memory_bytes=(1.0,) * 4)
+    assert max(timeline_of(plan).peak_bytes) == 4
+
+
+def test_stages_without_parameters_run_whole_backwards() -> None:
+    plan = with_figures(v_chain(2, 4, "zbv"), [(1, 1, 1), (1, 1, 0), (1, 1, 1), (1, 1, 1)])
+    kinds = {(action.stage, action.kind) for actions in make_schedule(plan).devices for action in actions}
+    assert (1, Kind.BACKWARD) in kinds
+    assert not {(1, Kind.INPUT), (1, Kind.WEIGHT), (0, Kind.BACKWARD)} & kinds
+
+
+# --- any graph --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_step_in_a_stage_of_its_own(name: str) -> None:
+    """It has no place in the V, and no gradients of parameters."""
+    plan = v_chain(3, 7, name)
+    stages = tuple(replace(stage, modules=(stage.name,)) for stage in plan.stages)
+    step = Stage(name="step", modules=(STEP,), devices=(0,), micro_batch_size=1)
+    extended = replace(plan, stages=(*stages, step), edges=(*plan.edges, Edge(src=5, dst=6)))
+    extended_schedule, schedule = make_schedule(extended), make_schedule(plan)
+    rows = [[action for action in actions if action.stage < 6] for actions in extended_schedule.devices]
+    assert rows == [list(actions) for actions in schedule.devices]
+    assert Kind.WEIGHT not in {action.kind for action in extended_schedule.devices[0] if action.stage == 6}
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipe_v"])
+def test_two_arms_that_join_in_the_last_stage_run_as_one_chain(name: str) -> None:
+    """Stages of one level do the same. Either arm is on devices of its own, the last stage on the first arm's."""
+    levels, number = 8, 11
+    first, second = list(range(0, 14, 2)), list(range(1, 14, 2))
+    pairs = sorted(pair for arm in (first, second) for pair in pairwise([*arm, 14]))
+    rank = [min(level, levels - 1 - level) for level in range(levels)]
+    places = [(rank[stage // 2] + 4 * (stage % 2),) for stage in range(14)] + [(0,)]
+    plan = plan_of(pairs, [1] * 15, number, schedule=name, devices=places)
+    chain = make_schedule(v_chain(4, number, name))
+    for device, actions in enumerate(make_schedule(plan).devices):
+        mine = [action._replace(stage=action.stage // 2) for action in actions]
+        expected = [action for action in chain.devices[device % 4] if device != 4 or action.stage < levels - 1]
+        assert mine == expected
+
+
+@st.composite
+def any_plan(draw: st.DrawFn) -> Plan:
+    """Any graph and placement; replicas that share micro-batches, or take them in turn; times and bytes, or none."""
+    plan = draw(plans(schedules=NAMES, max_stages=8, max_devices=4, max_batch=12))
+    flags = draw(st.lists(st.booleans(), min_size=len(plan.stages), max_size=len(plan.stages)))
+    stages = tuple(replace(stage, round_robin=flag) for stage, flag in zip(plan.stages, flags, strict=True))
+    plan = replace(plan, stages=stages)
+    if draw(st.booleans()):
+        costs = st.tuples(*[st.sampled_from([0.0, 0.1, 1.0, 2.7])] * 3)
+        seconds = draw(st.lists(costs, min_size=len(stages), max_size=len(stages)))
+        memory = draw(st.sampled_from([(), (3.0,) * plan.num_devices]))
+        plan = with_figures(plan, seconds, memory_bytes=memory)
+    return plan
+
+
+@settings(max_examples=120, deadline=None)
+@given(plan=any_plan())
+def test_any_plan_runs_and_keeps_its_promise(plan: Plan) -> None:
+    timeline = simulate(compile_program(plan), StageCosts.uniform(plan, 1, 2, 1))
+    assert timeline.peak_in_flight == in_flight(plan)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=any_plan(), window=st.sampled_from(WINDOWS), patient=st.booleans(), data=st.data())
+def test_squeezing_keeps_to_the_room_of_the_order(plan: Plan, window: int, patient: bool, data: st.DataObject) -> None:
+    """Any order that runs, with the memory that it needs; gradients of parameters in their places, or in gaps."""
+    work = split_work(plan, plan.batch_size)
+    rows: list[list[Action]] = [[] for _ in range(plan.num_devices)]
+    missing = dict(work.missing)
+    ready = sorted((task for task in work.seconds if not missing.get(task)), key=str)
+    while ready:
+        device, action = ready.pop(data.draw(st.integers(0, len(ready) - 1)))
+        rows[device].append(action)
+        for reader, _ in work.readers.get((device, action), ()):
+            missing[reader] -= 1
+            ready += [reader] * (not missing[reader])
+    room = peaks_of(work, rows)
+    free = [[action for action in row if action.kind is not Kind.WEIGHT] for row in rows]
+    run = play(work, data.draw(st.sampled_from([rows, free])), room, window, patient)
+    assert [sorted(map(str, row)) for row in run.rows] == [sorted(map(str, row)) for row in rows]
+    assert all(peak <= limit * (1 + 1e-6) for peak, limit in zip(peaks_of(work, run.rows), room, strict=True))
