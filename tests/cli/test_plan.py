@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning_gpp.cli.planning import make_plan, num_processes, show
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.schedules import schedule_names
 from lightning_gpp.simulation import Timeline
 from tests.cli.commands import composed
 
@@ -22,6 +23,7 @@ def test_the_examples_are_planned(experiment: str, num_stages: int, capsys: pyte
     assert [cell.strip() for cell in text.splitlines()[0].strip("|").split("|")] == header.split(" ", 9)
     assert f"{num_stages} stages on {num_stages} devices" in text
     assert "device 0 |" in text
+    assert "| devices | stages | bubble | peak memory | in flight |" in text
     assert not dist.is_initialized()
 
 
@@ -48,12 +50,16 @@ def test_what_it_writes_can_be_read(tmp_path: Path) -> None:
     assert "trunk" in (tmp_path / "graph.svg").read_text()
 
 
-def test_the_partitioner_may_choose_the_schedule() -> None:
-    plan, _ = make_plan(composed("experiment=feature_towers", "strategy.schedule=auto", name="plan"))
-    assert plan.schedule in ("1f1b", "gpipe")
+def test_the_planner_may_choose_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    """The fastest of all, also where the stages are given."""
     stages = "strategy.stages={mean_tower: 0, error_tower: 0, worst_tower: 0, trunk: 1}"
     config = composed("experiment=feature_towers", "trainer.devices=2", "strategy.schedule=auto", stages, name="plan")
-    assert make_plan(config)[0].schedule == "1f1b"
+    plan, timeline = make_plan(config)
+    plain = composed("experiment=feature_towers", "trainer.devices=2", stages, name="plan")
+    assert plan.schedule in schedule_names()
+    assert timeline.makespan <= make_plan(plain)[1].makespan
+    show(composed("experiment=feature_towers", "strategy.search_seconds=1", "strategy.schedule=auto", name="plan"))
+    assert "step takes" in capsys.readouterr().out  # of the schedules that lost
 
 
 def test_stages_declared_by_hand() -> None:
