@@ -16,6 +16,8 @@ from lightning_gpp.cli.plan import overrides
 from lightning_gpp.cli.planning import make_plan, show
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
+from lightning_gpp.planning import Answer, Control, Problem
+from lightning_gpp.planning import registry as partitioners
 from lightning_gpp.planning.layout import laid_out
 from lightning_gpp.schedules import Schedule, schedule_names
 from lightning_gpp.schedules.registry import _METHODS, register
@@ -179,6 +181,21 @@ def test_ctrl_c_keeps_the_rows_so_far(stages: tuple[str, ...], capsys: pytest.Ca
     assert caught.value.code == 130
     assert list(rows_of(captured.out)) == ["1f1b"]
     assert "interrupted before the comparison was complete" in captured.err
+
+
+def test_ctrl_c_during_a_search_that_keeps_its_best_ends_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    @partitioners.register("hurried")
+    def search(problem: Problem, control: Control) -> Answer:
+        answer = partitioners.partitioner_of("auto")(problem, control)
+        return replace(answer, notes=(*answer.notes, "The search was interrupted."))
+
+    try:
+        config = composed(*QUICK, "strategy.partitioner=hurried", "schedules=[gpipe,1f1b]", name="plan")
+        with pytest.raises(KeyboardInterrupt):
+            compare(config)
+    finally:
+        del partitioners._PARTITIONERS["hurried"]
+    assert list(rows_of(capsys.readouterr().out)) == ["gpipe"]
 
 
 @pytest.mark.usefixtures("stubborn")
