@@ -12,7 +12,8 @@
      leaf                 Roots from which no leaf can be reached are W's.
 
 Parameters that W reaches from several places get all their gradients in one call of autograd, in the order of a full
-backward: so the additions are the same, and hooks fire once. Parameters that I reaches, too, are left to I.
+backward: so the additions are the same, and hooks fire once. Parameters that I reaches, too, are left to I, and those
+whose gradients come in part from products and in part through other nodes of W.
 
 The graphs of the micro-batches are alike: a plan is made once for a structure. It names nodes by their number in the
 walk, roots by their position.
@@ -159,7 +160,8 @@ class _Planner:
         self.parents_first = _parents_first(self._children)
         self.path, self._parameters, self._has_product = self._reached(graph.leaves)
         self.early: set[int] = set()
-        self._in_input, self._in_weight = set[int](), set[int]()  # where gradients arrive from nodes of I, of W
+        self._in_input = set[int]()  # where gradients arrive from nodes of I
+        self._in_weight, self._started = set[int](), set[int]()  # from nodes of W, from where W starts at products
         self._groups: list[Group] = []
 
     def _reached(self, leaves: Iterable[int]) -> tuple[set[int], list[frozenset[int]], list[bool]]:
@@ -181,10 +183,11 @@ class _Planner:
         """Decide what a node is part of, and so where gradients arrive at its children."""
         if number in self.path:
             self._pass_on(number, waiting=set(self._off_path(number)) if self._is_product(number) else set())
-        elif number in self._in_weight:
-            self._in_weight.update(self._children[number])
-            if number in self._in_input or number in self._roots:
+        elif number in self._in_weight or number in self._started:
+            sources = [where for where in (self._in_weight, self._started, self._in_input) if number in where]
+            if len(sources) > 1 or number in self._roots:  # which would be added in another order
                 self.early |= self._parameters[number]
+            self._in_weight.update(self._children[number])
         elif number in self._roots and number not in self._in_input:
             positions = [position for position, root in enumerate(self._roots) if root == number]
             self._groups.append(Group(parameters=set(self._parameters[number]), roots=positions))
@@ -209,7 +212,7 @@ class _Planner:
             operands = [i for i, child in enumerate(self._operands[number]) if child in waiting]
             parameters = set[int]().union(*(self._parameters[child] for child in waiting))
             self._groups.append(Group(parameters=parameters, products=[(number, operands)]))
-        self._in_weight |= waiting
+        self._started |= waiting
         self._in_input.update(child for child in self._off_path(number) if child not in waiting)
 
     def groups(self) -> list[Group]:
