@@ -1,6 +1,6 @@
 """Seconds and states of searches: GraphPipe's partitioner against those for chains, and `auto` on all workloads.
 
-    python -m benchmarks.planners.search_time [published auto large ...] [--seconds 10]
+    python -m benchmarks.planners.search_time [published chains auto large ...] [--seconds 10]
 
 All searches of a model get the same units and micro-batch sizes. Our PipeDream and Piper evaluate their recurrences
 with numpy, thousands of transitions at a time, so their seconds are not those of the published programs; the numbers of
@@ -71,6 +71,29 @@ def published(seconds: float) -> Iterator[str]:
     )
 
 
+def chains(seconds: float) -> Iterator[str]:
+    """CPU time of PipeDream's partitioner and of GraphPipe's, the least of three runs; both on the same problems."""
+    rows = []
+    for model, num_pieces in MODELS:
+        took, states, num_units = {}, {}, 0
+        for name in ("pipedream", "graphpipe"):
+            runs = [_cpu_seconds(name, model, num_pieces) for _ in range(3)]
+            took[name], states[name], num_units = min(runs)
+        ratio = took["pipedream"] / took["graphpipe"]
+        times = [f"{took[name] * 1e3:.0f} ms" for name in took]
+        rows.append([model, num_units, *times, f"{ratio:.1f}", f"{states['graphpipe']:,}"])
+    yield table(["model", "units", *took, "times faster", "transitions of graphpipe"], rows)
+
+
+def _cpu_seconds(name: str, model: str, num_pieces: float) -> tuple[float, int, int]:
+    """Of one search on a new problem, which remembers no costs; its states; units."""
+    batch_size = NUM_DEVICES * SAMPLES_PER_DEVICE[_family(model)]
+    problem = problem_of(model, HARDWARE.cluster(NUM_DEVICES), batch_size, num_pieces)
+    began = time.process_time()
+    answer, _ = search(name, problem, inf)
+    return time.process_time() - began, answer.states, problem.num_units
+
+
 def _family(model: str) -> str:
     return next(name for name in SAMPLES_PER_DEVICE if model.startswith(name))
 
@@ -133,7 +156,12 @@ def large(seconds: float) -> Iterator[str]:
     yield f"\nSearch below 60 s and 4 GB: {verdict(found.search_seconds < 60 and peak < 4e9)}."
 
 
-SECTIONS: Final[dict[str, Callable[[float], Iterator[str]]]] = {"published": published, "auto": auto, "large": large}
+SECTIONS: Final[dict[str, Callable[[float], Iterator[str]]]] = {
+    "published": published,
+    "chains": chains,
+    "auto": auto,
+    "large": large,
+}
 
 
 def main() -> None:
