@@ -12,13 +12,13 @@ other numbers of stages than two, laps count as down and up in turn.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.due import DueRows, actions, by_due_times, levels
+from lightning_gpp.schedules.due import DueRows, actions, by_due_times, coarse_numbers, levels
 from lightning_gpp.schedules.held import fits, peaks_of, rooms
 from lightning_gpp.schedules.split_work import SplitWork, is_extra, split_work
 from lightning_gpp.schedules.squeeze import fastest, squeezed
@@ -35,6 +35,10 @@ class Block:
     forward: tuple[int, int]
     backward: tuple[int, int]
     gaps: tuple[int, ...]
+
+
+_ROUNDING: Final = 0.1
+"""Cells by which due times may be off, for those of an action are raised by a little after those that it waits for."""
 
 
 def squeezed_blocks(plan: Plan, batch_size: int, blocks: Sequence[Block]) -> Schedule:
@@ -78,17 +82,16 @@ class _Cells:
     def __init__(self, work: SplitWork, block: Block, gap: int) -> None:
         plan = work.plan
         places = [[s for s in plan.stages_on(i) if not is_extra(plan, s)] for i in range(plan.num_devices)]
-        tasks = Counter(device for device, action in work.seconds if action.stage in places[device])
-        cells = max(tasks.values(), default=0) / work.batch_size
-        self._entry = [
-            [start * cells for start, _ in plan.intervals(stage, work.batch_size)] for stage in range(len(plan.stages))
-        ]
+        turns = [len(stage.devices) if stage.round_robin else 1 for stage in plan.stages]
+        self._numbers = coarse_numbers(plan, work.batch_size)
         self._level, length = levels(plan)
+        self._period = 3 * max(sum(1 / turns[stage] for stage in stages) for stages in places)
         self._forward, self._backward = _offsets(block, gap, length, max(1, *map(len, places)))
 
     def time(self, action: Action) -> float:
         offsets = self._forward if action.kind is Kind.FORWARD else self._backward
-        return self._entry[action.stage][action.micro_batch] + offsets[self._level[action.stage]]
+        number = self._numbers[action.stage][action.micro_batch]
+        return number * self._period + offsets[self._level[action.stage]]
 
 
 def _offsets(block: Block, gap: int, length: int, laps: int) -> tuple[list[int], list[int]]:
@@ -105,20 +108,21 @@ def _offsets(block: Block, gap: int, length: int, laps: int) -> tuple[list[int],
 
 def _in_free_cells(plan: Plan, rows: DueRows) -> list[list[Action]]:
     """The order with gradients of parameters in the cells that are free, the oldest first, and the rest at the end."""
+    largest = max(stage.micro_batch_size for stage in plan.stages)
+    cells = [0 if is_extra(plan, i) else stage.micro_batch_size / largest for i, stage in enumerate(plan.stages)]
     full: list[list[Action]] = []
     for row in rows:
         done: list[Action] = []
         waiting: list[Action] = []
-        cell = 0
+        cell = 0.0
         for entry in row:
-            if is_extra(plan, entry.action.stage):
-                done.append(entry.action)
-            elif entry.action.kind is Kind.WEIGHT:
+            if entry.action.kind is Kind.WEIGHT:
                 waiting.append(entry.action)
-            else:
-                free = max(0, int(entry.time + 0.5) - cell)
-                done += [*waiting[:free], entry.action]
-                del waiting[:free]
-                cell += free + 1
+                continue
+            while waiting and cell + cells[waiting[0].stage] <= entry.time + _ROUNDING:
+                cell += cells[waiting[0].stage]
+                done.append(waiting.pop(0))
+            done.append(entry.action)
+            cell = max(cell, round(entry.time, 1)) + cells[entry.action.stage]
         full.append(done + waiting)
     return full

@@ -70,6 +70,15 @@ def levels(plan: Plan) -> tuple[dict[int, int], int]:
     return {stage: length - depth for stage, depth in depths.items()}, length
 
 
+def coarse_numbers(plan: Plan, batch_size: int) -> list[list[int]]:
+    """For every stage and micro-batch the one with its first sample, were all stages' as large as the largest.
+
+    Small ones that make up a large one have one number, and so one place in an order for micro-batches of one size.
+    """
+    largest = max(stage.micro_batch_size for stage in plan.stages)
+    return [[start // largest for start, _ in plan.intervals(i, batch_size)] for i in range(len(plan.stages))]
+
+
 def actions(rows: DueRows, *, weights: bool = True) -> list[list[Action]]:
     """What devices do, without the times, with or without gradients of parameters."""
     return [[entry.action for entry in row if weights or entry.action.kind is not Kind.WEIGHT] for row in rows]

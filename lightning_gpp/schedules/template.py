@@ -12,7 +12,7 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.due import levels
+from lightning_gpp.schedules.due import coarse_numbers, levels
 
 Order = Callable[[int, int, int], Sequence[Action]]
 """From rank, number of ranks and number of micro-batches to what the rank does; stages are those of the chain."""
@@ -30,16 +30,10 @@ class Template:
     """
 
     def __init__(self, plan: Plan, batch_size: int, order: Order) -> None:
-        self._plan, self._batch_size = plan, batch_size
         self._levels, length = levels(plan)
-        starts = [[start for start, _ in plan.intervals(stage, batch_size)] for stage in range(len(plan.stages))]
-        most = max(map(len, starts))
-        self._numbers = [
-            [start * most // batch_size for start in row] if len(row) < most else range(most) for row in starts
-        ]
-        ranks = length // 2
+        self._numbers = coarse_numbers(plan, batch_size)
         # An order needs enough micro-batches to fill the pipeline: those beyond the plan's are left out afterwards.
-        enough = max(most, length)
+        ranks, enough = length // 2, max(length, *(row[-1] + 1 for row in self._numbers))
         self._start = played([list(order(rank, ranks, enough)) for rank in range(ranks)], length)
 
     def time(self, action: Action) -> float:
@@ -52,7 +46,7 @@ class Template:
         return self._place(action)._replace(kind=Kind.INPUT) in self._start
 
     def _place(self, action: Action) -> Action:
-        """The action of the chain: of the same level, and of the micro-batch with the same first sample."""
+        """The action of the chain that stands for an action of the plan."""
         number = self._numbers[action.stage][action.micro_batch]
         return Action(self._levels[action.stage], action.kind, number)
 

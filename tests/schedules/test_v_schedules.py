@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ from lightning_gpp.schedules.held import peaks_of
 from lightning_gpp.schedules.registry import method_of, orders_of
 from lightning_gpp.schedules.split_work import split_work
 from lightning_gpp.schedules.squeeze import WINDOWS, play
-from lightning_gpp.simulation import StageCosts, Timeline, simulate
+from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
 from tests.strategies import plan_of, plans
 
 NAMES = ("zbv", "v_half", "v_min", "dualpipe_v")
@@ -195,13 +195,18 @@ def seconds_of(plan: Plan, ordered: Plan) -> float:
 @given(
     seconds=st.lists(st.tuples(*[st.integers(1, 4)] * 3), min_size=6, max_size=6),
     travel=st.sampled_from([0.0, 0.5]),
-    number=st.integers(1, 9),
+    number=st.integers(6, 9),
 )
 def test_own_times_make_zbv_no_slower(seconds: list[tuple[int, int, int]], travel: float, number: int) -> None:
+    """Than the published order, which the plan has without times; the simulator agrees on how long it takes."""
     plan = v_chain(3, number, "zbv")
     plan = replace(plan, edges=tuple(replace(edge, seconds=Affine(0, travel)) for edge in plan.edges))
     timed = with_figures(plan, seconds)
     assert seconds_of(timed, timed) <= seconds_of(timed, plan)
+    if not travel:
+        costs = [StageCost(forward=Affine(0, f), backward=Affine(0, i + w), weight=Affine(0, w)) for f, i, w in seconds]
+        timeline = simulate(compile_program(timed), StageCosts(stages=tuple(costs)))
+        assert seconds_of(timed, timed) == max(spans[-1].stop - spans[0].start for spans in timeline.devices)
 
 
 def test_own_times_make_zbv_faster() -> None:
@@ -261,6 +266,26 @@ def test_two_arms_that_join_in_the_last_stage_run_as_one_chain(name: str) -> Non
         mine = [action._replace(stage=action.stage // 2) for action in actions]
         expected = [action for action in chain.devices[device % 4] if device != 4 or action.stage < levels - 1]
         assert mine == expected
+
+
+def test_small_micro_batches_run_like_the_large_ones_that_they_make() -> None:
+    sizes = (1, 2, 4, 2, 1, 4, 2, 2)
+    plan = v_chain(4, 11, "dualpipe_v")
+    stages = tuple(replace(stage, micro_batch_size=size) for stage, size in zip(plan.stages, sizes, strict=True))
+    mixed = make_schedule(replace(plan, stages=stages, batch_size=44))
+    for actions, expected in zip(mixed.devices, make_schedule(plan).devices, strict=True):
+        large = [action._replace(micro_batch=action.micro_batch * sizes[action.stage] // 4) for action in actions]
+        assert [action for action, _ in groupby(large)] == list(expected)
+
+
+@pytest.mark.parametrize("name", ["v_half", "v_min"])
+def test_blocks_keep_their_share_of_memory_with_other_numbers_of_stages(name: str) -> None:
+    """Four stages per device: half or a third of what 1F1B keeps on its first device, and a cell's rounding each."""
+    number = 16
+    places = [(min(stage % 8, 7 - stage % 8),) for stage in range(number)]
+    plan = plan_of(list(pairwise(range(number))), [1] * number, 24, schedule=name, devices=places)
+    share = {"v_half": 1 / 2, "v_min": 1 / 3}[name]
+    assert max(timeline_of(plan).peak_bytes) <= share * number * 2 + 4
 
 
 @st.composite
