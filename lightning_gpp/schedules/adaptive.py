@@ -1,40 +1,73 @@
-"""List scheduling with the plan's own times: every device always takes the most urgent action that can run.
+"""The best of all orders for a plan's own times and memory, improved by a local search.
 
-Gradients of inputs come first, for others wait for them; then forwards, as far as the memory allows; gradients of
-parameters fill what is left, and make room where a forward lacks it. Several policies are played against the clock, and
-the fastest order wins. The times are the plan's (`Figures`, `Edge.seconds`), so an uneven or branching pipeline gets an
-order of its own.
-
-Sources: list scheduling with bounded memory after Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 3.1,
-whose heuristic is for chains; priorities by the longest remaining path after Graham and Coffman.
+Every schedule here orders any plan, so that there is a choice even where stages are laid out for another one. Orders
+that keep to the memory come first, then the shortest step counts. The times are the plan's (`Figures`, `Edge.seconds`),
+so uneven and branching pipelines get an order of their own; it is never longer than that of a schedule it began with.
 """
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
 
+from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules.actions import Schedule
-from lightning_gpp.schedules.list_clock import Clock, Policy, Tasks
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.actions import Action, Kind, Schedule
+from lightning_gpp.schedules.local_search import Played, improved, peaks, played
+from lightning_gpp.schedules.merge import merge
+from lightning_gpp.schedules.registry import orders_of, register
+from lightning_gpp.schedules.split_work import SplitWork, split_work
 
-# Two stages in a chain with F = I = W = 1, B = 2, four micro-batches, the memory of 1F1B.
-# No stage waits for the gradients of stage 0, so its backwards are whole.
+BEGINNINGS: Final = ("1f1b", "zb_h1", "zb_h2", "zero_bubble", "layerpipe", "interleaved", "breadth_first")
+MORE: Final = ("zbv", "v_half", "v_min", "dualpipe_v", "gpipe", "hanayo")
+"""Schedules to begin with; the second ones where there is no more than LARGE to order."""
+
+LARGE: Final = 3000
+"""Actions."""
+
+PLAYED: Final = 100_000
+"""Actions that the search plays at most, all orders together: a fraction of a second."""
+
+# Two arms, 0 and 1, that join in 2. A forward of stage 1 takes two units, all else one; backwards of the arms, for which
+# nobody waits, are whole. Four micro-batches, and room for two.
 #
-#   time      0   1   2   3   4   5   6   7   8   9  10  11  12
-#   stage 0  F0  F1      B0  ..  F2  B1  ..  F3  B2  ..  B3  ..
-#   stage 1      F0  I0  F1  I1  W0  F2  I2  W1  F3  I3  W2  W3
-
-
-LIMITS = (1.0, 1.5, 2.0, float("inf"))
-"""Micro-batches in flight on a stage, in those that 1F1B has there, that are tried; the memory limits all of them."""
+#   time      0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15
+#   stage 0  F0  F1          B0  ..  F2  B1  ..  F3  B2  ..          B3  ..
+#   stage 1  F0  ..  F1  ..  B0  ..  F2  ..  B1  ..  F3  ..  B2  ..  B3  ..
+#   stage 2          F0  I0  W0  F1  I1  W1  F2  I2  W2      F3  I3  W3
 
 
 @register("adaptive")
 def adaptive(plan: Plan, batch_size: int) -> Schedule:
-    """The fastest of several list schedules under the plan's memory; as much as 1F1B needs where that is not known."""
-    tasks = Tasks.of(plan, batch_size)
-    flags = list(product((False, True), repeat=3))
-    clocks = [Clock(tasks, Policy(limit, *choice)) for limit in LIMITS for choice in flags]
-    best = min((clock.run() for clock in clocks), key=lambda clock: (clock.overdrawn, clock.makespan))
-    return Schedule(tuple(map(tuple, best.done)))
+    """The shortest order that keeps to the plan's memory, or to what 1F1B needs where that is not known."""
+    work = split_work(plan, batch_size)
+    small = len(work.seconds) <= LARGE
+    orders = list(_orders(work, (*BEGINNINGS, *MORE) if small else BEGINNINGS))
+    room = plan.memory_bytes or (max(peaks(work, orders[0].rows)) * (1 + 1e-9),) * plan.num_devices
+
+    def rank(order: Played) -> tuple[bool, float]:
+        excess = any(peak > limit for peak, limit in zip(peaks(work, order.rows), room, strict=True))
+        return excess, order.makespan
+
+    best = improved(work, min(orders, key=rank), room, tries=PLAYED // max(1, len(work.seconds)))
+    return work.order(best.rows)
+
+
+def _orders(work: SplitWork, names: tuple[str, ...]) -> Iterator[Played]:
+    """The orders of these schedules, all backwards split."""
+    for name in names:
+        plan = replace(work.plan, schedule=name)
+        try:
+            schedule, _ = merge(plan, orders_of(plan, work.batch_size), work.batch_size)
+        except ScheduleError:
+            continue
+        order = played(work, [[part for action in row for part in _halves(action)] for row in schedule.devices])
+        if order is not None:
+            yield order
+
+
+def _halves(action: Action) -> tuple[Action, ...]:
+    if action.kind is not Kind.BACKWARD:
+        return (action,)
+    return action._replace(kind=Kind.INPUT), action._replace(kind=Kind.WEIGHT)

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.timed import timed
-from lightning_gpp.schedules import compile_program, schedule_names
+from lightning_gpp.schedules import Action, Kind, compile_program, schedule_names
+from lightning_gpp.schedules.local_search import improved, peaks, played
 from lightning_gpp.schedules.registry import method_of
+from lightning_gpp.schedules.split_work import split_work
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
-from tests.strategies import chain, plans, towers
+from tests.strategies import chain, plan_of, plans, towers
 
 SECONDS = st.tuples(st.integers(1, 5), st.integers(1, 9))
 
@@ -33,6 +35,43 @@ def test_chains_reach_the_least_possible_time_with_the_memory_of_1f1b(num_stages
     assert max(timeline.peak_in_flight.values()) == num_stages
 
 
+def test_it_is_as_drawn() -> None:
+    plan = plan_of([(0, 2), (1, 2)], (1, 1, 1), 4, schedule="adaptive")
+    stages = tuple(
+        StageCost(forward=Affine(0, forward), backward=Affine(0, 2), weight=Affine(0, 1), activation_bytes=Affine(0, 1))
+        for forward in (1, 2, 1)
+    )
+    costs = StageCosts(stages=stages)
+    timeline = _simulated(timed(plan, costs), costs)
+    starts = {str(span.action): span.start for spans in timeline.devices for span in spans}
+    assert [starts[f"2I{number}"] for number in range(4)] == [3, 6, 9, 13]
+    assert timeline.makespan == 16
+
+
+def test_swaps_shorten_an_order() -> None:
+    """From one micro-batch after the other to forwards that run ahead."""
+    plan = chain((1, 1, 1), 4)
+    work = split_work(plan, 4)
+    kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+    rows = [
+        [Action(stage, kind, number) for stage in plan.stages_on(device) for number in range(4) for kind in kinds]
+        for device in range(3)
+    ]
+    order = played(work, rows)
+    assert order is not None
+    better = improved(work, order, room=(3.0,) * 3, tries=5000)
+    assert better.makespan < order.makespan
+    assert max(peaks(work, better.rows)) <= 3
+    narrow = improved(work, order, room=(1.0,) * 3, tries=5000)
+    assert max(peaks(work, narrow.rows)) == 1
+
+
+def test_orders_that_wait_in_a_circle_are_not_played() -> None:
+    plan = plan_of([(0, 1)], (1, 1), 1, devices=[(0,), (0,)])
+    rows = [[Action.parse(text) for text in ("1F0", "0F0", "1I0", "1W0", "0I0", "0W0")]]
+    assert played(split_work(plan, 1), rows) is None
+
+
 def test_it_keeps_to_the_memory() -> None:
     plan = replace(chain((1,) * 4, 12), schedule="adaptive")
     costs = StageCosts.uniform(plan, 1, 2, 1)
@@ -43,7 +82,9 @@ def test_it_keeps_to_the_memory() -> None:
 
 
 def _bytes(plan: Plan) -> tuple[object, ...]:
-    figures = [replace(stage.figures, activation_bytes=Affine(0, 1)) for stage in plan.stages]
+    figures = [
+        replace(stage.figures, activation_bytes=Affine(0, 1), pending_bytes=Affine(0, 1)) for stage in plan.stages
+    ]
     return tuple(replace(stage, figures=entry) for stage, entry in zip(plan.stages, figures, strict=True))
 
 
