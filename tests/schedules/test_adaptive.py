@@ -103,7 +103,7 @@ def test_towers_of_unequal_stages_beat_every_other_schedule() -> None:
     assert steps["adaptive"] < steps["1f1b"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     plan=plans(schedules=("adaptive",)),
     seconds=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=7, max_size=7),
