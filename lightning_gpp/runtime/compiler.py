@@ -25,10 +25,11 @@ from lightning_gpp.runtime.operations import (
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.receipts import receipts
 from lightning_gpp.runtime.recompute import RecomputedForward
+from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.split import SplitBackward, Splitter
-from lightning_gpp.runtime.stage import DataSource, MicroBatch, Sharding, Slot, StageModule
+from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
 from lightning_gpp.runtime.transfers import DynamicReceive, DynamicSend, Inbox, Link, Receive, Send
-from lightning_gpp.schedules.actions import COLLECTIVES, Action, Kind
+from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES, Action, Kind
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 
 Operation = Callable[[], object]
@@ -49,12 +50,13 @@ class Compiler:
         pipeline: int,
         state: State,
         link: Link,
-        sharding: Sharding | None = None,
+        sharding: StageSync | None = None,
     ) -> None:
         self._program, self._plan, self._device = program, program.plan, device
         self._stages, self._slots, self._source = stages, slots, source
         self._streams, self._pipeline = streams, pipeline
-        self._state, self._link, self._sharding = state, link, sharding
+        self._state, self._link, self._sync = state, link, sharding
+        self._armed = _armed(program, device)
         self.saved: dict[tuple[int, int], Saved] = {}
         self.recomputed: dict[tuple[int, int], RecomputedForward] = {}
         self.splits: dict[tuple[int, int], SplitBackward] = {}
@@ -104,6 +106,10 @@ class Compiler:
     def _compute(self, action: Action) -> Operation:
         if action.kind in COLLECTIVES:
             return self._meeting(action)
+        operation = self._share(action)
+        return operation if self._sync is None else _prepared(self._sync, action, action in self._armed, operation)
+
+    def _share(self, action: Action) -> Operation:
         start, stop = self._interval(action)
         if start == stop:
             return _nothing
@@ -174,12 +180,12 @@ class Compiler:
         return ComputeWeight(**self._common(action, micro_batch), split=self._split(action)).run
 
     def _meeting(self, action: Action) -> Operation:
-        if self._sharding is None:
+        if self._sync is None:
             return _nothing
         meet = {
-            Kind.UNSHARD: self._sharding.unshard,
-            Kind.RESHARD: self._sharding.reshard,
-            Kind.REDUCE: self._sharding.reduce,
+            Kind.UNSHARD: self._sync.unshard,
+            Kind.RESHARD: self._sync.reshard,
+            Kind.REDUCE: self._sync.reduce,
         }[action.kind]
         return partial(meet, action.stage)
 
@@ -212,6 +218,36 @@ class Compiler:
                 return stage.forward(values, micro_batch)
 
         return forward
+
+
+def _armed(program: Program, device: int) -> set[Action]:
+    """The last backward of each stage before a sum, where no other stage's sum comes in between: sums that start
+    during this backward then start in the order of the program, which is that of all replicas."""
+    actions = (instruction.action for instruction in program.devices[device])
+    last: dict[int, Action] = {}
+    armed = set()
+    for action in actions:
+        if action is not None and action.kind in RELEASES:
+            last[action.stage] = action
+        elif action is not None and action.kind is Kind.REDUCE:
+            if action.stage in last:
+                armed.add(last[action.stage])
+            last.clear()
+    return armed
+
+
+def _prepared(sync: StageSync, action: Action, last: bool, operation: Operation) -> Operation:
+    """With whole parameters, also where a replica has no samples; sums may start in the last backward."""
+    if action.kind is Kind.DATA:
+        return operation
+
+    def run() -> None:
+        sync.ready(action.stage)
+        if last:
+            sync.arm(action.stage)
+        operation()
+
+    return run
 
 
 def _nothing() -> None:

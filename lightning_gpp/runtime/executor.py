@@ -16,7 +16,8 @@ import torch
 from lightning_gpp.runtime.compiler import Compiler, Operation, action_of
 from lightning_gpp.runtime.operations import State
 from lightning_gpp.runtime.random import RandomStreams
-from lightning_gpp.runtime.stage import DataSource, Sharding, Slot, StageModule
+from lightning_gpp.runtime.sharding.interface import StageSync
+from lightning_gpp.runtime.stage import DataSource, Slot, StageModule
 from lightning_gpp.runtime.transfers import Link
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.actions import Action
@@ -58,7 +59,7 @@ class Executor:
         torch_device: torch.device | None = None,
         streams: RandomStreams | None = None,
         pipeline: int = 0,
-        sharding: Sharding | None = None,
+        sharding: StageSync | None = None,
         trace: bool = False,
     ) -> None:
         self.program, self.device, self.pipeline = program, device, pipeline

@@ -58,23 +58,3 @@ class DataSource(Protocol):
     def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """Values of the slots of all SOURCE edges for these samples."""
         ...
-
-
-class Sharding(Protocol):
-    """What the ranks that hold the same stage do together. All of them call the same methods in the same order."""
-
-    def unshard(self, stage: int) -> None:
-        """Start to gather the stage's parameters; its next forward or backward waits for them."""
-        ...
-
-    def reshard(self, stage: int) -> None:
-        """Drop the gathered parameters."""
-        ...
-
-    def arm(self, stage: int) -> None:
-        """The stage's next backward is the last one before a `reduce`."""
-        ...
-
-    def reduce(self, stage: int) -> None:
-        """Start to sum the stage's gradients."""
-        ...

@@ -23,7 +23,7 @@ from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.lowering import lower
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 from lightning_gpp.schedules.registry import flights, in_flight, make_schedule, register, schedule_names
-from lightning_gpp.schedules.verifier import verify
+from lightning_gpp.schedules.verifier import stands_at_meetings, verify
 
 __all__ = [
     "Action",
@@ -64,5 +64,8 @@ def compile_program(
     if not reduce:
         schedule = schedule.without(Kind.REDUCE)
     program = lower(plan, schedule, batch_size, training)
+    if stands_at_meetings(program):
+        schedule = make_schedule(plan, batch_size, training, replicated=replicated, apart=True)
+        program = lower(plan, schedule if reduce else schedule.without(Kind.REDUCE), batch_size, training)
     verify(program, flights(schedule) if training else {})
     return program

@@ -32,11 +32,14 @@ _Pass = Callable[[_Row, Collection[int]], _Row]
 BUFFERS: Final = 2
 """Stages whose gathered parameters a device has room for: the one that it computes, and the next."""
 
-_READ_PARAMETERS: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT)
+_READ_PARAMETERS: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+"""The gradients of parameters are computed through what a module makes of them, and summed where these are whole."""
 _MAKE_GRADIENTS: Final = (Kind.BACKWARD, Kind.WEIGHT)
 
 
-def with_collectives(plan: Plan, schedule: Schedule, replicated: Collection[int], training: bool = True) -> Schedule:
+def with_collectives(
+    plan: Plan, schedule: Schedule, replicated: Collection[int], training: bool = True, *, apart: bool = False
+) -> Schedule:
     """Insert UNSHARD, RESHARD and REDUCE for the stages that several ranks hold.
 
     Args:
@@ -44,14 +47,20 @@ def with_collectives(plan: Plan, schedule: Schedule, replicated: Collection[int]
         schedule: the computing actions of every device.
         replicated: stages with more than one rank, over all copies of the pipeline.
         training: whether gradients are made.
+        apart: gather sharded parameters before all work, and sum their gradients after it, whatever that costs: then
+            no replica waits for another one in between.
     """
     held = [sorted(set(replicated) & set(plan.stages_on(device))) for device in range(plan.num_devices)]
     rows = [list(actions) for actions in schedule.devices]
     sharded = plan.sharding == "fsdp"
     if sharded:
-        rows = _first_that_meets(plan, (_gathered, _gathered_once), rows, held)
+        rows = _first_that_meets(plan, (_gathered, _gathered_once)[apart:], rows, held)
     if training:
-        rows = _first_that_meets(plan, (_summed_often, _summed_last), rows, held) if sharded else _summed(rows, held)
+        rows = (
+            _first_that_meets(plan, (_summed_often, _summed_last)[apart:], rows, held)
+            if sharded
+            else _summed(rows, held)
+        )
     return _schedule(rows)
 
 

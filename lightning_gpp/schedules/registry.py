@@ -81,7 +81,12 @@ def orders_of(plan: Plan, batch_size: int | None = None) -> Orders:
 
 
 def make_schedule(
-    plan: Plan, batch_size: int | None = None, training: bool = True, *, replicated: Collection[int] = ()
+    plan: Plan,
+    batch_size: int | None = None,
+    training: bool = True,
+    *,
+    replicated: Collection[int] = (),
+    apart: bool = False,
 ) -> Schedule:
     """Order the actions of every device by the plan's schedule.
 
@@ -90,6 +95,7 @@ def make_schedule(
         batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
         training: forwards and backwards; forwards only if False.
         replicated: stages that several ranks hold, over all copies of the pipeline: they get collectives.
+        apart: the collectives of sharded parameters before and after all work, see `with_collectives`.
 
     Raises:
         ScheduleError: the schedule is unknown, or its orders cannot run.
@@ -98,7 +104,7 @@ def make_schedule(
     orders = orders_of(plan, batch_size)
     schedule, started = merge(plan, orders if training else _forwards(orders), total, training)
     schedule = with_data(plan, schedule, started, total, training)
-    return with_collectives(plan, with_recomputation(plan, schedule), replicated, training)
+    return with_collectives(plan, with_recomputation(plan, schedule), replicated, training, apart=apart)
 
 
 def _forwards(orders: Orders) -> Orders:

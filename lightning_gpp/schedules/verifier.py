@@ -178,6 +178,22 @@ def _check_progress(program: Program) -> None:
     blocked = replay(program, lambda device, instruction: None)
     if blocked:
         raise VerificationError(_circle(program, blocked))
+    standing = stands_at_meetings(program)
+    if standing:
+        raise VerificationError(
+            f"The program hangs: {standing} wait for other replicas of the stage, which wait for what these would do "
+            "next. Gather parameters before all work, and sum gradients after it."
+        )
+
+
+def stands_at_meetings(program: Program) -> str:
+    """Where devices stand for good if replicas that gather parameters or sum gradients wait for each other; empty where
+    none does. Only with sharded parameters do they: else a sum is started and left alone."""
+    if program.plan.sharding != "fsdp":
+        return ""
+    blocked = replay(program, lambda device, instruction: None, meetings=True)
+    found = ((device, program.devices[device][position].action) for device, position in blocked.items())
+    return ", ".join(f"device {device} at {action}" for device, action in found if action is not None)
 
 
 def _circle(program: Program, blocked: dict[int, int]) -> str:

@@ -37,9 +37,11 @@ from lightning_gpp.strategy.machine import Machine, resolved
 from lightning_gpp.strategy.options import Context, Options
 from lightning_gpp.strategy.parameters import Placement, drop, equalise, move, place, settle, tensors_of
 from lightning_gpp.strategy.planner import TRAINING, captured_step, evaluation_plan, plan_for, refitted
+from lightning_gpp.strategy.replicas import Replicas, Uses
 from lightning_gpp.strategy.results import combined, loss_and_rest
 from lightning_gpp.strategy.self_check import refuses_check, self_check
 from lightning_gpp.strategy.session import Session
+from lightning_gpp.strategy.shards import without_shards
 
 SMALL = 50_000_000
 """Parameters up to which a model is checked without being asked."""
@@ -54,6 +56,8 @@ class Engine:
         step: mini-batches trained so far; numbers the random streams.
         batch_size, batch_signature: of the mini-batch that was announced last.
         footprint: what a device keeps per byte of parameters, for planning.
+        uses: the stages that use each parameter, once they were placed.
+        replicas: what ranks with the same parameters do together, in training.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class Engine:
         self._parameters = list(module.parameters())
         self.plan: Plan | None = None
         self.placement: Placement | None = None
+        self.uses: Uses = {}
+        self.replicas: Replicas | None = None
         self.was_whole = False
         self.step = 0
         self.batch_size, self.batch_signature = 0, 0
@@ -196,16 +202,24 @@ class Engine:
         pipeline = self._first[0].build(self.plan, self.module)
         used = [(*names, *buffers) for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]
         self.placement = place(self.module, self.plan, used)
+        self.uses = {
+            name: tuple(stage for stage, names in enumerate(pipeline.parameters) if name in names)
+            for name, _ in self.module.named_parameters()
+        }
         self.was_whole = settle(self.module, self.placement, self.control)
         move(self.module, self.device)
-        self._parameters = list(self.module.parameters())
+        self.renew()
         return self.placement
+
+    def renew(self) -> None:
+        """After the module was given other parameters in the places of its own."""
+        self._parameters = list(self.module.parameters())
 
     def drop_foreign(self) -> None:
         """After a whole state dict was loaded: keep only what lives here."""
         if self.placement is not None:
             drop(self.module, self.placement.names_on(self.control.device))
-            self._parameters = list(self.module.parameters())
+            self.renew()
 
     def _agree(self, captured: Capture | Declared, plan: Plan) -> None:
         text = f"{captured.fingerprint} {plan}"
@@ -324,10 +338,18 @@ class Engine:
         if self.plan is None or self.placement is None:
             raise GPPError("A step was to run before parameters were placed.")
         plan = (refitted if step == TRAINING else evaluation_plan)(captured, self.plan)
-        return self._make_session(captured, plan, self.module, self.placement, step)
+        meets = self.replicas is not None and (step == TRAINING or self.replicas.sharding == "fsdp")
+        replicas = self.replicas if meets else None
+        return self._make_session(captured, plan, self.module, self.placement, step, replicas)
 
     def _make_session(
-        self, captured: Capture | Declared, plan: Plan, module: nn.Module, placement: Placement, step: str
+        self,
+        captured: Capture | Declared,
+        plan: Plan,
+        module: nn.Module,
+        placement: Placement,
+        step: str,
+        replicas: Replicas | None = None,
     ) -> Session:
         return Session(
             capture=captured,
@@ -341,6 +363,7 @@ class Engine:
             context=self._context(step),
             training=step == TRAINING,
             trace=self.options.trace,
+            replicas=replicas,
         )
 
     def _captured(self, step: str, batch: Any) -> Capture | Declared:
@@ -354,7 +377,8 @@ class Engine:
         for parameter, flag in zip(self._parameters, trained, strict=True):
             if parameter.requires_grad != bool(flag):  # user code may have changed it where the step runs only
                 parameter.requires_grad_(bool(flag))
-        return self._capture(step, example)
+        with without_shards(self.module):
+            return self._capture(step, example)
 
     def _form(self, batch: Any) -> int:
         """Fingerprint of what a capture depends on: the batch's form, and which parameters are trained."""

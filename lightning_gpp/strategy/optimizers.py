@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_gpp.errors import CheckpointError, ConfigError
+from lightning_gpp.strategy.shards import local_like
 
 
 class OptimizerIndex:
@@ -43,14 +44,23 @@ class OptimizerIndex:
             self._add_groups(module)
             self._keep(range(known, len(self.groups)), names, tensors)
 
-    def keep(self, names: set[str], tensors: Mapping[str, Tensor]) -> None:
+    def keep(self, names: set[str], tensors: Mapping[str, Tensor], shards: Mapping[str, Tensor] | None = None) -> None:
         """Let the optimizer forget all parameters but these, and the state it may have made for them.
 
-        `tensors`: the parameters as they are in the module now; placing them may have made new ones.
+        Args:
+            names: of what it steps.
+            tensors: these, as they are now; placing them may have made new ones.
+            shards: parameters of the module of which this rank keeps a part: of their state, too.
         """
-        self._keep(range(len(self.groups)), names, tensors)
+        self._keep(range(len(self.groups)), names, tensors, shards)
 
-    def _keep(self, numbers: Iterable[int], names: set[str], tensors: Mapping[str, Tensor]) -> None:
+    def _keep(
+        self,
+        numbers: Iterable[int],
+        names: set[str],
+        tensors: Mapping[str, Tensor],
+        shards: Mapping[str, Tensor] | None = None,
+    ) -> None:
         states = self.optimizer.state
         for number in numbers:
             group, known = self.optimizer.param_groups[number], self.groups[number]
@@ -62,7 +72,7 @@ class OptimizerIndex:
             for name, parameter in before.items():
                 state = states.pop(parameter, None)
                 if name in names and state is not None:
-                    states[tensors[name]] = state
+                    states[tensors[name]] = _cut(state, (shards or {}).get(name))
             self._kept[number] = [name for name in known if name in names]
 
     @property
@@ -81,6 +91,19 @@ class OptimizerIndex:
         state = self.optimizer.state_dict()["state"]
         return {name: state[place] for place, name in enumerate(names) if place in state}
 
+    def ordered_state(self) -> dict[str, Any]:
+        """The same, in an order that all ranks share."""
+        state = self.state()
+        return {name: state[name] for name in self.names if name in state}
+
+    def put(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Step these parameters instead of those with the same names, with this state."""
+        self.optimizer.state.clear()
+        for group, names in zip(self.optimizer.param_groups, self._kept, strict=True):
+            group["params"] = [tensors[name] for name in names]
+        for name, values in state.items():
+            self.optimizer.state[tensors[name]] = values
+
     def merged(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The optimizer's state dict as one device would have it, from states by name."""
         names = [name for group in self.groups for name in group]
@@ -98,8 +121,12 @@ class OptimizerIndex:
             start += len(names)
         return merged
 
-    def load(self, full: Mapping[str, Any]) -> None:
+    def load(self, full: Mapping[str, Any], shards: Mapping[str, Tensor] | None = None) -> None:
         """Load this rank's part of a state dict of the whole optimizer.
+
+        Args:
+            full: the state dict.
+            shards: the module's parameters, of which this rank may keep a part.
 
         Raises:
             CheckpointError: it is of another optimizer.
@@ -108,7 +135,8 @@ class OptimizerIndex:
         names = [name for group in self.groups for name in group]
         place_of = {name: group["params"][i] for group, known in self._pairs(full) for i, name in enumerate(known)}
         kept = [name for group in self._kept for name in group]
-        state = {i: full["state"][place_of[name]] for i, name in enumerate(kept) if place_of[name] in full["state"]}
+        found = {i: full["state"].get(place_of[name]) for i, name in enumerate(kept)}
+        state = {i: _cut(values, (shards or {}).get(kept[i])) for i, values in found.items() if values is not None}
         if unknown := set(full["state"]) - set(place_of.values()):
             raise CheckpointError(
                 f"The optimizer state has entries {sorted(unknown)} for only {len(names)} parameters."
@@ -140,6 +168,10 @@ class OptimizerIndex:
                 f"({type(self.optimizer).__name__}) has {expected}. Resume with the optimizer that wrote it, or load "
                 "only the weights."
             )
+
+
+def _cut(state: Mapping[str, Any], shard: Tensor | None) -> dict[str, Any]:
+    return {key: local_like(value, shard) for key, value in state.items()}
 
 
 def _name(parameter: Tensor, names: Mapping[int, str]) -> str:

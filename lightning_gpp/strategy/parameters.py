@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.sharding.shards import local
 from lightning_gpp.strategy.control import Control
 
 
@@ -145,9 +147,10 @@ def _direct(part: nn.Module) -> list[Tensor]:
 
 
 def move(module: nn.Module, device: torch.device) -> None:
-    """Move what has memory to a device, one tensor at a time; parameters stay the same objects."""
+    """Move what has memory to a device, one tensor at a time; parameters stay the same objects, and shards where they
+    are."""
     for parameter in module.parameters():
-        if not parameter.is_meta:
+        if not parameter.is_meta and not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(device)
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(device)
@@ -157,4 +160,4 @@ def move(module: nn.Module, device: torch.device) -> None:
 
 def bytes_of(module: nn.Module) -> int:
     """Memory of the parameters and buffers that this rank holds, in bytes."""
-    return sum(tensor.nbytes for tensor in tensors_of(module).values() if not tensor.is_meta)
+    return sum(local(tensor.detach()).nbytes for tensor in tensors_of(module).values() if not tensor.is_meta)

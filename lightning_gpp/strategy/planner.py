@@ -139,6 +139,8 @@ def planned(
     else:
         result = _found(captured, options, first(machine(), num_devices), copies, progress)
     plan = recomputing(result.plan, options.recompute)
+    if options.sharding != "none":
+        plan = replace(plan, sharding=options.sharding)
     return replace(result, plan=plan.chained() if options.chain_baseline else plan)
 
 
@@ -260,6 +262,10 @@ def evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
 
     Where a value cannot be put together from micro-batches, the step runs once per micro-batch as in training.
     """
+    return replace(_evaluation_plan(captured, plan), sharding=plan.sharding)
+
+
+def _evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
     drafts = _drafts(plan)
     if isinstance(captured, Capture):
         apart = make_plan(captured.graph, _step_apart(drafts), batch_size=captured.batch_size, schedule=plan.schedule)

@@ -12,14 +12,12 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_gpp import _compat
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
-from lightning_gpp.runtime.gradients import GradientSync
-from lightning_gpp.strategy.checkpoint import make_whole, whole_optimizer_state
+from lightning_gpp.strategy.checkpoint import make_whole, saved_here, whole_optimizer_state
 from lightning_gpp.strategy.checks import check_callbacks, check_module, check_precision
 from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.data import peek
@@ -28,10 +26,12 @@ from lightning_gpp.strategy.hooks import SharedHooks
 from lightning_gpp.strategy.machine import footprint_of
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.optimizers import OptimizerIndex, clip_by_global_norm
-from lightning_gpp.strategy.parameters import Placement, move, tensors_of
+from lightning_gpp.strategy.parameters import move, tensors_of
 from lightning_gpp.strategy.planner import TRAINING
 from lightning_gpp.strategy.processes import agreed_seed
+from lightning_gpp.strategy.replicas import Layout, Replicas
 from lightning_gpp.strategy.reporting import TraceFile, announce_plan
+from lightning_gpp.strategy.shards import whole_states
 
 if TYPE_CHECKING:
     from lightning_gpp.strategy.strategy import GPPStrategy
@@ -83,8 +83,7 @@ class Run:
         self._metrics = MetricStates(self.module, control, self.device)
         self._trace = TraceFile(trainer.default_root_dir, control) if options.trace else None
         self._indices: list[OptimizerIndex] = []
-        self._gradients: GradientSync | None = None
-        self._synchronised: tuple[Any, ...] = ()
+        self._replicas: Replicas | None = None
         self._accumulating = False
         self._example_input: Any = None
 
@@ -98,12 +97,12 @@ class Run:
             return
         self.strategy.setup_optimizers(self.trainer)
         self.engine.footprint = footprint_of(self.strategy.optimizers, str(self.precision.precision))
-        self.engine.make_plan(TRAINING, batch)
+        plan = self.engine.make_plan(TRAINING, batch)
         self._indices = [OptimizerIndex(optimizer, self.module) for optimizer in self.strategy.optimizers]
-        placement = self.engine.place_parameters()
-        tensors = tensors_of(self.module)
+        layout = Layout(plan=plan, placement=self.engine.place_parameters(), uses=self.engine.uses)
+        self._replicas = self.engine.replicas = Replicas(self.module, layout, self._indices, self.control)
+        self.engine.renew()
         for index in self._indices:
-            index.keep(placement.names_on(self.control.device), tensors)
             _compat.optimizer_to_device(index.optimizer, self.device)
         _compat.install_automatic_optimization(self.trainer)
 
@@ -117,24 +116,6 @@ class Run:
             return None
         with isolate_rng():
             return _compat.transferred(self.module, batch, self.device)
-
-    def _gradient_sync(self, placement: Placement) -> GradientSync:
-        names = {name for index in self._indices for name in index.names}
-        here = {name for index in self._indices for name in index.kept}
-        parameters = {name: tensor for name, tensor in tensors_of(self.module).items() if name in here}
-        holders = {
-            name: [
-                self.control.mesh.global_rank(device, pipeline)
-                for pipeline in range(self.control.num_pipelines)
-                for device in placement.devices[name]
-            ]
-            for name in sorted(names)
-        }
-        return GradientSync(
-            {name: tensor for name, tensor in parameters.items() if isinstance(tensor, Parameter)},
-            holders,
-            self.control.mesh,
-        )
 
     # -- attached -----------------------------------------------------------------------------------------------------
 
@@ -166,16 +147,33 @@ class Run:
             self._trace.write()
             if complete:
                 self._trace.compare(self.engine)
+        sharded = self._replicas is not None and bool(self._replicas.sharded)
+        if complete and self._replicas is not None:
+            self._end_sharding(self._replicas)
         if complete and self.engine.placement is not None and self.engine.was_whole:
             make_whole(self.module, self.engine.placement, self.control)
         move(self.module, torch.device("cpu"))
-        for index in self._indices:
+        for index in self._indices if complete or not sharded else ():
             _compat.optimizer_to_device(index.optimizer, torch.device("cpu"))
+
+    def _end_sharding(self, replicas: Replicas) -> None:
+        """Whole parameters again; the state of the optimizers where a checkpoint takes it from."""
+        if replicas.sharding != "fsdp" or self.engine.placement is None:
+            return
+        held = saved_here(self.engine.placement, self.control)
+        shards = tensors_of(self.module)
+        states = [whole_states(index.ordered_state(), shards, held) for index in self._indices]
+        replicas.restore()
+        tensors = tensors_of(self.module)
+        for index, state in zip(self._indices, states, strict=True):
+            index.put(tensors, state)
+        self.engine.renew()
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def train(self, arguments: Sequence[Any]) -> Any:
         """A training step; see `Engine.train`."""
+        self._training.begin(last=not self._accumulating)
         result = self.engine.train(arguments, self.trainer.accumulate_grad_batches)
         if self._trace is not None:
             self._trace.add(self.engine)
@@ -193,26 +191,23 @@ class Run:
     def synchronise_gradients(self) -> None:
         """Sum gradients over the ranks that hold the same parameters, at the last mini-batch of an optimizer step."""
         if not self._accumulating:
-            self._current_gradients().sync()
+            self._training.finish()
 
-    def _current_gradients(self) -> GradientSync:
-        """Made anew when a hook has frozen or released parameters, or given the optimizer more of them."""
-        facts = (self.engine.trained(), *(len(index.optimizer.param_groups) for index in self._indices))
-        if self._gradients is not None and facts == self._synchronised:
-            return self._gradients
-        placement = self.engine.placement
-        if placement is None:
+    def publish(self, optimizer: Optimizer) -> None:
+        """After a step: all ranks get the parameters that others own."""
+        if self._replicas is not None:
+            self._replicas.publish(optimizer)
+
+    @property
+    def _training(self) -> Replicas:
+        if self._replicas is None:
             raise GPPError("Gradients were to be summed without a training run.")
-        tensors = tensors_of(self.module)
-        for index in self._indices:
-            index.refresh(self.module, placement.names_on(self.control.device), tensors)
-        self._gradients, self._synchronised = self._gradient_sync(placement), facts
-        return self._gradients
+        return self._replicas
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         """In the place of the precision plugin's method: the norm is taken over all stages."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        clip_by_global_norm(parameters, clip_val, self._current_gradients().grad_norm())
+        clip_by_global_norm(parameters, clip_val, self._training.grad_norm())
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -222,7 +217,8 @@ class Run:
         placement = self.engine.placement
         for index in self._indices:
             if index.optimizer is plain and placement is not None:
-                return whole_optimizer_state(index, placement, self.control)
+                owned = self._replicas is not None and self._replicas.sharding == "zero1"
+                return whole_optimizer_state(index, tensors_of(self.module), placement, self.control, owned)
         return plain.state_dict()
 
     def load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -237,5 +233,5 @@ class Run:
                 f"{len(self._indices)}. Resume with the optimizers that wrote it, or load only the weights."
             )
         for index, state in zip(self._indices, states, strict=True):
-            index.load(state)
+            index.load(state, tensors_of(self.module))
             _compat.optimizer_to_device(index.optimizer, self.device)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +19,12 @@ from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.stage import MicroBatch, StageModule
 from lightning_gpp.runtime.transport import Transport
-from lightning_gpp.schedules import compile_program
+from lightning_gpp.schedules import Program, compile_program
+from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.options import Context
 from lightning_gpp.strategy.parameters import Placement
+from lightning_gpp.strategy.replicas import Forwarded, Replicas, counterparts
 
 DATA_STREAM = -1
 """The stage number under which the user's step draws its random numbers."""
@@ -57,6 +62,7 @@ class Session:
         context: in which modules compute.
         training: whether backwards run.
         trace: whether actions are measured.
+        replicas: what ranks with the same parameters do together; None if they have nothing to do.
 
     Raises:
         PlanError: a stage needs parameters that live elsewhere.
@@ -76,6 +82,7 @@ class Session:
         context: Context,
         training: bool,
         trace: bool,
+        replicas: Replicas | None = None,
     ) -> None:
         self.capture, self.plan, self.training = capture, plan, training
         self.pipeline: Pipeline = capture.build(plan, module)
@@ -83,15 +90,18 @@ class Session:
         self._control, self._transport, self._device = control, transport, device
         self._streams, self._trace = streams, trace
         self._stages = [InContext(stage, context) for stage in self.pipeline.stages]
-        self._executors: dict[int, Executor] = {}
+        self._executors: dict[tuple[int, bool], Executor] = {}
         self.latest: Executor | None = None
+        self._replicas = replicas
+        self._numbers = None if replicas is None else counterparts(plan, self.pipeline.parameters, replicas.layout)
 
-    def executor(self, batch_size: int) -> Executor:
-        """What runs mini-batches of this many samples; made at the first one."""
-        if batch_size not in self._executors:
-            control = self._control
-            self._executors[batch_size] = Executor(
-                compile_program(self.plan, batch_size, self.training, copies=control.num_pipelines),
+    def executor(self, batch_size: int, together: bool = True) -> Executor:
+        """What runs mini-batches of this many samples; made at the first one. `together`: replicas meet in between."""
+        key = batch_size, together
+        if key not in self._executors:
+            control, replicas = self._control, self._replicas
+            self._executors[key] = Executor(
+                self._program(batch_size, together),
                 control.device,
                 stages=self._stages,
                 slots=self.pipeline.slots,
@@ -100,9 +110,21 @@ class Session:
                 torch_device=self._device,
                 streams=self._streams,
                 pipeline=control.pipeline,
+                sharding=Forwarded(replicas, self._numbers or {}) if together and replicas is not None else None,
                 trace=self._trace,
             )
-        return self._executors[batch_size]
+        return self._executors[key]
+
+    def _program(self, batch_size: int, together: bool) -> Program:
+        if together:
+            return compile_program(self.plan, batch_size, self.training, copies=self._control.num_pipelines)
+        return compile_program(replace(self.plan, sharding="none"), batch_size, self.training, reduce=False)
+
+    def _agreed(self, batch_size: int) -> bool:
+        if self._replicas is None:
+            return True
+        known = self._numbers is not None
+        return self._replicas.agree(_meetings(self.executor(batch_size).program) if known else 0)
 
     def run(
         self, batch: Any, invoke: Callable[[Any], Any], batch_size: int, *, loss_weight: float, step: int
@@ -111,15 +133,24 @@ class Session:
 
         `batch` and `invoke` count only on the rank that runs the step.
         """
-        executor = self.latest = self.executor(batch_size)
+        together = self._agreed(batch_size)
+        executor = self.latest = self.executor(batch_size, together)
+        whole = nullcontext() if together or self._replicas is None else self._replicas.gathered(self.training)
         user_step = self.pipeline.step
         if self._control.runs_step:
             user_step.begin(batch, invoke, self._streams.key(DATA_STREAM, self._control.pipeline, 0, step))
         try:
-            executor.run(loss_weight=loss_weight, step=step)
+            with whole:
+                executor.run(loss_weight=loss_weight, step=step)
             return sorted(user_step.outputs, key=lambda output: output[0].start)
         finally:
             user_step.end()
+
+
+def _meetings(program: Program) -> int:
+    """A fingerprint, above 0, of what the replicas of all stages do together, and in which order."""
+    rows = [[i.action for i in row if i.action is not None and i.action.kind in COLLECTIVES] for row in program.devices]
+    return 1 + zlib.crc32(str([[str(action) for action in row] for row in rows]).encode())
 
 
 def _check_placement(pipeline: Pipeline, plan: Plan, placement: Placement, step: str) -> None:

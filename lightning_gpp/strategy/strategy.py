@@ -73,7 +73,7 @@ class GPPStrategy(ParallelStrategy):
         max_replicas: devices that may share one stage at most. Default: any number.
         stages_per_device: stages that every device has, each on one device. Default: what the schedule is made for.
         sharding: what the ranks that hold the same stage split beside samples: "none", "zero1" (optimizer state) or
-            "fsdp" (parameters and gradients too).
+            "fsdp" (parameters and gradients too). "none" leaves it at what a given `plan` says.
         num_pipelines: copies of the whole pipeline (data parallel). Default: number of processes / devices of the plan.
         chain_baseline: force the stages to run as a chain, the sequential baseline.
         recompute: stages that keep only their inputs between forward and backward of a micro-batch, and compute their
@@ -366,6 +366,12 @@ class GPPStrategy(ParallelStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         run.synchronise_gradients()
         return self.precision_plugin.post_backward(closure_loss, module)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step what this rank steps; then all ranks get what others stepped for them."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._running.publish(optimizer)
+        return result
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

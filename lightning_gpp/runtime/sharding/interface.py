@@ -14,7 +14,7 @@ class StageSync(Protocol):
     micro-batches a replica computes in between does not matter.
 
     Attributes:
-        last: whether an optimizer step follows this mini-batch. Set it before every mini-batch.
+        last: whether an optimizer step follows this mini-batch. To be set before every mini-batch: it begins one.
     """
 
     last: bool

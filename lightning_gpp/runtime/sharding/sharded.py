@@ -21,9 +21,9 @@ class ShardedStages:
     """The `StageSync` of replicas of which each keeps 1/n of its stage's parameters, gradients and optimizer state.
 
     Between `reshard` and `ready` the user's modules have DTensors, sharded on dimension 0, in the places of their
-    parameters; these are what the optimizer steps. Replicas take part in `reduce` also without a gradient. What cannot
-    be cut stays whole and is summed in `sync`: numbers without dimensions, and parameters that no stage uses. Buffers
-    stay whole, and are not summed.
+    parameters. The optimizer steps `stepped`, which are plain tensors with the same memory. Replicas take part in
+    `reduce` also without a gradient. What cannot be cut stays whole and is summed in `sync`: numbers without
+    dimensions, and parameters that no stage uses. Buffers stay whole, and are not summed.
 
     All ranks construct it together, when replicas have the same values and optimizers not yet any state.
 
@@ -32,7 +32,7 @@ class ShardedStages:
         parameters: this rank's own, by canonical name.
         holders: for every parameter of the model the global ranks that hold it; the same on all ranks.
         mesh: the ranks.
-        stages: for every parameter the stages that use it; the same on all ranks.
+        stages: for every parameter the stages that use it; the same on all ranks. Frozen parameters are cut, too.
 
     Attributes:
         last: whether an optimizer step follows this mini-batch. Shards are reduced after every mini-batch, else every
@@ -55,10 +55,10 @@ class ShardedStages:
         self._mesh = mesh
         known = dict(module.named_parameters())
         cut = [n for n in holders if len(holders[n]) > 1 and len(stages.get(n, ())) == 1 and _can_be_cut(known[n])]
-        rest = {name: ranks for name, ranks in holders.items() if name not in set(cut)}
-        mine = {name: parameter for name, parameter in parameters.items() if name in rest}
+        self._cut, self._uses = set(cut), stages
         self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
-        self._whole = GradientSync(mine, rest, mesh, stages=stages)
+        self._counts = set(holders)
+        self._whole = self._summed(parameters, holders)
         ranks_of = {name: tuple(sorted(holders[name])) for name in cut}
         self._stages = dict(self._sharded(module, parameters, ranks_of, stages))
         # One queue of reductions, so that to wait for the last one is to wait for all.
@@ -74,11 +74,37 @@ class ShardedStages:
     @last.setter
     def last(self, last: bool) -> None:
         self._whole.last = last
+        self._reduced.clear()
+        for shards in self._stages.values():
+            shards.begin()
+
+    def refresh(self, parameters: Mapping[str, Parameter], holders: Mapping[str, Sequence[int]]) -> None:
+        """What is not cut, and counts in the norm, after parameters were frozen, released or given to an optimizer.
+
+        Args:
+            parameters: this rank's own, by canonical name.
+            holders: as at construction; all ranks call it with the same.
+        """
+        last = self._whole.last
+        self._counts = set(holders)
+        self._whole = self._summed(parameters, holders)
+        self._whole.last = last
+
+    def _summed(self, parameters: Mapping[str, Parameter], holders: Mapping[str, Sequence[int]]) -> GradientSync:
+        rest = {name: ranks for name, ranks in holders.items() if name not in self._cut}
+        mine = {name: parameter for name, parameter in parameters.items() if name in rest}
+        return GradientSync(mine, rest, self._mesh, stages=self._uses)
 
     @property
     def sharded(self) -> set[str]:
         """Names of this rank's parameters that are cut."""
         return {name for shards in self._stages.values() for name in shards.names}
+
+    @property
+    def stepped(self) -> dict[str, Parameter]:
+        """What an optimizer steps in the place of the parameters that are cut: this rank's parts, by name."""
+        every = self._stages.values()
+        return {name: part for shards in every for name, part in zip(shards.names, shards.stepped, strict=True)}
 
     def unshard(self, stage: int) -> None:
         """Start to gather the stage's parameters."""
@@ -104,8 +130,6 @@ class ShardedStages:
         self._whole.reduce(stage)
         if stage not in self._stages:
             return
-        if stage in self._reduced:  # of an earlier mini-batch
-            self._reduced.clear()
         self._reduced.add(stage)
         self._stages[stage].reduce(last=len(self._reduced) == len(self._stages))
 
@@ -130,7 +154,8 @@ class ShardedStages:
     def _counted(self) -> Iterator[Tensor]:
         yield from self._whole.counted_on(set(range(self._mesh.world_size)))
         for shards in self._stages.values():
-            yield from (local(shard.grad) for shard in shards.shards if shard.grad is not None)
+            named = zip(shards.names, shards.shards, strict=True)
+            yield from (local(p.grad) for name, p in named if name in self._counts and p.grad is not None)
 
     def _sharded(
         self,

@@ -71,6 +71,11 @@ class StageShards:
         places: where the user's modules have them, see `places_of`.
         mesh: the stage's replicas, one axis.
         flags_group: the same ranks, for tensors on the CPU.
+
+    Attributes:
+        shards: DTensors, which the user's modules have between `reshard` and `ready`.
+        stepped: the same memory as plain tensors, gradients included: optimizers group parameters in one call, which
+            DTensors of different replicas, or next to plain tensors, refuse.
     """
 
     def __init__(
@@ -91,7 +96,10 @@ class StageShards:
         self.whole = False
         self.shards = self._current()
         self._gathered: list[Parameter] = []
+        self.stepped = [Parameter(local(shard.detach()), shard.requires_grad) for shard in self.shards]
+        self._handed = False
         _alike(whole, self.shards)
+        _alike(whole, self.stepped)
         self._show(self.shards)
 
     def prepare(self) -> None:
@@ -139,6 +147,7 @@ class StageShards:
         Args:
             last: whether to wait for this and for all stages before it. On a CPU every call waits.
         """
+        was_whole = self.whole
         self.ready()
         before = self._flags.merged() if self._flags is not None else [shard.grad is not None for shard in self.shards]
         self._flags = _Flags([p.grad is not None for p in self._gathered], before, self._flags_group)
@@ -146,14 +155,27 @@ class StageShards:
             owner.set_is_last_backward(last and number == len(self.owners))
             with torch.enable_grad():
                 _cue(owner, self.shards[0].device).backward()
+        if not was_whole:
+            self.reshard()
+
+    def begin(self) -> None:
+        """Before a mini-batch: what the optimizer has set to None is gone."""
+        if self._handed:
+            for shard, stepped in zip(self.shards, self.stepped, strict=True):
+                if stepped.grad is None:
+                    shard.grad = None
+            self._handed = False
 
     def finish(self) -> None:
-        """A parameter without a gradient on any replica has none afterwards, and not zero."""
+        """Hand the gradients to the optimizer. A parameter without one on any replica has none, and not zero."""
         if self._flags is not None:
             for shard, found in zip(self.shards, self._flags.merged(), strict=True):
                 if not found:
                     shard.grad = None
             self._flags = None
+        for shard, stepped in zip(self.shards, self.stepped, strict=True):
+            stepped.grad = None if shard.grad is None else local(shard.grad)
+        self._handed = True
 
     def restore(self) -> None:
         """Put plain whole parameters into the user's modules, for good. All replicas call it."""

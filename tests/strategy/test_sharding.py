@@ -1,0 +1,197 @@
+"""Whatever replicas split among them, training gives the numbers of plain Lightning on one process (float64)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_gpp.runtime.sharding.shards import local
+from lightning_gpp.strategy.optimizers import state_bytes
+from lightning_gpp.strategy.parameters import bytes_of
+from tests.strategy import harness
+from tests.strategy.harness import loader, make_data, make_module
+from tests.strategy.test_checkpoints import assert_same_optimizer
+from tests.strategy.test_training import EXACT, Report, Union, plain
+
+pytestmark = pytest.mark.timeout(150)  # the first test waits for all runs
+
+KINDS = ("none", "zero1", "fsdp")
+PIPELINES: dict[str, Any] = {
+    "num_pipelines": 2,
+    "num_micro_batches": 2,
+    "stages": [
+        {"modules": ["left"], "devices": [1]},
+        {"modules": ["right"], "devices": [0]},
+        {"modules": ["head", "@step"], "devices": [0]},
+    ],
+}
+REPLICAS: dict[str, Any] = {
+    "num_micro_batches": 4,
+    "stages": [
+        {"modules": ["left"], "devices": [1, 2, 3]},
+        {"modules": ["right"], "devices": [2, 3]},
+        {"modules": ["head", "@step"], "devices": [0]},
+    ],
+}
+LAYOUTS = {"pipelines": PIPELINES, "replicas": REPLICAS}
+
+
+class Watched(Callback):
+    """Saves in the middle, and notes what this rank keeps between steps."""
+
+    def __init__(self, path: str = "") -> None:
+        self.path = path
+        self.held: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        parameters = [parameter for parameter in module.parameters() if not parameter.is_meta]
+        self.held = {
+            "parameters": bytes_of(module),
+            "gradients": sum(local(p.grad).nbytes for p in parameters if p.grad is not None),
+            "state": state_bytes(trainer.optimizers[0]),
+        }
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.path and trainer.current_epoch == 0:
+            trainer.save_checkpoint(f"{self.path}.ckpt")
+
+
+def pipeline_loader(strategy: Any, samples: int = 20) -> DataLoader[Any]:
+    sampler = DistributedSampler(make_data(samples), num_replicas=2, rank=strategy, shuffle=False)
+    return DataLoader(make_data(samples), batch_size=4, sampler=sampler)
+
+
+def fit(
+    strategy: Any, devices: int, layout: str, path: str = "", ckpt_path: str | None = None, **settings: Any
+) -> Report:
+    """Two epochs of three steps; losses, parameters and what was held."""
+    pl.seed_everything(3, verbose=False)
+    module, watched = make_module(width=6), Watched(path)
+    settings = {"gradient_clip_val": 0.05, "callbacks": [watched], **settings}
+    trainer = harness.trainer(strategy, devices, **settings)
+    if layout == "replicas":
+        data = loader()
+    elif devices == 1:
+        data = DataLoader(make_data(20), batch_sampler=Union())
+    else:
+        data = pipeline_loader(torch.distributed.get_rank() // 2)
+    validation = loader(8, batch_size=8 // (2 if devices > 1 and layout == "pipelines" else 1), seed=2)
+    trainer.fit(module, data, None if "max_epochs" in settings else validation, ckpt_path=ckpt_path)
+    if path:
+        trainer.save_checkpoint(f"{path}-end.ckpt")
+    return {
+        "losses": module.losses,
+        "val": [entry["val_loss"] for entry in module.metrics if "val_loss" in entry],
+        "state": {name: value for name, value in module.state_dict().items() if value.device.type != "meta"},
+        "held": watched.held,
+        "moved": all(type(p) is torch.nn.Parameter for p in module.parameters()),
+    }
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "clip by norm": {},
+    "clip by value, accumulate 2": {
+        "gradient_clip_algorithm": "value",
+        "accumulate_grad_batches": 2,
+        "max_epochs": 1,
+    },
+}
+
+
+def fit_all(rank: int, folder: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for layout, stages in LAYOUTS.items():
+        for kind in KINDS:
+            strategy = harness.strategy(**stages, sharding=kind)
+            found[layout, kind, "clip by norm"] = fit(strategy, 4, layout, f"{folder}/{layout}-{kind}")
+            strategy = harness.strategy(**stages, sharding=kind, schedule="gpipe", self_check=False)
+            name = "clip by value, accumulate 2"
+            found[layout, kind, name] = fit(strategy, 4, layout, **SETTINGS[name])
+    for layout, kind, before in RESUMED:
+        strategy = harness.strategy(**LAYOUTS[layout], sharding=kind, self_check=False)
+        middle = f"{folder}/{layout}-{before}.ckpt"
+        found["resumed", layout, kind, before] = fit(strategy, 4, layout, ckpt_path=middle)
+    return found
+
+
+RESUMED = (("pipelines", "fsdp", "zero1"), ("replicas", "zero1", "fsdp"), ("replicas", "fsdp", "plain"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    expected: dict[Any, Any] = {}
+    for layout in LAYOUTS:
+        for name, settings in SETTINGS.items():
+            path = f"{folder}/{layout}-plain" if name == "clip by norm" else ""
+            expected[layout, name] = plain(lambda *a: fit(*a, **settings), "auto", 1, layout, path)  # noqa: B023
+    return folder, expected, harness.run(4, fit_all, str(folder), timeout=140.0)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    scale = theirs.abs().max().clamp(min=1e-3)
+    assert ((ours - theirs).abs().max() / scale).item() <= 1e-12
+
+
+def values_of(found: list[Any], key: Any, layout: str, what: str = "losses") -> list[float]:
+    """Of the whole mini-batch: that of two pipelines is the mean of theirs."""
+    if layout == "replicas":
+        return list(found[0][key][what])
+    return [(a + b) / 2 for a, b in zip(found[0][key][what], found[2][key][what], strict=True)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_plain_lightning(runs: Any, layout: str, kind: str, name: str) -> None:
+    _, expected, found = runs
+    assert values_of(found, (layout, kind, name), layout) == pytest.approx(expected[layout, name]["losses"], **EXACT)
+    validation = values_of(found, (layout, kind, name), layout, "val")
+    assert validation == pytest.approx(expected[layout, name]["val"], **EXACT)
+    assert set(found[0][layout, kind, name]["state"]) == set(expected[layout, name]["state"])
+    for report in found:
+        assert report[layout, kind, name]["moved"]
+        for parameter, value in report[layout, kind, name]["state"].items():
+            assert_close(value, expected[layout, name]["state"][parameter])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checkpoints_are_those_of_plain_lightning(runs: Any, layout: str, kind: str) -> None:
+    folder, _, _ = runs
+    for end in (".ckpt", "-end.ckpt"):
+        ours = torch.load(f"{folder}/{layout}-{kind}{end}", weights_only=False)
+        theirs = torch.load(f"{folder}/{layout}-plain{end}", weights_only=False)
+        assert list(ours["state_dict"]) == list(theirs["state_dict"])
+        for name, value in theirs["state_dict"].items():
+            assert type(ours["state_dict"][name]) is torch.Tensor
+            torch.testing.assert_close(ours["state_dict"][name], value, rtol=1e-10, atol=1e-12)
+        assert_same_optimizer(ours["optimizer_states"][0], theirs["optimizer_states"][0])
+
+
+def test_a_run_resumes_under_another_sharding(runs: Any) -> None:
+    folder, expected, found = runs
+    for layout, kind, before in RESUMED:
+        rest = expected[layout, "clip by norm"]["losses"][3:]
+        assert values_of(found, ("resumed", layout, kind, before), layout) == pytest.approx(rest, **EXACT)
+    back = plain(fit, "auto", 1, "replicas", "", f"{folder}/replicas-fsdp.ckpt")
+    assert back["losses"] == pytest.approx(expected["replicas", "clip by norm"]["losses"][3:], **EXACT)
+
+
+def test_what_is_held_between_steps(runs: Any) -> None:
+    """Rank 1 has `left` alone, of 72 numbers, with two others: the rows of its tensors are dealt in parts."""
+    _, _, found = runs
+    held = {kind: found[1]["replicas", kind, "clip by norm"]["held"] for kind in KINDS}
+    whole = 72 * 8
+    steps = 4 * 4  # Adam counts the steps of each tensor
+    assert held["none"] == {"parameters": whole, "gradients": whole, "state": 2 * whole + steps}
+    assert held["fsdp"] == {"parameters": whole // 3, "gradients": whole // 3, "state": 2 * whole // 3 + steps}
+    assert held["zero1"]["parameters"] == whole
+    states = [found[rank]["replicas", "zero1", "clip by norm"]["held"]["state"] for rank in (1, 2, 3)]
+    right = 36 * 8  # on ranks 2 and 3; a third of it nobody uses, and its state is never made
+    assert sum(states) == 2 * whole + steps + 2 * right * 24 // 36 + 2 * 4
