@@ -82,5 +82,5 @@ def _activations(
         left = min(kept[key], cost.pending_bytes.at(num_samples))
         yield left - kept[key]
         kept[key] = left
-    if action.kind in RELEASES or not program.training:
+    if action.kind in RELEASES or (action.kind is Kind.FORWARD and not program.training):
         yield -kept.pop(key)
