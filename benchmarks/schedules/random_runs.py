@@ -44,9 +44,19 @@ _PRELOADED = ["torch.distributed", "torch.fx.experimental.symbolic_shapes", __na
 
 
 def real_case(number: int) -> Case:
-    """Case `number`, in training, with as many copies of its pipeline as there are processes for."""
+    """Case `number`, in training, with as many copies of its pipeline as there are processes for.
+
+    Every third accumulates two mini-batches; every fourth has a parameter that the first and the last stage share,
+    where that can be.
+    """
     case = case_of(number, LIMITS)
-    return Case(case.plan, case.batch_size, num_pipelines=min(case.copies, NUM_PROCESSES // case.plan.num_devices))
+    return Case(
+        case.plan,
+        case.batch_size,
+        num_pipelines=min(case.copies, NUM_PROCESSES // case.plan.num_devices),
+        tied=case.plan.sharding != "fsdp" and number % 4 == 0,
+        num_runs=1 + (number % 3 == 0),
+    )
 
 
 def executed(numbers: Iterable[int], seconds_per_case: float = 60.0) -> Iterator[Outcome]:
@@ -68,7 +78,7 @@ def run_on_rank(rank: int, case: Case, program: Program) -> cases.Outcome:
     """One rank's part of a case; parameters are gathered and gradients are summed where the program says so."""
     plan = case.plan
     mesh = Mesh(plan.num_devices, case.num_pipelines, rank)
-    stages = make_stages(plan)
+    stages = make_stages(plan, case.tied)
     sync = sync_of(case, stages, mesh)
     executor = Executor(
         program,
@@ -80,7 +90,9 @@ def run_on_rank(rank: int, case: Case, program: Program) -> cases.Outcome:
         pipeline=mesh.pipeline,
         sharding=sync,
     )
-    executor.run(loss_weight=1 / (case.batch_size * case.num_pipelines))
+    for step in range(1, case.num_runs + 1):  # the same samples again, with their share of the weight
+        sync.last = step == case.num_runs
+        executor.run(loss_weight=1 / (case.batch_size * case.num_pipelines * case.num_runs))
     sync.sync()
     assert not executor.not_split, executor.not_split
     return cases.Outcome(
@@ -98,7 +110,9 @@ def sync_of(case: Case, stages: list[Mixer], mesh: Mesh) -> StageSync:
     plan = case.plan
     parameters = local_parameters(plan, stages, mesh.device)
     holders = holders_of(plan, stages, case.num_pipelines)
-    stage_of = {name: (stage,) for stage, named in named_parameters(stages).items() for name in named}
+    stage_of: dict[str, tuple[int, ...]] = {}
+    for stage, named in named_parameters(stages).items():
+        stage_of.update({name: (*stage_of.get(name, ()), stage) for name in named})
     if plan.sharding != "fsdp":
         return GradientSync(parameters, holders, mesh, stages=stage_of)
     module = nn.ModuleDict({f"stage{index}": stage for index, stage in enumerate(stages)})

@@ -66,6 +66,7 @@ VARIANTS = {
     "bfloat16": Variant(bfloat16=True, tolerance=2**-20),
     "zero1": Variant(num_replicas=2, sharding="zero1", schedules=SOME),
     "fsdp": Variant(num_replicas=2, sharding="fsdp", schedules=SOME),
+    "pipelines, fsdp": Variant(num_pipelines=2, sharding="fsdp", schedules=SOME),
     "fsdp, recomputed": Variant(num_replicas=2, sharding="fsdp", recompute=True, schedules=SOME),
 }
 
@@ -199,6 +200,7 @@ def troubles(rank: int, run: Run, made_before: Compiled) -> Iterator[str]:
     total = BATCH * variant.num_pipelines
     batch = slice_batch(whole_batch(variant), mesh.pipeline * BATCH, (mesh.pipeline + 1) * BATCH, total)
     pipeline.step.begin(batch, lambda samples: module.training_step(samples, 0), 0)
+    sync.last = True
     executor.run(loss_weight=1 / total)
     loss = torch.zeros((), dtype=torch.float64)
     for part, output in pipeline.step.outputs:
