@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_gpp.errors import VerificationError
+from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Kind, Schedule, compile_program, make_schedule, verify
 from lightning_gpp.schedules.collectives import check_collectives, with_collectives
 from lightning_gpp.schedules.lowering import lower
@@ -107,3 +108,26 @@ def test_circles_of_meetings_are_refused() -> None:
     rows = Schedule.parse("0: 0F0 1F0 1B0 1G0 0B0 0G0\n1: 0F0 1F0 1B0 0B0 0G0 1G0")
     with pytest.raises(VerificationError, match="in different orders"):
         verify(lower(plan, rows))
+
+
+def _in_turn() -> tuple[Plan, Schedule]:
+    """Stage 1 takes turns on devices 0 and 1; device 1 makes the input of device 0 after its own turn."""
+    plan = replace(plan_of([(0, 1)], (1, 1), 2, devices=[(1,), (0, 1)]), sharding="fsdp")
+    first, last = plan.stages
+    rows = Schedule.parse("0: 1F0 1B0\n1: 0F1 1F1 1B1 0F0 0B1 0B0")
+    return replace(plan, stages=(first, replace(last, round_robin=True))), rows
+
+
+def test_a_sum_that_waits_for_who_waits_for_it_is_refused() -> None:
+    plan, rows = _in_turn()
+    schedule = with_collectives(plan, rows, {1})
+    assert str(schedule).splitlines()[1] == "1: 0F1 1U0 1F1 1B1 1G0 0F0 0B1 0B0 1S0"
+    with pytest.raises(VerificationError, match="The program hangs: device 1 at 1G0 wait for other replicas"):
+        verify(lower(plan, schedule))
+
+
+def test_meetings_apart_from_the_work_never_hang() -> None:
+    plan, rows = _in_turn()
+    schedule = with_collectives(plan, rows, {1}, apart=True)
+    assert str(schedule).splitlines()[0] == "0: 1U0 1F0 1B0 1S0 1G0"
+    verify(lower(plan, schedule))

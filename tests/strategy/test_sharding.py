@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,12 +13,18 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_gpp.runtime.sharding.shards import local
+from lightning_gpp import ConfigError
+from lightning_gpp.runtime.buckets import Bucket
+from lightning_gpp.runtime.operations import ComputeBackward
+from lightning_gpp.runtime.sharding.shards import StageShards, local
 from lightning_gpp.strategy.optimizers import state_bytes
 from lightning_gpp.strategy.parameters import bytes_of
+from lightning_gpp.strategy.replicas import ELEMENTWISE, Replicas, _sharding, check_elementwise
+from tests.strategies import chain
 from tests.strategy import harness
-from tests.strategy.harness import loader, make_data, make_module
+from tests.strategy.harness import TwoTowers, loader, make_data, make_module
 from tests.strategy.test_checkpoints import assert_same_optimizer
+from tests.strategy.test_features import Freezing, Growing
 from tests.strategy.test_training import EXACT, Report, Union, plain
 
 pytestmark = pytest.mark.timeout(150)  # the first test waits for all runs
@@ -42,7 +51,7 @@ LAYOUTS = {"pipelines": PIPELINES, "replicas": REPLICAS}
 
 
 class Watched(Callback):
-    """Saves in the middle, and notes what this rank keeps between steps."""
+    """Saves and loads in the middle, and notes what this rank keeps between steps."""
 
     def __init__(self, path: str = "") -> None:
         self.path = path
@@ -59,6 +68,9 @@ class Watched(Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.path and trainer.current_epoch == 0:
             trainer.save_checkpoint(f"{self.path}.ckpt")
+            checkpoint = trainer.strategy.load_checkpoint(f"{self.path}.ckpt", weights_only=False)
+            trainer.strategy.load_model_state_dict(checkpoint)  # as a tuner does that tries and goes back
+            trainer.strategy.load_optimizer_state_dict(checkpoint)
 
 
 def pipeline_loader(strategy: Any, samples: int = 20) -> DataLoader[Any]:
@@ -84,11 +96,13 @@ def fit(
     trainer.fit(module, data, None if "max_epochs" in settings else validation, ckpt_path=ckpt_path)
     if path:
         trainer.save_checkpoint(f"{path}-end.ckpt")
+        trainer.validate(module, validation, verbose=False)
     return {
         "losses": module.losses,
         "val": [entry["val_loss"] for entry in module.metrics if "val_loss" in entry],
         "state": {name: value for name, value in module.state_dict().items() if value.device.type != "meta"},
         "held": watched.held,
+        "after": [float(trainer.callback_metrics["val_loss"])] if path else [],
         "moved": all(type(p) is torch.nn.Parameter for p in module.parameters()),
     }
 
@@ -105,17 +119,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def fit_all(rank: int, folder: str) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
+    plans: dict[str, Any] = {}
     for layout, stages in LAYOUTS.items():
         for kind in KINDS:
             strategy = harness.strategy(**stages, sharding=kind)
             found[layout, kind, "clip by norm"] = fit(strategy, 4, layout, f"{folder}/{layout}-{kind}")
+            plans.setdefault(layout, strategy.plan)
             strategy = harness.strategy(**stages, sharding=kind, schedule="gpipe", self_check=False)
             name = "clip by value, accumulate 2"
             found[layout, kind, name] = fit(strategy, 4, layout, **SETTINGS[name])
     for layout, kind, before in RESUMED:
-        strategy = harness.strategy(**LAYOUTS[layout], sharding=kind, self_check=False)
+        settings = {**LAYOUTS[layout], "stages": None, "num_micro_batches": None, "plan": plans[layout]}
+        strategy = harness.strategy(**settings, sharding=kind, self_check=False)
         middle = f"{folder}/{layout}-{before}.ckpt"
         found["resumed", layout, kind, before] = fit(strategy, 4, layout, ckpt_path=middle)
+        found["sharding", layout, kind, before] = strategy.plan and strategy.plan.sharding
     return found
 
 
@@ -153,6 +171,8 @@ def test_equals_plain_lightning(runs: Any, layout: str, kind: str, name: str) ->
     assert values_of(found, (layout, kind, name), layout) == pytest.approx(expected[layout, name]["losses"], **EXACT)
     validation = values_of(found, (layout, kind, name), layout, "val")
     assert validation == pytest.approx(expected[layout, name]["val"], **EXACT)
+    after = values_of(found, (layout, kind, name), layout, "after")
+    assert after == pytest.approx(expected[layout, name]["after"], **EXACT)
     assert set(found[0][layout, kind, name]["state"]) == set(expected[layout, name]["state"])
     for report in found:
         assert report[layout, kind, name]["moved"]
@@ -178,6 +198,7 @@ def test_a_run_resumes_under_another_sharding(runs: Any) -> None:
     folder, expected, found = runs
     for layout, kind, before in RESUMED:
         rest = expected[layout, "clip by norm"]["losses"][3:]
+        assert found[0]["sharding", layout, kind, before] == kind  # and not that of the plan that was given
         assert values_of(found, ("resumed", layout, kind, before), layout) == pytest.approx(rest, **EXACT)
     back = plain(fit, "auto", 1, "replicas", "", f"{folder}/replicas-fsdp.ckpt")
     assert back["losses"] == pytest.approx(expected["replicas", "clip by norm"]["losses"][3:], **EXACT)
@@ -195,3 +216,174 @@ def test_what_is_held_between_steps(runs: Any) -> None:
     states = [found[rank]["replicas", "zero1", "clip by norm"]["held"]["state"] for rank in (1, 2, 3)]
     right = 36 * 8  # on ranks 2 and 3; a third of it nobody uses, and its state is never made
     assert sum(states) == 2 * whole + steps + 2 * right * 24 // 36 + 2 * 4
+
+
+TWO: dict[str, Any] = {
+    "num_pipelines": 2,
+    "num_micro_batches": 2,
+    "failure_timeout": 20.0,
+    "stages": [
+        {"modules": ["left"], "devices": [0]},
+        {"modules": ["right"], "devices": [0]},
+        {"modules": ["head", "@step"], "devices": [0]},
+    ],
+}
+"""Two pipelines of one device that has three stages."""
+
+
+def features(rank: int) -> dict[Any, Any]:
+    """Hooks that freeze and release, orders, precisions, compiled modules, unequal mini-batches."""
+    found: dict[Any, Any] = {}
+    for kind in KINDS:
+        found["uneven", kind] = fit_two(TwoTowers, kind, data=uneven(rank))
+        found["bf16", kind] = fit_two(TwoTowers, kind, precision="bf16-mixed", max_epochs=6)
+        with starts() as found["starts", kind]:
+            found["plain", kind] = fit_two(TwoTowers, kind)
+        for module in (Freezing, Growing) if kind != "none" else ():
+            found[module.__name__, kind] = fit_two(module, kind)
+    for name, (module, settings) in VARIANTS.items():
+        found[name, "fsdp"] = fit_two(module, "fsdp", **settings)
+    return found
+
+
+@contextmanager
+def starts() -> Iterator[list[str]]:
+    """What happens in which order on this rank: backwards (B), starts of sums (G), the end of a mini-batch (.)."""
+    events: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for cls, name, sign in (
+            (ComputeBackward, "run", "B"),
+            (Bucket, "start", "G"),
+            (StageShards, "reduce", "G"),
+            (Replicas, "finish", "."),
+        ):
+            patch.setattr(cls, name, _noting(getattr(cls, name), events, sign))
+        yield events
+
+
+def _noting(plain_method: Any, events: list[str], sign: str) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        events.append(sign)
+        return plain_method(*args, **kwargs)
+
+    return noted
+
+
+def fit_two(cls: type[TwoTowers], kind: str, data: Any = None, **settings: Any) -> dict[str, Any]:
+    torch.manual_seed(2)
+    trainer_settings = {name: settings.pop(name) for name in ("precision", "max_epochs") if name in settings}
+    low = "precision" in trainer_settings
+    module = cls() if low else cls().double()
+    strategy = harness.strategy(**{**TWO, **settings, "sharding": kind, "self_check": False})
+    trainer = harness.trainer(strategy, 2, gradient_clip_val=0.05, **trainer_settings)
+    data = data or pipeline_loader(torch.distributed.get_rank())
+    batches = [[part.float() if low and part.is_floating_point() else part for part in batch] for batch in data]
+    trainer.fit(module, Batches(batches))
+    return {"losses": module.losses, "state": module.state_dict()}
+
+
+class Compiled(TwoTowers):
+    """A part is compiled by the user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left[0] = torch.compile(self.left[0], backend="eager")
+
+
+VARIANTS: dict[str, tuple[type[TwoTowers], dict[str, Any]]] = {
+    "breadth first": (TwoTowers, {"schedule": "breadth_first"}),
+    "split backwards": (TwoTowers, {"schedule": "zero_bubble"}),
+    "recomputed": (TwoTowers, {"recompute": ["right", "left"]}),
+    "compiled": (Compiled, {}),
+}
+
+
+class Batches:
+    """Each pipeline has its own; no sampler divides them."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def uneven(pipeline: int) -> list[Any]:
+    """Mini-batches of which the first pipeline has 7 samples and the second 3, and so fewer micro-batches."""
+    a, b, y = make_data(30).tensors
+    rows = [slice(i, i + 7) if pipeline == 0 else slice(i + 7, i + 10) for i in (0, 10, 20)]
+    return [(a[part], b[part], y[part]) for part in rows]
+
+
+class Joint(TwoTowers):
+    """The mean of the losses of two mini-batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.loss(batch[0])[0] + self.loss(batch[1])[0]) / 2
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def fit_alone(cls: type[TwoTowers], data: Any) -> dict[str, Any]:
+    torch.manual_seed(2)
+    module = cls().double()
+    harness.trainer(gradient_clip_val=0.05).fit(module, data)
+    return {"losses": module.losses, "state": module.state_dict()}
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[Any, Any]]:
+    return harness.run(2, features, timeout=140.0)
+
+
+@pytest.mark.parametrize("name", ["Freezing", "Growing", "uneven", "plain", *VARIANTS])
+def test_features_equal_plain_lightning(two: Any, name: str) -> None:
+    module = {"Freezing": Freezing, "Growing": Growing, "uneven": Joint}.get(name, TwoTowers)
+    joint = DataLoader(make_data(20), batch_sampler=Union())
+    data = Batches(list(zip(uneven(0), uneven(1), strict=True))) if name == "uneven" else joint
+    expected = plain(fit_alone, module, data)
+    kinds = [kind for known, kind in two[0] if known == name]
+    assert kinds
+    for kind in kinds:
+        both = [(a + b) / 2 for a, b in zip(*(rank[name, kind]["losses"] for rank in two), strict=True)]
+        assert both == pytest.approx(expected["losses"], **EXACT)
+        for key, value in two[0][name, kind]["state"].items():
+            assert_close(value, expected["state"][key.replace("_orig_mod.", "")])
+
+
+def test_low_precision(two: Any) -> None:
+    for rank in two:
+        for kind in KINDS:
+            found = rank["bf16", kind]["losses"]
+            assert found[-1] < 0.9 * found[0]
+            assert found == pytest.approx(rank["bf16", "none"]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_start_while_others_compute(two: Any, kind: str) -> None:
+    """With three stages on the device, those of the last one start before the backwards of the first one."""
+    for rank in two:
+        *batches, left = "".join(rank["starts", kind]).split(".")
+        assert len(batches) == 6
+        assert left == "G"  # of what no stage uses; nothing else waits for the end of a mini-batch
+        for events in batches:
+            assert events.removeprefix(left).index("G") < events.rindex("B")
+            assert events.removeprefix(left).count("G") >= 3
+
+
+def test_refused() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    check_elementwise([kind(parameters, lr=0.1) for kind in ELEMENTWISE])
+    with pytest.raises(ConfigError, match=r"Adafactor, and strategy.sharding=fsdp.*Use one of these.*=zero1"):
+        check_elementwise([torch.optim.Adafactor(parameters)])
+
+
+def test_nothing_to_split() -> None:
+    alone = replace(chain((1, 1), 1), sharding="fsdp")
+    with pytest.warns(UserWarning, match=r"strategy.sharding=fsdp has nothing to split"):
+        assert _sharding(alone, 1) == "none"
+    assert _sharding(alone, 2) == "fsdp"
