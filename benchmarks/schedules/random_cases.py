@@ -6,7 +6,8 @@
 
 A case draws a graph of stages, where they are, micro-batch sizes, replicas, recomputation, sharding, copies of the
 pipeline, memory, and seconds that the plan knows or not. It must compile, which verifies it; keep in flight what the
-schedule promised; and take no less time than its busiest device works, or its longest path of dependencies takes.
+schedule promised; give back all memory; and take no less time than its busiest device works, or than its longest path
+of dependencies.
 Real processes must compute the losses and all gradients of one process, to 1e-12. Cases are reproducible by number.
 """
 
@@ -30,6 +31,7 @@ from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.schedules.messages import samples_of
 from lightning_gpp.schedules.replay import replay
 from lightning_gpp.simulation import StageCosts, Timeline, simulate
+from lightning_gpp.simulation.memory import changes
 
 SECONDS_PER_CASE = 60
 """A case that takes longer counts as one that hangs."""
@@ -80,6 +82,10 @@ def check(case: Case) -> Timeline:
         assert all(a.stop <= b.start for a, b in zip(spans, spans[1:], strict=False)), (
             f"device {device} does two at once"
         )
+    if case.training and case.reduce:
+        for device in range(plan.num_devices):
+            left = sum(changes(program, case.costs, device))
+            assert abs(left) < 1e-6, f"device {device} keeps {left} bytes after the step"
     work, path = max(works(program, case.costs)), critical_path(program, case.costs)
     assert timeline.makespan >= CLOSE * work, f"makespan {timeline.makespan}, a device works {work}"
     assert timeline.makespan >= CLOSE * path, f"makespan {timeline.makespan}, the longest path {path}"

@@ -260,7 +260,7 @@ def _serve(pipe: Connection) -> None:
 @contextmanager
 def _group(rank: int, num_ranks: int, folder: str, seconds: float) -> Iterator[None]:
     with open(f"{folder}/stacks{rank}", "w") as stacks:
-        faulthandler.dump_traceback_later(0.8 * seconds, file=stacks)
+        faulthandler.dump_traceback_later(0.5 * seconds, file=stacks)
         method, timeout = f"file://{folder}/rendezvous", timedelta(seconds=seconds)
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=num_ranks, timeout=timeout)
         try:

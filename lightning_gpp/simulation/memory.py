@@ -20,7 +20,7 @@ def peak_bytes(program: Program, costs: StageCosts, device: int) -> float:
     until these end. In inference its activations during the forward.
     """
     now = most = 0.0
-    for change in _changes(program, costs, device):
+    for change in changes(program, costs, device):
         now += change
         most = max(most, now)
     return _static(program, costs, device) + most
@@ -36,8 +36,8 @@ def _static(program: Program, costs: StageCosts, device: int) -> float:
     return total
 
 
-def _changes(program: Program, costs: StageCosts, device: int) -> Iterator[float]:
-    """Bytes that are taken or given back, in the order of the program."""
+def changes(program: Program, costs: StageCosts, device: int) -> Iterator[float]:
+    """Bytes that are taken or given back, in the order of the program; after a training step all are given back."""
     plan = program.plan
     replicas = {stage: costs.replica(stage, device) for stage in plan.stages_on(device)}
     samples = {stage: samples_of(plan, stage, device, program.batch_size) for stage in replicas}
@@ -58,6 +58,8 @@ def _sharded_change(program: Program, action: Action, cost: StageCost, whole_gra
     if action.kind in (Kind.UNSHARD, Kind.RESHARD):
         return cost.parameter_bytes * (1 if action.kind is Kind.UNSHARD else -1)
     if action.kind is Kind.REDUCE:
+        if action.stage not in whole_gradients:  # the replica had no micro-batch
+            return 0.0
         whole_gradients.discard(action.stage)
         return -cost.parameter_bytes
     if action.kind in RELEASES and action.stage in program.reduced and action.stage not in whole_gradients:

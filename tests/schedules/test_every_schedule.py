@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
@@ -16,6 +17,8 @@ from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import compile_program, schedule_names
 from lightning_gpp.simulation import StageCost, StageCosts, simulate
+from lightning_gpp.simulation.memory import changes
+from tests.schedules.mirrored import round_robin
 from tests.strategies import chain
 
 NAMES = schedule_names()
@@ -105,6 +108,16 @@ def test_the_memory_of_sharded_inference() -> None:
     assert simulate(program, costs).peak_bytes == (4 + 8 + 3,) * 2
 
 
+def test_sharded_replicas_without_a_micro_batch_sum_no_gradients_of_their_own() -> None:
+    """One micro-batch for two replicas that take turns: the second has nothing to give back."""
+    plan = round_robin(chain([1, 1], 1, "breadth_first"), [(0, 1), (0, 1)])
+    program = compile_program(replace(plan, sharding="fsdp"))
+    costs = StageCosts(stages=(StageCost(activation_bytes=Affine(3, 0), parameter_bytes=8),) * 2)
+    for device in range(2):
+        assert sum(changes(program, costs, device)) == 0
+        assert min(accumulate(changes(program, costs, device))) == 0
+
+
 def _sleep(rank: int, seconds: float) -> int:
     time.sleep(seconds if rank == 1 else 0)
     return rank
@@ -113,5 +126,5 @@ def _sleep(rank: int, seconds: float) -> int:
 def test_a_case_that_hangs_is_reported_and_the_next_one_runs() -> None:
     with Workers(2) as workers:
         with pytest.raises(RuntimeError, match=r"rank 1 did not end:\n(?s:.*)in _sleep"):
-            workers.run(2, 1.5, _sleep, 100.0)
+            workers.run(2, 4, _sleep, 100.0)
         assert workers.run(2, 30, _sleep, 0.0) == [0, 1]
