@@ -14,7 +14,7 @@ class StrategySchema:
 
     _target_: str
     _convert_: str
-    schedule: str
+    schedule: str | None
     num_micro_batches: int | None
     micro_batch_size: int | None
     stages: Any

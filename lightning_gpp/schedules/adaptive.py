@@ -29,8 +29,8 @@ LARGE: Final = 3000
 PLAYED: Final = 100_000
 """Actions that the search plays at most, all orders together: a fraction of a second."""
 
-# Two arms, 0 and 1, that join in 2. A forward of stage 1 takes two units, all else one; backwards of the arms, for which
-# nobody waits, are whole. Four micro-batches, and room for two.
+# Two arms, 0 and 1, that join in 2. A forward of stage 1 takes two units, all else one; backwards of the arms, which
+# nobody waits for, are whole. Four micro-batches, and room for two.
 #
 #   time      0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15
 #   stage 0  F0  F1          B0  ..  F2  B1  ..  F3  B2  ..          B3  ..

@@ -123,7 +123,7 @@ def _swapped(work: SplitWork, order: Played, room: Sequence[float]) -> Iterator[
 
 def _neighbours(order: Played) -> Iterator[tuple[int, int]]:
     """Pairs on one device, by device and place of the first, of which the second waited for nothing but the first."""
-    place = {task: index for task, index in _tasks(order.rows)}
+    place = dict(_tasks(order.rows))
     task: Task | None = max(order.stop, key=lambda entry: order.stop[entry], default=None)
     while task is not None:
         before = order.cause[task]

@@ -14,7 +14,7 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import SHARDINGS, Plan
 from lightning_gpp.planning.placement import KEYS, Placement, read
 from lightning_gpp.planning.registry import partitioner_of
-from lightning_gpp.schedules.registry import method_of, schedule_names
+from lightning_gpp.schedules.registry import Method, method_of, schedule_names
 
 StageSpec = Placement
 """Manual placement: module path -> stage number, or stages with the keys modules, name, devices, micro_batch_size; with
@@ -32,7 +32,7 @@ AUTO: Final = "auto"
 class Options:
     """What `GPPStrategy` was told; see there for the meaning of each."""
 
-    schedule: str
+    schedule: str | None
     num_micro_batches: int | None
     micro_batch_size: int | None
     stages: StageSpec | None
@@ -65,8 +65,8 @@ def check(options: Options) -> None:
     _check_choices(options)
     _check_recompute(options.recompute)
     _check_seconds(options.search_seconds)
-    if options.schedule != AUTO:
-        method_of(options.schedule)
+    if options.schedule not in (AUTO, None):
+        _check_layout(options, method_of(options.schedule))
     partitioner_of(options.partitioner)
     if options.stages is not None:
         read(placement_of(options.stages))
@@ -118,9 +118,32 @@ def _check_recompute(recompute: Any) -> None:
         )
 
 
+def _check_layout(options: Options, method: Method) -> None:
+    """Schedules that lay stages out themselves leave no choice to `stages` and `max_replicas`."""
+    number = options.stages_per_device or method.stages_per_device
+    if number == 1 and not method.bidirectional:
+        return
+    if (options.max_replicas or 1) > 1:
+        raise ConfigError(
+            f"strategy.schedule={options.schedule!r} puts every stage on one device of a pipeline, "
+            f"strategy.max_replicas={options.max_replicas} allows more. Leave max_replicas out and use "
+            "strategy.num_pipelines for data parallelism, or choose strategy.schedule=1f1b."
+        )
+    entries = read(placement_of(options.stages)) if options.stages is not None else []
+    if method.bidirectional and any(entry.devices is not None for entry in entries):
+        raise ConfigError(
+            f"strategy.schedule={options.schedule!r} gives every stage a second device, opposite the first: leave "
+            "`devices` out of strategy.stages, or choose a schedule of one direction (interleaved, zbv)."
+        )
+
+
+DEFAULT: Final = "1f1b"
+"""The schedule where neither the settings nor a plan name one."""
+
+
 def schedules_of(options: Options) -> tuple[str, ...]:
-    """The schedules to choose from."""
-    return schedule_names() if options.schedule == AUTO else (options.schedule,)
+    """The schedules to choose from, for stages that no plan says."""
+    return schedule_names() if options.schedule == AUTO else (options.schedule or DEFAULT,)
 
 
 def placement_of(stages: StageSpec) -> Placement:

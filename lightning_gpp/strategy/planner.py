@@ -26,7 +26,7 @@ from lightning_gpp.planning.placement import read
 from lightning_gpp.planning.timed import with_figures_of
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.strategy.machine import Machine, first, resolved
-from lightning_gpp.strategy.options import AUTO, Context, Options, StageSpec, placement_of, schedules_of
+from lightning_gpp.strategy.options import AUTO, DEFAULT, Context, Options, StageSpec, placement_of, schedules_of
 
 TRAINING = "training_step"
 
@@ -133,7 +133,7 @@ def planned(
     """
     if options.plan is not None:
         check_model(options.plan, captured.graph, captured.fingerprint)
-        result = Planned(plan=options.plan)
+        result = Planned(plan=_given(options.plan, captured, options, machine))
     elif options.stages is not None:
         result = Planned(plan=_by_hand(captured, options, options.stages, first(machine(), num_devices)))
     else:
@@ -158,8 +158,20 @@ def _by_hand(captured: Subject, options: Options, stages: StageSpec, machine: Ma
     if all(entry.devices is None for entry in read(placement)):
         plan = folded(plan, captured.graph, options.stages_per_device)
     plan = replace(plan, sharding=options.sharding)
-    if set(schedules) <= set(KNOWN) or not any(operator.flops.at(1) for operator in captured.graph):
+    return _ordered(plan, captured, machine, schedules)
+
+
+def _given(plan: Plan, captured: Subject, options: Options, machine: Callable[[], Machine]) -> Plan:
+    """A plan from a file, with the schedule that the settings name, if they do."""
+    if options.schedule in (None, plan.schedule):
         return plan
+    return _ordered(plan, captured, first(machine(), plan.num_devices), schedules_of(options))
+
+
+def _ordered(plan: Plan, captured: Subject, machine: Machine, schedules: Sequence[str]) -> Plan:
+    """The plan with the best of these schedules, as far as anything is known that could tell them apart."""
+    if set(schedules) <= set(KNOWN) or not any(operator.flops.at(1) for operator in captured.graph):
+        return replace(plan, schedule=schedules[0] if len(schedules) == 1 else plan.schedule)
     costs = machine.costs or Roofline(captured.graph)
     return ordered(plan, captured.graph, machine.cluster, costs, machine.footprint, schedules)
 
@@ -242,7 +254,7 @@ def devices_wanted(options: Options, world_size: int) -> int:
     listed = [device for entry in entries for device in entry.devices or ()]
     if listed:
         return 1 + max(listed)
-    usual = 1 if options.schedule == AUTO else method_of(options.schedule).stages_per_device
+    usual = 1 if options.schedule == AUTO else method_of(options.schedule or DEFAULT).stages_per_device
     number = options.stages_per_device or usual
     apart = number > 1 and any(entry.modules == (STEP,) for entry in entries)
     return -(-(len(entries) - apart) // number)

@@ -56,7 +56,7 @@ class GPPStrategy(ParallelStrategy):
 
     Args:
         schedule: name of the order of actions, e.g. "1f1b" or "zero_bubble" (`schedule_names()` has all); "auto"
-            simulates all and takes the fastest that fits. A `plan` brings its own.
+            simulates all and takes the fastest that fits. Default: that of the `plan`, else "1f1b".
         num_micro_batches: into how many micro-batches a mini-batch is cut. Default: what the partitioner finds best;
             with `stages` twice the stages on the longest path, at most one per sample.
         micro_batch_size: samples of a micro-batch; instead of `num_micro_batches`.
@@ -98,7 +98,7 @@ class GPPStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        schedule: str = "1f1b",
+        schedule: str | None = None,
         num_micro_batches: int | None = None,
         micro_batch_size: int | None = None,
         stages: StageSpec | None = None,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import gpp_examples.own_schedule  # noqa: F401  registers the schedule
 from hypothesis import given, settings
 
+import gpp_examples.own_schedule  # noqa: F401  registers the schedule
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import compile_program, make_schedule
 from lightning_gpp.simulation import StageCosts, simulate

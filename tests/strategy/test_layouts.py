@@ -1,0 +1,34 @@
+"""Settings that lay stages out: what excludes what is said before there is a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_gpp import GPPStrategy
+from lightning_gpp.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"schedule": "zbv", "max_replicas": 2}, r"'zbv' puts every stage on one device.*num_pipelines.*1f1b"),
+        ({"schedule": "1f1b", "stages_per_device": 2, "max_replicas": 3}, "puts every stage on one device"),
+        (
+            {"schedule": "chimera", "stages": [{"modules": ["a"], "devices": [0]}, {"modules": ["b"], "devices": [1]}]},
+            r"'chimera' gives every stage a second device.*leave `devices` out",
+        ),
+        ({"stages_per_device": 0}, "strategy.stages_per_device is 0; it must be a whole number >= 1"),
+        ({"sharding": "zero2"}, "strategy.sharding is 'zero2'; it must be one of 'none', 'zero1', 'fsdp'"),
+    ],
+)
+def test_refused(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        GPPStrategy(**settings)
+
+
+def test_allowed() -> None:
+    assert GPPStrategy(schedule="zbv", max_replicas=1).options.schedule == "zbv"
+    assert GPPStrategy(schedule="chimera", stages=[{"modules": ["a"]}, {"modules": ["b"]}]).options.stages is not None
+    assert GPPStrategy().options.schedule is None
