@@ -9,6 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import torch
+from torch.distributed.fsdp import FSDPModule
+
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import SHARDINGS, Plan
@@ -65,6 +68,7 @@ def check(options: Options) -> None:
     _check_choices(options)
     _check_recompute(options.recompute)
     _check_seconds(options.search_seconds)
+    _check_sharding(options.sharding)
     if options.schedule not in (AUTO, None):
         _check_layout(options, method_of(options.schedule))
     partitioner_of(options.partitioner)
@@ -100,6 +104,15 @@ def _check_choices(options: Options) -> None:
         if getattr(options, name) not in allowed:
             values = ", ".join(map(repr, allowed))
             raise ConfigError(f"strategy.{name} is {getattr(options, name)!r}; it must be one of {values}.")
+
+
+def _check_sharding(sharding: str) -> None:
+    if sharding == "fsdp" and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            f"strategy.sharding=fsdp needs a torch whose FSDP can reduce gradients that only some ranks have (2.13 can, "
+            f"{torch.__version__} cannot): replicas may use different parameters. Update torch, or use "
+            "strategy.sharding=zero1."
+        )
 
 
 def _check_seconds(value: Any) -> None:
