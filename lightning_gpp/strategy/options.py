@@ -109,7 +109,7 @@ def _check_choices(options: Options) -> None:
 def _check_sharding(sharding: str) -> None:
     if sharding == "fsdp" and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise ConfigError(
-            f"strategy.sharding=fsdp needs a torch whose FSDP can reduce gradients that only some ranks have (2.13 can, "
+            "strategy.sharding=fsdp needs a torch whose FSDP can reduce gradients that only some ranks have (2.13 can; "
             f"{torch.__version__} cannot): replicas may use different parameters. Update torch, or use "
             "strategy.sharding=zero1."
         )
