@@ -3,9 +3,9 @@
     python benchmarks/schedules/emulated.py
 
 Four gloo processes run a chain, and a model of two towers that join, with as many stages per device as the schedule is
-made for. A forward, the gradients of the inputs and those of the parameters take 20 ms each on every device, divided by
-its stages. The stage graph of the towers runs as it is and as a chain of the same stages. Best and median of the
-repetitions; messages are small. The technique shows what order and communication cost, not memory bandwidth or cores.
+made for. A forward, the gradients of the inputs and those of the parameters take 20 ms each on every stage. The stage
+graph of the towers runs as it is and as a chain of the same stages. Best and median of the repetitions; messages are
+small. The technique shows what order and communication cost, not memory bandwidth or cores.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def cases(schedule: str, num_micro_batches: int) -> Iterator[Case]:
 
 def plan_of(schedule: str, number: int, pairs: Sequence[tuple[int, int]], num_micro_batches: int) -> Plan:
     method = method_of(schedule)
-    seconds = Affine(0, SECONDS / method.stages_per_device)
+    seconds = Affine(0, SECONDS)
     figures = Figures(activation_bytes=Affine(0, 1), forward_seconds=seconds)
     stages = tuple(
         Stage(
