@@ -23,10 +23,10 @@ BEGINNINGS: Final = ("1f1b", "zb_h1", "zb_h2", "zero_bubble", "layerpipe", "inte
 MORE: Final = ("zbv", "v_half", "v_min", "dualpipe_v", "gpipe", "hanayo")
 """Schedules to begin with; the second ones where there is no more than LARGE to order."""
 
-LARGE: Final = 3000
+LARGE: Final = 1500
 """Actions."""
 
-PLAYED: Final = 100_000
+PLAYED: Final = 30_000
 """Actions that the search plays at most, all orders together: a fraction of a second."""
 
 # Two arms, 0 and 1, that join in 2. A forward of stage 1 takes two units, all else one; backwards of the arms, which
