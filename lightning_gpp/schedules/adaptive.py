@@ -14,10 +14,11 @@ from typing import Final
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.local_search import Played, improved, peaks, played
+from lightning_gpp.schedules.local_search import Played, improved, played
 from lightning_gpp.schedules.merge import merge
 from lightning_gpp.schedules.registry import orders_of, register
-from lightning_gpp.schedules.split_work import SplitWork, split_work
+from lightning_gpp.schedules.room import SLACK, limits_of, peaks_of
+from lightning_gpp.schedules.work import Work, work_of
 
 BEGINNINGS: Final = ("1f1b", "zb_h1", "zb_h2", "zero_bubble", "layerpipe", "interleaved", "breadth_first")
 MORE: Final = ("zbv", "v_half", "v_min", "dualpipe_v", "gpipe", "hanayo")
@@ -41,20 +42,20 @@ PLAYED: Final = 30_000
 @register("adaptive")
 def adaptive(plan: Plan, batch_size: int) -> Schedule:
     """The shortest order that keeps to the plan's memory, or to what 1F1B needs where that is not known."""
-    work = split_work(plan, batch_size)
+    work = work_of(plan, batch_size)
     small = len(work.seconds) <= LARGE
     orders = list(_orders(work, (*BEGINNINGS, *MORE) if small else BEGINNINGS))
-    room = plan.memory_bytes or (max(peaks(work, orders[0].rows)) * (1 + 1e-9),) * plan.num_devices
+    room = [limit * SLACK for limit in limits_of(work)]
 
     def rank(order: Played) -> tuple[bool, float]:
-        excess = any(peak > limit for peak, limit in zip(peaks(work, order.rows), room, strict=True))
+        excess = any(peak > limit for peak, limit in zip(peaks_of(work, order.rows), room, strict=True))
         return excess, order.makespan
 
     best = improved(work, min(orders, key=rank), room, tries=PLAYED // max(1, len(work.seconds)))
     return work.order(best.rows)
 
 
-def _orders(work: SplitWork, names: tuple[str, ...]) -> Iterator[Played]:
+def _orders(work: Work, names: tuple[str, ...]) -> Iterator[Played]:
     """The orders of these schedules, all backwards split."""
     for name in names:
         plan = replace(work.plan, schedule=name)

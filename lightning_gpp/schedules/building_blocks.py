@@ -19,9 +19,9 @@ from typing import Final
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.due import DueRows, actions, by_due_times, coarse_numbers, levels
-from lightning_gpp.schedules.held import fits, peaks_of, rooms
-from lightning_gpp.schedules.split_work import SplitWork, is_extra, split_work
+from lightning_gpp.schedules.room import fits, peaks_of, rooms
 from lightning_gpp.schedules.squeeze import fastest, squeezed
+from lightning_gpp.schedules.work import Work, is_extra, turns, work_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +49,12 @@ def squeezed_blocks(plan: Plan, batch_size: int, blocks: Sequence[Block]) -> Sch
         batch_size: samples of the mini-batch.
         blocks: the first whose activations fit into `plan.memory_bytes` is taken, otherwise the last one.
     """
-    work = split_work(plan, batch_size)
+    work = work_of(plan, batch_size)
     for block in blocks:
         layouts = _leanest(work, block)
-        if fits(plan, layouts[0].peaks):
+        if fits(work, layouts[0].peaks):
             break
-    runs = (run for layout in layouts for run in squeezed(work, layout.rows, rooms(plan, layout.peaks)))
+    runs = (run for layout in layouts for run in squeezed(work, layout.rows, rooms(work, layout.peaks)))
     return work.order(fastest(work, runs).rows)
 
 
@@ -66,7 +66,7 @@ class _Layout:
     peaks: list[float]
 
 
-def _leanest(work: SplitWork, block: Block) -> list[_Layout]:
+def _leanest(work: Work, block: Block) -> list[_Layout]:
     """The orders, by gaps, that need the least memory."""
     layouts = []
     for gap in block.gaps:
@@ -79,13 +79,12 @@ def _leanest(work: SplitWork, block: Block) -> list[_Layout]:
 class _Cells:
     """When a block's actions are due, in cells."""
 
-    def __init__(self, work: SplitWork, block: Block, gap: int) -> None:
+    def __init__(self, work: Work, block: Block, gap: int) -> None:
         plan = work.plan
         places = [[s for s in plan.stages_on(i) if not is_extra(plan, s)] for i in range(plan.num_devices)]
-        turns = [len(stage.devices) if stage.round_robin else 1 for stage in plan.stages]
         self._numbers = coarse_numbers(plan, work.batch_size)
         self._level, length = levels(plan)
-        self._period = 3 * max(sum(1 / turns[stage] for stage in stages) for stages in places)
+        self._period = 3 * max(sum(1 / turns(plan.stages[stage]) for stage in stages) for stages in places)
         self._forward, self._backward = _offsets(block, gap, length, max(1, *map(len, places)))
 
     def time(self, action: Action) -> float:

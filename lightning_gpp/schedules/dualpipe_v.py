@@ -9,8 +9,8 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Schedule
 from lightning_gpp.schedules.due import actions, by_due_times
 from lightning_gpp.schedules.registry import register
-from lightning_gpp.schedules.split_work import split_work
 from lightning_gpp.schedules.template import Template, numbered
+from lightning_gpp.schedules.work import work_of
 
 # Two devices, four micro-batches; capital letters are stages 0 and 1, small ones stages 3 and 2. B takes two units.
 #
@@ -26,7 +26,7 @@ def dualpipe_v(plan: Plan, batch_size: int) -> Schedule:
     Keeps one micro-batch more of one stage than ZB-V. Needs twice as many micro-batches as devices to fill the
     pipeline; with fewer, it is the same order with the missing ones left out.
     """
-    work = split_work(plan, batch_size)
+    work = work_of(plan, batch_size)
     template = Template(plan, batch_size, paired_order)
     rows = by_due_times(work, template.time)
     return work.order(actions(rows), whole=lambda action: not template.is_split(action))

@@ -13,8 +13,7 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.merge import Task
-from lightning_gpp.schedules.split_work import SplitWork, is_extra
+from lightning_gpp.schedules.work import Task, Work, is_extra
 
 _STEP: Final = 1e-3
 """Cells by which an action is due after those that it waits for, at least."""
@@ -32,7 +31,7 @@ DueRows = list[list[Due]]
 """For every device its actions, in order."""
 
 
-def by_due_times(work: SplitWork, time: Callable[[Action], float]) -> DueRows:
+def by_due_times(work: Work, time: Callable[[Action], float]) -> DueRows:
     """The actions of every device by the time at which they are due, later where those that they wait for are."""
     depths = work.plan.depths()
     rows: DueRows = [[] for _ in range(work.plan.num_devices)]
@@ -43,13 +42,13 @@ def by_due_times(work: SplitWork, time: Callable[[Action], float]) -> DueRows:
     return rows
 
 
-def _raised(work: SplitWork, time: Callable[[Action], float]) -> Mapping[Task, float]:
+def _raised(work: Work, time: Callable[[Action], float]) -> Mapping[Task, float]:
     due = {task: time(task[1]) for task in work.seconds}
     missing = dict(work.missing)
-    ready = [task for task in due if not missing.get(task)]
+    ready = [task for task in due if not missing[task]]
     while ready:
         task = ready.pop()
-        for reader, _ in work.readers.get(task, ()):
+        for reader, _ in work.readers[task]:
             due[reader] = max(due[reader], due[task] + _STEP)
             missing[reader] -= 1
             if not missing[reader]:

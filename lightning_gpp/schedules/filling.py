@@ -1,23 +1,24 @@
 """Orders by a clock: gradients of inputs first, then forwards, and gradients of parameters where a device would wait.
 
-The clock knows seconds, bytes and messages. It starts only what can run, so its lists cannot wait in a circle.
+A lane is a replica of a stage: it takes its micro-batches one after the other, and has its part of a device's room.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
 
-from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.lanes import FORWARD, INPUT, WEIGHT, Lane, Work
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules.actions import Kind, Schedule
+from lightning_gpp.schedules.clock import Clock
+from lightning_gpp.schedules.hand_split import samples_ahead
+from lightning_gpp.schedules.room import SLACK, limits_of, needs_of
+from lightning_gpp.schedules.work import Rows, Task, Work, turns
 
 _KINDS: Final = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
-
-_SLACK: Final = 1 + 1e-9
-"""Sums of seconds or bytes that differ by rounding alone are the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class Policy:
     """How a device chooses.
 
     Args:
-        ahead: for every lane by how many its forwards may be ahead of its gradients of inputs.
+        ahead: for every stage by how many forwards of a replica may be ahead of its gradients of inputs.
         forwards_first: whether forwards come before gradients of inputs where both can start.
         patient: whether a device may wait for a message, rather than be late for it because of gradients of parameters,
             as long as another device has waited already: that costs nothing, for the longest wait counts.
@@ -36,7 +37,14 @@ class Policy:
     patient: bool = False
 
 
-def fill(work: Work, policies: Iterable[Policy]) -> Schedule:
+def forwards_ahead(plan: Plan, lead: float) -> list[int]:
+    """For every stage the micro-batches that make `samples_ahead` on each of its replicas; at least one."""
+    samples = samples_ahead(plan, lead)
+    steps = [stage.micro_batch_size * turns(stage) for stage in plan.stages]
+    return [max(1, int(samples[stage] / step + 1e-9)) for stage, step in enumerate(steps)]
+
+
+def fill(work: Work, policies: Iterable[Policy], share: float = 1) -> Schedule:
     """Order the work of every device, by the policy under which the device that takes longest takes least.
 
     A device takes from its first start to its last stop. When it is free it takes gradients of inputs that it can
@@ -45,154 +53,152 @@ def fill(work: Work, policies: Iterable[Policy]) -> Schedule:
     limits.
 
     Args:
-        work: of the plan.
+        work: of the plan, backwards split.
         policies: to try, at least one; of equal ones the first counts.
+        share: of what 1F1B keeps on the neediest device, where the plan does not know what room there is.
     """
-    rows: list[list[Action]] = []
+    rows: Rows = []
     best = inf
+    lanes, loads = _lanes(work, share), work.loads()
     for policy in policies:
-        clock = _Clock(work, policy, best)
-        if clock.run():
-            best, rows = clock.seconds, clock.rows
-    return Schedule(tuple(map(tuple, rows)))
+        run = _Run(work, loads, policy, [replace(lane) for lane in lanes], best)
+        if run.ends():
+            best, rows = run.seconds, run.clock.rows
+    return work.order(rows)
 
 
 @dataclass(slots=True)
-class _Clock:
+class _Lane:
+    """What a replica has to do, and what it has done."""
+
+    index: int
+    stage: int
+    device: int
+    depth: int
+    room: float
+    tasks: Mapping[Kind, Sequence[Task]]
+    done: dict[Kind, int] = field(init=False, default_factory=lambda: dict.fromkeys(_KINDS, 0))
+    held: float = field(init=False, default=0)
+
+    @property
+    def pending(self) -> int:
+        return self.done[Kind.INPUT] - self.done[Kind.WEIGHT]
+
+
+def _lanes(work: Work, share: float) -> list[_Lane]:
+    """All replicas; those of a device divide its room as their needs under 1F1B are."""
+    depths, needs, limits = work.plan.depths(), needs_of(work), limits_of(work, share)
+    tasks: dict[tuple[int, int], dict[Kind, list[Task]]] = {place: {kind: [] for kind in _KINDS} for place in needs}
+    for device, action in work.seconds:
+        tasks[action.stage, device][action.kind].append((device, action))
+    totals: dict[int, float] = defaultdict(float)
+    for (_, device), need in needs.items():
+        totals[device] += need
+    rooms = {place: limits[place[1]] * (need / totals[place[1]] if need else 0) for place, need in needs.items()}
+    places = enumerate(tasks.items())
+    return [_Lane(i, *place, depths[place[0]], rooms[place], own) for i, (place, own) in places]
+
+
+@dataclass(slots=True)
+class _Run:
     work: Work
+    loads: Sequence[float]
     policy: Policy
+    lanes: Sequence[_Lane]
     below: float
     """Give up as soon as it is certain that some device will take no less than these seconds."""
-    rows: list[list[Action]] = field(init=False)
-    free: list[float] = field(init=False)
+    clock: Clock = field(init=False)
+    on: list[list[_Lane]] = field(init=False)
+    """The lanes of every device."""
     waited: list[float] = field(init=False)
-    busy: list[float] = field(init=False)
-    now: float = 0
     longest_wait: float = 0
     seconds: float = 0
-    held: list[float] = field(init=False)
-    done: tuple[list[int], list[int], list[int]] = field(init=False)
-    missing: list[list[list[int]]] = field(init=False)
-    arrived: list[list[list[float]]] = field(init=False)
-    events: list[tuple[float, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        devices, lanes = range(len(self.work.on)), self.work.lanes
-        self.rows, self.free, self.waited = [[] for _ in devices], [0.0 for _ in devices], [0.0 for _ in devices]
-        self.busy, self.held = [0.0 for _ in devices], [0.0 for _ in lanes]
-        for lane in lanes:
-            self.busy[lane.device] += sum(map(sum, lane.seconds))
-        self.seconds = max(self.busy)
-        self.done = ([0 for _ in lanes], [0 for _ in lanes], [0 for _ in lanes])
-        self.missing = [[list(row) for row in rows] for rows in self.work.missing]
-        self.arrived = [[[0.0] * len(row) for row in rows] for rows in self.work.missing]
-        self.events = [(0.0, device) for device in devices]
+        self.clock = Clock.of(self.work)
+        self.on = [[lane for lane in self.lanes if lane.device == device] for device in range(len(self.loads))]
+        self.waited = [0.0 for _ in self.loads]
+        self.seconds = max(self.loads)
 
-    def run(self) -> bool:
-        while self.seconds < self.below and (self.events or self._force()):
-            self.now, device = heapq.heappop(self.events)
-            if self.free[device] <= self.now:
-                self._act(device, self.now)
+    def ends(self) -> bool:
+        """Go on until everything is done; False if that takes too long."""
+        going = True
+        while going and self.seconds < self.below:
+            for device in self.clock.turns():
+                self._act(device)
+                if self.seconds >= self.below:
+                    return False
+            going = self._force()
         return self.seconds < self.below
 
-    def _act(self, device: int, time: float) -> None:
-        ready: list[tuple[bool, int, int, int]] = []
-        blocked: list[int] = []
-        last, expected = (INPUT if self.policy.forwards_first else FORWARD), inf
-        for lane in self.work.on[device]:
-            for kind in (INPUT, FORWARD):
-                arrival = self._next(kind, lane)
-                if arrival > time:
+    def _act(self, device: int) -> None:
+        ready: list[tuple[bool, int, int, int, _Lane, Kind]] = []
+        blocked: list[_Lane] = []
+        last, expected = (Kind.INPUT if self.policy.forwards_first else Kind.FORWARD), inf
+        for lane in self.on[device]:
+            for kind in (Kind.INPUT, Kind.FORWARD):
+                arrival = self._arrival(kind, lane)
+                if arrival > self.clock.time:
                     expected = min(expected, arrival)
                 elif not self._has_room(kind, lane):
                     blocked.append(lane)
                 else:
-                    ready.append((kind == last, self.work.lanes[lane].depth, self.done[kind][lane], lane))
-        urgent = self.policy.forwards_first and any(self._pending(lane) for lane in blocked)
+                    ready.append((kind is last, lane.depth, lane.done[kind], lane.index, lane, kind))
+        urgent = self.policy.forwards_first and any(lane.pending for lane in blocked)
         if ready and not urgent:
-            second, _, _, lane = min(ready)
-            self._put(last if second else INPUT + FORWARD - last, lane, time)
+            *_, lane, kind = min(ready)
+            self._start(kind, lane)
         else:
-            self._fill(device, time, expected, blocked)
+            self._fill(device, expected, blocked)
 
-    def _next(self, kind: int, lane: int) -> float:
-        """When the next action of a kind can start, as far as messages tell; infinite where that is not known."""
-        forwards, inputs = self.done[FORWARD][lane], self.done[INPUT][lane]
-        if kind == FORWARD and forwards - inputs >= self.policy.ahead[lane]:
+    def _arrival(self, kind: Kind, lane: _Lane) -> float:
+        """When the next task of a kind can start, as far as messages tell; infinite where that is not known."""
+        if kind is Kind.FORWARD and lane.done[kind] - lane.done[Kind.INPUT] >= self.policy.ahead[lane.stage]:
             return inf
-        position = self.done[kind][lane]
-        if position >= (forwards if kind == INPUT else len(self.work.lanes[lane].numbers)):
-            return inf
-        return inf if self.missing[kind][lane][position] else self.arrived[kind][lane][position]
+        tasks, done = lane.tasks[kind], lane.done[kind]
+        return self.clock.arrival(tasks[done]) if done < len(tasks) else inf
 
-    def _has_room(self, kind: int, lane: int) -> bool:
-        """Also where only the action itself can make more: with nothing kept, or nothing that W could give back."""
-        position = self.done[kind][lane]
-        needed = self.held[lane] + self._change(kind, lane, position)
-        return position == self.done[WEIGHT][lane] or needed <= max(self.held[lane], self.work.room[lane] * _SLACK)
+    def _has_room(self, kind: Kind, lane: _Lane) -> bool:
+        """Also where only the task itself can make more: with nothing kept, or nothing that W could give back."""
+        position = lane.done[kind]
+        needed = lane.held + self.work.takes[lane.tasks[kind][position]]
+        return position == lane.done[Kind.WEIGHT] or needed <= max(lane.held, lane.room * SLACK)
 
-    def _pending(self, lane: int) -> int:
-        return self.done[INPUT][lane] - self.done[WEIGHT][lane]
-
-    def _fill(self, device: int, time: float, expected: float, blocked: Sequence[int]) -> None:
+    def _fill(self, device: int, expected: float, blocked: Sequence[_Lane]) -> None:
         """Gradients of parameters: of a lane that lacks room, else of the one with the most to do, if there is time."""
-        pending = [lane for lane in self.work.on[device] if self._pending(lane)]
+        pending = [lane for lane in self.on[device] if lane.pending]
         if not pending:
             return
-        lane = max(pending, key=lambda lane: (lane in blocked, self._pending(lane), -lane))
-        needed = self.work.lanes[lane].seconds[WEIGHT][self.done[WEIGHT][lane]]
-        wait = self.waited[device] + expected - self.free[device]
+        lane = max(pending, key=lambda lane: (lane in blocked, lane.pending, -lane.index))
+        needed = self.work.seconds[lane.tasks[Kind.WEIGHT][lane.done[Kind.WEIGHT]]]
+        wait = self.waited[device] + expected - self.clock.free[device]
         late = not self.policy.patient or wait > self.longest_wait
-        if lane in blocked or late or needed <= (expected - time) * _SLACK:
-            self._put(WEIGHT, lane, time)
+        if lane in blocked or late or needed <= (expected - self.clock.time) * SLACK:
+            self._start(Kind.WEIGHT, lane)
 
-    def _put(self, kind: int, lane: int, time: float) -> None:
-        entry, position = self.work.lanes[lane], self.done[kind][lane]
-        device = entry.device
-        self._wait(device, time)
-        stop = self.free[device] = time + entry.seconds[kind][position]
-        self.done[kind][lane] += 1
-        self.held[lane] += self._change(kind, lane, position)
-        self._note(entry, kind, position)
-        if kind == INPUT and not entry.split:
-            self.done[WEIGHT][lane] += 1
-        heapq.heappush(self.events, (stop, device))
-        for reader in self.work.readers[kind][lane][position] if kind != WEIGHT else ():
-            self._send(stop, *reader)
+    def _start(self, kind: Kind, lane: _Lane) -> None:
+        task = lane.tasks[kind][lane.done[kind]]
+        self._wait(task[0])
+        self.clock.start(task)
+        lane.done[kind] += 1
+        lane.held += self.work.takes[task]
+        if kind is Kind.INPUT and lane.stage in self.work.whole:
+            lane.done[Kind.WEIGHT] += 1
 
-    def _note(self, lane: Lane, kind: int, position: int) -> None:
-        name = Kind.BACKWARD if kind == INPUT and not lane.split else _KINDS[kind]
-        self.rows[lane.device].append(Action(lane.stage, name, lane.numbers[position]))
-
-    def _wait(self, device: int, time: float) -> None:
+    def _wait(self, device: int) -> None:
         """A device takes as long as it works and waits, from its first action on."""
-        if self.rows[device]:
-            self.waited[device] += time - self.free[device]
+        if self.clock.rows[device]:
+            self.waited[device] += self.clock.time - self.clock.free[device]
             self.longest_wait = max(self.longest_wait, self.waited[device])
-            self.seconds = max(self.seconds, self.busy[device] + self.waited[device])
-
-    def _change(self, kind: int, lane: int, position: int) -> float:
-        """Bytes that an action takes, or gives back."""
-        entry = self.work.lanes[lane]
-        if kind == FORWARD:
-            return entry.kept[position]
-        return entry.pending[position] - entry.kept[position] if kind == INPUT else -entry.pending[position]
-
-    def _send(self, stop: float, lane: int, kind: int, position: int, travel: float) -> None:
-        arrived, missing = self.arrived[kind][lane], self.missing[kind][lane]
-        arrived[position] = max(arrived[position], stop + travel)
-        missing[position] -= 1
-        if not missing[position]:
-            heapq.heappush(self.events, (arrived[position], self.work.lanes[lane].device))
+            self.seconds = max(self.seconds, self.loads[device] + self.waited[device])
 
     def _force(self) -> bool:
         """Where all wait for room, a forward goes beyond the limits; False at the end."""
-        lanes = self.work.lanes
         waiting = [
-            (lanes[lane].depth, position, lane)
-            for lane, position in enumerate(self.done[FORWARD])
-            if position < len(lanes[lane].numbers) and not self.missing[FORWARD][lane][position]
+            (lane.depth, lane.done[Kind.FORWARD], lane.index, lane)
+            for lane in self.lanes
+            if any(not self.clock.missing[task] for task in lane.tasks[Kind.FORWARD][lane.done[Kind.FORWARD] :][:1])
         ]
         if waiting:
-            self._put(FORWARD, min(waiting)[2], self.now)
+            self._start(Kind.FORWARD, min(waiting)[-1])
         return bool(waiting)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.lanes import samples_ahead
 from lightning_gpp.schedules.merge import StageOrders
-from lightning_gpp.schedules.one_f_one_b import without_stall
+from lightning_gpp.schedules.one_f_one_b import in_flight_samples, without_stall
+
+
+def samples_ahead(plan: Plan, lead: float) -> dict[int, float]:
+    """For every stage the samples by which its forwards are ahead: a micro-batch, and `lead` times the rest of 1F1B's.
+
+    With one size of micro-batches these are 1 + lead (d - 1) micro-batches on a stage of depth d.
+    """
+    sizes = [stage.micro_batch_size for stage in plan.stages]
+    return {stage: sizes[stage] + lead * (usual - sizes[stage]) for stage, usual in in_flight_samples(plan).items()}
 
 
 def split_orders(plan: Plan, batch_size: int, lead: int) -> StageOrders:

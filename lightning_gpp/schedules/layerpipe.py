@@ -13,9 +13,9 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Schedule
-from lightning_gpp.schedules.filling import Policy, fill
-from lightning_gpp.schedules.lanes import counts_of, samples_ahead, work_of
+from lightning_gpp.schedules.filling import Policy, fill, forwards_ahead
 from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.work import work_of
 
 DISTANCE: Final = 2
 """Micro-batches between forward and backward, for each stage that comes after."""
@@ -38,5 +38,4 @@ def layerpipe(plan: Plan, batch_size: int) -> Schedule:
     the busiest devices leave their W to the end of the step. Keeps to `plan.memory_bytes` where it can; where they are
     not known, to twice what the device that needs most keeps under 1F1B.
     """
-    work = work_of(plan, batch_size, share=DISTANCE)
-    return fill(work, [Policy(ahead=counts_of(plan, work, samples_ahead(plan, DISTANCE)))])
+    return fill(work_of(plan, batch_size), [Policy(ahead=forwards_ahead(plan, DISTANCE))], share=DISTANCE)

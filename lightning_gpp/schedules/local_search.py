@@ -6,12 +6,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.merge import Task
-from lightning_gpp.schedules.split_work import Rows, SplitWork
-
-_SLACK = 1 + 1e-9
-"""Sums of seconds that differ by rounding alone are the same."""
+from lightning_gpp.schedules.room import SLACK, peak_of
+from lightning_gpp.schedules.work import Rows, Task, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +26,9 @@ class Played:
         return max(self.stop.values(), default=0.0)
 
 
-def played(work: SplitWork, rows: Rows) -> Played | None:
+def played(work: Work, rows: Rows) -> Played | None:
     """When the actions of an order start and end; None if they wait for each other in a circle."""
-    missing = {task: work.missing.get(task, 0) + (index > 0) for task, index in _tasks(rows)}
+    missing = {task: work.missing[task] + (index > 0) for task, index in _tasks(rows)}
     start: dict[Task, float] = {}
     stop: dict[Task, float] = {}
     cause: dict[Task, Task | None] = {}
@@ -43,7 +39,7 @@ def played(work: SplitWork, rows: Rows) -> Played | None:
         end = stop[task] = start.get(task, 0.0) + work.seconds[task]
         cause.setdefault(task, None)
         followers = [(after[task], 0.0)] if task in after else []
-        for reader, travel in (*followers, *work.readers.get(task, ())):
+        for reader, travel in (*followers, *work.readers[task]):
             if end + travel > start.get(reader, -1.0):
                 start[reader], cause[reader] = end + travel, task
             missing[reader] -= 1
@@ -56,26 +52,7 @@ def _tasks(rows: Rows) -> Iterator[tuple[Task, int]]:
     return (((device, action), index) for device, row in enumerate(rows) for index, action in enumerate(row))
 
 
-def peaks(work: SplitWork, rows: Rows) -> list[float]:
-    """The most that every device keeps."""
-    return [_peak(work, device, row) for device, row in enumerate(rows)]
-
-
-def _peak(work: SplitWork, device: int, row: Sequence[Action]) -> float:
-    now = most = 0.0
-    for action in row:
-        forward = device, action._replace(kind=Kind.FORWARD)
-        if action.kind is Kind.FORWARD:
-            now += work.kept[forward]
-            most = max(most, now)
-        elif action.kind is Kind.INPUT:
-            now -= work.kept[forward] - work.pending[forward]
-        else:
-            now -= work.pending[forward]
-    return most
-
-
-def improved(work: SplitWork, order: Played, room: Sequence[float], tries: int) -> Played:
+def improved(work: Work, order: Played, room: Sequence[float], tries: int) -> Played:
     """The shortest order that swaps lead to, none of which makes the step longer or exceeds the room of its device.
 
     A swap that changes nothing may open the way for one that does; no order is visited twice.
@@ -99,7 +76,7 @@ def improved(work: SplitWork, order: Played, room: Sequence[float], tries: int) 
             tries -= 1
             known.add(key)
             other = played(work, rows)
-            if other is not None and other.makespan <= order.makespan * _SLACK:
+            if other is not None and other.makespan <= order.makespan * SLACK:
                 found = other
                 break
     return order
@@ -109,7 +86,7 @@ def _key(rows: Rows) -> int:
     return hash(tuple(map(tuple, rows)))
 
 
-def _swapped(work: SplitWork, order: Played, room: Sequence[float]) -> Iterator[Rows]:
+def _swapped(work: Work, order: Played, room: Sequence[float]) -> Iterator[Rows]:
     """Orders with two neighbours on the longest path in each other's place."""
     for device, index in _neighbours(order):
         row = list(order.rows[device])
@@ -117,7 +94,7 @@ def _swapped(work: SplitWork, order: Played, room: Sequence[float]) -> Iterator[
         if (first.stage, first.micro_batch) == (second.stage, second.micro_batch):
             continue
         row[index : index + 2] = second, first
-        if _peak(work, device, row) <= max(room[device], _peak(work, device, order.rows[device])):
+        if peak_of(work, device, row) <= max(room[device], peak_of(work, device, order.rows[device])):
             yield [*order.rows[:device], row, *order.rows[device + 1 :]]
 
 

@@ -8,19 +8,16 @@ actions that can run are started, the resulting lists cannot wait for each other
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from lightning_gpp.errors import ScheduleError
-from lightning_gpp.plan import SOURCE, Plan
+from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.messages import derive_messages, samples_of
-
-Task = tuple[int, Action]
-"""An action on one device."""
+from lightning_gpp.schedules.clock import Clock
+from lightning_gpp.schedules.messages import samples_of
+from lightning_gpp.schedules.work import Task, links
 
 StageOrders = Mapping[int, tuple[Action, ...]]
 """For every stage its actions, each micro-batch once, in the order in which a replica runs them."""
@@ -33,7 +30,7 @@ _URGENCY: Final = {Kind.BACKWARD: 0, Kind.INPUT: 0, Kind.FORWARD: 1, Kind.WEIGHT
 
 def merge(
     plan: Plan, orders: Orders, batch_size: int | None = None, training: bool = True
-) -> tuple[Schedule, dict[Task, int]]:
+) -> tuple[Schedule, dict[Task, float]]:
     """The list of every device, and the unit of time at which the clock started each of its actions.
 
     Of several actions that could start, gradients of inputs win (they free memory, and others wait for them), then
@@ -43,9 +40,9 @@ def merge(
         ScheduleError: the orders wait for each other, in any interleaving.
     """
     total = plan.batch_size if batch_size is None else batch_size
-    clock = _Clock(plan, _lanes(plan, orders, total), total, training)
-    clock.run()
-    return Schedule(tuple(map(tuple, clock.done))), clock.started
+    run = _Run(plan, _lanes(plan, orders, total), total, training)
+    run.play()
+    return Schedule(tuple(map(tuple, run.clock.rows))), run.started
 
 
 def _lanes(plan: Plan, orders: Orders, batch_size: int) -> list[list[tuple[Action, ...]]]:
@@ -65,83 +62,41 @@ def _of_replica(plan: Plan, order: tuple[Action, ...], stage: int, device: int, 
 
 
 @dataclass(slots=True)
-class _Clock:
+class _Run:
     plan: Plan
     lanes: Sequence[Sequence[tuple[Action, ...]]]
     batch_size: int
     training: bool
-    done: list[list[Action]] = field(init=False)
-    started: dict[Task, int] = field(default_factory=dict)
+    clock: Clock = field(init=False)
+    started: dict[Task, float] = field(default_factory=dict)
     position: list[list[int]] = field(init=False)
-    missing: dict[Task, int] = field(init=False)
-    readers: dict[Task, list[Task]] = field(init=False)
-    samples: dict[tuple[int, int], list[int]] = field(init=False)
     depths: dict[int, int] = field(init=False)
-    busy: set[int] = field(default_factory=set)
-    events: list[tuple[int, int, int, Action]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.done = [[] for _ in self.lanes]
         self.position = [[0] * len(lanes) for lanes in self.lanes]
-        self.samples = {
+        self.depths = self.plan.depths()
+        tasks = [(i, action) for i, lanes in enumerate(self.lanes) for lane in lanes for action in lane]
+        samples = {
             (device, stage): samples_of(self.plan, stage, device, self.batch_size)
             for device in range(len(self.lanes))
             for stage in self.plan.stages_on(device)
         }
-        self.depths = self.plan.depths()
-        self.missing, self.readers = defaultdict(int), defaultdict(list)
-        for message in derive_messages(self.plan, self.batch_size, self.training, self._split()):
-            if self.plan.edges[message.edge].src != SOURCE:
-                self._depends((message.dst, message.consumer), (message.src, message.producer))
-        self._follow_own_actions()
+        seconds = {(i, action): samples[i, action.stage][action.micro_batch] for i, action in tasks}
+        missing, readers = links(self.plan, self.batch_size, tasks, training=self.training, travels=False)
+        self.clock = Clock(len(self.lanes), seconds, readers, missing)
 
-    def _split(self) -> frozenset[tuple[int, int]]:
-        actions = (action for lanes in self.lanes for lane in lanes for action in lane)
-        return frozenset((action.stage, action.micro_batch) for action in actions if action.kind is Kind.INPUT)
-
-    def _follow_own_actions(self) -> None:
-        """The gradients of a micro-batch come after its forward, those of the parameters last."""
-        for device, lanes in enumerate(self.lanes):
-            for action in (action for lane in lanes for action in lane):
-                if action.kind in (Kind.BACKWARD, Kind.INPUT):
-                    self._depends((device, action), (device, action._replace(kind=Kind.FORWARD)))
-                elif action.kind is Kind.WEIGHT:
-                    self._depends((device, action), (device, action._replace(kind=Kind.INPUT)))
-
-    def _depends(self, reader: Task, maker: Task) -> None:
-        self.missing[reader] += 1
-        self.readers[maker].append(reader)
-
-    def run(self) -> None:
-        for device in range(len(self.lanes)):
-            self._start(device, 0)
-        while self.events:
-            time = self.events[0][0]
-            touched: set[int] = set()
-            while self.events and self.events[0][0] == time:
-                touched |= self._finish()
-            for device in sorted(touched):
-                self._start(device, time)
+    def play(self) -> None:
+        for device in self.clock.turns():
+            self._start(device)
         self._check_end()
 
-    def _finish(self) -> set[int]:
-        _, _, device, action = heapq.heappop(self.events)
-        self.busy.discard(device)
-        readers = self.readers[device, action]
-        for reader in readers:
-            self.missing[reader] -= 1
-        return {device, *(reader[0] for reader in readers)}
-
-    def _start(self, device: int, time: int) -> None:
-        ready = [(action, lane) for action, lane in self._heads(device) if not self.missing[device, action]]
-        if device in self.busy or not ready:
-            return
-        action, lane = min(ready, key=self._rank)
-        self.busy.add(device)
-        self.done[device].append(action)
-        self.started[device, action] = time
-        self.position[device][lane] += 1
-        heapq.heappush(self.events, (time + self._duration(device, action), len(self.done[device]), device, action))
+    def _start(self, device: int) -> None:
+        ready = [(action, lane) for action, lane in self._heads(device) if self.clock.is_ready((device, action))]
+        if ready:
+            action, lane = min(ready, key=self._rank)
+            self.clock.start((device, action))
+            self.started[device, action] = self.clock.time
+            self.position[device][lane] += 1
 
     def _heads(self, device: int) -> list[tuple[Action, int]]:
         """The next action of every lane, and the lane's number."""
@@ -152,11 +107,8 @@ class _Clock:
         action, _ = head
         return _URGENCY.get(action.kind, 0), self.depths[action.stage], action.micro_batch
 
-    def _duration(self, device: int, action: Action) -> int:
-        return self.samples[device, action.stage][action.micro_batch]
-
     def _check_end(self) -> None:
-        waiting = [f"device {device}: {head}" for device in range(len(self.done)) for head, _ in self._heads(device)]
+        waiting = [f"device {device}: {head}" for device in range(len(self.lanes)) for head, _ in self._heads(device)]
         if waiting:
             raise ScheduleError(
                 f"The orders of schedule {self.plan.schedule!r} (strategy.schedule) wait for each other, next "

@@ -8,8 +8,8 @@ from typing import Final
 from lightning_gpp.plan import SOURCE, Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.lowering import reads_data
-from lightning_gpp.schedules.merge import Task
 from lightning_gpp.schedules.messages import derive_messages
+from lightning_gpp.schedules.work import Task
 
 LEAD: Final = 2
 """Micro-batches by which data are ahead of the first stage that reads them."""
@@ -33,7 +33,9 @@ def with_recomputation(plan: Plan, schedule: Schedule) -> Schedule:
     return Schedule(tuple(tuple(new for old in actions for new in expanded(old)) for actions in schedule.devices))
 
 
-def with_data(plan: Plan, schedule: Schedule, started: Mapping[Task, int], batch_size: int, training: bool) -> Schedule:
+def with_data(
+    plan: Plan, schedule: Schedule, started: Mapping[Task, float], batch_size: int, training: bool
+) -> Schedule:
     """Run the user's step up to the network for every micro-batch, a little before the first stage reads it.
 
     What stands in front of a data action was started before the actions that read its data, and so cannot wait for it.
@@ -46,10 +48,10 @@ def with_data(plan: Plan, schedule: Schedule, started: Mapping[Task, int], batch
     return Schedule(tuple(rows))
 
 
-def _due(plan: Plan, started: Mapping[Task, int], batch_size: int, training: bool) -> dict[int, dict[Action, int]]:
+def _due(plan: Plan, started: Mapping[Task, float], batch_size: int, training: bool) -> dict[int, dict[Action, float]]:
     """For every device of the step its data actions in order, and when they have to be there."""
     lead = LEAD * plan.stages[plan.step_stage].micro_batch_size
-    due: dict[int, dict[Action, int]] = {
+    due: dict[int, dict[Action, float]] = {
         device: {
             Action(plan.step_stage, Kind.DATA, number): max(started.values(), default=0)
             for number in plan.micro_batches(plan.step_stage, device, batch_size)
@@ -63,16 +65,16 @@ def _due(plan: Plan, started: Mapping[Task, int], batch_size: int, training: boo
     return {device: _monotone(row) for device, row in due.items()}
 
 
-def _monotone(row: dict[Action, int]) -> dict[Action, int]:
+def _monotone(row: dict[Action, float]) -> dict[Action, float]:
     """Each no later than those after it."""
-    latest: dict[Action, int] = {}
+    latest: dict[Action, float] = {}
     for action in reversed(row):
         latest[action] = min([row[action], *list(latest.values())[-1:]])
     return dict(reversed(latest.items()))
 
 
 def _woven(
-    device: int, actions: tuple[Action, ...], due: Mapping[Action, int], started: Mapping[Task, int]
+    device: int, actions: tuple[Action, ...], due: Mapping[Action, float], started: Mapping[Task, float]
 ) -> tuple[Action, ...]:
     result: list[Action] = []
     waiting = list(due)

@@ -10,7 +10,6 @@ which moves actions of equal length to free cells of a chain's table. This clock
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +18,13 @@ from math import inf
 from typing import Final
 
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.merge import Task
-from lightning_gpp.schedules.split_work import Rows, SplitWork
+from lightning_gpp.schedules.clock import Clock
+from lightning_gpp.schedules.room import SLACK
+from lightning_gpp.schedules.work import Rows, Task, Work
 
 WINDOWS: Final = (0, 1, 2, 4)
 """By how many places actions may come before their turn. Which is best depends on the pipeline: far-sighted moves fill
 more gaps now, and may leave larger ones."""
-
-_SLACK: Final = 1 + 1e-9
-"""Sums of bytes that differ by rounding alone are the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +36,21 @@ class Squeezed:
     makespan: float
 
 
-def fastest(work: SplitWork, runs: Iterable[Squeezed]) -> Squeezed:
+def fastest(work: Work, runs: Iterable[Squeezed]) -> Squeezed:
     """The run whose slowest device is done soonest, as decides how soon the next mini-batch can follow.
 
     Runs are made one after the other until one has no gaps.
     """
-    loads = [0.0] * work.plan.num_devices
-    for (device, _), seconds in work.seconds.items():
-        loads[device] += seconds
+    most = max(work.loads()) * SLACK
     tried: list[Squeezed] = []
     for run in runs:
         tried.append(run)
-        if run.busy <= max(loads) * _SLACK:
+        if run.busy <= most:
             break
     return min(tried, key=lambda run: (run.busy, run.makespan))
 
 
-def squeezed(work: SplitWork, rows: Rows, room: Sequence[float]) -> Iterator[Squeezed]:
+def squeezed(work: Work, rows: Rows, room: Sequence[float]) -> Iterator[Squeezed]:
     """Several ways to close the gaps of an order.
 
     Args:
@@ -67,7 +62,7 @@ def squeezed(work: SplitWork, rows: Rows, room: Sequence[float]) -> Iterator[Squ
     return (play(work, rows, room, window, patient) for window, patient in product(WINDOWS, patience))
 
 
-def play(work: SplitWork, rows: Rows, room: Sequence[float], window: int = 0, patient: bool = False) -> Squeezed:
+def play(work: Work, rows: Rows, room: Sequence[float], window: int = 0, patient: bool = False) -> Squeezed:
     """Run an order on the clock.
 
     Args:
@@ -77,65 +72,50 @@ def play(work: SplitWork, rows: Rows, room: Sequence[float], window: int = 0, pa
         window: by how many places an action may come before its turn.
         patient: rather wait for a message than delay what it brings by gradients of parameters.
     """
-    clock = _Clock(work, rows, room, window, patient)
-    clock.run()
-    busy = max(stop - start for start, stop in zip(clock.begun, clock.free, strict=True) if start < inf)
-    return Squeezed(rows=clock.done, busy=busy, makespan=max(clock.free))
+    run = _Run(work, rows, room, window, patient)
+    run.play()
+    free = run.clock.free
+    busy = max(stop - start for start, stop in zip(run.begun, free, strict=True) if start < inf)
+    return Squeezed(rows=run.clock.rows, busy=busy, makespan=max(free))
 
 
 @dataclass(slots=True)
-class _Clock:
-    work: SplitWork
+class _Run:
+    work: Work
     rows: Rows
     room: Sequence[float]
     window: int
     patient: bool
+    clock: Clock = field(init=False)
     rest: list[list[Action]] = field(init=False)
-    done: list[list[Action]] = field(init=False)
     begun: list[float] = field(init=False)
-    free: list[float] = field(init=False)
     held: list[float] = field(init=False)
     freeable: list[float] = field(init=False)
     weights: list[deque[Action]] = field(init=False)
     listed: set[Task] = field(init=False)
-    missing: dict[Task, int] = field(init=False)
-    arrived: dict[Task, float] = field(default_factory=dict)
-    events: list[tuple[float, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         devices = range(len(self.rows))
-        self.rest = [list(row) for row in self.rows]
-        self.done, self.weights = [[] for _ in devices], [deque() for _ in devices]
-        self.begun, self.free = [inf for _ in devices], [0.0 for _ in devices]
+        self.clock = Clock.of(self.work)
+        self.rest, self.weights = [list(row) for row in self.rows], [deque() for _ in devices]
+        self.begun = [inf for _ in devices]
         self.held, self.freeable = [0.0 for _ in devices], [0.0 for _ in devices]
         self.listed = {(i, action) for i, row in enumerate(self.rows) for action in row if action.kind is Kind.WEIGHT}
-        self.missing = dict(self.work.missing)
-        self.events = [(0.0, device) for device in devices]
 
-    def run(self) -> None:
-        while self.events:
-            time = self.events[0][0]
-            touched = set()
-            while self.events and self.events[0][0] == time:
-                touched.add(heapq.heappop(self.events)[1])
-            for device in sorted(touched):
-                if self.free[device] <= time:
-                    self._act(device, time)
+    def play(self) -> None:
+        for device in self.clock.turns():
+            found, weights = self._choice(device), self.weights[device]
+            if found is not None and not (weights and self._is_full(device, self.rest[device][found])):
+                self._start(device, self.rest[device].pop(found))
+            elif weights and (found is not None or not self.patient or self._has_time(device)):
+                self._start(device, weights.popleft())
 
-    def _act(self, device: int, time: float) -> None:
-        found = self._choice(device, time)
-        weights = self.weights[device]
-        if found is not None and not (weights and self._is_full(device, self.rest[device][found])):
-            self._start(device, self.rest[device].pop(found), time)
-        elif weights and (found is not None or not self.patient or self._has_time(device, time)):
-            self._start(device, weights.popleft(), time)
-
-    def _choice(self, device: int, time: float) -> int | None:
+    def _choice(self, device: int) -> int | None:
         """The place of the first action that can run, and after which those that it passes still fit."""
-        slack = least = self.room[device] * _SLACK - self.held[device] + self.freeable[device]
+        slack = least = self.room[device] * SLACK - self.held[device] + self.freeable[device]
         for place, action in enumerate(self.rest[device][: self.window + 1]):
             kept = self._kept(device, action)
-            if (place == 0 or kept <= least) and self._is_ready(device, action, time):
+            if (place == 0 or kept <= least) and self.clock.is_ready((device, action)):
                 return place
             slack -= kept
             least = min(least, slack)
@@ -143,51 +123,26 @@ class _Clock:
 
     def _kept(self, device: int, action: Action) -> float:
         """Bytes that an action takes, or gives back; gradients of parameters that are not listed count with others."""
-        forward = device, action._replace(kind=Kind.FORWARD)
-        kept, pending = self.work.kept[forward], self.work.pending[forward]
-        if action.kind is Kind.FORWARD:
-            return kept
-        if action.kind is Kind.WEIGHT:
-            return -pending
-        return pending - kept if (device, action._replace(kind=Kind.WEIGHT)) in self.listed else -kept
-
-    def _is_ready(self, device: int, action: Action, time: float) -> bool:
-        task = device, action
-        return not self.missing.get(task) and self.arrived.get(task, 0.0) <= time
+        kept, weight = self.work.takes[device, action], (device, action._replace(kind=Kind.WEIGHT))
+        return kept + self.work.takes[weight] if action.kind is Kind.INPUT and weight not in self.listed else kept
 
     def _is_full(self, device: int, action: Action) -> bool:
-        return self.held[device] + self._kept(device, action) > self.room[device] * _SLACK
+        return self.held[device] + self._kept(device, action) > self.room[device] * SLACK
 
-    def _has_time(self, device: int, time: float) -> bool:
+    def _has_time(self, device: int) -> bool:
         """Whether the next gradients of parameters are done before anything else is known to arrive."""
-        end = time + self.work.seconds[device, self.weights[device][0]]
-        expected = (
-            self.arrived.get((device, action), 0.0)
-            for action in self.rest[device][: self.window + 1]
-            if not self.missing.get((device, action))
-        )
-        return all(not time < arrival < end for arrival in expected)
+        now = self.clock.time
+        end = now + self.work.seconds[device, self.weights[device][0]]
+        expected = (self.clock.arrival((device, action)) for action in self.rest[device][: self.window + 1])
+        return all(not now < arrival < end for arrival in expected)
 
-    def _start(self, device: int, action: Action, time: float) -> None:
-        task = device, action
-        self.begun[device] = min(self.begun[device], time)
-        stop = self.free[device] = time + self.work.seconds[task]
-        self.done[device].append(action)
-        self._account(device, action)
-        heapq.heappush(self.events, (stop, device))
-        for reader, travel in self.work.readers.get(task, ()):
-            self.missing[reader] -= 1
-            self.arrived[reader] = max(self.arrived.get(reader, 0.0), stop + travel)
-            if not self.missing[reader]:
-                heapq.heappush(self.events, (self.arrived[reader], reader[0]))
-
-    def _account(self, device: int, action: Action) -> None:
-        self.held[device] += self._kept(device, action)
+    def _start(self, device: int, action: Action) -> None:
+        self.begun[device] = min(self.begun[device], self.clock.time)
+        self.clock.start((device, action))
+        self.held[device] += self.work.takes[device, action]
         weight = action._replace(kind=Kind.WEIGHT)
         if action.kind is Kind.INPUT and (device, weight) not in self.listed:
-            pending = self.work.pending[device, action._replace(kind=Kind.FORWARD)]
-            self.held[device] += pending
-            self.freeable[device] += pending
             self.weights[device].append(weight)
+            self.freeable[device] -= self.work.takes[device, weight]
         elif action.kind is Kind.WEIGHT and (device, action) not in self.listed:
-            self.freeable[device] += self._kept(device, action)
+            self.freeable[device] += self.work.takes[device, action]

@@ -11,13 +11,13 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Schedule
 from lightning_gpp.schedules.building_blocks import squeezed_blocks
 from lightning_gpp.schedules.due import actions, by_due_times
-from lightning_gpp.schedules.held import fits, peaks_of, rooms
 from lightning_gpp.schedules.registry import register
-from lightning_gpp.schedules.split_work import split_work
+from lightning_gpp.schedules.room import fits, peaks_of, rooms
 from lightning_gpp.schedules.squeeze import fastest, play, squeezed
 from lightning_gpp.schedules.template import Template, numbered
 from lightning_gpp.schedules.v_half import V_HALF
 from lightning_gpp.schedules.v_min import V_MIN
+from lightning_gpp.schedules.work import work_of
 
 # Two devices, four micro-batches; capital letters are stages 0 and 1, small ones stages 3 and 2.
 #
@@ -32,14 +32,14 @@ def zbv(plan: Plan, batch_size: int) -> Schedule:
 
     Where `plan.memory_bytes` has no room for it, V-Half or V-Min.
     """
-    work = split_work(plan, batch_size)
+    work = work_of(plan, batch_size)
     template = Template(plan, batch_size, v_order)
     rows = by_due_times(work, template.time)
     full = actions(rows)
     peaks = peaks_of(work, full)
-    if not fits(plan, peaks):
+    if not fits(work, peaks):
         return squeezed_blocks(plan, batch_size, (V_HALF, V_MIN))
-    room = rooms(plan, peaks)
+    room = rooms(work, peaks)
     runs = chain([play(work, full, room)], squeezed(work, actions(rows, weights=False), room))
     return work.order(fastest(work, runs).rows)
 

@@ -9,15 +9,15 @@ runs differ in how far forwards run ahead. ZB-1p and ZB-2p are this schedule wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Final
 
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules.actions import Schedule
-from lightning_gpp.schedules.filling import Policy, fill
-from lightning_gpp.schedules.lanes import FORWARD, INPUT, Lane, Work, counts_of, samples_ahead, work_of
+from lightning_gpp.schedules.actions import Kind, Schedule
+from lightning_gpp.schedules.filling import Policy, fill, forwards_ahead
 from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.work import Task, Work, work_of
 
 LEADS: Final = (1, 1.25, 1.5, 1.75, 2, 2.1, 2.25, 2.5, 3)
 """How far a stage runs ahead of its successors, in what 1F1B does: 1 is ZB-H1's warm-up, 2 is ZB-H2's."""
@@ -53,21 +53,30 @@ def zero_bubble(plan: Plan, batch_size: int) -> Schedule:
 
 
 def _leads(plan: Plan, work: Work) -> Iterator[list[int]]:
-    """For every run and lane by how many micro-batches forwards may be ahead."""
-    yield from (counts_of(plan, work, samples_ahead(plan, lead)) for lead in LEADS)
+    """For every run and stage by how many micro-batches forwards may be ahead."""
+    yield from (forwards_ahead(plan, lead) for lead in LEADS)
     yield _until_first_return(work)
 
 
 def _until_first_return(work: Work) -> list[int]:
-    """For every lane the forwards that it can do until the first gradients come back to it."""
-    trips: list[float] = [0.0 for _ in work.lanes]
-    for lane, entry in reversed(list(enumerate(work.lanes))):
-        for reader, _, _, travel in work.readers[FORWARD][lane][0] if entry.numbers else ():
-            after = work.lanes[reader].seconds
-            trips[lane] = max(trips[lane], trips[reader] + after[FORWARD][0] + after[INPUT][0] + 2 * travel)
-    return [_forwards_within(trip, lane) for trip, lane in zip(trips, work.lanes, strict=True)]
+    """For every stage the forwards that a replica can do until the first gradients come back to it."""
+    trips, longest = [0.0 for _ in work.plan.stages], [0.0 for _ in work.plan.stages]
+    for task in reversed(list(work.seconds)):
+        stage = task[1].stage
+        if task[1].kind is Kind.FORWARD:
+            longest[stage] = max(longest[stage], work.seconds[task])
+            trips[stage] = max([trips[stage], *(_trip(work, trips, *reader) for reader in work.readers[task])])
+    numbers = [len(work.plan.intervals(stage, work.batch_size)) for stage in range(len(trips))]
+    return [
+        1 + int(trip / most + 1e-9) if most else number
+        for trip, most, number in zip(trips, longest, numbers, strict=True)
+    ]
 
 
-def _forwards_within(seconds: float, lane: Lane) -> int:
-    longest = max(lane.seconds[FORWARD], default=0.0)
-    return 1 + int(seconds / longest + 1e-9) if longest else max(1, len(lane.numbers))
+def _trip(work: Work, trips: Sequence[float], reader: Task, travel: float) -> float:
+    """Seconds until the gradients come back from a stage that waits for a forward's message."""
+    device, action = reader
+    if action.kind is not Kind.FORWARD:
+        return 0.0
+    own = work.seconds[reader] + work.seconds[device, action._replace(kind=Kind.INPUT)]
+    return trips[action.stage] + own + 2 * travel

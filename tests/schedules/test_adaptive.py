@@ -12,9 +12,10 @@ from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.timed import timed
 from lightning_gpp.schedules import Action, Kind, compile_program, schedule_names
-from lightning_gpp.schedules.local_search import improved, peaks, played
+from lightning_gpp.schedules.local_search import improved, played
 from lightning_gpp.schedules.registry import method_of
-from lightning_gpp.schedules.split_work import split_work
+from lightning_gpp.schedules.room import peaks_of
+from lightning_gpp.schedules.work import work_of
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
 from tests.strategies import chain, plan_of, plans, towers
 
@@ -51,7 +52,7 @@ def test_it_is_as_drawn() -> None:
 def test_swaps_shorten_an_order() -> None:
     """From one micro-batch after the other to forwards that run ahead."""
     plan = chain((1, 1, 1), 4)
-    work = split_work(plan, 4)
+    work = work_of(plan, 4)
     kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
     rows = [
         [Action(stage, kind, number) for stage in plan.stages_on(device) for number in range(4) for kind in kinds]
@@ -61,15 +62,15 @@ def test_swaps_shorten_an_order() -> None:
     assert order is not None
     better = improved(work, order, room=(3.0,) * 3, tries=5000)
     assert better.makespan < order.makespan
-    assert max(peaks(work, better.rows)) <= 3
+    assert max(peaks_of(work, better.rows)) <= 3
     narrow = improved(work, order, room=(1.0,) * 3, tries=5000)
-    assert max(peaks(work, narrow.rows)) == 1
+    assert max(peaks_of(work, narrow.rows)) == 1
 
 
 def test_orders_that_wait_in_a_circle_are_not_played() -> None:
     plan = plan_of([(0, 1)], (1, 1), 1, devices=[(0,), (0,)])
     rows = [[Action.parse(text) for text in ("1F0", "0F0", "1I0", "1W0", "0I0", "0W0")]]
-    assert played(split_work(plan, 1), rows) is None
+    assert played(work_of(plan, 1), rows) is None
 
 
 def test_it_keeps_to_the_memory() -> None:

@@ -14,10 +14,10 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, in_flight, make_schedule
-from lightning_gpp.schedules.held import peaks_of
 from lightning_gpp.schedules.registry import method_of, orders_of
-from lightning_gpp.schedules.split_work import split_work
+from lightning_gpp.schedules.room import peaks_of
 from lightning_gpp.schedules.squeeze import WINDOWS, play
+from lightning_gpp.schedules.work import work_of
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
 from tests.strategies import plan_of, plans
 
@@ -188,7 +188,7 @@ def seconds_of(plan: Plan, ordered: Plan) -> float:
     """Until the slowest device is done, with the times of one plan and the order of the other."""
     orders = orders_of(ordered)
     assert isinstance(orders, Schedule)
-    return play(split_work(plan, plan.batch_size), orders.devices, [float("inf")] * plan.num_devices).busy
+    return play(work_of(plan, plan.batch_size), orders.devices, [float("inf")] * plan.num_devices).busy
 
 
 @settings(max_examples=15, deadline=None)
@@ -314,7 +314,7 @@ def test_any_plan_runs_and_keeps_its_promise(plan: Plan) -> None:
 @given(plan=any_plan(), window=st.sampled_from(WINDOWS), patient=st.booleans(), data=st.data())
 def test_squeezing_keeps_to_the_room_of_the_order(plan: Plan, window: int, patient: bool, data: st.DataObject) -> None:
     """Any order that runs, with the memory that it needs; gradients of parameters in their places, or in gaps."""
-    work = split_work(plan, plan.batch_size)
+    work = work_of(plan, plan.batch_size)
     rows: list[list[Action]] = [[] for _ in range(plan.num_devices)]
     missing = dict(work.missing)
     ready = sorted((task for task in work.seconds if not missing.get(task)), key=str)

@@ -12,7 +12,7 @@ from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Figures, Plan, Stage
 from lightning_gpp.schedules import Kind, compile_program, in_flight, make_schedule
 from lightning_gpp.schedules.filling import Policy, fill
-from lightning_gpp.schedules.lanes import work_of
+from lightning_gpp.schedules.work import work_of
 from lightning_gpp.simulation import Link, StageCost, StageCosts, Timeline, simulate
 from tests.strategies import chain, plan_of, plans
 

@@ -1,0 +1,58 @@
+"""What orders keep in memory, and what room devices have."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final
+
+from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.schedules.one_f_one_b import warm_up
+from lightning_gpp.schedules.work import Rows, Work, turns
+
+SLACK: Final = 1 + 1e-9
+"""Sums of bytes, or of seconds, that differ by rounding alone are the same."""
+
+
+def peaks_of(work: Work, rows: Rows) -> list[float]:
+    """The most bytes that every device keeps if it follows its order."""
+    return [peak_of(work, device, row) for device, row in enumerate(rows)]
+
+
+def peak_of(work: Work, device: int, row: Sequence[Action]) -> float:
+    """The most bytes that a device keeps."""
+    held = peak = 0.0
+    for action in row:
+        held += work.takes[device, action]
+        peak = max(peak, held)
+    return peak
+
+
+def needs_of(work: Work) -> dict[tuple[int, int], float]:
+    """For every stage and device the bytes that the replica keeps under 1F1B."""
+    flying = warm_up(work.plan, work.batch_size)
+    kept: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for (device, action), taken in work.takes.items():
+        if action.kind is Kind.FORWARD:
+            kept[action.stage, device].append(taken)
+    counts = [-(-flying[index] // turns(stage)) for index, stage in enumerate(work.plan.stages)]
+    return {place: sum(sorted(sizes)[-counts[place[0]] :]) for place, sizes in kept.items()}
+
+
+def limits_of(work: Work, share: float = 1) -> tuple[float, ...]:
+    """Bytes for every device; where the plan knows none, `share` times what the neediest one keeps under 1F1B."""
+    needs: dict[int, float] = defaultdict(float)
+    for (_, device), need in needs_of(work).items():
+        needs[device] += need
+    return work.limits or (share * max(needs.values()),) * work.plan.num_devices
+
+
+def fits(work: Work, peaks: Sequence[float]) -> bool:
+    """Whether every device has the memory, as far as that is known."""
+    return not work.limits or all(peak <= limit for peak, limit in zip(peaks, work.limits, strict=True))
+
+
+def rooms(work: Work, peaks: Sequence[float]) -> list[float]:
+    """Bytes for every device: what the one that needs most takes, but not more than there is, if its own need fits."""
+    limits = work.limits or (max(peaks),) * len(peaks)
+    return [max(peak, min(limit, max(peaks))) for peak, limit in zip(peaks, limits, strict=True)]

@@ -1,0 +1,213 @@
+"""A plan's work in figures, for schedules that weigh actions: what takes how long, keeps how much and waits for what.
+
+Seconds and bytes are the plan's own. Where it knows none for any of its stages, a sample takes a unit of them in every
+action, and nothing in the user's step alone; then its seconds of messages, or its memory in bytes, tell nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_gpp.graph import Affine
+from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
+from lightning_gpp.schedules.actions import Action, Kind, Schedule
+from lightning_gpp.schedules.messages import derive_messages, samples_of
+
+Task = tuple[int, Action]
+"""An action on one device."""
+
+Rows = Sequence[Sequence[Action]]
+"""For every device its actions, in order."""
+
+Readers = Mapping[Task, Sequence[tuple[Task, float]]]
+"""For every task those that wait for it, and the seconds that its message is on its way."""
+
+_MAKERS: Final = {Kind.INPUT: Kind.FORWARD, Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}
+"""What comes before an action of a kind, of the same micro-batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """All tasks of one mini-batch.
+
+    Args:
+        plan: what it is the work of.
+        batch_size: samples of the mini-batch.
+        timed: whether the plan knows seconds.
+        whole: stages whose backwards have no second half.
+        seconds: of every task.
+        takes: bytes that a task takes, or gives back if negative; samples where the plan knows no bytes.
+        limits: for every device the bytes that tasks may take together, beside a recomputation; empty where not known.
+        readers: who waits for a task.
+        missing: for every task the number of those that it waits for.
+    """
+
+    plan: Plan
+    batch_size: int
+    timed: bool
+    whole: frozenset[int]
+    seconds: Mapping[Task, float]
+    takes: Mapping[Task, float]
+    limits: tuple[float, ...]
+    readers: Readers
+    missing: Mapping[Task, int]
+
+    def loads(self) -> list[float]:
+        """For every device the seconds of its tasks."""
+        loads = [0.0] * self.plan.num_devices
+        for (device, _), seconds in self.seconds.items():
+            loads[device] += seconds
+        return loads
+
+    def order(self, rows: Rows, whole: Callable[[Action], bool] = lambda action: False) -> Schedule:
+        """The order with whole backwards where `whole` says so of their first halves, and where the other is empty.
+
+        A whole backward takes the place of its first half.
+        """
+
+        def joined(action: Action) -> Iterator[Action]:
+            split = action.stage not in self.whole and not whole(action._replace(kind=Kind.INPUT))
+            if action.kind is Kind.FORWARD or split:
+                yield action
+            elif action.kind is Kind.INPUT:
+                yield action._replace(kind=Kind.BACKWARD)
+
+        return Schedule(tuple(tuple(found for action in row for found in joined(action)) for row in rows))
+
+
+def work_of(plan: Plan, batch_size: int, *, split: bool = True) -> Work:
+    """The work of one mini-batch, every backward in two halves, or none."""
+    figures = [stage.figures for stage in plan.stages]
+    timed = any(Affine() != cost for f in figures for cost in (f.forward_seconds, f.input_seconds, f.weight_seconds))
+    sized = any(entry.activation_bytes != Affine() for entry in figures)
+    costs = [_cost(plan, stage, timed, sized) for stage in range(len(figures))]
+    seconds: dict[Task, float] = {}
+    takes: dict[Task, float] = {}
+    working = [0.0 for _ in range(plan.num_devices)]
+    for stage, device, number, samples in _parts(plan, batch_size):
+        for kind, (needed, taken) in costs[stage].at(samples, split).items():
+            task = device, Action(stage, kind, number)
+            seconds[task], takes[task] = needed, taken
+        working[device] = max(working[device], costs[stage].working.at(samples) if samples else 0.0)
+    missing, readers = links(plan, batch_size, seconds, travels=timed)
+    return Work(
+        plan=plan,
+        batch_size=batch_size,
+        timed=timed,
+        whole=frozenset(stage for stage, cost in enumerate(costs) if not cost.halves),
+        seconds=seconds,
+        takes=takes,
+        limits=tuple(limit - most for limit, most in zip(plan.memory_bytes, working, strict=False)) if sized else (),
+        readers=readers,
+        missing=missing,
+    )
+
+
+def links(
+    plan: Plan, batch_size: int, tasks: Collection[Task], *, training: bool = True, travels: bool = True
+) -> tuple[dict[Task, int], Readers]:
+    """For every task how many it waits for, and who waits for it: for messages, and on its own device.
+
+    Args:
+        plan: whose messages count.
+        batch_size: samples of the mini-batch.
+        tasks: all of them.
+        training: whether there are backwards.
+        travels: whether messages take the seconds that the plan says.
+    """
+    missing = dict.fromkeys(tasks, 0)
+    readers: dict[Task, list[tuple[Task, float]]] = {task: [] for task in tasks}
+    split = frozenset((action.stage, action.micro_batch) for _, action in tasks if action.kind is Kind.INPUT)
+    for message in derive_messages(plan, batch_size, training, split):
+        edge = plan.edges[message.edge]
+        if edge.src != SOURCE:
+            travel = edge.seconds.at(message.stop - message.start) if travels and message.src != message.dst else 0.0
+            readers[message.src, message.producer].append(((message.dst, message.consumer), travel))
+            missing[message.dst, message.consumer] += 1
+    for device, action in tasks:
+        if action.kind in _MAKERS:
+            readers[device, action._replace(kind=_MAKERS[action.kind])].append(((device, action), 0.0))
+            missing[device, action] += 1
+    return missing, readers
+
+
+def is_extra(plan: Plan, stage: int) -> bool:
+    """Whether a stage is nothing but the user's step, on a device that holds more stages than others for its sake.
+
+    Then it has no place of its own in a V, takes little time, and has no parameters.
+    """
+    if plan.stages[stage].modules != (STEP,):
+        return False
+    counts = [len(plan.stages_on(device)) for device in range(plan.num_devices)]
+    mine = {counts[device] for device in plan.devices_of(stage)}
+    rest = [count for device, count in enumerate(counts) if device not in plan.devices_of(stage)]
+    return bool(rest) and min(mine) > max(rest)
+
+
+def turns(stage: Stage) -> int:
+    """How many replicas take micro-batches in turn."""
+    return len(stage.devices) if stage.round_robin else 1
+
+
+def _parts(plan: Plan, batch_size: int) -> Iterator[tuple[int, int, int, int]]:
+    """Stage, device, micro-batch, and the samples of the device's share; 0 where it gets none."""
+    for stage in range(len(plan.stages)):
+        for device in plan.devices_of(stage):
+            samples = samples_of(plan, stage, device, batch_size)
+            for number in plan.micro_batches(stage, device, batch_size):
+                yield stage, device, number, samples[number]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cost:
+    """Of a stage: seconds, and bytes. `halves`: whether the gradients of the parameters are an action of their own.
+
+    `kept` from the forward to the gradients of the inputs, `pending` from there to those of the parameters, `working`
+    during a recomputation in addition.
+    """
+
+    forward: Affine
+    inputs: Affine
+    weight: Affine
+    kept: Affine
+    pending: Affine
+    working: Affine
+    halves: bool
+
+    def at(self, samples: int, split: bool) -> dict[Kind, tuple[float, float]]:
+        """Seconds of every kind of task, and what it takes; nothing for a replica that gets no samples."""
+        kept = self.kept.at(samples)
+        pending = min(kept + self.working.at(samples), self.pending.at(samples)) if self.halves else 0.0
+        tasks = {Kind.FORWARD: (self.forward.at(samples), kept)}
+        if split:
+            tasks[Kind.INPUT] = self.inputs.at(samples), pending - kept
+            tasks[Kind.WEIGHT] = self.weight.at(samples), -pending
+        else:
+            tasks[Kind.BACKWARD] = self.inputs.at(samples) + self.weight.at(samples), -kept
+        return tasks if samples else dict.fromkeys(tasks, (0.0, 0.0))
+
+
+def _cost(plan: Plan, index: int, timed: bool, sized: bool) -> _Cost:
+    """The first half of a backward runs the forward again where a stage keeps only what it received."""
+    stage, figures, extra = plan.stages[index], plan.stages[index].figures, is_extra(plan, index)
+    unit = Affine(0 if extra else 1)
+    forward, inputs, weight = unit, unit, unit
+    kept, pending, working = unit, unit, Affine()
+    if timed:
+        forward, inputs, weight = figures.forward_seconds, figures.input_seconds, figures.weight_seconds
+        inputs = forward + inputs if stage.recompute else inputs
+    if sized:
+        kept, pending = figures.activation_bytes, figures.pending_bytes
+        if stage.recompute:
+            kept, working = sum((edge.bytes for edge in plan.edges if edge.dst == index), Affine()), kept
+    return _Cost(
+        forward=forward,
+        inputs=inputs,
+        weight=weight,
+        kept=kept,
+        pending=pending,
+        working=working,
+        halves=not extra and weight != Affine(),
+    )
