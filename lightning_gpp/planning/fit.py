@@ -13,6 +13,29 @@ from lightning_gpp.planning.modules import around, module_tree, some
 REMEDY = "Make a new plan with `gpp-plan ... output=plan.yaml`, or remove strategy.plan."
 
 
+def check_sharding(plan: Plan, graph: OperatorGraph) -> None:
+    """Refuse to shard a parameter that several stages use: its ranks would be of several sets.
+
+    Raises:
+        PlanError: names the parameter and the stages.
+    """
+    if plan.sharding != "fsdp":
+        return
+    users: dict[str, set[int]] = {}
+    assignment = assign(graph, [stage.modules for stage in plan.stages])
+    for operator in graph:
+        for name in operator.parameters:
+            users.setdefault(name, set()).update(assignment[operator.name])
+    for name, stages in users.items():
+        if len(stages) > 1:
+            names = " and ".join(repr(plan.stages[stage].name) for stage in sorted(stages))
+            raise PlanError(
+                f"strategy.sharding=fsdp: parameter {name!r} is used by the stages {names} and cannot be sharded over "
+                "the replicas of one. Put the modules that share it into one stage (strategy.stages), or use "
+                "strategy.sharding=zero1."
+            )
+
+
 def check_model(plan: Plan, graph: OperatorGraph, fingerprint: str = "") -> None:
     """Refuse a plan that was made for another model.
 

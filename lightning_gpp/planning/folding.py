@@ -15,7 +15,7 @@ from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.costs.model import CostModel
 from lightning_gpp.costs.roofline import Roofline
-from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.bound import lower_bound
@@ -58,11 +58,24 @@ def partition_for(name: str, graph: OperatorGraph, request: Request, cut: Cut = 
     """
     if is_folded(request):
         _check_replicas(request)
-        return _laid(cut(name, graph, _unfolded(request)), graph, request)
+        return _laid(_cut(name, graph, request, cut), graph, request)
     if set(request.schedules) <= set(KNOWN) and request.sharding == "none":
         return cut(name, graph, request)
     found = cut(name, graph, replace(request, schedules=(SEARCHED_AS,)))
     return _scheduled(found, replace(found.plan, schedule=request.schedules[0]), graph, request)
+
+
+def _cut(name: str, graph: OperatorGraph, request: Request, cut: Cut) -> Found:
+    unfolded = _unfolded(request)
+    try:
+        return cut(name, graph, unfolded)
+    except PlanError as error:
+        number, devices = num_stages_per_device(request), request.cluster.num_devices
+        raise PlanError(
+            f"strategy.schedule={request.schedules[0]!r} with {number} stages on each of {devices} devices wants "
+            f"{unfolded.cluster.num_devices} stages. Choose fewer (strategy.stages_per_device), or fewer devices. Cut "
+            f"that fine, there is no plan: {error}"
+        ) from error
 
 
 def _unfolded(request: Request) -> Request:

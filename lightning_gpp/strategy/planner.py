@@ -21,6 +21,7 @@ from lightning_gpp.planning.answer import Progress
 from lightning_gpp.planning.assign import StageDraft, make_plan
 from lightning_gpp.planning.choice import best_schedule
 from lightning_gpp.planning.copies import partition_copies
+from lightning_gpp.planning.fit import check_sharding
 from lightning_gpp.planning.folding import KNOWN, SEARCHED_AS, folded, ordered
 from lightning_gpp.planning.placement import read
 from lightning_gpp.planning.timed import with_figures_of
@@ -141,6 +142,7 @@ def planned(
     plan = recomputing(result.plan, options.recompute)
     if options.sharding != "none":
         plan = replace(plan, sharding=options.sharding)
+    check_sharding(plan, captured.graph)
     return replace(result, plan=plan.chained() if options.chain_baseline else plan)
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from lightning_gpp.cluster import Cluster, Device, Level, Link
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import Found, Request, manual
 from lightning_gpp.planning.choice import best_schedule, each_schedule
 from lightning_gpp.planning.copies import partition_copies
+from lightning_gpp.planning.fit import check_sharding
 from lightning_gpp.planning.folding import folded
 from lightning_gpp.planning.layout import both_ways, laid_out
 from lightning_gpp.planning.timed import timed, with_figures_of
@@ -156,3 +157,20 @@ def test_repeated_devices() -> None:
     assert twice.devices[5].memory_bytes == SLOW.memory_bytes / 2
     assert twice.link(0, 5) == link
     assert twice.link(0, 6) == cable
+
+
+def test_too_many_stages_per_device_say_how_many_there_would_be() -> None:
+    with pytest.raises(PlanError, match=r"with 40 stages on each of 2 devices wants 80 stages.*stages_per_device"):
+        partition_copies("auto", graphs.chain(4), request(2, stages_per_device=40))
+
+
+def test_tied_parameters_are_not_sharded() -> None:
+    graph = graphs.Builder()
+    x = graph.linear("first", graph.data(), parameter="table")
+    y = graph.linear("second", x)
+    graph.linear("third", y, parameter="table")
+    whole = graph.graph
+    plan = manual(whole, {"first": 0, "second": 1, "third": 2}, batch_size=4)
+    check_sharding(replace(plan, sharding="zero1"), whole)
+    with pytest.raises(PlanError, match=r"fsdp: parameter 'table' is used by the stages 'first' and 'third'.*zero1"):
+        check_sharding(replace(plan, sharding="fsdp"), whole)
