@@ -18,7 +18,6 @@ from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.bound import lower_bound
 from lightning_gpp.planning.estimate import estimate
 from lightning_gpp.planning.found import Found, notes_of, partition
 from lightning_gpp.planning.layout import both_ways, laid_out
@@ -62,6 +61,8 @@ def partition_for(name: str, graph: OperatorGraph, request: Request, cut: Cut = 
     if set(request.schedules) <= set(KNOWN) and request.sharding == "none":
         return cut(name, graph, request)
     found = cut(name, graph, replace(request, schedules=(SEARCHED_AS,)))
+    if request.schedules[0] not in KNOWN:
+        found = _without_bound(found)
     return _scheduled(found, replace(found.plan, schedule=request.schedules[0]), graph, request)
 
 
@@ -91,10 +92,14 @@ def _laid(found: Found, graph: OperatorGraph, request: Request) -> Found:
     method = method_of(schedule)
     plan = laid_out(replace(found.plan, schedule=schedule), request.cluster.num_devices, method.placement)
     plan = both_ways(graph, plan) if method.bidirectional else plan
-    bound = lower_bound(replace(request, schedules=(SEARCHED_AS,)).problem(graph))
     limits = tuple(float(device.memory_bytes) for device in request.cluster.devices)
-    answer = replace(found.answer, lower_bound=bound, alternatives=())
-    return _scheduled(replace(found, answer=answer, memory_bytes=limits), plan, graph, request)
+    found = _without_bound(replace(found, answer=replace(found.answer, alternatives=()), memory_bytes=limits))
+    return _scheduled(found, plan, graph, request)
+
+
+def _without_bound(found: Found) -> Found:
+    """Bounds suppose whole backwards, and what 1F1B has in flight."""
+    return replace(found, answer=replace(found.answer, lower_bound=0.0))
 
 
 def _scheduled(found: Found, plan: Plan, graph: OperatorGraph, request: Request) -> Found:

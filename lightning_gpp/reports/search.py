@@ -26,7 +26,7 @@ def search_text(found: Found) -> str:
 
 def _bound(found: Found) -> str:
     if found.gap is None:
-        return "lower bound: this partitioner knows none"
+        return "lower bound: none is known for this plan"
     bound = duration(found.answer.lower_bound)
     return f"lower bound: {bound}; this step is at most {100 * found.gap:.1f} % longer than the best possible one"
 

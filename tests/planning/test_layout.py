@@ -99,8 +99,7 @@ def test_a_partitioner_cuts_for_so_many_stages_per_device(number: int) -> None:
     assert found.plan.num_devices == 2
     assert [len(found.plan.stages_on(device)) for device in range(2)] == [number, number]
     assert found.fits
-    assert found.gap is not None
-    assert found.gap >= 0
+    assert found.gap is None  # bounds are for one stage per device
     assert found.plan.stages[0].figures.forward_seconds.at(1) > 0
 
 
