@@ -64,8 +64,8 @@ VARIANTS = {
     "pipelines": Variant(num_pipelines=2),
     "recomputed": Variant(recompute=True),
     "bfloat16": Variant(bfloat16=True, tolerance=2**-20),
-    "zero1": Variant(num_replicas=2, sharding="zero1", schedules=SOME),
-    "fsdp": Variant(num_replicas=2, sharding="fsdp", schedules=SOME),
+    "zero1": Variant(num_replicas=2, sharding="zero1"),
+    "fsdp": Variant(num_replicas=2, sharding="fsdp"),
     "pipelines, fsdp": Variant(num_pipelines=2, sharding="fsdp", schedules=SOME),
     "fsdp, recomputed": Variant(num_replicas=2, sharding="fsdp", recompute=True, schedules=SOME),
 }
