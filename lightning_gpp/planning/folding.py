@@ -56,7 +56,7 @@ def partition_for(name: str, graph: OperatorGraph, request: Request, cut: Cut = 
         PlanError: the model does not fit the devices.
     """
     if is_folded(request):
-        _check_replicas(request)
+        check_replicas(request.schedules[0], request.max_replicas)
         return _laid(_cut(name, graph, request, cut), graph, request)
     if set(request.schedules) <= set(KNOWN) and request.sharding == "none":
         return cut(name, graph, request)
@@ -163,11 +163,15 @@ def ordered(
     return min(outcomes, key=lambda outcome: outcome[:2])[2]
 
 
-def _check_replicas(request: Request) -> None:
-    schedule, replicas = request.schedules[0], request.max_replicas
-    if replicas is not None and replicas > 1:
+def check_replicas(schedule: str, max_replicas: int | None) -> None:
+    """Refuse replicas for a schedule that lays its stages out itself, each on one device.
+
+    Raises:
+        ConfigError: stages may have several.
+    """
+    if max_replicas is not None and max_replicas > 1:
         raise ConfigError(
             f"strategy.schedule={schedule!r} puts every stage on one device of a pipeline, "
-            f"strategy.max_replicas={replicas} allows more. Leave max_replicas out and use strategy.num_pipelines for "
-            "data parallelism, or choose strategy.schedule=1f1b."
+            f"strategy.max_replicas={max_replicas} allows more. Leave max_replicas out and use strategy.num_pipelines "
+            "for data parallelism, or choose strategy.schedule=1f1b."
         )

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import SHARDINGS, Plan
+from lightning_gpp.planning.folding import check_replicas
 from lightning_gpp.planning.placement import KEYS, Placement, read
 from lightning_gpp.planning.registry import partitioner_of
 from lightning_gpp.schedules.registry import Method, method_of, schedule_names
@@ -136,12 +137,7 @@ def _check_layout(options: Options, method: Method) -> None:
     number = options.stages_per_device or method.stages_per_device
     if number == 1 and not method.bidirectional:
         return
-    if (options.max_replicas or 1) > 1:
-        raise ConfigError(
-            f"strategy.schedule={options.schedule!r} puts every stage on one device of a pipeline, "
-            f"strategy.max_replicas={options.max_replicas} allows more. Leave max_replicas out and use "
-            "strategy.num_pipelines for data parallelism, or choose strategy.schedule=1f1b."
-        )
+    check_replicas(str(options.schedule), options.max_replicas)
     entries = read(placement_of(options.stages)) if options.stages is not None else []
     if method.bidirectional and any(entry.devices is not None for entry in entries):
         raise ConfigError(

@@ -32,10 +32,7 @@ class Block(nn.Module):
 
 
 class Shape(nn.Module):
-    """The step that all shapes share."""
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        raise NotImplementedError
+    """The step that all shapes share; their forwards take both tensors of the batch."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         first, second, target = batch
