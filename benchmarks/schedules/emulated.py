@@ -1,11 +1,11 @@
 """Every schedule on devices that sleep for as long as they would compute: executed against simulated steps.
 
-    python benchmarks/schedules/emulated.py
+    python benchmarks/schedules/emulated.py [--devices 8]
 
-Four gloo processes run a chain, and a model of two towers that join, with as many stages per device as the schedule is
-made for. A forward, the gradients of the inputs and those of the parameters take 20 ms each on every stage. The stage
-graph of the towers runs as it is and as a chain of the same stages. Best and median of the repetitions; messages are
-small. The technique shows what order and communication cost, not memory bandwidth or cores.
+Four or eight gloo processes run a chain, and a model of two towers that join, with as many stages per device as the
+schedule is made for. A forward, the gradients of the inputs and those of the parameters take 20 ms each on every stage.
+The stage graph of the towers runs as it is and as a chain of the same stages. Best and median of the repetitions;
+messages are small. The technique shows what order and communication cost, not memory bandwidth or cores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import load, run  # noqa: E402
 from sleeping import WIDTH, Layer  # noqa: E402
 
-NUM_DEVICES = 4
 SECONDS = 0.02
 
 
@@ -64,19 +63,21 @@ class Case:
     costs: StageCosts
 
 
-def cases(schedule: str, num_micro_batches: int) -> Iterator[Case]:
-    number = method_of(schedule).stages_per_device * NUM_DEVICES
+def cases(schedule: str, num_devices: int, num_micro_batches: int) -> Iterator[Case]:
+    number = method_of(schedule).stages_per_device * num_devices
     half = (number - 2) // 2
     towers = [*((i, i + 1) for i in range(half - 1)), *((i, i + 1) for i in range(half, 2 * half - 1))]
     joined = [*towers, (half - 1, 2 * half), (2 * half - 1, 2 * half), (2 * half, 2 * half + 1)]
     for model, pairs in (("chain", [(i, i + 1) for i in range(number - 1)]), ("towers", joined)):
-        plan = plan_of(schedule, number, pairs, num_micro_batches)
+        plan = plan_of(schedule, num_devices, number, pairs, num_micro_batches)
         yield case(model, plan)
         if model == "towers":
             yield case("towers as a chain", plan.chained())
 
 
-def plan_of(schedule: str, number: int, pairs: Sequence[tuple[int, int]], num_micro_batches: int) -> Plan:
+def plan_of(
+    schedule: str, num_devices: int, number: int, pairs: Sequence[tuple[int, int]], num_micro_batches: int
+) -> Plan:
     method = method_of(schedule)
     seconds = Affine(0, SECONDS)
     figures = Figures(activation_bytes=Affine(0, 1), forward_seconds=seconds)
@@ -92,13 +93,13 @@ def plan_of(schedule: str, number: int, pairs: Sequence[tuple[int, int]], num_mi
     )
     edges = tuple(Edge(src=src, dst=dst, bytes=Affine(4 * WIDTH)) for src, dst in sorted(pairs))
     plan = Plan(stages=stages, edges=edges, batch_size=num_micro_batches, schedule=schedule)
-    plan = laid_out(plan, NUM_DEVICES, method.placement)
-    return both_ways(plan) if method.bidirectional else plan
+    plan = laid_out(plan, num_devices, method.placement)
+    return both_ways(plan, num_devices) if method.bidirectional else plan
 
 
-def both_ways(plan: Plan) -> Plan:
+def both_ways(plan: Plan, num_devices: int) -> Plan:
     """A second replica of every stage on the mirrored device."""
-    mirrored = [(stage.devices[0], NUM_DEVICES - 1 - stage.devices[0]) for stage in plan.stages]
+    mirrored = [(stage.devices[0], num_devices - 1 - stage.devices[0]) for stage in plan.stages]
     stages = zip(plan.stages, mirrored, strict=True)
     return replace(plan, stages=tuple(replace(stage, devices=pair, round_robin=True) for stage, pair in stages))
 
@@ -121,12 +122,13 @@ def case(model: str, plan: Plan) -> Case:
 
 
 def measure(rank: int, schedules: Sequence[str], num_micro_batches: int, repetitions: int) -> None:
+    num_devices = dist.get_world_size()
     if rank == 0:
-        print(f"{NUM_DEVICES} processes on {load()}, {num_micro_batches} micro-batches\n")
+        print(f"{num_devices} processes on {load()}, {num_micro_batches} micro-batches\n")
         print("| schedule | model | bubble | in flight | simulated, ms | best, ms | median, ms | best | median |")
         print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for schedule in schedules:
-        for entry in cases(schedule, num_micro_batches):
+        for entry in cases(schedule, num_devices, num_micro_batches):
             row = executed(rank, schedule, entry, repetitions)
             if rank == 0:
                 print(row, flush=True)
@@ -141,7 +143,7 @@ def executed(rank: int, schedule: str, entry: Case, repetitions: int) -> str:
         rank,
         stages={index: SleepingStage(layers[index], index, plan) for index in plan.stages_on(rank)},
         slots=[() if edge.artificial else (Slot(f"x{edge.src}", spec),) for edge in plan.edges],
-        transport=DistributedTransport(Mesh(NUM_DEVICES, 1, rank), pairs_of(plan)),
+        transport=DistributedTransport(Mesh(dist.get_world_size(), 1, rank), pairs_of(plan)),
     )
     times = []
     for _ in range(repetitions + 1):
@@ -167,11 +169,13 @@ def compared(goal: float, times: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, help="twice the devices unless given")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--schedules", nargs="*", default=list(schedule_names()))
     arguments = parser.parse_args()
-    run(NUM_DEVICES, measure, arguments.schedules, arguments.micro_batches, arguments.repetitions)
+    num_micro_batches = arguments.micro_batches or 2 * arguments.devices
+    run(arguments.devices, measure, arguments.schedules, num_micro_batches, arguments.repetitions)
 
 
 if __name__ == "__main__":
