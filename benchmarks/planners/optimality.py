@@ -16,10 +16,10 @@ from random import Random
 
 from benchmarks.planners.common import search, table, verdict
 from lightning_gpp.planning import Evaluator, Problem
-from lightning_gpp.planning.graphpipe.search import converted
+from lightning_gpp.planning.graphpipe.search import PRECISION
 from lightning_gpp.schedules.one_f_one_b import samples_in_flight
 from tests.planning.problems import random_problem
-from tests.planning.test_graphpipe import Judge
+from tests.planning.test_graphpipe import Judge, trees_of
 from tests.planning.test_graphpipe import random_problem as random_series_parallel
 
 SAME = 1e-6
@@ -59,24 +59,35 @@ def _step(name: str, problem: Problem, seconds: float, took: dict[str, float]) -
 def graphpipe_in_its_space(number: int, seconds: float) -> Iterator[str]:
     """The bottleneck that it finds, and that of the best of all strategies of its space, by plain loops.
 
-    It refuses where the program of its strategy needs more memory than the strategy: a replicated last stage gives the
-    user's step a stage of its own, which makes the pipeline deeper.
+    Where branches outnumber devices there are several orders of the units, with branches in bundles. They compete by
+    the simulated step, so the answer has to be the best one of one of the orders.
     """
     ratios: list[float] = []
-    refused = wrong = num_strategies = 0
+    bundled = refused = wrong = num_strategies = 0
     for seed in range(1000, 1000 + number):
         problem, _ = random_series_parallel(seed)
-        known = [value for value, *_ in Judge(problem, problem.sizes[0]).strategies(converted(problem).tree)]
-        num_strategies += len(known)
-        best, answer = min(known, default=inf), search("graphpipe", problem)[0]
-        refused += best < inf and answer.draft is None
-        wrong += best == inf and answer.draft is not None
-        if best < inf and answer.draft is not None:
-            ratios.append(answer.objective / best)
-    header = ["problems", "answers", "refused with a strategy", "strategies tried", "worst ratio of bottlenecks"]
-    yield table(header, [[number, len(ratios), refused, f"{num_strategies:,}", f"{max(ratios):.5f}"]])
-    met = max(ratios) <= 1.001 * (1 + SAME) and not wrong
-    yield f"\nWithin the thousandth that it searches to, in all answers: {verdict(met)}."
+        judge, trees = Judge(problem, problem.sizes[0]), trees_of(problem)
+        known = [[value for value, *_ in judge.strategies(tree)] for tree in trees]
+        best = [min(values) for values in known if values and min(values) < inf]
+        answer = search("graphpipe", problem)[0]
+        bundled, num_strategies = bundled + (len(trees) > 1), num_strategies + sum(map(len, known))
+        refused += bool(best) and answer.draft is None
+        wrong += not best and answer.draft is not None
+        if best and answer.draft is not None:
+            ratios.append(_least_above(answer.objective, best))
+    header = ["problems", "with bundles", "answers", "refused with a strategy", "answers without one"]
+    header += ["strategies tried", "worst ratio of bottlenecks"]
+    yield table(header, [[number, bundled, len(ratios), refused, wrong, f"{num_strategies:,}", f"{max(ratios):.5f}"]])
+    met = min(ratios) >= 1 - SAME and max(ratios) <= (1 + PRECISION) * (1 + SAME)
+    yield (
+        f"\nWithin the thousandth that it searches to, of the best strategy of an order: {verdict(met)} in "
+        f"{len(ratios)} answers; an answer if and only if there is a strategy: {verdict(not refused and not wrong)}."
+    )
+
+
+def _least_above(found: float, best: Sequence[float]) -> float:
+    """The ratio to the largest of the values that it does not fall below; to the least where it is below all."""
+    return found / max((value for value in best if found >= value * (1 - SAME)), default=min(best))
 
 
 def fewest_in_flight(number: int, seconds: float) -> Iterator[str]:

@@ -17,8 +17,8 @@ from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Answer, Draft, Evaluator, Problem, Request, partition
 from lightning_gpp.planning.answer import Control
 from lightning_gpp.planning.graphpipe import graphpipe, search
-from lightning_gpp.planning.graphpipe.lines import line_of
-from lightning_gpp.planning.graphpipe.search import PRECISION, converted
+from lightning_gpp.planning.graphpipe.lines import Fork, Line, line_of
+from lightning_gpp.planning.graphpipe.search import PRECISION, converted, orders_of
 from lightning_gpp.planning.graphpipe.sets import Grid
 from lightning_gpp.planning.graphpipe.solve import Solver
 from lightning_gpp.planning.graphpipe.tables import Tables, weakest_link
@@ -48,6 +48,20 @@ def lines_of(tree: Tree) -> Iterator[Sequence[Tree]]:
 
 def units_of(trees: Sequence[Tree]) -> set[int]:
     return {unit for tree in trees for unit in leaves(tree)}
+
+
+def trees_of(problem: Problem) -> list[Tree]:
+    """The order of the units, and those in which the branches of its forks are in bundles: forks inside branches."""
+    return [tree_of(line) for line in orders_of(problem, line_of(converted(problem).tree))]
+
+
+def tree_of(line: Line) -> Tree:
+    """Forks stay where they are, even alone in a branch."""
+    parts = tuple(
+        Parallel(tuple(tree_of(branch) for branch in part.lines)) if isinstance(part, Fork) else Leaf(part)
+        for part in line.parts
+    )
+    return Series(parts) if len(parts) > 1 else parts[0]
 
 
 def legal_stages(tree: Tree) -> set[Stage]:
@@ -287,6 +301,24 @@ def test_equals_the_best_of_all_strategies(seeds: range, monkeypatch: pytest.Mon
             continue
         assert best * (1 - 1e-9) <= answer.objective <= best * (1 + PRECISION) * (1 + 1e-9), seed
         _check_draft(judge, tree, answer, seed)
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(1000, 1160, 40)], ids=str)
+def test_equals_the_best_of_all_strategies_of_an_order(seeds: range) -> None:
+    """Orders with bundles compete by the simulated step, so the answer is the best one of one of the orders."""
+    bundles = 0
+    for seed in seeds:
+        problem, _ = random_problem(seed)
+        judge = Judge(problem, problem.sizes[0])
+        trees = trees_of(problem)
+        best = [min((seconds for seconds, _, _ in judge.strategies(tree)), default=inf) for tree in trees]
+        answer = graphpipe(problem, Control())
+        assert (answer.draft is None) == (min(best) == inf), seed
+        if answer.draft is not None:
+            bundles += len(trees) > 1
+            within = [low * (1 - 1e-9) <= answer.objective <= low * (1 + PRECISION) * (1 + 1e-9) for low in best]
+            assert any(within), seed
+    assert bundles
 
 
 def _check_draft(judge: Judge, tree: Tree, answer: Answer, seed: int) -> None:

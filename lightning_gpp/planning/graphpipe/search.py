@@ -63,7 +63,7 @@ def graphpipe(problem: Problem, control: Control) -> Answer:
     conversion = converted(problem)
     found: list[_Size] = []
     states = 0
-    for line in _orders(problem, line_of(conversion.tree)):
+    for line in orders_of(problem, line_of(conversion.tree)):
         search = _Search(problem=problem, control=control, line=line, folded=conversion.folded)
         found = sorted([*found, *search.run(found[0].seconds if found else inf)], key=lambda entry: entry.seconds)
         states += search.states
@@ -78,7 +78,7 @@ def graphpipe(problem: Problem, control: Control) -> Answer:
     )
 
 
-def _orders(problem: Problem, line: Line) -> Iterator[Line]:
+def orders_of(problem: Problem, line: Line) -> Iterator[Line]:
     """The line as it is; and with the branches of its forks in bundles that may be stages, where these are too many."""
     seconds = problem.seconds(problem.sizes[-1]).total
 
