@@ -128,7 +128,7 @@ def with_ours(rank: int) -> Result | None:
         stages=pipeline.stages,
         slots=pipeline.slots,
         transport=DistributedTransport(Mesh(len(PARTS), 1, rank), pairs_of(plan)),
-        source=pipeline.step,
+        source=pipeline.source,
     )
     pipeline.step.begin(batch, lambda samples: model.training_step(samples, 0), seed=0)
     executor.run(loss_weight=1 / NUM_SAMPLES)

@@ -188,7 +188,7 @@ class Runner:
             stages=self.pipeline.stages,
             slots=self.pipeline.slots,
             transport=self.transport,
-            source=self.pipeline.step if self.rank == 0 else None,
+            source=self.pipeline.source if self.rank == 0 else None,
             trace=trace,
         )
 

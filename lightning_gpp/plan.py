@@ -75,6 +75,7 @@ class Stage:
     `round_robin`: replicas take whole micro-batches in turn instead, number i the replica i modulo their number.
     `recompute`: between forward and backward of a micro-batch only the inputs are kept; the backward computes the
     forward again. Not for the stage that lists STEP.
+    `tokens` `[start, stop)` of the sequence that it computes, as a slice; None: all. See `lightning_gpp.slices`.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Stage:
     micro_batch_size: int
     round_robin: bool = False
     recompute: bool = False
+    tokens: tuple[int, int] | None = None
     figures: Figures = Figures()
 
 
@@ -98,6 +100,7 @@ class Plan:
         model: fingerprint of the captured model; empty where it is not known.
         sharding: what the replicas of a stage split among them beside samples; one of SHARDINGS.
         memory_bytes: of every device, for activations, which schedules keep to that can; empty where not known.
+        sequence_dim: the dimension of tensors between stages that counts tokens, where stages are slices.
 
     Raises:
         PlanError: the plan contradicts itself.
@@ -110,6 +113,7 @@ class Plan:
     model: str = ""
     sharding: str = "none"
     memory_bytes: tuple[float, ...] = ()
+    sequence_dim: int = 1
     notes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -211,6 +215,7 @@ def check(plan: Plan) -> None:
     _check_edges(plan)
     _check_devices(plan)
     _check_sharding(plan)
+    _check_slices(plan)
 
 
 def _check_stages(plan: Plan) -> None:
@@ -248,6 +253,26 @@ def _check_sharding(plan: Plan) -> None:
         raise PlanError(f"The plan's sharding is {plan.sharding!r}; it must be one of {', '.join(SHARDINGS)}.")
     if plan.memory_bytes and len(plan.memory_bytes) != plan.num_devices:
         raise PlanError(f"memory_bytes has {len(plan.memory_bytes)} entries; the plan has {plan.num_devices} devices.")
+
+
+def _check_slices(plan: Plan) -> None:
+    """Slices of a stage follow each other, and differ in nothing but their tokens."""
+    latest: dict[tuple[str, ...], Stage] = {}
+    for stage in plan.stages:
+        if stage.tokens is None:
+            continue
+        before, (start, stop) = latest.get(stage.modules), stage.tokens
+        same = before is None or replace(before, name="", tokens=None, figures=Figures()) == replace(
+            stage, name="", tokens=None, figures=Figures()
+        )
+        expected = before.tokens[1] if before is not None and before.tokens is not None else 0
+        if STEP in stage.modules or not same or start != expected or stop <= start:
+            raise PlanError(
+                f"Stage {stage.name!r} is to compute tokens {list(stage.tokens)}. Slices of a stage must follow each "
+                f"other from token 0, next is {expected}, with the same devices and micro_batch_size; the stage of the "
+                f"user's step ({STEP!r}) has none."
+            )
+        latest[stage.modules] = stage
 
 
 def _check_edges(plan: Plan) -> None:
@@ -299,6 +324,7 @@ def _stage_from(entry: dict[str, Any]) -> Stage:
         micro_batch_size=entry["micro_batch_size"],
         round_robin=entry.get("round_robin", False),
         recompute=entry.get("recompute", False),
+        tokens=tuple(entry["tokens"]) if entry.get("tokens") is not None else None,
         figures=Figures(**figures),
     )
 

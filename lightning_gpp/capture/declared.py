@@ -86,6 +86,7 @@ class Declared:
             parameters=tuple(_used(module, declaration, self.graph.parameter_sizes) for declaration in ordered),
             buffers=tuple(_used(module, declaration, self.graph.buffer_bytes) for declaration in ordered),
             step=step,
+            source=step,
         )
 
     def _of(self, modules: Sequence[str], by_path: Mapping[str, Declaration]) -> Declaration:

@@ -11,12 +11,14 @@ from torch import nn
 from lightning_gpp.capture.captured import Capture
 from lightning_gpp.capture.code import Forward, StageCode, variable
 from lightning_gpp.capture.recording import Ref
+from lightning_gpp.capture.slicing import Slicer, repeated
 from lightning_gpp.capture.step import StepRunner, UserStep, slots_of
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assign import Assignment, assign, crossing
-from lightning_gpp.runtime.stage import MicroBatch, Slot, StageModule
+from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
+from lightning_gpp.slices import is_sliced, unsliced
 
 
 @dataclass(slots=True)
@@ -42,17 +44,37 @@ class CapturedStage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages, slots of every edge of the plan, names of each stage's parameters and buffers, the user's step."""
+    """Stages, slots of every edge of the plan, names of each stage's parameters and buffers, the user's step, and the
+    data that it hands to the stages."""
 
     stages: tuple[StageModule, ...]
     slots: tuple[tuple[Slot, ...], ...]
     parameters: tuple[tuple[str, ...], ...]
     buffers: tuple[tuple[str, ...], ...]
     step: StepRunner
+    source: DataSource
 
 
 def build(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
     """See `Capture.build`."""
+    return _in_slices(capture, plan, module) if is_sliced(plan) else _whole(capture, plan, module)
+
+
+def _in_slices(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
+    whole = unsliced(plan)
+    built = _whole(capture, whole.plan, module)
+    slicer = Slicer(capture.graph, plan, whole, built.slots)
+    return Pipeline(
+        stages=slicer.stages(built.stages),
+        slots=slicer.slots(),
+        parameters=repeated(built.parameters, whole),
+        buffers=repeated(built.buffers, whole),
+        step=built.step,
+        source=slicer.source(built.step),
+    )
+
+
+def _whole(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
     assignment = assign(capture.graph, [stage.modules for stage in plan.stages])
     flows = crossing(capture.graph, assignment)
     _check_edges(plan, flows)
@@ -65,6 +87,7 @@ def build(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
         parameters=tuple(stage.parameters for stage in stages),
         buffers=tuple(stage.buffers for stage in stages),
         step=step,
+        source=step,
     )
 
 

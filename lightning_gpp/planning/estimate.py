@@ -10,8 +10,10 @@ from lightning_gpp.costs.model import CostModel, Seconds
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, Plan, Stage
 from lightning_gpp.planning.assign import assign
+from lightning_gpp.planning.slicing import sliced_costs
 from lightning_gpp.schedules.messages import carries_gradient
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
+from lightning_gpp.slices import is_sliced, unsliced
 
 
 def estimate(
@@ -37,6 +39,10 @@ def estimate(
         footprint: what a device keeps per byte of parameters; float32 and Adam by default.
         num_pipelines: copies of the pipeline, whose gradients are summed.
     """
+    if is_sliced(plan):
+        whole = unsliced(plan)
+        costs_of_whole = estimate(graph, whole.plan, cluster, costs, footprint=footprint, num_pipelines=num_pipelines)
+        return sliced_costs(costs_of_whole, plan, whole)
     operators = _operators(graph, plan)
     kinds = {
         device: {cluster.kind(device + pipeline * plan.num_devices) for pipeline in range(num_pipelines)}

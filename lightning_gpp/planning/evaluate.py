@@ -24,7 +24,7 @@ from lightning_gpp.planning.pipeline_clock import Pipeline, end_times, least_sec
 from lightning_gpp.planning.problem import Problem
 from lightning_gpp.planning.realise import folded
 from lightning_gpp.planning.units import Value
-from lightning_gpp.schedules.one_f_one_b import samples_in_flight
+from lightning_gpp.schedules.in_flight import samples_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

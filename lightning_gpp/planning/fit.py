@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lightning_gpp.errors import PlanError
+from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assign import assign, crossing, owner_of
 from lightning_gpp.planning.modules import around, module_tree, some
+from lightning_gpp.slices import is_sliced, unsliced
 
 REMEDY = "Make a new plan with `gpp-plan ... output=plan.yaml`, or remove strategy.plan."
 
@@ -17,10 +18,16 @@ def check_sharding(plan: Plan, graph: OperatorGraph) -> None:
     """Refuse to shard a parameter that several stages use: its ranks would be of several sets.
 
     Raises:
+        ConfigError: stages are cut into slices.
         PlanError: names the parameter and the stages.
     """
     if plan.sharding != "fsdp":
         return
+    if is_sliced(plan):
+        raise ConfigError(
+            "strategy.sharding=fsdp and strategy.slices cannot be combined: a slice would gather the parameters of its "
+            "stage for itself. Use strategy.sharding=zero1, or remove strategy.slices."
+        )
     users: dict[str, set[int]] = {}
     assignment = assign(graph, [stage.modules for stage in plan.stages])
     for operator in graph:
@@ -47,6 +54,7 @@ def check_model(plan: Plan, graph: OperatorGraph, fingerprint: str = "") -> None
     Raises:
         PlanError: naming modules that are missing or new, edges that differ, or the fingerprints.
     """
+    plan = unsliced(plan).plan
     known = {node.path for node in module_tree(graph).walk()} | {STEP}
     listed = {module: index for index, stage in enumerate(plan.stages) for module in stage.modules}
     missing = [module for module in listed if module not in known]

@@ -14,8 +14,8 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
+from lightning_gpp.schedules.in_flight import in_flight_samples
 from lightning_gpp.schedules.local_search import played
-from lightning_gpp.schedules.one_f_one_b import in_flight_samples
 from lightning_gpp.schedules.paced import Pace, paced
 from lightning_gpp.schedules.work import Work, links, work_of
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.schedules.in_flight import in_flight_samples
 from lightning_gpp.schedules.merge import StageOrders
-from lightning_gpp.schedules.one_f_one_b import in_flight_samples, without_stall
+from lightning_gpp.schedules.one_f_one_b import without_stall
 
 
 def samples_ahead(plan: Plan, lead: float) -> dict[int, float]:

@@ -20,7 +20,8 @@ from lightning_gpp.schedules.messages import samples_of
 from lightning_gpp.schedules.work import Task, links
 
 StageOrders = Mapping[int, tuple[Action, ...]]
-"""For every stage its actions, each micro-batch once, in the order in which a replica runs them."""
+"""For every stage its actions, each micro-batch once, in the order in which a replica runs them. Stages on the same
+devices may have one order together, under the number of one of them."""
 
 Orders = StageOrders | Schedule
 """What a generator states: the order on every stage, or on every device."""
@@ -49,7 +50,11 @@ def _lanes(plan: Plan, orders: Orders, batch_size: int) -> list[list[tuple[Actio
     if isinstance(orders, Schedule):
         return [[actions] for actions in orders.devices]
     return [
-        [_of_replica(plan, orders[stage], stage, device, batch_size) for stage in plan.stages_on(device)]
+        [
+            _of_replica(plan, orders[stage], stage, device, batch_size)
+            for stage in plan.stages_on(device)
+            if stage in orders
+        ]
         for device in range(plan.num_devices)
     ]
 

@@ -1,5 +1,7 @@
 """1F1B on a DAG of stages: each stage alternates backward and forward after a warm-up that follows its depth.
 
+Stages that are slices have an order of their own (`seq_1f1b`).
+
 Sources: PipeDream (Narayanan et al., SOSP 2019) for the alternation on a chain; GraphPipe (Jeon et al., ASPLOS 2025,
 section 6) for warm-up by depth and for micro-batch sizes that differ between stages. GraphPipe prints its rule as an
 image; the rule below was reconstructed from the figures in its text and from the authors' strategy files.
@@ -7,13 +9,16 @@ image; the rule below was reconstructed from the figures in its text and from th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_gpp.plan import SOURCE, Plan
 from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.schedules.in_flight import in_flight_samples
 from lightning_gpp.schedules.merge import StageOrders
 from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.seq_1f1b import in_slices
+from lightning_gpp.slices import is_sliced
 
 # Two arms, 0 -> 1 and 2, that join in 3; four micro-batches; each stage on its own device. Depths 3, 2, 2, 1 are the
 # warm-ups. The short arm may start as late as the long arm arrives at the join, so it needs one micro-batch less.
@@ -28,6 +33,8 @@ from lightning_gpp.schedules.registry import register
 @register("1f1b")
 def one_f_one_b(plan: Plan, batch_size: int) -> StageOrders:
     """Warm-up forwards, then one backward and one forward in turn, then the remaining backwards, on every stage."""
+    if is_sliced(plan):
+        return in_slices(plan, batch_size)
     counts = warm_up(plan, batch_size)
     return {stage: _order(stage, count, len(plan.intervals(stage, batch_size))) for stage, count in counts.items()}
 
@@ -39,33 +46,6 @@ def _order(stage: int, warm_up: int, number: int) -> tuple[Action, ...]:
         if warm_up + index < number:
             actions.append(Action(stage, Kind.FORWARD, warm_up + index))
     return tuple(actions)
-
-
-def in_flight_samples(plan: Plan) -> dict[int, int]:
-    """For every stage the samples to hold in flight; see `samples_in_flight`."""
-    graph = plan.graph()
-    sizes = [stage.micro_batch_size for stage in plan.stages]
-    return dict(enumerate(samples_in_flight(sizes, [list(graph.successors(stage)) for stage in range(len(sizes))])))
-
-
-def samples_in_flight(sizes: Sequence[int], successors: Sequence[Sequence[int]]) -> list[int]:
-    """For every stage the samples to hold in flight, so that no stage ever waits in a balanced steady state.
-
-    w_sink = b;  w_i = max over successors j of roundup_{b_i}(w_j + max(b_i, b_j)).
-
-    With one micro-batch size b this is b times the depth of the stage. With other sizes a stage must run ahead by the
-    larger of both sizes: its successor starts only when a whole micro-batch of its own has arrived.
-
-    Args:
-        sizes: of the micro-batches of all stages, in topological order.
-        successors: of every stage.
-    """
-    samples = list(sizes)
-    for stage in reversed(range(len(sizes))):
-        size = sizes[stage]
-        ahead = [_round_up(samples[j] + max(size, sizes[j]), size) for j in successors[stage]]
-        samples[stage] = max(ahead, default=size)
-    return samples
 
 
 def warm_up(plan: Plan, batch_size: int) -> dict[int, int]:
@@ -162,7 +142,3 @@ class _Progress:
 
     def _samples(self, stage: int, micro_batches: int) -> int:
         return min(micro_batches * self.plan.stages[stage].micro_batch_size, self.batch_size)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

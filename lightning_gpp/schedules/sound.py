@@ -9,7 +9,7 @@ from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.lowering import difference
-from lightning_gpp.schedules.merge import Orders
+from lightning_gpp.schedules.merge import Orders, StageOrders
 
 _SPLIT: Final = (Kind.INPUT, Kind.WEIGHT)
 
@@ -32,9 +32,17 @@ def check_orders(plan: Plan, orders: Orders, batch_size: int) -> None:
             stages = [(stage, plan.micro_batches(stage, device, batch_size)) for stage in plan.stages_on(device)]
             _check(f"device {device}", plan, stages, actions)
         return
-    for stage in range(len(plan.stages)):
+    for stage, members in _lanes(plan, orders).items():
         numbers = list(range(len(plan.intervals(stage, batch_size))))
-        _check(f"stage {plan.stages[stage].name!r}", plan, [(stage, numbers)], orders.get(stage, ()))
+        stages = [(member, numbers) for member in members]
+        _check(f"stage {plan.stages[stage].name!r}", plan, stages, orders.get(stage, ()))
+
+
+def _lanes(plan: Plan, orders: StageOrders) -> dict[int, list[int]]:
+    """For every order the stages that are in it; a stage that is in none is to have one of its own."""
+    lanes = {stage: sorted({stage, *(action.stage for action in order)}) for stage, order in orders.items()}
+    known = {member for members in lanes.values() for member in members}
+    return lanes | {stage: [stage] for stage in range(len(plan.stages)) if stage not in known}
 
 
 def _check(owner: str, plan: Plan, stages: Iterable[tuple[int, Sequence[int]]], actions: Sequence[Action]) -> None:

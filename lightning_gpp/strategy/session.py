@@ -106,7 +106,7 @@ class Session:
                 stages=self._stages,
                 slots=self.pipeline.slots,
                 transport=self._transport,
-                source=self.pipeline.step if control.runs_step else None,
+                source=self.pipeline.source if control.runs_step else None,
                 torch_device=self._device,
                 streams=self._streams,
                 pipeline=control.pipeline,

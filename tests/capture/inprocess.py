@@ -37,7 +37,7 @@ def split_gradients(module: nn.Module, captured: Capture, plan: Plan, batch: Any
 
 
 def _one(pipeline: Any, plan: Plan, micro_batch: MicroBatch) -> float:
-    given = pipeline.step.inputs(micro_batch)
+    given = pipeline.source.inputs(micro_batch)
     leaves: dict[tuple[int, str], torch.Tensor] = {}
     outputs: list[dict[str, torch.Tensor]] = []
     for number, stage in enumerate(pipeline.stages):

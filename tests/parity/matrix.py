@@ -21,6 +21,7 @@ from lightning_gpp.capture import Capture, capture, slice_batch
 from lightning_gpp.plan import SOURCE, STEP, Plan
 from lightning_gpp.planning.assign import StageDraft, make_plan
 from lightning_gpp.planning.layout import both_ways, laid_out
+from lightning_gpp.planning.slicing import Slicing, sliced
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, RandomStreams, pairs_of
 from lightning_gpp.runtime.sharding import ShardedStages, StageSync
 from lightning_gpp.schedules import Program, compile_program, schedule_names
@@ -49,6 +50,7 @@ class Variant:
     recompute: bool = False
     bfloat16: bool = False
     sharding: str = "none"
+    slices: int | tuple[int, ...] | None = None
     schedules: tuple[str, ...] = ()
     tolerance: float = 1e-12
 
@@ -70,6 +72,16 @@ VARIANTS = {
     "fsdp, recomputed": Variant(num_replicas=2, sharding="fsdp", recompute=True, schedules=SOME),
 }
 
+IN_SLICES = {
+    "slices": Variant(slices=2),
+    "uneven slices": Variant(slices=(3, 1, 4), schedules=SOME),
+    "slices, replicas": Variant(slices=4, num_replicas=2, schedules=SOME),
+    "slices, pipelines": Variant(slices=2, num_pipelines=2, schedules=SOME),
+    "slices, recomputed": Variant(slices=2, recompute=True, schedules=SOME),
+    "slices, zero1": Variant(slices=2, num_replicas=2, sharding="zero1", schedules=SOME),
+}
+"""For models of sequences."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -82,7 +94,8 @@ class Run:
 
 
 def runs(model: str) -> Iterator[Run]:
-    for schedule, (label, variant) in product(schedule_names(), VARIANTS.items()):
+    variants = IN_SLICES if MODELS[model].is_sequence else VARIANTS
+    for schedule, (label, variant) in product(schedule_names(), variants.items()):
         if schedule in (variant.schedules or schedule_names()):
             yield Run(model=model, variant=variant, schedule=schedule, label=f"{model}, {schedule}, {label}")
 
@@ -106,7 +119,8 @@ def plan_of(captured: Capture, run: Run) -> Plan:
     plan = laid_out(plan, variant.num_positions, method.placement)
     if method.bidirectional:
         plan = both_ways(captured.graph, plan)
-    return replicated(replace(plan, sharding=variant.sharding), variant.num_replicas)
+    plan = replicated(replace(plan, sharding=variant.sharding), variant.num_replicas)
+    return plan if variant.slices is None else sliced(plan, captured.graph, Slicing(slices=variant.slices))
 
 
 def replicated(plan: Plan, number: int) -> Plan:
@@ -123,7 +137,7 @@ def subject(model: str, bfloat16: bool) -> tuple[nn.Module, Capture]:
     """The model, captured."""
     dtype = torch.float32 if bfloat16 else torch.float64
     module = made(model, dtype)
-    return module, capture(module, data(BATCH, dtype), context=context_of(bfloat16))
+    return module, capture(module, data(model, BATCH, dtype), context=context_of(bfloat16))
 
 
 def context_of(bfloat16: bool) -> Callable[[], AbstractContextManager[Any]]:
@@ -135,7 +149,7 @@ def expected(model: str, variant: Variant) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the plain model, on the whole mini-batch at once; in bfloat16 on its micro-batches."""
     module = made(model, torch.float32 if variant.bfloat16 else torch.float64)
     total = BATCH * variant.num_pipelines
-    batch, size = whole_batch(variant), SIZE if variant.bfloat16 else total
+    batch, size = whole_batch(model, variant), SIZE if variant.bfloat16 else total
     loss = 0.0
     for start in range(0, total, size):
         with context_of(variant.bfloat16)():
@@ -145,8 +159,8 @@ def expected(model: str, variant: Variant) -> tuple[float, dict[str, Tensor]]:
     return loss, {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-def whole_batch(variant: Variant) -> Any:
-    return data(BATCH * variant.num_pipelines, torch.float32 if variant.bfloat16 else torch.float64)
+def whole_batch(model: str, variant: Variant) -> Any:
+    return data(model, BATCH * variant.num_pipelines, torch.float32 if variant.bfloat16 else torch.float64)
 
 
 def run_all(rank: int, model: str) -> list[str]:
@@ -193,12 +207,12 @@ def troubles(rank: int, run: Run, made_before: Compiled) -> Iterator[str]:
         stages=[InContext(stage, context_of(variant.bfloat16)) for stage in pipeline.stages],
         slots=pipeline.slots,
         transport=DistributedTransport(mesh, pairs_of(plan)),
-        source=pipeline.step if mesh.device in plan.devices_of(SOURCE) else None,
+        source=pipeline.source if mesh.device in plan.devices_of(SOURCE) else None,
         streams=RandomStreams(0, torch.device("cpu")),
         sharding=sync,
     )
     total = BATCH * variant.num_pipelines
-    batch = slice_batch(whole_batch(variant), mesh.pipeline * BATCH, (mesh.pipeline + 1) * BATCH, total)
+    batch = slice_batch(whole_batch(run.model, variant), mesh.pipeline * BATCH, (mesh.pipeline + 1) * BATCH, total)
     pipeline.step.begin(batch, lambda samples: module.training_step(samples, 0), 0)
     sync.last = True
     executor.run(loss_weight=1 / total)
@@ -225,8 +239,8 @@ def devices_of(plan: Plan, name: str) -> set[int]:
 
 def sync_of(plan: Plan, module: nn.Module, used: tuple[tuple[str, ...], ...], mesh: Mesh) -> StageSync:
     """What the ranks with the same stage do together. Gradients are the same with and without ZeRO-1."""
-    stage_of = {name: (stage,) for stage, names in enumerate(used) for name in names}
     names = [name for name, _ in module.named_parameters()]
+    stage_of = {name: tuple(stage for stage, found in enumerate(used) if name in found) for name in names}
     holders = {
         name: [mesh.global_rank(device, p) for p in range(mesh.num_pipelines) for device in devices_of(plan, name)]
         for name in names

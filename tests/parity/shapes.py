@@ -1,4 +1,5 @@
-"""Four shapes of model, each in eight blocks: a chain, two towers, skip connections, an encoder and a decoder."""
+"""Four shapes of model, each in eight blocks: a chain, two towers, skip connections, an encoder and a decoder; and those
+of sequences."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tests.parity import sequences
+from tests.parity.sequences import OTHER_TOKENS, TOKENS, Decoder, Translator
 
 WIDTH = 6
 
@@ -93,10 +97,16 @@ class EncoderDecoder(Shape):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """How to make it, and its blocks in four stages; a block is a stage where there are to be eight."""
+    """How to make it, and its blocks in four stages; a block is a stage where there are to be eight. `sizes` of a sample
+    of both inputs and the target."""
 
-    make: Callable[[], Shape]
+    make: Callable[[], nn.Module]
     stages: tuple[tuple[str, ...], ...]
+    sizes: tuple[tuple[int, ...], ...] = ((WIDTH,),) * 3
+
+    @property
+    def is_sequence(self) -> bool:
+        return len(self.sizes[0]) > 1
 
     def in_stages(self, number: int) -> list[tuple[str, ...]]:
         return list(self.stages) if number <= 4 else [(block,) for stage in self.stages for block in stage]
@@ -110,6 +120,8 @@ def _halves(*names: str) -> tuple[tuple[str, ...], ...]:
     return tuple(_of(name, start, start + 2) for name in names for start in (0, 2))
 
 
+SEQUENCES = tuple((tokens, sequences.WIDTH) for tokens in (TOKENS, OTHER_TOKENS, TOKENS))
+
 MODELS = {
     "chain": Model(make=Chain, stages=tuple(_of("blocks", i, i + 2) for i in range(0, 8, 2))),
     "two towers": Model(
@@ -117,15 +129,18 @@ MODELS = {
     ),
     "skip connections": Model(make=Skips, stages=_halves("down", "up")),
     "encoder and decoder": Model(make=EncoderDecoder, stages=_halves("encoder", "decoder")),
+    "decoder": Model(make=Decoder, stages=tuple(_of("blocks", i, i + 2) for i in range(0, 8, 2)), sizes=SEQUENCES),
+    "translator": Model(make=Translator, stages=_halves("encoder", "decoder"), sizes=SEQUENCES),
 }
 
 
-def made(name: str, dtype: torch.dtype) -> Shape:
+def made(name: str, dtype: torch.dtype) -> nn.Module:
     """The model with the same weights in every process."""
     torch.manual_seed(7)
     return MODELS[name].make().to(dtype)
 
 
-def data(num_samples: int, dtype: torch.dtype) -> Any:
+def data(name: str, num_samples: int, dtype: torch.dtype) -> Any:
     generator = torch.Generator().manual_seed(11)
-    return tuple(torch.randn(3, num_samples, WIDTH, generator=generator, dtype=torch.float64).to(dtype))
+    sizes = MODELS[name].sizes
+    return tuple(torch.randn(num_samples, *size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes)

@@ -83,7 +83,7 @@ class Rank:
             stages=pipeline.stages,
             slots=pipeline.slots,
             transport=DistributedTransport(self.mesh, pairs_of(plan), device=torch.device("cpu")),
-            source=pipeline.step if self.mesh.device == 0 else None,
+            source=pipeline.source if self.mesh.device == 0 else None,
             streams=RandomStreams(0, torch.device("cpu")),
         )
 

@@ -125,7 +125,7 @@ def train(
         stages=[InContext(stage, context) for stage in pipeline.stages],
         slots=pipeline.slots,
         transport=NoTransport(),
-        source=pipeline.step,
+        source=pipeline.source,
         streams=RandomStreams(7),
     )
     losses = []

@@ -18,7 +18,8 @@ from lightning_gpp.schedules import (
     register,
     schedule_names,
 )
-from lightning_gpp.schedules.one_f_one_b import in_flight_samples, warm_up, without_stall
+from lightning_gpp.schedules.in_flight import in_flight_samples
+from lightning_gpp.schedules.one_f_one_b import warm_up, without_stall
 from tests.strategies import chain, plan_of, towers
 
 UNEQUAL_ARMS = [(0, 1), (1, 2), (2, 4), (0, 3), (3, 4)]

@@ -1,0 +1,227 @@
+"""Runs the stages of a plan that are slices: each calls the modules of its stage with its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp.capture.step import StepRunner
+from lightning_gpp.graph import OperatorGraph, TensorSpec
+from lightning_gpp.plan import SOURCE, Edge, Plan
+from lightning_gpp.planning.assign import assign
+from lightning_gpp.planning.slicing import carried, cut_spec, is_cut
+from lightning_gpp.runtime.stage import MicroBatch, Slot, StageModule
+from lightning_gpp.sequence import computing
+from lightning_gpp.slices import Unsliced, slice_name
+
+Tokens = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor `name` of which `part` holds the tokens `[start, stop)`."""
+
+    name: str
+    tokens: Tokens
+
+    @property
+    def part(self) -> str:
+        return slice_name(self.name, self.tokens)
+
+    def of(self, tensor: Tensor, dim: int) -> Tensor:
+        return tensor.narrow(dim, self.tokens[0], self.tokens[1] - self.tokens[0])
+
+
+@dataclass(slots=True, kw_only=True)
+class Around:
+    """What has the modules of another stage."""
+
+    stage: StageModule
+    uses_random: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uses_random = self.stage.uses_random
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """The other stage's."""
+        return self.stage.parts
+
+
+@dataclass(slots=True, kw_only=True)
+class SlicedStage(Around):
+    """Computes the tokens of one slice.
+
+    Args:
+        stage: computes all tokens.
+        tokens: of this slice.
+        earlier: names of what the slice before carries.
+        later: names of what the next one gets; empty for the last slice.
+        received, sent: tensors that are cut.
+    """
+
+    tokens: Tokens
+    earlier: tuple[str, ...]
+    later: tuple[str, ...]
+    received: tuple[Cut, ...]
+    sent: tuple[Cut, ...]
+
+    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """From the parts of the slice's tokens, and what is carried to it, to the same of its results."""
+        inputs = {**values, **{cut.name: values[cut.part] for cut in self.received}}
+        with computing(self.tokens[0], [values[name] for name in self.earlier]) as kept:
+            outputs = self.stage.forward(inputs, micro_batch)
+        parts = {cut.part: outputs[cut.name] for cut in self.sent}
+        return {**parts, **dict(zip(self.later, kept, strict=False))}
+
+
+@dataclass(slots=True, kw_only=True)
+class WholeStage(Around):
+    """A stage between slices: puts together what they send, and cuts what they get.
+
+    Args:
+        stage: what it is.
+        dim: the dimension that counts tokens.
+        received: by the tensor's name its parts in order.
+        sent: parts that slices get.
+    """
+
+    dim: int
+    received: Mapping[str, Sequence[Cut]]
+    sent: tuple[Cut, ...]
+
+    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """As the stage's, with parts of tensors beside them."""
+        joined = {name: torch.cat([values[cut.part] for cut in cuts], self.dim) for name, cuts in self.received.items()}
+        outputs = self.stage.forward({**values, **joined}, micro_batch)
+        return {**outputs, **{cut.part: cut.of(outputs[cut.name], self.dim) for cut in self.sent}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutSource:
+    """The user's step up to the network, whose data slices get in parts."""
+
+    source: StepRunner
+    dim: int
+    sent: tuple[Cut, ...]
+
+    def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """All data, and the parts."""
+        values = self.source.inputs(micro_batch)
+        return {**values, **{cut.part: cut.of(values[cut.name], self.dim) for cut in self.sent}}
+
+
+class Slicer:
+    """From stages that are put together, and the tensors between them, to those of a plan with slices.
+
+    Args:
+        graph: of the model.
+        plan: with slices.
+        whole: the same, put together.
+        slots: for every edge of the latter its tensors.
+    """
+
+    def __init__(self, graph: OperatorGraph, plan: Plan, whole: Unsliced, slots: Sequence[Sequence[Slot]]) -> None:
+        self.plan, self.whole = plan, whole
+        self._slots = {(edge.src, edge.dst): slots[i] for i, edge in enumerate(whole.plan.edges)}
+        self._length = max(stage.tokens[1] for stage in plan.stages if stage.tokens is not None)
+        self._carried = _carried(graph, whole.plan)
+        self._cuts = [self._cuts_of(edge) for edge in plan.edges]
+
+    def slots(self) -> tuple[tuple[Slot, ...], ...]:
+        """For every edge its tensors."""
+        return tuple(self._slots_of(edge, cuts) for edge, cuts in zip(self.plan.edges, self._cuts, strict=True))
+
+    def stages(self, stages: Sequence[StageModule]) -> tuple[StageModule, ...]:
+        """Every stage of the plan, from those that are put together."""
+        return tuple(self._stage(index, stages[number]) for index, number in enumerate(self.whole.numbers))
+
+    def source(self, source: StepRunner) -> CutSource:
+        """The data, and the parts that slices get."""
+        return CutSource(source=source, dim=self.plan.sequence_dim, sent=self._sent(SOURCE))
+
+    def _stage(self, index: int, stage: StageModule) -> StageModule:
+        tokens = self.plan.stages[index].tokens
+        received = [cut for edge, cuts in self._edges() if edge.dst == index for cut in cuts]
+        sent = self._sent(index)
+        if tokens is not None:
+            parts = self.whole.parts(self.whole.numbers[index])
+            return SlicedStage(
+                stage=stage,
+                tokens=tokens,
+                earlier=self._names(index, tokens[0]) if index != parts[0] else (),
+                later=self._names(index, tokens[1]) if index != parts[-1] else (),
+                received=tuple(received),
+                sent=sent,
+            )
+        if not received and not sent:
+            return stage
+        names = dict.fromkeys(cut.name for cut in received)
+        joined = {name: sorted((c for c in received if c.name == name), key=lambda c: c.tokens) for name in names}
+        return WholeStage(stage=stage, dim=self.plan.sequence_dim, received=joined, sent=sent)
+
+    def _edges(self) -> list[tuple[Edge, tuple[Cut, ...]]]:
+        return list(zip(self.plan.edges, self._cuts, strict=True))
+
+    def _sent(self, index: int) -> tuple[Cut, ...]:
+        return tuple(dict.fromkeys(cut for edge, cuts in self._edges() if edge.src == index for cut in cuts))
+
+    def _ends(self, edge: Edge) -> tuple[int, int]:
+        numbers = self.whole.numbers
+        return (SOURCE if edge.src == SOURCE else numbers[edge.src]), numbers[edge.dst]
+
+    def _tokens(self, edge: Edge) -> Tokens | None:
+        above = None if edge.src == SOURCE else self.plan.stages[edge.src].tokens
+        return above or self.plan.stages[edge.dst].tokens
+
+    def _cuts_of(self, edge: Edge) -> tuple[Cut, ...]:
+        """The tensors of an edge that are cut; what slices of one stage carry is not."""
+        tokens = self._tokens(edge)
+        if tokens is None or edge.artificial:
+            return ()
+        slots = self._slots.get(self._ends(edge), ())
+        return tuple(Cut(s.name, tokens) for s in slots if is_cut(s.spec, self.plan.sequence_dim, self._length))
+
+    def _slots_of(self, edge: Edge, cuts: Sequence[Cut]) -> tuple[Slot, ...]:
+        ends = self._ends(edge)
+        if edge.artificial:
+            return ()
+        if ends[0] == ends[1]:
+            return self._carried_slots(edge)
+        parts = {cut.name: cut for cut in cuts}
+        return tuple(self._slot(slot, parts.get(slot.name)) for slot in self._slots[ends])
+
+    def _slot(self, slot: Slot, cut: Cut | None) -> Slot:
+        if cut is None:
+            return slot
+        return Slot(cut.part, cut_spec(slot.spec, self.plan.sequence_dim, cut.tokens[1] - cut.tokens[0]))
+
+    def _carried_slots(self, edge: Edge) -> tuple[Slot, ...]:
+        stage = self.plan.stages[edge.src]
+        stop = stage.tokens[1] if stage.tokens is not None else 0
+        specs = self._carried[self.whole.numbers[edge.src]]
+        names = self._names(edge.src, stop)
+        return tuple(Slot(name, cut_spec(spec, dim, stop)) for name, (spec, dim) in zip(names, specs, strict=True))
+
+    def _names(self, index: int, stop: int) -> tuple[str, ...]:
+        """Of what is carried behind token `stop`."""
+        number = self.whole.numbers[index]
+        return tuple(slice_name(f"carried{n}", (0, stop)) for n in range(len(self._carried[number])))
+
+
+def _carried(graph: OperatorGraph, plan: Plan) -> list[list[tuple[TensorSpec, int]]]:
+    """For every stage what its operators carry, in the order in which they run: spec, and dimension of the tokens."""
+    assignment = assign(graph, [stage.modules for stage in plan.stages])
+    found = carried(graph)
+    return [
+        [(operator.outputs[0], dim) for name, (operator, dim) in found.items() if stage in assignment[name]]
+        for stage in range(len(plan.stages))
+    ]
+
+
+def repeated(items: Sequence[tuple[str, ...]], whole: Unsliced) -> tuple[tuple[str, ...], ...]:
+    """What every stage has, for its slices."""
+    return tuple(items[number] for number in whole.numbers)

@@ -1,0 +1,255 @@
+"""Cuts the stages of a plan along the sequence (`strategy.slices`), see `lightning_gpp.slices`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
+from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage
+from lightning_gpp.planning.assign import assign, crossing
+from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
+from lightning_gpp.slices import CARRY, COSTS, Unsliced, slice_name
+
+Value = tuple[str, int]
+"""Operator and number of its output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """What the user wants.
+
+    Args:
+        slices: their number, or the tokens of each.
+        dim: the dimension of tensors between stages that counts tokens.
+        modules: paths of the modules that may be cut; None: all that can.
+    """
+
+    slices: int | tuple[int, ...]
+    dim: int = 1
+    modules: tuple[str, ...] | None = None
+
+
+def carried(graph: OperatorGraph) -> dict[str, tuple[Operator, int]]:
+    """The operators that hand something to later tokens, and the dimension of what they hand on that counts tokens."""
+    found = {}
+    for operator in graph:
+        if operator.target.startswith(CARRY):
+            dim = int(operator.target.removeprefix(CARRY))
+            found[operator.name] = operator, dim % len(operator.outputs[0].shape)
+    return found
+
+
+def is_cut(spec: TensorSpec, dim: int, length: int) -> bool:
+    """Whether a tensor between stages has one index per token in this dimension."""
+    return not spec.dynamic and len(spec.shape) > dim and spec.shape[dim] == Affine(0, length)
+
+
+def cut_spec(spec: TensorSpec, dim: int, tokens: int) -> TensorSpec:
+    """That of so many tokens of the tensor."""
+    return replace(spec, shape=(*spec.shape[:dim], Affine(0, tokens), *spec.shape[dim + 1 :]))
+
+
+def sliced(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
+    """The plan with every stage cut that can be.
+
+    A stage can if all that it hands to other stages has one index per token, and if it does not run the user's step.
+    What it receives is cut where it has one, and else goes to every slice.
+
+    Raises:
+        ConfigError: the model does not say what it carries, or the numbers do not fit it.
+    """
+    length = _length(graph)
+    return _Cut(plan, graph, slicing, _intervals(slicing.slices, length), length).run()
+
+
+def _length(graph: OperatorGraph) -> int:
+    lengths = {int(operator.outputs[0].shape[dim].fixed) for operator, dim in carried(graph).values()}
+    if not lengths:
+        raise ConfigError(
+            "strategy.slices cuts micro-batches along the sequence, and the model does not say what a token needs of "
+            "those before it. Use lightning_gpp.sequence.causal_attention or carry in its modules (docs/slicing.md), "
+            "or remove strategy.slices."
+        )
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"strategy.slices: the model carries over sequences of {sorted(lengths)} tokens; slices are for models "
+            "with one length. Pad the inputs to the same length, or remove strategy.slices."
+        )
+    return lengths.pop()
+
+
+def _intervals(slices: int | Sequence[int], length: int) -> list[tuple[int, int]]:
+    if isinstance(slices, int):
+        if slices > length:
+            raise ConfigError(f"strategy.slices={slices} is more than the {length} tokens of a sample.")
+        return [(i * length // slices, (i + 1) * length // slices) for i in range(slices)]
+    stops = [sum(slices[: i + 1]) for i in range(len(slices))]
+    if stops[-1] != length:
+        raise ConfigError(
+            f"strategy.slices={list(slices)} are {stops[-1]} tokens in sum, a sample has {length}. Change them, or "
+            "give their number."
+        )
+    return list(zip([0, *stops], stops, strict=False))
+
+
+@dataclass(slots=True)
+class _Cut:
+    plan: Plan
+    graph: OperatorGraph
+    slicing: Slicing
+    intervals: Sequence[tuple[int, int]]
+    length: int
+
+    def run(self) -> Plan:
+        assignment = assign(self.graph, [stage.modules for stage in self.plan.stages])
+        flows = crossing(self.graph, assignment)
+        chosen = [stage for stage in range(len(self.plan.stages)) if self._can(stage, flows)]
+        if not chosen:
+            raise ConfigError(self._nothing())
+        numbers: dict[int, list[int]] = {SOURCE: [SOURCE]}
+        stages: list[Stage] = []
+        for index, stage in enumerate(self.plan.stages):
+            parts = self._parts(stage) if index in chosen else [stage]
+            numbers[index] = list(range(len(stages), len(stages) + len(parts)))
+            stages += parts
+        edges = [new for edge in self.plan.edges for new in self._edges(edge, flows, numbers)]
+        for index in chosen:
+            edges += self._carrying(numbers[index], self._carried(index, assignment))
+        ordered = tuple(sorted(edges, key=lambda edge: (edge.src, edge.dst)))
+        return replace(self.plan, stages=tuple(stages), edges=ordered, sequence_dim=self.slicing.dim)
+
+    def _can(self, index: int, flows: Mapping[tuple[int, int], Sequence[Value]]) -> bool:
+        stage = self.plan.stages[index]
+        if STEP in stage.modules or not self._wanted(stage):
+            return False
+        sent = [self._spec(value) for (src, _), values in flows.items() if src == index for value in values]
+        return bool(sent) and all(is_cut(spec, self.slicing.dim, self.length) for spec in sent)
+
+    def _wanted(self, stage: Stage) -> bool:
+        names = self.slicing.modules
+        if names is None:
+            return True
+        return all(any(f"{path}.".startswith(f"{name}.") or not name for name in names) for path in stage.modules)
+
+    def _nothing(self) -> str:
+        return (
+            f"strategy.slices: no stage can be cut along dimension {self.slicing.dim} (strategy.slice_dim) into slices "
+            f"of {self.length} tokens: each hands on tensors without it, runs the user's step, or is not in "
+            "strategy.slice_modules. Change these, or remove strategy.slices."
+        )
+
+    def _parts(self, stage: Stage) -> list[Stage]:
+        return [
+            replace(
+                stage,
+                name=slice_name(stage.name, tokens),
+                tokens=tokens,
+                figures=_figures(stage.figures, self._share(tokens), first=not tokens[0]),
+            )
+            for tokens in self.intervals
+        ]
+
+    def _share(self, tokens: tuple[int, int]) -> float:
+        return (tokens[1] - tokens[0]) / self.length
+
+    def _edges(
+        self, edge: Edge, flows: Mapping[tuple[int, int], Sequence[Value]], numbers: Mapping[int, Sequence[int]]
+    ) -> Iterator[Edge]:
+        """Slices meet the same slices; a stage that is whole meets all."""
+        above, below = numbers[edge.src], numbers[edge.dst]
+        number = max(len(above), len(below))
+        values = [self._spec(value) for value in flows.get((edge.src, edge.dst), ())]
+        for part in range(number):
+            share = self._share(self.intervals[part]) if number > 1 else 1.0
+            yield replace(
+                edge,
+                src=above[part if len(above) > 1 else 0],
+                dst=below[part if len(below) > 1 else 0],
+                bytes=self._bytes(values, share) if number > 1 else edge.bytes,
+                seconds=scaled(edge.seconds, share),
+            )
+
+    def _bytes(self, values: Iterable[TensorSpec], share: float) -> Affine:
+        sizes = (scaled(_size(spec), share if is_cut(spec, self.slicing.dim, self.length) else 1.0) for spec in values)
+        return sum(sizes, Affine())
+
+    def _carried(self, index: int, assignment: Mapping[str, Sequence[int]]) -> list[TensorSpec]:
+        found = carried(self.graph)
+        return [operator.outputs[0] for name, (operator, _) in found.items() if index in assignment[name]]
+
+    def _carrying(self, parts: Sequence[int], specs: Sequence[TensorSpec]) -> Iterator[Edge]:
+        """From each slice to the next, where there is anything to carry. It stays on its devices, and takes no time."""
+        size = sum(map(_size, specs), Affine())
+        for number in range(len(parts) - 1 if specs else 0):
+            share = self.intervals[number][1] / self.length
+            grad = any(spec.requires_grad for spec in specs)
+            yield Edge(src=parts[number], dst=parts[number + 1], bytes=scaled(size, share), differentiable=grad)
+
+    def _spec(self, value: Value) -> TensorSpec:
+        return self.graph[value[0]].outputs[value[1]]
+
+
+def sliced_costs(costs: StageCosts, plan: Plan, whole: Unsliced) -> StageCosts:
+    """Costs of a plan's slices, from those of its stages put together: in proportion to the tokens.
+
+    Attention costs later slices more than earlier ones, which is not known here. Parameters, and what their gradients'
+    sums take, are the first slice's.
+    """
+    shares = [
+        1.0 if stage.tokens is None else _share_of(stage.tokens, plan, whole, index)
+        for index, stage in enumerate(plan.stages)
+    ]
+    firsts = [stage.tokens is None or not stage.tokens[0] for stage in plan.stages]
+
+    def part(cost: StageCost, index: int) -> StageCost:
+        return _part(cost, shares[index], first=firsts[index])
+
+    return replace(
+        costs,
+        stages=tuple(part(costs.stages[number], index) for index, number in enumerate(whole.numbers)),
+        replicas={
+            (index, device): part(cost, index)
+            for (number, device), cost in costs.replicas.items()
+            for index in whole.parts(number)
+        },
+        all_reduce=tuple(
+            costs.all_reduce[number] if firsts[index] else 0.0 for index, number in enumerate(whole.numbers)
+        )
+        if costs.all_reduce
+        else (),
+        ranks=tuple(costs.ranks[number] for number in whole.numbers) if costs.ranks else (),
+    )
+
+
+def _share_of(tokens: tuple[int, int], plan: Plan, whole: Unsliced, index: int) -> float:
+    last = plan.stages[whole.parts(whole.numbers[index])[-1]].tokens
+    return (tokens[1] - tokens[0]) / (last or tokens)[1]
+
+
+def _part(cost: StageCost, share: float, *, first: bool) -> StageCost:
+    if share == 1.0:
+        return cost
+    affine = {
+        entry.name: scaled(getattr(cost, entry.name), share)
+        for entry in fields(cost)
+        if isinstance(getattr(cost, entry.name), Affine)
+    }
+    return replace(cost, **affine, parameter_bytes=cost.parameter_bytes if first else 0)
+
+
+def _figures(figures: Figures, share: float, *, first: bool) -> Figures:
+    costs = {name: scaled(getattr(figures, name), share) for name in COSTS}
+    part = replace(figures, **costs)  # type: ignore[arg-type]
+    return part if first else replace(part, num_parameters=0, parameter_bytes=0)
+
+
+def scaled(cost: Affine, share: float) -> Affine:
+    """The cost of a part."""
+    return Affine(cost.per_sample * share, cost.fixed * share)
+
+
+def _size(spec: TensorSpec) -> Affine:
+    fixed = spec.bytes(0)
+    return Affine(spec.bytes(1) - fixed, fixed)

@@ -1,0 +1,127 @@
+"""What a model says so that it can be cut along its sequence (`strategy.slices`): functions for its modules.
+
+    def forward(self, text):
+        x = self.tokens(text) + self.places(positions(text))
+
+    def forward(self, x):  # of the attention
+        query, key, value = ...  # [batch, heads, tokens, features]
+        mixed = causal_attention(query, key, value)
+
+Where a module computes all tokens at once, `carry` returns its argument, `positions` counts from 0 and
+`causal_attention` is that of torch. Where it computes a slice, the tokens of the slices before it are put in front, and
+gradients flow back into them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
+
+from lightning_gpp.errors import GPPError
+from lightning_gpp.slices import CARRY
+
+
+class _Slice:
+    """The slice that this process computes.
+
+    Attributes:
+        start: its first token.
+        earlier: what the slice before kept, in the order of the calls of `carry`; empty for the first.
+        kept: what the next one gets.
+    """
+
+    def __init__(self, start: int, earlier: Sequence[Tensor]) -> None:
+        self.start, self.earlier = start, list(earlier)
+        self.kept: list[Tensor] = []
+
+    def extended(self, tensor: Tensor, dim: int) -> Tensor:
+        """The tensor behind what the slice before kept at this place."""
+        if self.start:
+            tensor = torch.cat([self.earlier[len(self.kept)], tensor], dim)
+        self.kept.append(tensor)
+        return tensor
+
+
+_current: _Slice | None = None
+"""A process computes one slice at a time."""
+
+
+def carry(tensor: Tensor, dim: int = 1) -> Tensor:
+    """The tensor with that of all earlier tokens in front: what a token needs of those before it, as keys and values.
+
+    Args:
+        tensor: of the tokens that are computed.
+        dim: the dimension that counts tokens.
+
+    Returns:
+        `[..., earlier + tokens, ...]` in a slice; else the tensor itself.
+    """
+    return _carrier(dim)(tensor)
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """Attention of every token to itself and those before it, those of earlier slices included.
+
+    Args:
+        query, key, value: `[..., tokens, features]`, of the tokens that are computed.
+        dropout_p, scale: see `torch.nn.functional.scaled_dot_product_attention`.
+    """
+    return _attend(query, carry(key, -2), carry(value, -2), dropout_p, scale)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: float | None) -> Tensor:
+    if has_torch_function((query, key, value)):
+        found: Tensor = handle_torch_function(_attend, (query, key, value), query, key, value, dropout_p, scale)
+        return found
+    count, total = query.size(-2), key.size(-2)
+    if count == total:
+        return scaled_dot_product_attention(query, key, value, None, dropout_p, is_causal=True, scale=scale)
+    return scaled_dot_product_attention(query, key, value, causal_lower_right(count, total), dropout_p, scale=scale)
+
+
+_attend.__name__ = "causal_attention"
+
+
+def positions(tensor: Tensor, dim: int = 1) -> Tensor:
+    """The positions in the whole sequence of the tokens along dimension `dim` of a tensor: `[tokens]` int64."""
+    if has_torch_function_unary(tensor):
+        found: Tensor = handle_torch_function(positions, (tensor,), tensor, dim)
+        return found
+    start = 0 if _current is None else _current.start
+    return torch.arange(start, start + tensor.size(dim), device=tensor.device)
+
+
+@contextmanager
+def computing(start: int, earlier: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Inside, modules compute a slice that begins with token `start`; what they carry on is in the list given."""
+    global _current
+    if _current is not None:
+        raise GPPError("A slice was begun inside another one.")
+    _current = _Slice(start, earlier)
+    try:
+        yield _current.kept
+    finally:
+        _current = None
+
+
+@functools.cache
+def _carrier(dim: int) -> Callable[[Tensor], Tensor]:
+    """`carry` for one dimension: a capture of the model shows its name."""
+
+    def carrier(tensor: Tensor) -> Tensor:
+        if has_torch_function_unary(tensor):
+            carried: Tensor = handle_torch_function(carrier, (tensor,), tensor)
+            return carried
+        return tensor if _current is None else _current.extended(tensor, dim)
+
+    carrier.__name__ = f"{CARRY}{dim}"
+    return carrier

@@ -1,0 +1,92 @@
+"""Slices: a micro-batch cut along the sequence, for models in which a token depends on earlier tokens only.
+
+A slice of a stage is a stage of its own: it computes tokens `[start, stop)` with the modules, and on the devices, of
+the stage that was cut. So slices of different stages work at the same time, a device holds the activations of slices
+instead of micro-batches, and backwards run from the last slice to the first, because edges say so: the one from a slice
+to the next carries what later tokens need of earlier ones (keys and values), and the gradients of these back.
+
+    chain of two stages in three slices         0[0:4] -> 0[4:8] -> 0[8:12]
+                                                   |         |         |
+                                                1[0:4] -> 1[4:8] -> 1[8:12]
+
+Sources: Li et al., TeraPipe, ICML 2021 (arXiv:2102.07988), with the order of GPipe; Sun et al., Seq1F1B, 2024
+(arXiv:2406.03488), with that of 1F1B.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+from lightning_gpp.graph.operator_graph import Affine
+from lightning_gpp.plan import SOURCE, Edge, Figures, Plan, Stage
+
+CARRY: Final = "carry_"
+"""How operators are named that hand something to later tokens; the dimension of the tokens follows."""
+
+COSTS: Final = tuple(entry.name for entry in fields(Figures) if entry.type == "Affine")
+"""The figures of a stage that its slices share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsliced:
+    """A plan whose slices are put together, and for every stage of the sliced plan its number in this one."""
+
+    plan: Plan
+    numbers: tuple[int, ...]
+
+    def parts(self, stage: int) -> list[int]:
+        """The slices of a stage, in the order of their tokens; the stage itself if it is not cut."""
+        return [part for part, number in enumerate(self.numbers) if number == stage]
+
+
+def is_sliced(plan: Plan) -> bool:
+    """Whether any stage of the plan is a slice."""
+    return any(stage.tokens is not None for stage in plan.stages)
+
+
+def num_slices(plan: Plan) -> int:
+    """Into how many slices stages are cut; 1 if none is."""
+    return max(1, len({stage.tokens for stage in plan.stages if stage.tokens is not None}))
+
+
+def unsliced(plan: Plan) -> Unsliced:
+    """Put slices together; edges between the slices of a stage, which carry earlier tokens, fall away."""
+    first: dict[object, int] = {}
+    keys = [(stage.modules if stage.tokens is not None else index) for index, stage in enumerate(plan.stages)]
+    numbers = tuple(first.setdefault(key, len(first)) for key in keys)
+    groups: list[list[Stage]] = [[] for _ in first]
+    for stage, number in zip(plan.stages, numbers, strict=True):
+        groups[number].append(stage)
+    edges: dict[tuple[int, int], Edge] = {}
+    for edge in plan.edges:
+        ends = (SOURCE if edge.src == SOURCE else numbers[edge.src]), numbers[edge.dst]
+        if ends[0] != ends[1]:
+            edges[ends] = _joined_edge(edges.get(ends), replace(edge, src=ends[0], dst=ends[1]))
+    stages = tuple(map(_joined_stage, groups))
+    return Unsliced(plan=replace(plan, stages=stages, edges=tuple(edges.values())), numbers=numbers)
+
+
+def slice_name(name: str, tokens: tuple[int, int]) -> str:
+    """Of a stage, or of a tensor that is cut: `name[start:stop]`."""
+    return f"{name}[{tokens[0]}:{tokens[1]}]"
+
+
+def _joined_stage(parts: list[Stage]) -> Stage:
+    first = parts[0]
+    if first.tokens is None:
+        return first
+    name = first.name.removesuffix(slice_name("", first.tokens))
+    return replace(first, name=name, tokens=None, figures=_joined_figures([part.figures for part in parts]))
+
+
+def _joined_figures(parts: list[Figures]) -> Figures:
+    """The first part has the parameters of all."""
+    costs = {name: sum((getattr(part, name) for part in parts), Affine()) for name in COSTS}
+    return replace(parts[0], **costs)  # type: ignore[arg-type]
+
+
+def _joined_edge(known: Edge | None, edge: Edge) -> Edge:
+    if known is None:
+        return edge
+    return replace(known, bytes=known.bytes + edge.bytes, seconds=known.seconds + edge.seconds)
