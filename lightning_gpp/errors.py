@@ -39,3 +39,8 @@ class SelfCheckError(GPPError):
 
 class PeerFailure(GPPError):
     """Another rank failed, was killed or stopped answering; carries that rank's cause."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """What `error.add_note` does; it exists from Python 3.11 on."""
+    error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
@@ -85,7 +84,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: 
     count, total = query.size(-2), key.size(-2)
     if count == total:
         return scaled_dot_product_attention(query, key, value, None, dropout_p, is_causal=True, scale=scale)
-    return scaled_dot_product_attention(query, key, value, causal_lower_right(count, total), dropout_p, scale=scale)
+    mask = torch.ones(count, total, dtype=torch.bool, device=query.device).tril(total - count)
+    return scaled_dot_product_attention(query, key, value, mask, dropout_p, scale=scale)
 
 
 _attend.__name__ = "causal_attention"

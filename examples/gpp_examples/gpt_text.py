@@ -1,6 +1,7 @@
 """A byte-level GPT whose head shares its weight with the embedding, on the documentation that comes with CPython.
 
-The stage graph is a chain; the tied weight is a skip from its first stage to its last.
+The stage graph is a chain; the tied weight is a skip from its first stage to its last. The model says what later bytes
+need of earlier ones, so `strategy.slices=4` cuts it along the sequence, too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpp_examples.transformer import Block
+from lightning_gpp.sequence import positions
 
 NUM_BYTES = 256
 
@@ -77,7 +79,7 @@ class GPT(L.LightningModule):
 
     def forward(self, text: Tensor) -> Tensor:
         """From bytes `[batch, length]` to logits `[batch, length, 256]`."""
-        x = self.embedding(text) + self.position[: text.shape[1]]
+        x = self.embedding(text) + self.position[positions(text)]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

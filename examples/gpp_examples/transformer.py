@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_gpp.sequence import causal_attention
+
 
 class Attention(nn.Module):
     """Multi-head self-attention on `[batch, length, width]`."""
@@ -21,7 +23,10 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         heads = self.projection_in(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=self.causal)
+        if self.causal:
+            mixed = causal_attention(query, key, value)
+        else:
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return self.projection_out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp.capture.step import StepRunner
+from lightning_gpp.errors import add_note
 from lightning_gpp.graph import OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, Edge, Plan
 from lightning_gpp.planning.assign import assign
@@ -71,11 +72,31 @@ class SlicedStage(Around):
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
         """From the parts of the slice's tokens, and what is carried to it, to the same of its results."""
-        inputs = {**values, **{cut.name: values[cut.part] for cut in self.received}}
-        with computing(self.tokens[0], [values[name] for name in self.earlier]) as kept:
-            outputs = self.stage.forward(inputs, micro_batch)
+        outputs, kept = self._run(values, micro_batch)
         parts = {cut.part: outputs[cut.name] for cut in self.sent}
         return {**parts, **dict(zip(self.later, kept, strict=False))}
+
+    def carried(
+        self, values: Mapping[str, Tensor], earlier: Sequence[Tensor], micro_batch: MicroBatch
+    ) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
+        """The stage's results for the slice's tokens, under their own names, and what the slice carries on."""
+        return self._run({**values, **dict(zip(self.earlier, earlier, strict=True))}, micro_batch)
+
+    def _run(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
+        inputs = {**values, **{cut.name: values[cut.part] for cut in self.received}}
+        try:
+            with computing(self.tokens[0], [values[name] for name in self.earlier]) as kept:
+                return self.stage.forward(inputs, micro_batch), kept
+        except Exception as error:
+            add_note(error, _where(self.tokens))
+            raise
+
+
+def _where(tokens: Tokens) -> str:
+    return (
+        f"It was computing tokens [{tokens[0]}, {tokens[1]}), a slice (strategy.slices). Code that counts tokens must "
+        "ask lightning_gpp.sequence.positions (docs/slicing.md); strategy.slice_modules leaves modules whole."
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from lightning_gpp.planning.registry import partitioner_of
 from lightning_gpp.reports import Outcome, Scheduled, compare_table, schedules_table, search_progress
 from lightning_gpp.schedules import schedule_names
 from lightning_gpp.strategy.machine import first
-from lightning_gpp.strategy.planner import check_devices, planned, recomputing, request_of
+from lightning_gpp.strategy.planner import check_devices, finished, planned, request_of
 from lightning_gpp.strategy.reporting import simulated
 
 PARTITIONERS = tuple(name for name in partitioner_names() if name != "exhaustive")
@@ -79,7 +79,8 @@ def _partitioned(name: str, task: Task, seconds: float) -> Outcome:
             machine = first(task.machine, task.num_devices)
             request = request_of(subject, task.options, machine, copies=task.copies, progress=progress)
             found = partition_copies(name, subject.graph, request)
-            return Outcome(partitioner=name, found=with_copies(task, found.plan, found))
+            plan = finished(found.plan, subject, task.options)
+            return Outcome(partitioner=name, found=with_copies(task, plan, found))
     except PlanError as error:
         return Outcome(partitioner=name, reason=str(error))
     except TimeIsUp:
@@ -147,8 +148,7 @@ def _searched(task: Task, names: Sequence[str], seconds: float) -> Iterator[tupl
 def _scheduled(task: Task, outcome: Found | GPPError) -> Scheduled | str:
     if isinstance(outcome, GPPError):
         return str(outcome)
-    plan = recomputing(outcome.plan, task.options.recompute)
-    found = with_copies(task, plan.chained() if task.options.chain_baseline else plan, outcome)
+    found = with_copies(task, finished(outcome.plan, task.subject.step, task.options), outcome)
     return Scheduled(
         plan=found.plan,
         num_pipelines=found.num_pipelines,

@@ -29,6 +29,9 @@ class StrategySchema:
     num_pipelines: int | None
     chain_baseline: bool
     recompute: Any
+    slices: Any
+    slice_dim: int
+    slice_modules: Any
     loss_reduction: str
     self_check: Any
     example_batch: Any

@@ -60,11 +60,16 @@ def sliced(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
     Raises:
         ConfigError: the model does not say what it carries, or the numbers do not fit it.
     """
-    length = _length(graph)
+    length = sequence_length(graph)
     return _Cut(plan, graph, slicing, _intervals(slicing.slices, length), length).run()
 
 
-def _length(graph: OperatorGraph) -> int:
+def sequence_length(graph: OperatorGraph) -> int:
+    """The tokens of a sample, over which the model carries.
+
+    Raises:
+        ConfigError: it does not say what it carries, or has sequences of several lengths.
+    """
     lengths = {int(operator.outputs[0].shape[dim].fixed) for operator, dim in carried(graph).values()}
     if not lengths:
         raise ConfigError(

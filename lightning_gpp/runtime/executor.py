@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from lightning_gpp.errors import add_note
 from lightning_gpp.runtime.compiler import Compiler, Operation, action_of
 from lightning_gpp.runtime.operations import State
 from lightning_gpp.runtime.random import RandomStreams
@@ -135,7 +136,7 @@ class Executor:
                     operation()
                 self._link.finish()
         except BaseException as error:
-            _add_note(error, f"This happened on {self.describe()}.")
+            add_note(error, f"This happened on {self.describe()}.")
             self._drop()
             raise
 
@@ -171,8 +172,3 @@ class Executor:
             forward.clear()
         for split in self._compiler.splits.values():
             split.clear()
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    """What `error.add_note` does; it exists from Python 3.11 on."""
-    error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]

@@ -29,6 +29,7 @@ from lightning_gpp.reports.progress import search_progress
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
+from lightning_gpp.slices import is_sliced
 from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.costs import measured_costs
 from lightning_gpp.strategy.data import outline, signature
@@ -364,6 +365,7 @@ class Engine:
             training=step == TRAINING,
             trace=self.options.trace,
             replicas=replicas,
+            check_slices=step == TRAINING and self.options.self_check is not False and is_sliced(plan),
         )
 
     def _captured(self, step: str, batch: Any) -> Capture | Declared:

@@ -18,7 +18,9 @@ from lightning_gpp.plan import SHARDINGS, Plan
 from lightning_gpp.planning.folding import check_replicas
 from lightning_gpp.planning.placement import KEYS, Placement, read
 from lightning_gpp.planning.registry import partitioner_of
+from lightning_gpp.planning.slicing import Slicing
 from lightning_gpp.schedules.registry import Method, method_of, schedule_names
+from lightning_gpp.strategy.slicing import slicing_from
 
 StageSpec = Placement
 """Manual placement: module path -> stage number, or stages with the keys modules, name, devices, micro_batch_size; with
@@ -51,6 +53,9 @@ class Options:
     num_pipelines: int | None
     chain_baseline: bool
     recompute: bool | Sequence[str] | None
+    slices: int | Sequence[int] | None
+    slice_dim: int
+    slice_modules: Sequence[str] | None
     loss_reduction: Literal["mean", "sum"]
     self_check: bool | Literal["auto"]
     example_batch: Any
@@ -61,6 +66,11 @@ class Options:
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def slicing(self) -> Slicing | None:
+        """How stages are cut along the sequence; None if the settings leave them whole, or as a given plan has them."""
+        return slicing_from(self.slices, self.slice_dim, self.slice_modules)
 
 
 def check(options: Options) -> None:
@@ -75,6 +85,7 @@ def check(options: Options) -> None:
     partitioner_of(options.partitioner)
     if options.stages is not None:
         read(placement_of(options.stages))
+    _check_slices(options)
     if options.plan is not None and options.stages is not None:
         raise ConfigError("Both strategy.plan and strategy.stages are given; a plan already says where stages are.")
     for name in ("timeout", "failure_timeout"):
@@ -113,6 +124,22 @@ def _check_sharding(sharding: str) -> None:
             "strategy.sharding=fsdp needs a torch whose FSDP can reduce gradients that only some ranks have (2.13 can; "
             f"{torch.__version__} cannot): replicas may use different parameters. Update torch, or use "
             "strategy.sharding=zero1."
+        )
+
+
+def _check_slices(options: Options) -> None:
+    if options.slicing is None:
+        return
+    if options.sharding == "fsdp":
+        raise ConfigError(
+            f"strategy.slices={options.slices} and strategy.sharding=fsdp cannot be combined: a slice would gather the "
+            "parameters of its stage for itself. Use strategy.sharding=zero1, or remove strategy.slices."
+        )
+    listed = isinstance(options.stages, Sequence) and not isinstance(options.stages, str)
+    if listed and any(isinstance(entry, Mapping) and "inputs" in entry for entry in options.stages or ()):
+        raise ConfigError(
+            f"strategy.slices={options.slices} needs a captured model, to know what is cut; strategy.stages declares "
+            "edges (`inputs`), which leaves capture out. Remove `inputs`, or strategy.slices."
         )
 
 

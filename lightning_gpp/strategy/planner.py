@@ -18,7 +18,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, Plan
 from lightning_gpp.planning import Found, Request, check_model, manual
 from lightning_gpp.planning.answer import Progress
-from lightning_gpp.planning.assign import StageDraft, make_plan
+from lightning_gpp.planning.assign import make_plan
 from lightning_gpp.planning.choice import best_schedule
 from lightning_gpp.planning.copies import partition_copies
 from lightning_gpp.planning.fit import check_sharding
@@ -26,8 +26,10 @@ from lightning_gpp.planning.folding import KNOWN, SEARCHED_AS, folded, ordered
 from lightning_gpp.planning.placement import read
 from lightning_gpp.planning.timed import with_figures_of
 from lightning_gpp.schedules.registry import method_of
+from lightning_gpp.slices import is_sliced, unsliced
 from lightning_gpp.strategy.machine import Machine, first, resolved
 from lightning_gpp.strategy.options import AUTO, DEFAULT, Context, Options, StageSpec, placement_of, schedules_of
+from lightning_gpp.strategy.slicing import again, drafts_of, in_slices, separated, slicing_of
 
 TRAINING = "training_step"
 
@@ -139,11 +141,26 @@ def planned(
         result = Planned(plan=_by_hand(captured, options, options.stages, first(machine(), num_devices)))
     else:
         result = _found(captured, options, first(machine(), num_devices), copies, progress)
-    plan = recomputing(result.plan, options.recompute)
+    plan = finished(result.plan, captured, options)
+    if options.schedule == AUTO and is_sliced(plan):
+        plan = _ordered(plan, captured, first(machine(), num_devices), schedules_of(options))
+    return replace(result, plan=plan)
+
+
+def finished(plan: Plan, captured: Subject, options: Options) -> Plan:
+    """A plan of stages with what the settings say besides: recomputation, sharding, the baseline, slices.
+
+    Raises:
+        ConfigError, PlanError: the plan cannot have it.
+    """
+    slicing = options.slicing or slicing_of(plan)
+    plan = recomputing(unsliced(plan).plan, options.recompute)
     if options.sharding != "none":
         plan = replace(plan, sharding=options.sharding)
+    plan = plan.chained() if options.chain_baseline else plan
+    plan = plan if slicing is None else in_slices(plan, captured.graph, slicing)
     check_sharding(plan, captured.graph)
-    return replace(result, plan=plan.chained() if options.chain_baseline else plan)
+    return plan
 
 
 def _by_hand(captured: Subject, options: Options, stages: StageSpec, machine: Machine) -> Plan:
@@ -264,11 +281,13 @@ def devices_wanted(options: Options, world_size: int) -> int:
 
 def refitted(captured: Capture | Declared, plan: Plan) -> Plan:
     """The plan's stages for another step or another form of the mini-batch: with the edges and sizes of these."""
+    slicing, plan = slicing_of(plan), unsliced(plan).plan
     fresh = make_plan(
-        captured.graph, _drafts(plan), batch_size=captured.batch_size, schedule=plan.schedule, model=plan.model
+        captured.graph, drafts_of(plan), batch_size=captured.batch_size, schedule=plan.schedule, model=plan.model
     )
     fresh = with_figures_of(plan, fresh)
-    return fresh.chained() if any(edge.artificial for edge in plan.edges) else fresh
+    fresh = fresh.chained() if any(edge.artificial for edge in plan.edges) else fresh
+    return fresh if slicing is None else again(fresh, captured.graph, slicing)
 
 
 def evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
@@ -280,36 +299,11 @@ def evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
 
 
 def _evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
-    drafts = _drafts(plan)
+    drafts = drafts_of(plan)
     if isinstance(captured, Capture):
-        apart = make_plan(captured.graph, _step_apart(drafts), batch_size=captured.batch_size, schedule=plan.schedule)
+        apart = make_plan(
+            captured.graph, separated(drafts, WHOLE), batch_size=captured.batch_size, schedule=plan.schedule
+        )
         if all(edge.sliceable for edge in apart.edges if edge.src == SOURCE or edge.dst == apart.step_stage):
             return apart
     return make_plan(captured.graph, drafts, batch_size=captured.batch_size, schedule=plan.schedule)
-
-
-def _drafts(plan: Plan) -> list[StageDraft]:
-    return [
-        StageDraft(
-            name=stage.name,
-            modules=stage.modules,
-            devices=stage.devices,
-            micro_batch_size=stage.micro_batch_size,
-            round_robin=stage.round_robin,
-            recompute=stage.recompute,
-        )
-        for stage in plan.stages
-    ]
-
-
-def _step_apart(drafts: Sequence[StageDraft]) -> list[StageDraft]:
-    result: list[StageDraft] = []
-    for draft in drafts:
-        if STEP not in draft.modules:
-            result.append(draft)
-            continue
-        rest = tuple(module for module in draft.modules if module != STEP)
-        if rest:
-            result.append(replace(draft, modules=rest))
-        result.append(replace(draft, name=f"{draft.name} step", modules=(STEP,), micro_batch_size=WHOLE))
-    return result

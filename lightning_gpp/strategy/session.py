@@ -25,6 +25,7 @@ from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.options import Context
 from lightning_gpp.strategy.parameters import Placement
 from lightning_gpp.strategy.replicas import Forwarded, Replicas, counterparts
+from lightning_gpp.strategy.slice_check import checked_slices
 
 DATA_STREAM = -1
 """The stage number under which the user's step draws its random numbers."""
@@ -63,6 +64,7 @@ class Session:
         training: whether backwards run.
         trace: whether actions are measured.
         replicas: what ranks with the same parameters do together; None if they have nothing to do.
+        check_slices: compare slices with their whole stage once.
 
     Raises:
         PlanError: a stage needs parameters that live elsewhere.
@@ -83,13 +85,15 @@ class Session:
         training: bool,
         trace: bool,
         replicas: Replicas | None = None,
+        check_slices: bool = False,
     ) -> None:
         self.capture, self.plan, self.training = capture, plan, training
         self.pipeline: Pipeline = capture.build(plan, module)
         _check_placement(self.pipeline, plan, placement, capture.step)
         self._control, self._transport, self._device = control, transport, device
         self._streams, self._trace = streams, trace
-        self._stages = [InContext(stage, context) for stage in self.pipeline.stages]
+        stages = checked_slices(self.pipeline.stages, plan) if check_slices else self.pipeline.stages
+        self._stages = [InContext(stage, context) for stage in stages]
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.latest: Executor | None = None
         self._replicas = replicas

@@ -79,6 +79,10 @@ class GPPStrategy(ParallelStrategy):
         recompute: stages that keep only their inputs between forward and backward of a micro-batch, and compute their
             forward again: True for all but the one that runs the user's step, False for none, or a list of their
             names. Default: what the plan (or `stages`) says, else none.
+        slices: into how many slices micro-batches are cut along the sequence, or the tokens of each, for models that
+            say what they carry from token to token (`lightning_gpp.sequence`). Default: none, or the plan's.
+        slice_dim: the dimension of tensors between stages that counts tokens.
+        slice_modules: paths of modules that may be cut. Default: all that can.
         loss_reduction: how the user's loss combines over samples: "mean" or "sum".
         self_check: compare one micro-batch of the split model with the unsplit one before training. "auto": for models
             below 50 million parameters.
@@ -113,6 +117,9 @@ class GPPStrategy(ParallelStrategy):
         num_pipelines: int | None = None,
         chain_baseline: bool = False,
         recompute: bool | Sequence[str] | None = None,
+        slices: int | Sequence[int] | None = None,
+        slice_dim: int = 1,
+        slice_modules: Sequence[str] | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         self_check: bool | Literal["auto"] = "auto",
         example_batch: Any = None,
@@ -144,6 +151,9 @@ class GPPStrategy(ParallelStrategy):
             num_pipelines=num_pipelines,
             chain_baseline=chain_baseline,
             recompute=recompute,
+            slices=slices,
+            slice_dim=slice_dim,
+            slice_modules=slice_modules,
             loss_reduction=loss_reduction,
             self_check=self_check,
             example_batch=example_batch,

@@ -1,5 +1,4 @@
-"""Four shapes of model, each in eight blocks: a chain, two towers, skip connections, an encoder and a decoder; and those
-of sequences."""
+"""Shapes of models, each in eight blocks: chain, two towers, skip connections, encoder and decoder; and sequences."""
 
 from __future__ import annotations
 
@@ -97,8 +96,9 @@ class EncoderDecoder(Shape):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """How to make it, and its blocks in four stages; a block is a stage where there are to be eight. `sizes` of a sample
-    of both inputs and the target."""
+    """How to make it, its blocks in four stages, and the sizes of a sample of both inputs and the target.
+
+    A block is a stage where there are to be eight."""
 
     make: Callable[[], nn.Module]
     stages: tuple[tuple[str, ...], ...]
