@@ -28,7 +28,7 @@ def checked_slices(stages: Sequence[StageModule], plan: Plan) -> list[StageModul
     """The stages; those that are slices are compared with the whole stage once."""
     whole = unsliced(plan)
     checks = {
-        number: _Check(plan.stages[parts[0]].name, [stages[part] for part in parts], plan.sequence_dim)
+        number: _Check(whole.plan.stages[number].name, [stages[part] for part in parts], plan.sequence_dim)
         for number in range(len(whole.plan.stages))
         if plan.stages[(parts := whole.parts(number))[0]].tokens is not None
     }
@@ -87,7 +87,7 @@ class _Check:
                 whole = stage.stage.forward(self._joined(inputs), micro_batch)
         for cut in stage.sent:
             joined = torch.cat([outputs[cut.name] for outputs in split], self._dim)
-            self._judge(cut.name, joined, whole[cut.name])
+            self._judge(joined, whole[cut.name])
 
     def _in_slices(
         self, inputs: Sequence[Mapping[str, Tensor]], micro_batch: MicroBatch
@@ -114,15 +114,15 @@ class _Check:
                 part.training = False
             yield
 
-    def _judge(self, name: str, split: Tensor, whole: Tensor) -> None:
+    def _judge(self, split: Tensor, whole: Tensor) -> None:
         tolerance = TOLERANCES.get(whole.dtype, 0.0)
         scale = whole.abs().max().item() if whole.is_floating_point() else 0.0
         error = (split - whole).abs().max().item() if split.shape == whole.shape else float("inf")
         if not error <= tolerance * max(scale, 1e-6):
             raise SelfCheckError(
-                f"Stage {self._name!r} does not compute in slices (strategy.slices) what it computes whole: its result "
-                f"{name!r} differs by {error:.3g}, its largest entry is {scale:.3g}. Training would go on with a wrong "
-                "model, so it was stopped. Likely causes: a module whose tokens depend on later ones, or on earlier "
+                f"Stage {self._name!r} does not compute in slices (strategy.slices) what it computes whole: a result "
+                f"differs by {error:.3g}, its largest entry is {scale:.3g}. Training would go on with a wrong model, "
+                "so it was stopped. Likely causes: a module whose tokens depend on later ones, or on earlier "
                 "ones without lightning_gpp.sequence.carry or causal_attention; or one that counts tokens without "
                 "positions. Leave such modules out by strategy.slice_modules, or remove strategy.slices."
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from lightning_gpp.capture import Capture, batch_size_of, slice_batch
 from lightning_gpp.plan import SOURCE, STEP, Plan
 from lightning_gpp.planning.assign import StageDraft, make_plan
-from lightning_gpp.runtime.stage import LOSS, MicroBatch
+from lightning_gpp.runtime.stage import LOSS, MicroBatch, StageModule
 
 
 def chain_of(captured: Capture, stages: list[list[str]], micro_batch_size: int = 2) -> Plan:
@@ -24,9 +26,18 @@ def chain_of(captured: Capture, stages: list[list[str]], micro_batch_size: int =
     return make_plan(captured.graph, drafts, batch_size=captured.batch_size)
 
 
-def split_gradients(module: nn.Module, captured: Capture, plan: Plan, batch: Any, step: str = "training_step") -> float:
+def split_gradients(
+    module: nn.Module,
+    captured: Capture,
+    plan: Plan,
+    batch: Any,
+    step: str = "training_step",
+    wrap: Callable[[Sequence[StageModule], Plan], Sequence[StageModule]] | None = None,
+) -> float:
     """Loss of the split model; gradients go to the module's parameters. Values cross borders as detached leaves."""
     pipeline = captured.build(plan, module)
+    if wrap is not None:
+        pipeline = replace(pipeline, stages=tuple(wrap(pipeline.stages, plan)))
     total = batch_size_of(batch)
     pipeline.step.begin(batch, lambda samples: getattr(module, step)(samples, 0), seed=1)
     loss = 0.0

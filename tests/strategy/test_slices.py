@@ -1,0 +1,276 @@
+"""`strategy.slices`: whole runs equal plain ones, and a model that cannot be cut is found out before it is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp import ConfigError, GPPStrategy, SelfCheckError
+from lightning_gpp.capture import Capture, capture
+from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.sequence import causal_attention, positions
+from lightning_gpp.slices import is_sliced, unsliced
+from lightning_gpp.strategy.planner import evaluation_plan, plan_for, refitted
+from lightning_gpp.strategy.slice_check import checked_slices
+from tests.capture.inprocess import split_gradients
+from tests.strategy import harness
+
+WIDTH, TOKENS = 8, 12
+
+STAGES: list[dict[str, Any]] = [
+    {"name": "picture", "modules": ["picture"], "devices": [0]},
+    {"name": "first", "modules": ["embedding", "blocks.0"], "devices": [1]},
+    {"name": "last", "modules": ["blocks.1", "head", STEP], "devices": [0]},
+]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.heads(x).chunk(3, -1)
+        return x + self.out(self.mixed(query, key, value))
+
+    def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return causal_attention(query, key, value)
+
+
+class Both(Attention):
+    """Mixes in earlier tokens and, by itself, all those that it sees."""
+
+    def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return causal_attention(query, key, value) + value.mean(1, keepdim=True)
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(7, WIDTH), nn.Embedding(2 * TOKENS, WIDTH)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.tokens(text) + self.places(self.where(text))
+
+    def where(self, text: Tensor) -> Tensor:
+        return positions(text)
+
+
+class OwnCount(Embedding):
+    def where(self, text: Tensor) -> Tensor:
+        return torch.arange(text.size(1))
+
+
+class Captions(pl.LightningModule):
+    """Predicts the next token, from those before it and a picture that all of them see."""
+
+    def __init__(self, embedding: type[nn.Module] = Embedding, attention: type[nn.Module] = Attention) -> None:
+        super().__init__()
+        self.picture = nn.Linear(5, WIDTH)
+        self.embedding = embedding()
+        self.blocks = nn.ModuleList([Attention(), attention()])
+        self.head = nn.Linear(WIDTH, 7)
+        self.losses: list[float] = []
+        self.validated: list[float] = []
+
+    def forward(self, picture: Tensor, text: Tensor) -> Tensor:
+        x = self.embedding(text)
+        x = self.blocks[0](x)
+        return self.head(self.blocks[1](x + self.picture(picture)[:, None]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        picture, text = batch
+        return nn.functional.cross_entropy(self(picture, text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(float(self.training_step(batch, batch_idx)))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+
+def batches(lengths: list[int] = [TOKENS] * 3, sizes: tuple[int, ...] = (8, 8, 5)) -> list[Any]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (
+            torch.randn(size, 5, dtype=torch.float64, generator=generator),
+            torch.randint(0, 7, (size, length + 1), generator=generator),
+        )
+        for size, length in zip(sizes, lengths, strict=True)
+    ]
+
+
+def model(**kinds: Any) -> Captions:
+    torch.manual_seed(5)
+    return Captions(**kinds).double()
+
+
+def fitted(strategy: Any, devices: int, data: list[Any], **settings: Any) -> Captions:
+    module = model()
+    harness.trainer(strategy, devices, **settings).fit(module, _Listed(data), _Listed(data))
+    return module
+
+
+class _Listed(torch.utils.data.DataLoader[Any]):
+    """Batches as they are given."""
+
+    def __init__(self, data: list[Any]) -> None:
+        super().__init__(data, batch_size=None)  # type: ignore[arg-type]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "number": {"slices": 3},
+    "tokens": {"slices": [2, 9, 1], "schedule": "gpipe"},
+    "found": {"slices": 2, "stages": None, "max_replicas": 1, "schedule": "zb_h1"},
+    "recomputed": {"slices": 2, "recompute": True},
+    "some": {"slices": 4, "slice_modules": ["blocks.1", "head"]},
+}
+
+
+def fit(rank: int, case: str, lengths: list[int]) -> tuple[list[float], list[float], bool]:
+    strategy = harness.strategy(**{"stages": STAGES, "search_seconds": 0.5, **CASES[case]})
+    module = fitted(strategy, 2, batches(lengths))
+    assert strategy.plan is not None
+    return module.losses, module.validated, is_sliced(strategy.plan)
+
+
+def fit_all(rank: int) -> list[tuple[list[float], list[float], bool]]:
+    return [fit(rank, case, [TOKENS] * 3) for case in CASES]
+
+
+@pytest.mark.timeout(150)
+def test_whole_runs_equal_plain_ones() -> None:
+    plain = fitted("auto", 1, batches())
+    for losses, validated, sliced in harness.run(2, fit_all, timeout=120)[0]:
+        assert sliced
+        assert losses == pytest.approx(plain.losses, rel=1e-12)
+        assert validated == pytest.approx(plain.validated, rel=1e-12)
+
+
+def test_sequences_of_other_lengths_are_cut_into_as_many_slices() -> None:
+    lengths = [TOKENS, 7, TOKENS]
+    plain = fitted("auto", 1, batches(lengths))
+    (losses, validated, _), _ = harness.run(2, fit, "number", lengths)
+    assert losses == pytest.approx(plain.losses, rel=1e-12)
+    assert validated == pytest.approx(plain.validated, rel=1e-12)
+
+
+def fit_kinds(rank: int, kinds: dict[str, Any], settings: dict[str, Any]) -> None:
+    strategy = harness.strategy(stages=STAGES, slices=2, **settings)
+    harness.trainer(strategy, 2).fit(model(**kinds), _Listed(batches()))
+
+
+@pytest.mark.parametrize(("kinds", "stage"), [({"embedding": OwnCount}, "first"), ({"attention": Both}, "last")])
+def test_a_model_that_slices_would_change_is_found_out(kinds: dict[str, Any], stage: str) -> None:
+    module = model(**kinds)
+    found = captured(module=module)
+    plan = plan_for(found, GPPStrategy(stages=STAGES, slices=2).options, 2)
+    with pytest.raises(SelfCheckError, match=rf"Stage {stage!r} does not compute in slices \(strategy.slices\)"):
+        split_gradients(module, found, plan, batches()[0], wrap=checked_slices)
+
+
+def test_such_a_model_is_not_trained() -> None:
+    with pytest.raises(AssertionError):
+        harness.run(2, fit_kinds, {"attention": Both}, {})
+
+
+def test_a_right_model_is_checked_without_a_trace() -> None:
+    module, other = model(), model()
+    found = captured(module=module)
+    plan = plan_for(found, GPPStrategy(stages=STAGES, slices=3).options, 2)
+    checked = split_gradients(module, found, plan, batches()[0], wrap=checked_slices)
+    assert checked == split_gradients(other, found, plan, batches()[0])
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), other.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_leaving_such_modules_whole_is_right() -> None:
+    harness.run(2, fit_kinds, {"attention": Both}, {"slice_modules": ["embedding", "blocks.0"]})
+
+
+def captured(step: str = "training_step", module: nn.Module | None = None) -> Capture:
+    return capture(module or model(), batches()[0], step=step)
+
+
+def planned(**settings: Any) -> Plan:
+    return plan_for(captured(), GPPStrategy(**{"stages": STAGES, **settings}).options, 2)
+
+
+def test_the_step_gets_a_stage_of_its_own_and_the_picture_stays_whole() -> None:
+    plan = planned(slices=2)
+    assert [stage.name for stage in plan.stages] == [
+        "picture", "first[0:6]", "first[6:12]", "last[0:6]", "last[6:12]", "last step",
+    ]  # fmt: skip
+    whole = unsliced(plan).plan
+    assert sum(stage.figures.num_parameters for stage in plan.stages) == sum(p.numel() for p in model().parameters())
+    assert [stage.tokens for stage in whole.stages] == [None] * 4
+    assert [edge.dst for edge in plan.edges if edge.src == 0] == [3, 4]
+
+
+def test_a_plan_from_a_file_stays_cut_and_can_be_cut_anew(tmp_path: Path) -> None:
+    plan = planned(slices=[4, 8])
+    plan.save(path := tmp_path / "plan.yaml")
+    for settings, expected in (({}, [4, 12]), ({"slices": 3}, [4, 8, 12])):
+        found = plan_for(captured(), GPPStrategy(plan=path, **settings).options, 2)
+        stops = [stage.tokens[1] for stage in found.stages if stage.tokens is not None and stage.name.startswith("fir")]
+        assert stops == expected
+    assert plan_for(captured(), GPPStrategy(plan=path).options, 2) == plan
+
+
+def test_other_forms_of_the_plan() -> None:
+    plan = planned(slices=3, recompute=["first"], chain_baseline=True)
+    assert refitted(captured(), plan) == plan
+    assert not is_sliced(evaluation_plan(captured("validation_step"), plan))
+    assert [stage.name for stage in plan.stages if stage.recompute] == ["first[0:4]", "first[4:8]", "first[8:12]"]
+    assert sum(edge.artificial for edge in plan.edges) == 3  # from the picture to the slices of the first stage
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"slices": 0}, r"strategy.slices is 0; it must be a whole number >= 1, or the tokens"),
+        ({"slices": [4, 0]}, r"strategy.slices is \[4, 0\]"),
+        ({"slices": "4"}, r"strategy.slices is '4'"),
+        ({"slices": 2, "slice_dim": 0}, "strategy.slice_dim is 0; .*dimension 0 counts the samples"),
+        ({"slices": 2, "slice_modules": "head"}, "strategy.slice_modules is 'head'; it must be a list"),
+        ({"slice_modules": ["head"]}, "strategy.slice_modules is given without strategy.slices"),
+        ({"slices": 2, "sharding": "fsdp"}, "strategy.slices=2 and strategy.sharding=fsdp .*sharding=zero1"),
+        ({"slices": 2, "stages": [{"modules": ["a"], "inputs": ["@x"]}]}, "strategy.slices=2 needs a captured model"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        GPPStrategy(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"slices": 13}, "strategy.slices=13 is more than the 12 tokens"),
+        ({"slices": [4, 4]}, r"strategy.slices=\[4, 4\] are 8 tokens in sum, a sample has 12"),
+        ({"slices": 2, "slice_dim": 2}, r"no stage can be cut along dimension 2 \(strategy.slice_dim\)"),
+        ({"slices": 2, "slice_modules": ["picture"]}, "no stage can be cut"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        planned(**settings)
+
+
+def test_a_model_that_says_nothing() -> None:
+    options = GPPStrategy(stages=harness.STAGES, slices=2).options
+    module = harness.make_module()
+    module.log = lambda *_, **__: None  # type: ignore[assignment, method-assign]
+    with pytest.raises(ConfigError, match=r"does not say what a token needs .*lightning_gpp.sequence"):
+        plan_for(capture(module, harness.make_data(8)[:]), options, 2)
+
+
+def test_one_slice_is_none() -> None:
+    assert not is_sliced(planned(slices=1))
