@@ -62,6 +62,32 @@ def autograd_function_calls(handler: Callable[..., Any]) -> Iterator[None]:
         torch.autograd.Function.apply = plain  # type: ignore[method-assign]
 
 
+# --- torch: what torch.compile made ---
+
+
+def uncompiled(function: Any) -> Any:
+    """What `torch.compile` was given, if it made this function; else the function."""
+    while getattr(function, "_torchdynamo_wrapper_id", None) == id(function):
+        function = function._torchdynamo_orig_callable
+    inline = getattr(function, "__code__", None)  # torch puts a function of its own around those of torch.nn
+    is_torchs = inline is not None and inline.co_filename.endswith("external_utils.py")
+    return function.__wrapped__ if is_torchs else function
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of a module run what `torch.compile` made: of it, in its place, or of its forward."""
+    forward = vars(module).get("forward")
+    in_place = vars(module).get("_compiled_call_impl") is not None
+    return in_place or wraps_compiled(module) or uncompiled(forward) is not forward
+
+
+def wraps_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module is what `torch.compile(module)` returned. Copies of it are made right by torch."""
+    from torch._dynamo import OptimizedModule  # takes a second to load, and was loaded if there is one
+
+    return isinstance(module, OptimizedModule)
+
+
 # --- Lightning: imported inside the functions, so that what needs torch alone does not load Lightning ---
 
 

@@ -12,7 +12,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_gpp._compat import FakeTensorMode
+from lightning_gpp._compat import FakeTensorMode, uncompiled, wraps_compiled
 from lightning_gpp.graph import OperatorGraph
 
 _CONTAINERS = (list, dict, set, tuple)
@@ -34,6 +34,8 @@ def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device)
 def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Deep copy of the module tree, with its parameters and buffers, that shares other heavy attributes.
 
+    What was compiled in place (`module.compile()`, `self.step = torch.compile(self.step)`) is not compiled in the copy.
+
     Args:
         memo: as in `copy.deepcopy`: what to use in the place of an object, by the object's id.
     """
@@ -42,7 +44,21 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
     for owner in module.modules():
         for value in vars(owner).values():
             _share(value, memo, kept, depth=0)
-    return copy.deepcopy(module, memo)
+    replica = copy.deepcopy(module, memo)
+    for owner in module.modules():
+        if id(owner) in memo and not wraps_compiled(owner):
+            _uncompile(owner, memo)
+    return replica
+
+
+def _uncompile(owner: nn.Module, memo: dict[int, Any]) -> None:
+    """Give a copied module plain methods where it has compiled ones, which compute with the original's parameters."""
+    replica = vars(memo[id(owner)])
+    replica.pop("_compiled_call_impl", None)
+    for name, value in vars(owner).items():
+        plain = uncompiled(value)
+        if plain is not value and isinstance(plain, types.MethodType) and id(plain.__self__) in memo:
+            replica[name] = types.MethodType(plain.__func__, memo[id(plain.__self__)])
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:

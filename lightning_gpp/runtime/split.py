@@ -85,8 +85,14 @@ class Splitter:
         products = products_of(graph)
         plan = make_plan(graph, closed_products(graph, products))
         self._known = [*self._known[1 - MAX_STRUCTURES :], _Known(signature=signature, products=products, plan=plan)]
-        self.reason = None if plan.groups else "it has no product of an input with a parameter whose gradient can wait"
+        self.reason = None if plan.groups else _without_products(graph)
         return plan if plan.groups else None
+
+
+def _without_products(graph: Graph) -> str:
+    if any(type(node).__name__ == "CompiledFunctionBackward" for node in graph.nodes):
+        return "torch.compile made one step of its backward, which computes all gradients at once"
+    return "it has no product of an input with a parameter whose gradient can wait"
 
 
 class _Waiting:

@@ -58,14 +58,19 @@ def adaptive(plan: Plan, batch_size: int) -> Schedule:
 def _orders(work: Work, names: tuple[str, ...]) -> Iterator[Played]:
     """The orders of these schedules, all backwards split."""
     for name in names:
-        plan = replace(work.plan, schedule=name)
         try:
-            schedule, _ = merge(plan, orders_of(plan, work.batch_size), work.batch_size)
+            schedule = _schedule(replace(work.plan, schedule=name), work.batch_size)
         except ScheduleError:
             continue
         order = played(work, [[part for action in row for part in _halves(action)] for row in schedule.devices])
         if order is not None:
             yield order
+
+
+def _schedule(plan: Plan, batch_size: int) -> Schedule:
+    """Nothing needs to be interleaved where a schedule orders devices."""
+    orders = orders_of(plan, batch_size)
+    return orders if isinstance(orders, Schedule) else merge(plan, orders, batch_size)[0]
 
 
 def _halves(action: Action) -> tuple[Action, ...]:

@@ -6,12 +6,12 @@ Only what can run is started, so what devices did is a list that cannot wait in 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
 from lightning_gpp.schedules.actions import Action
-from lightning_gpp.schedules.work import Readers, Task, Work
+from lightning_gpp.schedules.tasks import Numbered
 
 
 @dataclass(slots=True)
@@ -20,61 +20,73 @@ class Clock:
 
     Args:
         num_devices: all free at first.
-        seconds: of every task.
-        readers: who waits for a task, and the seconds until its message is there.
-        missing: for every task how many of those that it waits for were not started yet.
+        tasks: what there is to do; the clock knows them by their numbers.
     """
 
     num_devices: int
-    seconds: Mapping[Task, float]
-    readers: Readers
-    missing: dict[Task, int]
+    tasks: Numbered
     time: float = 0
-    rows: list[list[Action]] = field(init=False)
-    """What every device has started."""
     free: list[float] = field(init=False)
-    """When every device is done with that."""
-    _arrived: dict[Task, float] = field(init=False)
+    """When every device is done with what it has started."""
+    arrival: list[float] = field(init=False)
+    """When all is there that a task waits for; infinite where that is not known."""
+    missing: list[int] = field(init=False)
+    """For every task how many of those that it waits for were not started yet."""
+    _started: list[list[int]] = field(init=False)
+    _arrived: list[float] = field(init=False)
     _events: list[tuple[float, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         devices = range(self.num_devices)
-        self.rows, self.free = [[] for _ in devices], [0 for _ in devices]
-        self._arrived = dict.fromkeys(self.missing, 0)
+        self._started, self.free = [[] for _ in devices], [0 for _ in devices]
+        self.missing = list(self.tasks.missing)
+        self.arrival = [inf if count else 0 for count in self.missing]
+        self._arrived = [0 for _ in self.missing]
         self._events = [(0, device) for device in devices]
 
-    @classmethod
-    def of(cls, work: Work) -> Clock:
-        """A clock on which a plan's work has not begun."""
-        return cls(work.plan.num_devices, work.seconds, work.readers, dict(work.missing))
+    @property
+    def rows(self) -> list[list[Action]]:
+        """What every device has started."""
+        return [[self.tasks.actions[task] for task in row] for row in self._started]
+
+    def begun(self, device: int) -> bool:
+        """Whether a device has started anything."""
+        return bool(self._started[device])
 
     def turns(self) -> Iterator[int]:
         """Go through time: free devices for which something has changed. Ends when nothing goes on any more."""
-        while self._events:
-            self.time = self._events[0][0]
-            touched = set()
-            while self._events and self._events[0][0] == self.time:
-                touched.add(heapq.heappop(self._events)[1])
+        events = self._events
+        while events:
+            now = self.time = events[0][0]
+            touched = {heapq.heappop(events)[1]}
+            while events and events[0][0] == now:
+                touched.add(heapq.heappop(events)[1])
             for device in sorted(touched):
-                if self.free[device] <= self.time:
+                if self.free[device] <= now:
                     yield device
 
-    def arrival(self, task: Task) -> float:
-        """When all is there that a task waits for; infinite where that is not known."""
-        return inf if self.missing[task] else self._arrived[task]
-
-    def is_ready(self, task: Task) -> bool:
+    def is_ready(self, task: int) -> bool:
         """Whether all is there that a task waits for."""
-        return self.arrival(task) <= self.time
+        return self.arrival[task] <= self.time
 
-    def start(self, task: Task) -> None:
+    def start(self, task: int) -> None:
         """Let a free device do something now."""
-        device, action = task
-        stop = self.free[device] = self.time + self.seconds[task]
-        self.rows[device].append(action)
+        tasks, missing, latest = self.tasks, self.missing, self._arrived
+        device = tasks.devices[task]
+        stop = self.free[device] = self.time + tasks.seconds[task]
+        self._started[device].append(task)
         heapq.heappush(self._events, (stop, device))
-        for reader, travel in self.readers[task]:
-            arrived = self._arrived[reader] = max(self._arrived[reader], stop + travel)
-            missing = self.missing[reader] = self.missing[reader] - 1
-            if not missing and (arrived > stop or reader[0] != device):
-                heapq.heappush(self._events, (arrived, reader[0]))
+        for reader, travel in tasks.readers[task]:
+            arrived = stop + travel
+            if arrived > latest[reader]:
+                latest[reader] = arrived
+            missing[reader] -= 1
+            if not missing[reader]:
+                self._arrives(reader, stop, device)
+
+    def _arrives(self, task: int, stop: float, device: int) -> None:
+        """The last of what a task waits for is on its way; a device that is busy until then comes by itself."""
+        arrived, reader = self._arrived[task], self.tasks.devices[task]
+        self.arrival[task] = arrived
+        if arrived > stop or reader != device:
+            heapq.heappush(self._events, (arrived, reader))

@@ -13,7 +13,8 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.work import Task, Work, is_extra
+from lightning_gpp.schedules.tasks import Task
+from lightning_gpp.schedules.work import Work, is_extra
 
 _STEP: Final = 1e-3
 """Cells by which an action is due after those that it waits for, at least."""

@@ -6,7 +6,7 @@ A lane is a replica of a stage: it takes its micro-batches one after the other, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
@@ -16,9 +16,12 @@ from lightning_gpp.schedules.actions import Kind, Schedule
 from lightning_gpp.schedules.clock import Clock
 from lightning_gpp.schedules.hand_split import samples_ahead
 from lightning_gpp.schedules.room import SLACK, limits_of, needs_of
-from lightning_gpp.schedules.work import Rows, Task, Work, turns
+from lightning_gpp.schedules.tasks import Rows
+from lightning_gpp.schedules.work import Work, turns
 
 _KINDS: Final = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+FORWARD, INPUT, WEIGHT = range(3)
+"""Their places there: a clock looks them up too often for names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +62,9 @@ def fill(work: Work, policies: Iterable[Policy], share: float = 1) -> Schedule:
     """
     rows: Rows = []
     best = inf
-    lanes, loads = _lanes(work, share), work.loads()
+    lanes, loads, takes = _lanes(work, share), work.loads(), [work.takes[task] for task in work.tasks.numbers]
     for policy in policies:
-        run = _Run(work, loads, policy, [replace(lane) for lane in lanes], best)
+        run = _Run(work, loads, policy, [replace(lane) for lane in lanes], best, takes)
         if run.ends():
             best, rows = run.seconds, run.clock.rows
     return work.order(rows)
@@ -76,27 +79,33 @@ class _Lane:
     device: int
     depth: int
     room: float
-    tasks: Mapping[Kind, Sequence[Task]]
-    done: dict[Kind, int] = field(init=False, default_factory=lambda: dict.fromkeys(_KINDS, 0))
+    whole: bool
+    """Whether gradients of parameters are done with those of inputs."""
+    tasks: Sequence[Sequence[int]]
+    """Of every kind, as many of each."""
+    done: list[int] = field(init=False, default_factory=lambda: [0 for _ in _KINDS])
     held: float = field(init=False, default=0)
 
     @property
     def pending(self) -> int:
-        return self.done[Kind.INPUT] - self.done[Kind.WEIGHT]
+        return self.done[INPUT] - self.done[WEIGHT]
 
 
 def _lanes(work: Work, share: float) -> list[_Lane]:
     """All replicas; those of a device divide its room as their needs under 1F1B are."""
-    depths, needs, limits = work.plan.depths(), needs_of(work), limits_of(work, share)
-    tasks: dict[tuple[int, int], dict[Kind, list[Task]]] = {place: {kind: [] for kind in _KINDS} for place in needs}
-    for device, action in work.seconds:
-        tasks[action.stage, device][action.kind].append((device, action))
+    depths, needs = work.plan.depths(), needs_of(work)
+    limits = limits_of(work, share, needs)
+    tasks: dict[tuple[int, int], tuple[list[int], ...]] = {place: tuple([] for _ in _KINDS) for place in needs}
+    for (device, action), number in work.tasks.numbers.items():
+        tasks[action.stage, device][_KINDS.index(action.kind)].append(number)
     totals: dict[int, float] = defaultdict(float)
     for (_, device), need in needs.items():
         totals[device] += need
     rooms = {place: limits[place[1]] * (need / totals[place[1]] if need else 0) for place, need in needs.items()}
-    places = enumerate(tasks.items())
-    return [_Lane(i, *place, depths[place[0]], rooms[place], own) for i, (place, own) in places]
+    return [
+        _Lane(index, stage, device, depths[stage], rooms[stage, device], stage in work.whole, own)
+        for index, ((stage, device), own) in enumerate(tasks.items())
+    ]
 
 
 @dataclass(slots=True)
@@ -107,6 +116,8 @@ class _Run:
     lanes: Sequence[_Lane]
     below: float
     """Give up as soon as it is certain that some device will take no less than these seconds."""
+    takes: Sequence[float]
+    """Bytes of every task, by number."""
     clock: Clock = field(init=False)
     on: list[list[_Lane]] = field(init=False)
     """The lanes of every device."""
@@ -115,7 +126,7 @@ class _Run:
     seconds: float = 0
 
     def __post_init__(self) -> None:
-        self.clock = Clock.of(self.work)
+        self.clock = Clock(len(self.loads), self.work.tasks)
         self.on = [[lane for lane in self.lanes if lane.device == device] for device in range(len(self.loads))]
         self.waited = [0.0 for _ in self.loads]
         self.seconds = max(self.loads)
@@ -132,37 +143,40 @@ class _Run:
         return self.seconds < self.below
 
     def _act(self, device: int) -> None:
-        ready: list[tuple[bool, int, int, int, _Lane, Kind]] = []
+        ready: list[tuple[bool, int, int, int, _Lane, int]] = []
         blocked: list[_Lane] = []
-        last, expected = (Kind.INPUT if self.policy.forwards_first else Kind.FORWARD), inf
+        now, expected = self.clock.time, inf
+        last = INPUT if self.policy.forwards_first else FORWARD
         for lane in self.on[device]:
-            for kind in (Kind.INPUT, Kind.FORWARD):
+            for kind in (INPUT, FORWARD):
                 arrival = self._arrival(kind, lane)
-                if arrival > self.clock.time:
+                if arrival > now:
                     expected = min(expected, arrival)
                 elif not self._has_room(kind, lane):
                     blocked.append(lane)
                 else:
-                    ready.append((kind is last, lane.depth, lane.done[kind], lane.index, lane, kind))
+                    ready.append((kind == last, lane.depth, lane.done[kind], lane.index, lane, kind))
         urgent = self.policy.forwards_first and any(lane.pending for lane in blocked)
         if ready and not urgent:
-            *_, lane, kind = min(ready)
+            *_, lane, kind = min(ready) if len(ready) > 1 else ready[0]
             self._start(kind, lane)
         else:
             self._fill(device, expected, blocked)
 
-    def _arrival(self, kind: Kind, lane: _Lane) -> float:
+    def _arrival(self, kind: int, lane: _Lane) -> float:
         """When the next task of a kind can start, as far as messages tell; infinite where that is not known."""
-        if kind is Kind.FORWARD and lane.done[kind] - lane.done[Kind.INPUT] >= self.policy.ahead[lane.stage]:
+        number = lane.done[kind]
+        if kind == FORWARD and number - lane.done[INPUT] >= self.policy.ahead[lane.stage]:
             return inf
-        tasks, done = lane.tasks[kind], lane.done[kind]
-        return self.clock.arrival(tasks[done]) if done < len(tasks) else inf
+        return self.clock.arrival[lane.tasks[kind][number]] if number < len(lane.tasks[kind]) else inf
 
-    def _has_room(self, kind: Kind, lane: _Lane) -> bool:
+    def _has_room(self, kind: int, lane: _Lane) -> bool:
         """Also where only the task itself can make more: with nothing kept, or nothing that W could give back."""
         position = lane.done[kind]
-        needed = lane.held + self.work.takes[lane.tasks[kind][position]]
-        return position == lane.done[Kind.WEIGHT] or needed <= max(lane.held, lane.room * SLACK)
+        if position == lane.done[WEIGHT]:
+            return True
+        needed = lane.held + self.takes[lane.tasks[kind][position]]
+        return needed <= lane.held or needed <= lane.room * SLACK
 
     def _fill(self, device: int, expected: float, blocked: Sequence[_Lane]) -> None:
         """Gradients of parameters: of a lane that lacks room, else of the one with the most to do, if there is time."""
@@ -170,24 +184,25 @@ class _Run:
         if not pending:
             return
         lane = max(pending, key=lambda lane: (lane in blocked, lane.pending, -lane.index))
-        needed = self.work.seconds[lane.tasks[Kind.WEIGHT][lane.done[Kind.WEIGHT]]]
+        needed = self.work.tasks.seconds[lane.tasks[WEIGHT][lane.done[WEIGHT]]]
         wait = self.waited[device] + expected - self.clock.free[device]
         late = not self.policy.patient or wait > self.longest_wait
         if lane in blocked or late or needed <= (expected - self.clock.time) * SLACK:
-            self._start(Kind.WEIGHT, lane)
+            self._start(WEIGHT, lane)
 
-    def _start(self, kind: Kind, lane: _Lane) -> None:
+    def _start(self, kind: int, lane: _Lane) -> None:
         task = lane.tasks[kind][lane.done[kind]]
-        self._wait(task[0])
+        if self.clock.time > self.clock.free[lane.device]:
+            self._wait(lane.device)
         self.clock.start(task)
         lane.done[kind] += 1
-        lane.held += self.work.takes[task]
-        if kind is Kind.INPUT and lane.stage in self.work.whole:
-            lane.done[Kind.WEIGHT] += 1
+        lane.held += self.takes[task]
+        if kind == INPUT and lane.whole:
+            lane.done[WEIGHT] += 1
 
     def _wait(self, device: int) -> None:
         """A device takes as long as it works and waits, from its first action on."""
-        if self.clock.rows[device]:
+        if self.clock.begun(device):
             self.waited[device] += self.clock.time - self.clock.free[device]
             self.longest_wait = max(self.longest_wait, self.waited[device])
             self.seconds = max(self.seconds, self.loads[device] + self.waited[device])
@@ -195,10 +210,10 @@ class _Run:
     def _force(self) -> bool:
         """Where all wait for room, a forward goes beyond the limits; False at the end."""
         waiting = [
-            (lane.depth, lane.done[Kind.FORWARD], lane.index, lane)
+            (lane.depth, lane.done[FORWARD], lane.index, lane)
             for lane in self.lanes
-            if any(not self.clock.missing[task] for task in lane.tasks[Kind.FORWARD][lane.done[Kind.FORWARD] :][:1])
+            if any(not self.clock.missing[task] for task in lane.tasks[FORWARD][lane.done[FORWARD] :][:1])
         ]
         if waiting:
-            self._start(Kind.FORWARD, min(waiting)[-1])
+            self._start(FORWARD, min(waiting)[-1])
         return bool(waiting)

@@ -5,51 +5,77 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
 
-from lightning_gpp.schedules.room import SLACK, peak_of
-from lightning_gpp.schedules.work import Rows, Task, Work
+from lightning_gpp.schedules.room import SLACK
+from lightning_gpp.schedules.tasks import Numbered, Rows
+from lightning_gpp.schedules.work import Work
+
+_NOTHING: Final = -1
+"""In place of a task's number."""
+
+_NumberRows = Sequence[Sequence[int]]
+"""For every device the numbers of its tasks, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """An order of split backwards, and when everything starts and ends.
+    """An order, and how long it takes.
 
-    `cause[task]`: whose end decided when it started; None if it started at once.
+    Args:
+        tasks: that it orders.
+        order: for every device their numbers.
+        makespan: when all are done, in seconds.
+        last: the number of the one that is done last; `_NOTHING` where there is none.
+        cause: for every task whose end decided when it started; `_NOTHING` if it started at once.
     """
 
-    rows: Rows
-    stop: dict[Task, float]
-    cause: dict[Task, Task | None]
+    tasks: Numbered
+    order: _NumberRows
+    makespan: float
+    last: int
+    cause: Sequence[int]
 
     @property
-    def makespan(self) -> float:
-        return max(self.stop.values(), default=0.0)
+    def rows(self) -> Rows:
+        """For every device its actions."""
+        return [[self.tasks.actions[task] for task in row] for row in self.order]
 
 
 def played(work: Work, rows: Rows) -> Played | None:
     """When the actions of an order start and end; None if they wait for each other in a circle."""
-    missing = {task: work.missing[task] + (index > 0) for task, index in _tasks(rows)}
-    start: dict[Task, float] = {}
-    stop: dict[Task, float] = {}
-    cause: dict[Task, Task | None] = {}
-    after = {(d, row[i]): (d, row[i + 1]) for d, row in enumerate(rows) for i in range(len(row) - 1)}
-    ready = deque(task for task, count in missing.items() if not count)
+    numbers = work.tasks.numbers
+    return _play(work.tasks, [[numbers[device, action] for action in row] for device, row in enumerate(rows)])
+
+
+def _play(tasks: Numbered, order: _NumberRows) -> Played | None:
+    follower, missing = [_NOTHING for _ in tasks.missing], list(tasks.missing)
+    for row in order:
+        for task, following in zip(row, row[1:], strict=False):
+            follower[task] = following
+            missing[following] += 1
+    start, cause = [0.0 for _ in missing], [_NOTHING for _ in missing]
+    ready = deque(task for row in order for task in row if not missing[task])
+    makespan, last, done = 0.0, _NOTHING, 0
     while ready:
         task = ready.popleft()
-        end = stop[task] = start.get(task, 0.0) + work.seconds[task]
-        cause.setdefault(task, None)
-        followers = [(after[task], 0.0)] if task in after else []
-        for reader, travel in (*followers, *work.readers[task]):
-            if end + travel > start.get(reader, -1.0):
+        done += 1
+        end = start[task] + tasks.seconds[task]
+        if end > makespan or last == _NOTHING:
+            makespan, last = end, task
+        readers = tasks.readers[task]
+        if follower[task] != _NOTHING:
+            readers = [(follower[task], 0.0), *readers]
+        for reader, travel in readers:
+            if end + travel > start[reader] or cause[reader] == _NOTHING:
                 start[reader], cause[reader] = end + travel, task
             missing[reader] -= 1
             if not missing[reader]:
                 ready.append(reader)
-    return Played(rows=rows, stop=stop, cause=cause) if len(stop) == len(missing) else None
-
-
-def _tasks(rows: Rows) -> Iterator[tuple[Task, int]]:
-    return (((device, action), index) for device, row in enumerate(rows) for index, action in enumerate(row))
+    if done < len(missing):
+        return None
+    return Played(tasks=tasks, order=order, makespan=makespan, last=last, cause=cause)
 
 
 def improved(work: Work, order: Played, room: Sequence[float], tries: int) -> Played:
@@ -63,11 +89,12 @@ def improved(work: Work, order: Played, room: Sequence[float], tries: int) -> Pl
         room: of every device.
         tries: orders that are played at most.
     """
-    known = {_key(order.rows)}
+    takes = [work.takes[task] for task in work.tasks.numbers]
+    known = {_key(order.order)}
     found: Played | None = order
     while found is not None:
         order, found = found, None
-        for rows in _swapped(work, order, room):
+        for rows in _swapped(order, takes, room):
             key = _key(rows)
             if key in known:
                 continue
@@ -75,35 +102,41 @@ def improved(work: Work, order: Played, room: Sequence[float], tries: int) -> Pl
                 return order
             tries -= 1
             known.add(key)
-            other = played(work, rows)
+            other = _play(work.tasks, rows)
             if other is not None and other.makespan <= order.makespan * SLACK:
                 found = other
                 break
     return order
 
 
-def _key(rows: Rows) -> int:
-    return hash(tuple(map(tuple, rows)))
+def _key(order: _NumberRows) -> int:
+    return hash(tuple(map(tuple, order)))
 
 
-def _swapped(work: Work, order: Played, room: Sequence[float]) -> Iterator[Rows]:
+def _swapped(order: Played, takes: Sequence[float], room: Sequence[float]) -> Iterator[_NumberRows]:
     """Orders with two neighbours on the longest path in each other's place."""
+    actions, rows = order.tasks.actions, order.order
     for device, index in _neighbours(order):
-        row = list(order.rows[device])
-        first, second = row[index], row[index + 1]
+        row = list(rows[device])
+        first, second = actions[row[index]], actions[row[index + 1]]
         if (first.stage, first.micro_batch) == (second.stage, second.micro_batch):
             continue
-        row[index : index + 2] = second, first
-        if peak_of(work, device, row) <= max(room[device], peak_of(work, device, order.rows[device])):
-            yield [*order.rows[:device], row, *order.rows[device + 1 :]]
+        row[index], row[index + 1] = row[index + 1], row[index]
+        if _peak(takes, row) <= max(room[device], _peak(takes, rows[device])):
+            yield [*rows[:device], row, *rows[device + 1 :]]
+
+
+def _peak(takes: Sequence[float], row: Sequence[int]) -> float:
+    return max(accumulate((takes[task] for task in row), initial=0.0))
 
 
 def _neighbours(order: Played) -> Iterator[tuple[int, int]]:
     """Pairs on one device, by device and place of the first, of which the second waited for nothing but the first."""
-    place = dict(_tasks(order.rows))
-    task: Task | None = max(order.stop, key=lambda entry: order.stop[entry], default=None)
-    while task is not None:
+    devices = order.tasks.devices
+    place = {task: index for row in order.order for index, task in enumerate(row)}
+    task = order.last
+    while task != _NOTHING:
         before = order.cause[task]
-        if before is not None and before[0] == task[0] and place[before] + 1 == place[task]:
-            yield task[0], place[before]
+        if before != _NOTHING and devices[before] == devices[task] and place[before] + 1 == place[task]:
+            yield devices[task], place[before]
         task = before

@@ -17,7 +17,8 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.clock import Clock
 from lightning_gpp.schedules.messages import samples_of
-from lightning_gpp.schedules.work import Task, links
+from lightning_gpp.schedules.tasks import Task, numbered
+from lightning_gpp.schedules.work import links
 
 StageOrders = Mapping[int, tuple[Action, ...]]
 """For every stage its actions, each micro-batch once, in the order in which a replica runs them. Stages on the same
@@ -88,7 +89,7 @@ class _Run:
         }
         seconds = {(i, action): samples[i, action.stage][action.micro_batch] for i, action in tasks}
         missing, readers = links(self.plan, self.batch_size, tasks, training=self.training, travels=False)
-        self.clock = Clock(len(self.lanes), seconds, readers, missing)
+        self.clock = Clock(len(self.lanes), numbered(seconds, readers, missing))
 
     def play(self) -> None:
         for device in self.clock.turns():
@@ -96,10 +97,11 @@ class _Run:
         self._check_end()
 
     def _start(self, device: int) -> None:
-        ready = [(action, lane) for action, lane in self._heads(device) if self.clock.is_ready((device, action))]
+        numbers = self.clock.tasks.numbers
+        ready = [(action, lane) for action, lane in self._heads(device) if self.clock.is_ready(numbers[device, action])]
         if ready:
             action, lane = min(ready, key=self._rank)
-            self.clock.start((device, action))
+            self.clock.start(numbers[device, action])
             self.started[device, action] = self.clock.time
             self.position[device][lane] += 1
 

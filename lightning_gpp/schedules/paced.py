@@ -20,7 +20,8 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.clock import Clock
 from lightning_gpp.schedules.room import SLACK
-from lightning_gpp.schedules.work import Rows, Task, Work, turns
+from lightning_gpp.schedules.tasks import Rows
+from lightning_gpp.schedules.work import Work, turns
 
 
 class Pace(NamedTuple):
@@ -49,46 +50,47 @@ class _Run:
     room: Sequence[float]
     due: Mapping[Action, float]
     clock: Clock = field(init=False)
+    takes: list[float] = field(init=False)
+    ranks: list[tuple[float, int, int, bool]] = field(init=False)
+    """What is due first has the lowest."""
     kept: list[float] = field(init=False)
-    lanes: list[list[deque[Task]]] = field(init=False)
+    lanes: list[list[deque[int]]] = field(init=False)
     """For every device forwards and backwards of each stage."""
 
     def __post_init__(self) -> None:
-        self.clock = Clock.of(self.work)
+        numbers = self.work.tasks.numbers
+        self.clock = Clock(len(self.room), self.work.tasks)
+        self.takes = [self.work.takes[task] for task in numbers]
+        self.ranks = [(self.due[a], device, a.stage, a.kind is Kind.FORWARD) for device, a in numbers]
         self.kept = [0.0 for _ in self.room]
-        lanes: dict[tuple[int, int, Kind], deque[Task]] = defaultdict(deque)
-        for task in self.work.seconds:
-            device, (stage, kind, _) = task
-            lanes[device, stage, kind].append(task)
+        lanes: dict[tuple[int, int, Kind], deque[int]] = defaultdict(deque)
+        for (device, (stage, kind, _)), number in numbers.items():
+            lanes[device, stage, kind].append(number)
         self.lanes = [[lane for place, lane in lanes.items() if place[0] == device] for device in range(len(self.room))]
 
     def play(self) -> None:
         going = True
         while going:
             for device in self.clock.turns():
-                self._start(task for task in self._heads(device) if self._fits(task))
-            going = self._start(task for device in range(len(self.room)) for task in self._heads(device))
+                self._start(lane for lane in self._ready(device) if self._fits(device, lane[0]))
+            going = self._start(lane for device in range(len(self.room)) for lane in self._ready(device))
 
-    def _heads(self, device: int) -> Iterator[Task]:
-        """What the lanes of a device can go on with, as far as messages tell."""
-        return (lane[0] for lane in self.lanes[device] if lane and self.clock.is_ready(lane[0]))
+    def _ready(self, device: int) -> Iterator[deque[int]]:
+        """The lanes with which a device can go on, as far as messages tell."""
+        return (lane for lane in self.lanes[device] if lane and self.clock.is_ready(lane[0]))
 
-    def _fits(self, task: Task) -> bool:
-        device, action = task
-        return action.kind is not Kind.FORWARD or self.kept[device] + self.work.takes[task] <= self.room[device] * SLACK
+    def _fits(self, device: int, task: int) -> bool:
+        forward = self.work.tasks.actions[task].kind is Kind.FORWARD
+        return not forward or self.kept[device] + self.takes[task] <= self.room[device] * SLACK
 
-    def _start(self, tasks: Iterable[Task]) -> bool:
+    def _start(self, lanes: Iterable[deque[int]]) -> bool:
         """The task that is due first; whether there is any."""
-        task = min(tasks, key=self._rank, default=None)
-        if task is not None:
-            next(lane for lane in self.lanes[task[0]] if lane and lane[0] == task).popleft()
+        lane = min(lanes, key=lambda lane: self.ranks[lane[0]], default=None)
+        if lane is not None:
+            task = lane.popleft()
             self.clock.start(task)
-            self.kept[task[0]] += self.work.takes[task]
-        return task is not None
-
-    def _rank(self, task: Task) -> tuple[float, int, int, bool]:
-        device, action = task
-        return self.due[action], device, action.stage, action.kind is Kind.FORWARD
+            self.kept[self.work.tasks.devices[task]] += self.takes[task]
+        return lane is not None
 
 
 def due_times(work: Work, pace: Pace) -> dict[Action, float]:

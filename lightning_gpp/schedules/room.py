@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.one_f_one_b import warm_up
-from lightning_gpp.schedules.work import Rows, Work, turns
+from lightning_gpp.schedules.tasks import Rows
+from lightning_gpp.schedules.work import Work, turns
 
 SLACK: Final = 1 + 1e-9
 """Sums of bytes, or of seconds, that differ by rounding alone are the same."""
@@ -39,12 +40,17 @@ def needs_of(work: Work) -> dict[tuple[int, int], float]:
     return {place: sum(sorted(sizes)[-counts[place[0]] :]) for place, sizes in kept.items()}
 
 
-def limits_of(work: Work, share: float = 1) -> tuple[float, ...]:
-    """Bytes for every device; where the plan knows none, `share` times what the neediest one keeps under 1F1B."""
-    needs: dict[int, float] = defaultdict(float)
-    for (_, device), need in needs_of(work).items():
-        needs[device] += need
-    return work.limits or (share * max(needs.values()),) * work.plan.num_devices
+def limits_of(work: Work, share: float = 1, needs: Mapping[tuple[int, int], float] | None = None) -> tuple[float, ...]:
+    """Bytes for every device; where the plan knows none, `share` times what the neediest one keeps under 1F1B.
+
+    `needs` are those of `needs_of`, where they are known already.
+    """
+    if work.limits:
+        return work.limits
+    totals: dict[int, float] = defaultdict(float)
+    for (_, device), need in (needs or needs_of(work)).items():
+        totals[device] += need
+    return (share * max(totals.values()),) * work.plan.num_devices
 
 
 def fits(work: Work, peaks: Sequence[float]) -> bool:

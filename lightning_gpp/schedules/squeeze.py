@@ -17,10 +17,11 @@ from itertools import product
 from math import inf
 from typing import Final
 
-from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.schedules.actions import Kind
 from lightning_gpp.schedules.clock import Clock
 from lightning_gpp.schedules.room import SLACK
-from lightning_gpp.schedules.work import Rows, Task, Work
+from lightning_gpp.schedules.tasks import Rows
+from lightning_gpp.schedules.work import Work
 
 WINDOWS: Final = (0, 1, 2, 4)
 """By how many places actions may come before their turn. Which is best depends on the pipeline: far-sighted moves fill
@@ -87,20 +88,36 @@ class _Run:
     window: int
     patient: bool
     clock: Clock = field(init=False)
-    rest: list[list[Action]] = field(init=False)
+    takes: list[float] = field(init=False)
+    """Bytes of every task, by number."""
+    rest: list[list[int]] = field(init=False)
     begun: list[float] = field(init=False)
     held: list[float] = field(init=False)
     freeable: list[float] = field(init=False)
-    weights: list[deque[Action]] = field(init=False)
-    listed: set[Task] = field(init=False)
+    weights: list[deque[int]] = field(init=False)
+    follows: dict[int, int] = field(init=False)
+    """The gradients of parameters that those of inputs leave to do, where they are not listed."""
+    unlisted: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        devices = range(len(self.rows))
-        self.clock = Clock.of(self.work)
-        self.rest, self.weights = [list(row) for row in self.rows], [deque() for _ in devices]
+        devices, numbers = range(len(self.rows)), self.work.tasks.numbers
+        self.clock = Clock(len(self.rows), self.work.tasks)
+        self.takes = [self.work.takes[task] for task in numbers]
+        self.rest = [[numbers[device, action] for action in row] for device, row in enumerate(self.rows)]
+        self.weights = [deque() for _ in devices]
         self.begun = [inf for _ in devices]
         self.held, self.freeable = [0.0 for _ in devices], [0.0 for _ in devices]
-        self.listed = {(i, action) for i, row in enumerate(self.rows) for action in row if action.kind is Kind.WEIGHT}
+        self.follows = self._pairs()
+        self.unlisted = frozenset(self.follows.values())
+
+    def _pairs(self) -> dict[int, int]:
+        numbers, listed = self.work.tasks.numbers, {task for row in self.rest for task in row}
+        pairs = (
+            (number, numbers[device, action._replace(kind=Kind.WEIGHT)])
+            for (device, action), number in numbers.items()
+            if action.kind is Kind.INPUT
+        )
+        return {first: second for first, second in pairs if second not in listed}
 
     def play(self) -> None:
         for device in self.clock.turns():
@@ -113,36 +130,36 @@ class _Run:
     def _choice(self, device: int) -> int | None:
         """The place of the first action that can run, and after which those that it passes still fit."""
         slack = least = self.room[device] * SLACK - self.held[device] + self.freeable[device]
-        for place, action in enumerate(self.rest[device][: self.window + 1]):
-            kept = self._kept(device, action)
-            if (place == 0 or kept <= least) and self.clock.is_ready((device, action)):
+        for place, task in enumerate(self.rest[device][: self.window + 1]):
+            kept = self._kept(task)
+            if (place == 0 or kept <= least) and self.clock.is_ready(task):
                 return place
             slack -= kept
             least = min(least, slack)
         return None
 
-    def _kept(self, device: int, action: Action) -> float:
+    def _kept(self, task: int) -> float:
         """Bytes that an action takes, or gives back; gradients of parameters that are not listed count with others."""
-        kept, weight = self.work.takes[device, action], (device, action._replace(kind=Kind.WEIGHT))
-        return kept + self.work.takes[weight] if action.kind is Kind.INPUT and weight not in self.listed else kept
+        weight = self.follows.get(task)
+        return self.takes[task] if weight is None else self.takes[task] + self.takes[weight]
 
-    def _is_full(self, device: int, action: Action) -> bool:
-        return self.held[device] + self._kept(device, action) > self.room[device] * SLACK
+    def _is_full(self, device: int, task: int) -> bool:
+        return self.held[device] + self._kept(task) > self.room[device] * SLACK
 
     def _has_time(self, device: int) -> bool:
         """Whether the next gradients of parameters are done before anything else is known to arrive."""
         now = self.clock.time
-        end = now + self.work.seconds[device, self.weights[device][0]]
-        expected = (self.clock.arrival((device, action)) for action in self.rest[device][: self.window + 1])
+        end = now + self.work.tasks.seconds[self.weights[device][0]]
+        expected = (self.clock.arrival[task] for task in self.rest[device][: self.window + 1])
         return all(not now < arrival < end for arrival in expected)
 
-    def _start(self, device: int, action: Action) -> None:
+    def _start(self, device: int, task: int) -> None:
         self.begun[device] = min(self.begun[device], self.clock.time)
-        self.clock.start((device, action))
-        self.held[device] += self.work.takes[device, action]
-        weight = action._replace(kind=Kind.WEIGHT)
-        if action.kind is Kind.INPUT and (device, weight) not in self.listed:
+        self.clock.start(task)
+        self.held[device] += self.takes[task]
+        weight = self.follows.get(task)
+        if weight is not None:
             self.weights[device].append(weight)
-            self.freeable[device] -= self.work.takes[device, weight]
-        elif action.kind is Kind.WEIGHT and (device, action) not in self.listed:
-            self.freeable[device] += self.work.takes[device, action]
+            self.freeable[device] -= self.takes[weight]
+        elif task in self.unlisted:
+            self.freeable[device] += self.takes[task]

@@ -6,23 +6,15 @@ action, and nothing in the user's step alone; then its seconds of messages, or i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.messages import derive_messages, samples_of
-
-Task = tuple[int, Action]
-"""An action on one device."""
-
-Rows = Sequence[Sequence[Action]]
-"""For every device its actions, in order."""
-
-Readers = Mapping[Task, Sequence[tuple[Task, float]]]
-"""For every task those that wait for it, and the seconds that its message is on its way."""
+from lightning_gpp.schedules.tasks import Numbered, Readers, Rows, Task, numbered
 
 _MAKERS: Final = {Kind.INPUT: Kind.FORWARD, Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}
 """What comes before an action of a kind, of the same micro-batch."""
@@ -53,6 +45,11 @@ class Work:
     limits: tuple[float, ...]
     readers: Readers
     missing: Mapping[Task, int]
+    tasks: Numbered = field(init=False)
+    """The same seconds, readers and missing tasks, by number."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tasks", numbered(self.seconds, self.readers, self.missing))
 
     def loads(self) -> list[float]:
         """For every device the seconds of its tasks."""

@@ -9,7 +9,7 @@ runs differ in how far forwards run ahead. ZB-1p and ZB-2p are this schedule wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Final
 
@@ -17,7 +17,8 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Kind, Schedule
 from lightning_gpp.schedules.filling import Policy, fill, forwards_ahead
 from lightning_gpp.schedules.registry import register
-from lightning_gpp.schedules.work import Task, Work, work_of
+from lightning_gpp.schedules.tasks import Task
+from lightning_gpp.schedules.work import Work, work_of
 
 LEADS: Final = (1, 1.25, 1.5, 1.75, 2, 2.1, 2.25, 2.5, 3)
 """How far a stage runs ahead of its successors, in what 1F1B does: 1 is ZB-H1's warm-up, 2 is ZB-H2's."""
@@ -52,10 +53,11 @@ def zero_bubble(plan: Plan, batch_size: int) -> Schedule:
     )
 
 
-def _leads(plan: Plan, work: Work) -> Iterator[list[int]]:
-    """For every run and stage by how many micro-batches forwards may be ahead."""
-    yield from (forwards_ahead(plan, lead) for lead in LEADS)
-    yield _until_first_return(work)
+def _leads(plan: Plan, work: Work) -> Iterable[Sequence[int]]:
+    """For every run and stage by how many micro-batches forwards may be ahead; all that make a difference."""
+    numbers = [len(plan.intervals(stage, work.batch_size)) for stage in range(len(plan.stages))]
+    leads = (*(forwards_ahead(plan, lead) for lead in LEADS), _until_first_return(work))
+    return dict.fromkeys(tuple(map(min, lead, numbers)) for lead in leads)
 
 
 def _until_first_return(work: Work) -> list[int]:

@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_gpp._compat import uses_dataloader_iter
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.strategy.compiled import compiled_steps
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -32,6 +33,11 @@ def _problems(module: pl.LightningModule) -> Iterator[str]:
         yield (
             f"{name} overrides `backward`, but in a pipeline every stage runs its own backward. Put the change into "
             "the loss, or use `on_after_backward` to change gradients."
+        )
+    for step in compiled_steps(module, STEPS):
+        yield (
+            f"{name}.{step} is compiled (torch.compile) with the network inside, which is to be cut into stages. "
+            "Compile the modules that it calls, which stages call whole: for example self.encoder.compile()."
         )
     for step in STEPS:
         if uses_dataloader_iter(getattr(module, step)):

@@ -30,6 +30,7 @@ from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.slices import is_sliced
+from lightning_gpp.strategy.compiled import warn_of_cuts
 from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.costs import measured_costs
 from lightning_gpp.strategy.data import outline, signature
@@ -201,6 +202,7 @@ class Engine:
         if self.plan is None or self._first is None:
             raise GPPError("Parameters were to be placed before there was a plan; call make_plan() first.")
         pipeline = self._first[0].build(self.plan, self.module)
+        warn_of_cuts(self.module, self._first[0], pipeline)
         used = [(*names, *buffers) for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]
         self.placement = place(self.module, self.plan, used)
         self.uses = {
@@ -263,6 +265,8 @@ class Engine:
         if self.options.loss_reduction == "mean":
             weight /= self.batch_size * self.control.num_pipelines
         outputs, recorder = self._run(TRAINING, arguments, weight)
+        if self.current is not None:
+            self.current.tell_not_split()
         self.step += 1
         loss, rest = loss_and_rest(outputs) if outputs else (torch.zeros(()), {})
         if outputs and self.options.loss_reduction == "sum":

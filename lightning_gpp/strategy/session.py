@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,6 +27,8 @@ from lightning_gpp.strategy.options import Context
 from lightning_gpp.strategy.parameters import Placement
 from lightning_gpp.strategy.replicas import Forwarded, Replicas, counterparts
 from lightning_gpp.strategy.slice_check import checked_slices
+
+log = logging.getLogger(__name__)
 
 DATA_STREAM = -1
 """The stage number under which the user's step draws its random numbers."""
@@ -96,6 +99,7 @@ class Session:
         self._stages = [InContext(stage, context) for stage in stages]
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.latest: Executor | None = None
+        self._told: set[int] = set()
         self._replicas = replicas
         self._numbers = None if replicas is None else counterparts(plan, self.pipeline.parameters, replicas.layout)
 
@@ -149,6 +153,16 @@ class Session:
             return sorted(user_step.outputs, key=lambda output: output[0].start)
         finally:
             user_step.end()
+
+    def tell_not_split(self) -> None:
+        """Say once which of this rank's backwards the schedule splits in vain."""
+        reasons = {} if self.latest is None else self.latest.not_split
+        for stage in reasons.keys() - self._told:
+            self._told.add(stage)
+            log.warning(
+                "strategy.schedule=%s splits backwards, but that of stage %r is done at once: %s.",
+                *(self.plan.schedule, self.plan.stages[stage].name, reasons[stage]),
+            )
 
 
 def _meetings(program: Program) -> int:

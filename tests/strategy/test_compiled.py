@@ -1,0 +1,181 @@
+"""Modules that the user compiles by `torch.compile` run compiled in stages, and training gives the same numbers."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from lightning_gpp import ConfigError
+from lightning_gpp.capture.isolate import private_copy
+from lightning_gpp.strategy.checks import check_module
+from tests.strategy import harness
+from tests.strategy.harness import TwoTowers, loader, make_data
+from tests.strategy.test_sharding import fit_two
+from tests.strategy.test_training import EXACT, plain
+
+pytestmark = [
+    pytest.mark.timeout(150),  # the first compilation on a machine takes ten seconds, the others less than one
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),  # torch.compile's own
+]
+
+BACKEND = "inductor" if shutil.which("g++") else "aot_eager"
+
+
+STAGES = [{"modules": ["left", "right"], "devices": [1]}, {"modules": ["head", "@step"], "devices": [0]}]
+
+
+class Network(nn.Module):
+    """torch compiles only what is not its own: nn.Sequential would run as it is."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width_in, 6), nn.Linear(6, width_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Plain(TwoTowers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.head = Network(4, 6), Network(12, 3)
+
+
+class InPlace(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left.compile(backend=BACKEND)
+        self.head.compile(backend=BACKEND)
+
+
+class Wrapped(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.head = torch.compile(self.left, backend=BACKEND), torch.compile(self.head, backend=BACKEND)
+
+
+class Configured(Plain):
+    def configure_model(self) -> None:
+        for part in (self.left, self.head):
+            if part._compiled_call_impl is None:
+                part.compile(backend=BACKEND)
+
+
+class Forward(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.left, self.head):
+            part.forward = torch.compile(part.forward, backend=BACKEND)  # type: ignore[method-assign]
+
+
+class Whole(Plain):
+    """Compiled whole: the plan cuts through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compile(backend=BACKEND)
+
+
+RUNS: list[tuple[type[Plain], dict[str, Any]]] = [
+    (InPlace, {}),
+    (InPlace, {"schedule": "zb_h1"}),
+    (InPlace, {"recompute": True}),
+    *((kind, {}) for kind in (Wrapped, Configured, Forward, Whole)),
+]
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def fit(kind: type[Plain], strategy: Any, devices: int) -> dict[str, Any]:
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(2)
+    module = kind().double()
+    harness.trainer(strategy, devices, max_epochs=1).fit(module, loader(16))
+    state = {name.replace("_orig_mod.", ""): value for name, value in module.state_dict().items() if not value.is_meta}
+    return {"losses": module.losses, "state": state, "compiled": counters["stats"]["unique_graphs"]}
+
+
+def fit_all(rank: int) -> Any:
+    heard = Heard()
+    logging.getLogger("lightning_gpp.strategy.session").addHandler(heard)
+    runs = [fit(kind, harness.strategy(stages=STAGES, **settings), 2) for kind, settings in RUNS]
+    sharded = {name: fit_two(kind, name) for kind, name in ((Plain, "none"), (InPlace, "zero1"), (InPlace, "fsdp"))}
+    return runs, sharded, heard.messages
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Any]:
+    return harness.run(2, fit_all, timeout=120)
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], **EXACT)
+    for name, value in found["state"].items():
+        torch.testing.assert_close(value, expected["state"][name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=[f"{kind.__name__}-{settings}" for kind, settings in RUNS])
+def test_training_gives_the_numbers_of_one_process(runs: list[Any], number: int) -> None:
+    expected = plain(fit, Plain, "auto", 1)
+    for rank, (found, _, _) in enumerate(runs):
+        same(found[number], expected)
+        assert found[number]["compiled"] == (RUNS[number][0] is not Whole), f"rank {rank}"
+    assert set().union(*(found[number]["state"] for found, _, _ in runs)) == set(expected["state"])
+
+
+@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
+def test_replicas_that_split_what_they_hold(runs: list[Any], kind: str) -> None:
+    for _, sharded, _ in runs:
+        same(sharded[kind], sharded["none"])
+
+
+def test_a_backward_that_is_not_split_is_told_once(runs: list[Any]) -> None:
+    (_, _, told), (_, _, other) = runs
+    assert len(told) == 1
+    assert "strategy.schedule=zb_h1 splits backwards, but that of stage 'head' is done at once" in told[0]
+    assert "torch.compile made one step" in told[0]
+    assert other == []
+
+
+def test_a_compiled_step() -> None:
+    module = Plain()
+    module.training_step = torch.compile(module.training_step, backend=BACKEND)  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=r"Plain.training_step is compiled .* for example self.encoder.compile\(\)"):
+        check_module(module)
+
+
+def test_a_cut_through_a_compiled_module_is_told() -> None:
+    stages = [{**stage, "devices": [0]} for stage in STAGES]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        harness.trainer(harness.strategy(stages=stages), max_epochs=1).fit(Whole().double(), loader(8))
+    told = [str(warning.message) for warning in caught if "torch.compile" in str(warning.message)]
+    assert len(told) == 1
+    assert re.match(r"Whole: compiled \(torch.compile\), but the plan cuts through, .* \(strategy.stages\)", told[0])
+
+
+@pytest.mark.parametrize("kind", [InPlace, Wrapped, Forward, Whole])
+def test_copies_compute_with_their_own_parameters(kind: type[Plain]) -> None:
+    module = kind().double()
+    copied = private_copy(module)
+    a, b, _ = make_data(4)[:]
+    with torch.compiler.set_stance("force_eager"):
+        copied(a, b).sum().backward()
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert all(parameter.grad is not None for parameter in (*copied.left.parameters(), *copied.head.parameters()))
