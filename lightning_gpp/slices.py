@@ -28,6 +28,12 @@ COSTS: Final = tuple(entry.name for entry in fields(Figures) if entry.type == "A
 """The figures of a stage that its slices share."""
 
 
+def part_of(name: str, cost: Affine, share: float) -> Affine:
+    """A figure of a slice. Seconds that do not depend on samples are those of calling operators, as in every slice."""
+    is_seconds = name.endswith("seconds") or name in ("forward", "backward", "weight")
+    return Affine(cost.per_sample * share, cost.fixed if is_seconds else cost.fixed * share)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsliced:
     """A plan whose slices are put together, and for every stage of the sliced plan its number in this one."""
@@ -82,8 +88,14 @@ def _joined_stage(parts: list[Stage]) -> Stage:
 
 def _joined_figures(parts: list[Figures]) -> Figures:
     """The first part has the parameters of all."""
-    costs = {name: sum((getattr(part, name) for part in parts), Affine()) for name in COSTS}
+    costs = {name: _joined(name, [getattr(part, name) for part in parts]) for name in COSTS}
     return replace(parts[0], **costs)  # type: ignore[arg-type]
+
+
+def _joined(name: str, parts: list[Affine]) -> Affine:
+    """What `part_of` took apart."""
+    total = sum(parts, Affine())
+    return Affine(total.per_sample, parts[0].fixed) if name.endswith("seconds") else total
 
 
 def _joined_edge(known: Edge | None, edge: Edge) -> Edge:

@@ -14,6 +14,7 @@ from lightning_gpp.planning.estimate import estimate
 from lightning_gpp.planning.folding import Cut, is_folded, partition_for
 from lightning_gpp.planning.found import Found, partition
 from lightning_gpp.planning.request import Request
+from lightning_gpp.planning.resliced import found_in_slices, in_small_parts
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import simulate
 
@@ -29,9 +30,20 @@ def partition_copies(name: str, graph: OperatorGraph, request: Request, cut: Cut
     its part of the time. `cut` does the searches.
 
     Raises:
-        ConfigError: there is no such partitioner.
+        ConfigError: there is no such partitioner, or the model cannot be cut into slices.
         PlanError: no number of pipelines fits; the message is that for the largest pipeline.
     """
+    if request.slicing is None:
+        return _whole(name, graph, request, cut)
+    parts = in_small_parts(request, request.slicing)
+    found = _whole(name, graph, parts, cut)
+    if request.batch_size % found.num_pipelines:  # it shares slices of a sample among pipelines
+        found = _whole(name, graph, replace(parts, copies=False), cut)
+    return found_in_slices(found, graph, request, request.slicing)
+
+
+def _whole(name: str, graph: OperatorGraph, request: Request, cut: Cut) -> Found:
+    """The same for micro-batches that are not cut."""
     devices, whole = request.cluster.num_devices, is_folded(request)
     if not request.copies or (not whole and (request.max_replicas is None or request.max_replicas >= devices)):
         return partition_for(name, graph, request, cut)

@@ -14,6 +14,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning.answer import Progress
 from lightning_gpp.planning.micro_batches import resolve_size
 from lightning_gpp.planning.problem import Problem, operator_seconds
+from lightning_gpp.planning.slicing import Slicing
 from lightning_gpp.planning.units import find_units
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -39,6 +40,7 @@ class Request:
         max_replicas: devices of a stage at most; None sets no limit.
         stages_per_device: stages, each on one device, that a device has; None: as the schedule wants.
         sharding: what the replicas of a stage split; one of `plan.SHARDINGS`.
+        slicing: how micro-batches are cut along the sequence; None: not at all.
         num_pieces: operators are grouped into modules of no more than 1 / `num_pieces` of the whole.
         copies: whether copies of the whole pipeline may share the mini-batch.
         seconds: of the search, for partitioners that can stop at any time.
@@ -57,6 +59,7 @@ class Request:
     max_replicas: int | None = None
     stages_per_device: int | None = None
     sharding: str = "none"
+    slicing: Slicing | None = None
     num_pieces: float = inf
     copies: bool = True
     seconds: float = 10.0

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+import networkx as nx
+
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.planning.assign import assign, crossing
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
-from lightning_gpp.slices import CARRY, COSTS, Unsliced, slice_name
+from lightning_gpp.slices import CARRY, COSTS, Unsliced, part_of, slice_name
 
 Value = tuple[str, int]
 """Operator and number of its output."""
@@ -29,6 +31,11 @@ class Slicing:
     slices: int | tuple[int, ...]
     dim: int = 1
     modules: tuple[str, ...] | None = None
+
+    @property
+    def number(self) -> int:
+        """Of slices."""
+        return self.slices if isinstance(self.slices, int) else len(self.slices)
 
 
 def carried(graph: OperatorGraph) -> dict[str, tuple[Operator, int]]:
@@ -49,6 +56,32 @@ def is_cut(spec: TensorSpec, dim: int, length: int) -> bool:
 def cut_spec(spec: TensorSpec, dim: int, tokens: int) -> TensorSpec:
     """That of so many tokens of the tensor."""
     return replace(spec, shape=(*spec.shape[:dim], Affine(0, tokens), *spec.shape[dim + 1 :]))
+
+
+def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
+    """The graph in which stages can only meet where tokens are counted by dimension `dim`, and so can be cut.
+
+    Operators between which tensors count them by another one, as inside of attention, become one cluster.
+    """
+    lengths = {int(operator.outputs[0].shape[at].fixed) for operator, at in carried(graph).values()}
+
+    def hides(spec: TensorSpec) -> bool:
+        return any(Affine(0, n) in spec.shape and not is_cut(spec, dim, n) for n in lengths)
+
+    ties = nx.Graph()
+    clusters: dict[str, str] = {}
+    for source, target, outputs in graph.nx.edges(data="outputs"):
+        made = graph[source].target != "input" and graph[target].target != "step"
+        if made and any(hides(graph[source].outputs[output]) for output in outputs):
+            ties.add_edge(source, target)
+    for operator in graph:
+        if operator.cluster:
+            ties.add_edge(operator.name, clusters.setdefault(operator.cluster, operator.name))
+    names = {name: f"tokens{i}" for i, tied in enumerate(nx.connected_components(ties)) for name in tied}
+    result = replace(graph, nx=graph.nx.copy())
+    for name, cluster in names.items():
+        result.nx.nodes[name]["operator"] = replace(graph[name], cluster=cluster)
+    return result
 
 
 def sliced(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
@@ -237,7 +270,7 @@ def _part(cost: StageCost, share: float, *, first: bool) -> StageCost:
     if share == 1.0:
         return cost
     affine = {
-        entry.name: scaled(getattr(cost, entry.name), share)
+        entry.name: part_of(entry.name, getattr(cost, entry.name), share)
         for entry in fields(cost)
         if isinstance(getattr(cost, entry.name), Affine)
     }
@@ -245,7 +278,7 @@ def _part(cost: StageCost, share: float, *, first: bool) -> StageCost:
 
 
 def _figures(figures: Figures, share: float, *, first: bool) -> Figures:
-    costs = {name: scaled(getattr(figures, name), share) for name in COSTS}
+    costs = {name: part_of(name, getattr(figures, name), share) for name in COSTS}
     part = replace(figures, **costs)  # type: ignore[arg-type]
     return part if first else replace(part, num_parameters=0, parameter_bytes=0)
 

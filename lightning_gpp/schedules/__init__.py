@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gpp.plan import Plan
+from lightning_gpp.plan import Plan, Stage
 from lightning_gpp.schedules import adaptive as _adaptive  # noqa: F401  registers itself
 from lightning_gpp.schedules import bitpipe as _bitpipe  # noqa: F401  registers itself
 from lightning_gpp.schedules import breadth_first as _breadth_first  # noqa: F401  registers itself
@@ -59,7 +59,7 @@ def compile_program(
         ScheduleError: the schedule is unknown, cannot run, or breaks its promise of micro-batches in flight.
         PlanError: tensors that cannot be cut would have to be.
     """
-    replicated = {i for i, stage in enumerate(plan.stages) if len(stage.devices) * copies > 1}
+    replicated = {i for i, stage in enumerate(plan.stages) if len(stage.devices) * copies > 1 and _sums(stage)}
     schedule = make_schedule(plan, batch_size, training, replicated=replicated)
     if not reduce:
         schedule = schedule.without(Kind.REDUCE)
@@ -69,3 +69,8 @@ def compile_program(
         program = lower(plan, schedule if reduce else schedule.without(Kind.REDUCE), batch_size, training)
     verify(program, flights(schedule) if training else {})
     return program
+
+
+def _sums(stage: Stage) -> bool:
+    """Whether a stage sums gradients: of slices, which share their parameters, the first one does, the last to end."""
+    return stage.tokens is None or not stage.tokens[0]

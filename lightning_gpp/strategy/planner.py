@@ -24,12 +24,14 @@ from lightning_gpp.planning.copies import partition_copies
 from lightning_gpp.planning.fit import check_sharding
 from lightning_gpp.planning.folding import KNOWN, SEARCHED_AS, folded, ordered
 from lightning_gpp.planning.placement import read
+from lightning_gpp.planning.resliced import again, in_slices, slicing_of
+from lightning_gpp.planning.slicing import kept_together
+from lightning_gpp.planning.step_apart import drafts_of, separated
 from lightning_gpp.planning.timed import with_figures_of
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.slices import is_sliced, unsliced
 from lightning_gpp.strategy.machine import Machine, first, resolved
 from lightning_gpp.strategy.options import AUTO, DEFAULT, Context, Options, StageSpec, placement_of, schedules_of
-from lightning_gpp.strategy.slicing import again, drafts_of, in_slices, separated, slicing_of
 
 TRAINING = "training_step"
 
@@ -48,7 +50,9 @@ def captured_step(
     stages = options.stages
     if is_declared(stages) and isinstance(stages, Sequence):
         return declare(module, batch, [dict(entry) for entry in stages], step=step)
-    return capture(module, batch, step=step, context=context, device=device)
+    captured = capture(module, batch, step=step, context=context, device=device)
+    slicing = options.slicing or (slicing_of(options.plan) if options.plan is not None else None)
+    return captured if slicing is None else replace(captured, graph=kept_together(captured.graph, slicing.dim))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +229,7 @@ def request_of(
         max_replicas=options.max_replicas,
         stages_per_device=options.stages_per_device,
         sharding=options.sharding,
+        slicing=options.slicing,
         copies=copies,
         seconds=options.search_seconds,
         progress=progress,

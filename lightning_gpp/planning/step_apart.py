@@ -1,0 +1,51 @@
+"""The user's step as a stage of its own, where it keeps modules from what the step does not allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.planning.assign import StageDraft, make_plan
+from lightning_gpp.planning.timed import with_figures_of
+from lightning_gpp.slices import unsliced
+
+
+def step_apart(plan: Plan, graph: OperatorGraph) -> Plan:
+    """The plan with the user's step as a stage of its own, behind the modules that were with it."""
+    drafts = separated(drafts_of(plan))
+    apart = make_plan(graph, drafts, batch_size=plan.batch_size, schedule=plan.schedule, model=plan.model)
+    apart = replace(with_figures_of(plan, apart), notes=plan.notes)
+    return apart.chained() if any(edge.artificial for edge in plan.edges) else apart
+
+
+def separated(drafts: Sequence[StageDraft], micro_batch_size: int | None = None) -> list[StageDraft]:
+    """The user's step as a stage of its own, with micro-batches of its own size if it is given."""
+    result: list[StageDraft] = []
+    for draft in drafts:
+        if STEP not in draft.modules:
+            result.append(draft)
+            continue
+        rest = tuple(module for module in draft.modules if module != STEP)
+        if rest:
+            result.append(replace(draft, modules=rest))
+        size = micro_batch_size or draft.micro_batch_size
+        name = f"{draft.name} step" if rest else draft.name
+        result.append(replace(draft, name=name, modules=(STEP,), micro_batch_size=size))
+    return result
+
+
+def drafts_of(plan: Plan) -> list[StageDraft]:
+    """The plan's stages, slices put together, before their edges and figures are known."""
+    return [
+        StageDraft(
+            name=stage.name,
+            modules=stage.modules,
+            devices=stage.devices,
+            micro_batch_size=stage.micro_batch_size,
+            round_robin=stage.round_robin,
+            recompute=stage.recompute,
+        )
+        for stage in unsliced(plan).plan.stages
+    ]
