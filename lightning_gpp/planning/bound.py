@@ -24,58 +24,118 @@ of unit u for b samples (replicas that share b samples take no less in sum), W t
 for any s in [0, 1].
 Waiting counts less on slower devices, whose seconds are worth less work: it is divided by the largest slowdown.
 The right side falls with T, so the smallest T that satisfies it bounds the step from below. In addition, some stage has
-to run each unit M times, and stages must have room for whole units (`room`). The bound of the problem is the least of
-those of its micro-batch sizes.
+to run each unit M times, stages must have room for whole units (`room`), and they wait for the stage of a unit that all
+others are in order with (`joints`). The bound of the problem is the least of those of its micro-batch sizes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from math import inf
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from lightning_gpp.planning.problem import Array, Problem
-from lightning_gpp.planning.room import Share, least_with_room
+from lightning_gpp.planning.joints import Split, joints_of, least_with_joint
+from lightning_gpp.planning.problem import Array, Problem, UnitSeconds
+from lightning_gpp.planning.room import Rooms, Share, least_with_room, rooms_of
 
 SHARES = (0.0, 0.5, 1.0)
 """Values of s that are tried; the best one counts."""
 
+MAX_SHARES = 16
+"""Numbers of replicas for which the forward's part of a unit's seconds is looked at."""
+
 
 def lower_bound(problem: Problem) -> float:
     """Seconds that no plan's step can beat."""
-    simple = {size: float(np.sum(_fastest(problem, size)[:2])) for size in problem.sizes}
-    least = inf
-    for size in sorted(problem.sizes, key=lambda size: simple[size] * -(-problem.batch_size // size)):
-        devices = _fastest(problem, size)[2]
-        if simple[size] * -(-problem.batch_size // size) / devices < least:
-            least = min(least, bound_of_size(problem, size))
-    return least
+    bounds = {size: _Bounds(problem, size) for size in problem.sizes}
+    queue = [(_balanced(problem, size), size) for size in problem.sizes]
+    heapify(queue)
+    while True:
+        least, size = heappop(queue)
+        if bounds[size].complete:
+            return least
+        heappush(queue, (bounds[size].better(least), size))
 
 
 def bound_of_size(problem: Problem, size: int) -> float:
     """The same for plans with micro-batches of `size` samples."""
-    return max(_whole(problem, size), _largest_unit(problem, size), _with_room(problem, size))
+    bounds, least = _Bounds(problem, size), _balanced(problem, size)
+    while not bounds.complete:
+        least = bounds.better(least)
+    return least
 
 
-def _with_room(problem: Problem, size: int) -> float:
-    forward, backward, _ = _fastest(problem, size)
+def _balanced(problem: Problem, size: int) -> float:
+    """All devices busy all the time."""
+    forward, backward, devices = _fastest(problem, size)
+    return problem.batch_size / size * float(np.sum(forward + backward)) / devices
+
+
+class _Bounds:
+    """The bounds of one size, one after the other: the size with the least one is looked at more closely."""
+
+    def __init__(self, problem: Problem, size: int) -> None:
+        self.problem, self.size = problem, size
+        self.joints = joints_of(problem, np.add(*_fastest(problem, size)[:2]))
+        self.rooms: Rooms | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.rooms is not None and not self.joints
+
+    def better(self, least: float) -> float:
+        """The next bound, or what is known already."""
+        if self.rooms is not None:
+            split = _split(self.problem, self.size)
+            return least_with_joint(self.problem, self.size, self.rooms, split, self.joints.pop(0), least)
+        self.rooms = _rooms(self.problem, self.size)
+        others = _whole(self.problem, self.size), _largest_unit(self.problem, self.size)
+        return max(least, *others, least_with_room(self.rooms, self.problem.num_devices))
+
+
+def _rooms(problem: Problem, size: int) -> Rooms:
     shares = [
         Share(
             fewest=choice.fewest,
+            most=choice.most,
             forward=choice.forward,
             backward=choice.backward,
             summing=choice.summing / choice.fewest,
         )
         for choice in (_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size))
     ]
-    return least_with_room(problem, size, shares, forward + backward, _backward_share(problem, size))
+    forward, backward, _ = _fastest(problem, size)
+    return rooms_of(problem.batch_size / size, problem.num_devices, shares, forward + backward)
+
+
+def _split(problem: Problem, size: int) -> Split:
+    """Of all shares that stages can have; where these are too many to look at, what holds for any."""
+    if min(problem.max_replicas, problem.num_devices) > MAX_SHARES:
+        return Split(share=0.5, extra=0.0, head=0.0)
+    tables = _tables(problem, size)
+    forward, total = np.array([table.forward for table in tables]), np.array([table.total for table in tables])
+    part = forward / np.maximum(total, 1e-30)
+    weight = float(total.max(axis=0).sum()) / problem.num_devices
+
+    def extra(share: float) -> float:
+        return float(np.maximum(0.0, forward - share * total).max(axis=0).sum())
+
+    share = min(sorted(set(part.max(axis=0).tolist())), key=lambda share: share * weight + extra(share))
+    return Split(share=share, extra=extra(share), head=float(part.min()))
+
+
+def _tables(problem: Problem, size: int) -> list[UnitSeconds]:
+    """Of all shares that stages of up to `MAX_SHARES` replicas can have, and of some smaller ones, on all kinds."""
+    counts = {count for pair in _replica_ranges(problem, size) for count in pair}
+    samples = {share for count in counts for share in (max(1, size // count), -(-size // count))}
+    return [problem.seconds(share, kind) for share in sorted(samples) for kind in range(len(problem.cluster.kinds))]
 
 
 def _backward_share(problem: Problem, size: int) -> float:
-    """The most that a backward takes of a unit's seconds, on any kind of device."""
-    tables = [problem.seconds(size, kind) for kind in range(len(problem.cluster.kinds))]
+    """The most that a backward takes of a unit's seconds."""
+    tables = _tables(problem, size)
     return max(float((1 - table.forward / np.maximum(table.total, 1e-30)).max()) for table in tables)
 
 
