@@ -5,9 +5,10 @@ of unit u for b samples (replicas that share b samples take no less in sum), W t
 
 * The devices compute for M W seconds in sum.
 * A device waits for the first forward of all stages ahead of its own, and after its last backward for theirs. Give
-  every unit one path of ancestors, the longest; let D_u be the units whose path holds u. Weighting a device's units by
-  their seconds, at most T per device, all devices wait for u, if r devices run it, for at least
-  t_u(b / r) (M W(D_u) / T - r) seconds in sum: the work behind u, less that in the stage of u itself.
+  every unit one path of ancestors, the longest of edges along which gradients come back (as all paths here); let D_u be
+  the units whose path holds u. Weighting a device's units by their seconds, at most T per device, all devices wait for
+  u, if r devices run it, for at least t_u(b / r) (M W(D_u) / T - r) seconds in sum: the work behind u, less that in the
+  stage of u itself.
 * r > 1 replicas of u sum its gradients: 2 (r - 1) p_u / bandwidth seconds in sum, over the links that r devices need.
   That may overlap with waiting for the last backwards, so one share s of it counts, and 1 - s of them.
 * Between its last forward and its last backward a device waits until that micro-batch has gone through all stages
@@ -34,6 +35,7 @@ from collections import Counter
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+import networkx as nx
 import numpy as np
 
 from lightning_gpp.planning.joints import Split, joints_of, least_with_joint
@@ -209,8 +211,9 @@ class _Paths:
         self.total, self.number = total, problem.batch_size / size  # a shorter last micro-batch counts as its part
         self.most = -(-problem.batch_size // size)
         self.slowdown = max(_slowdowns(problem, total, size))
-        self.behind = self.number * _behind(problem, total)
-        self.after, self.child = _after(problem, total)
+        order = _returning(problem)
+        self.behind = self.number * _behind(order, total)
+        self.after, self.child = _after(order, total)
         self.backward_share = _backward_share(problem, size)
         self.work = self.number * float(total.sum())
 
@@ -225,12 +228,22 @@ class _Paths:
         return np.array(often), allowed * float(weights.sum())
 
 
-def _behind(problem: Problem, total: Array) -> Array:
+def _returning(problem: Problem) -> nx.DiGraph:
+    """The graph of units with the edges along which gradients come back: where none do, no backward waits."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(problem.num_units))
+    for value in problem.units.values:
+        if value.num_directions == 2 and value.bytes.at(1) > 0:
+            graph.add_edges_from((value.src, dst) for dst in value.dsts)
+    return graph
+
+
+def _behind(order: nx.DiGraph, total: Array) -> Array:
     """For every unit the seconds of the units whose longest path of ancestors holds it."""
-    num_units = problem.num_units
+    num_units = len(total)
     parent, length = [-1] * num_units, [0.0] * num_units
     for unit in range(num_units):
-        for before in problem.order.predecessors(unit):
+        for before in order.predecessors(unit):
             if length[before] + total[before] > length[unit] or parent[unit] < 0:
                 parent[unit], length[unit] = before, length[before] + total[before]
     behind = np.zeros(num_units)
@@ -240,12 +253,12 @@ def _behind(problem: Problem, total: Array) -> Array:
     return behind
 
 
-def _after(problem: Problem, total: Array) -> tuple[Array, list[int]]:
+def _after(order: nx.DiGraph, total: Array) -> tuple[Array, list[int]]:
     """For every unit the seconds of its longest path of descendants, and the first unit of it; -1 for sinks."""
-    num_units = problem.num_units
+    num_units = len(total)
     after, child = np.zeros(num_units), [-1] * num_units
     for unit in reversed(range(num_units)):
-        following = list(problem.order.successors(unit))
+        following = list(order.successors(unit))
         if following:
             child[unit] = max(following, key=lambda other: float(after[other] + total[other]))
             after[unit] = after[child[unit]] + total[child[unit]]

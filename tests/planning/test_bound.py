@@ -239,6 +239,16 @@ def test_no_plan_of_a_size_beats_the_bound_of_the_size(seed: int) -> None:
         assert bound_of_size(problem, size) <= _optimum(of_size) * SLACK
 
 
+def test_backwards_do_not_wait_where_gradients_do_not_return() -> None:
+    """Three units in a row on three devices: only their forwards follow each other."""
+    problem = replace(_problem([1.0] * 3, [(0, 1), (1, 2)], 3, batch_size=1), max_replicas=1)
+    one_way = tuple(replace(value, num_directions=1) for value in problem.units.values)
+    alone = replace(problem, units=replace(problem.units, values=one_way))
+    assert _optimum(alone) == pytest.approx(3 + 2, rel=0.01)
+    assert lower_bound(alone) == pytest.approx(3)
+    assert lower_bound(problem) > 5.5
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_plan_beats_the_bound_where_gradients_do_not_return(seed: int) -> None:
     random = Random(seed)
