@@ -38,8 +38,8 @@ def bidirectional_order(plan: Plan, batch_size: int) -> Schedule:
 
     The chain's own order is among those that are tried: it serves the graph too, which so is never slower.
     """
-    work, chain = _work(plan, batch_size), _work(plan.chained(), batch_size)
-    trials = _with_room(work) if chain.readers == work.readers else _beside(work, chain)
+    work, chain = _work(plan, batch_size), plan.chained()
+    trials = _with_room(work) if chain == plan else _beside(work, _work(chain, batch_size))
     runs = [run for run in (played(work, paced(*trial)) for trial in trials) if run is not None]
     least = min(run.makespan for run in runs) * SLACK
     best = next(run for run in runs if run.makespan <= least)
