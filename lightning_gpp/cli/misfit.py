@@ -1,8 +1,9 @@
-"""Whether the stages of a given plan lie as a schedule wants them."""
+"""Whether the stages of a plan lie as its schedule wants them, and go both ways where it does."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from lightning_gpp.errors import GPPError
 from lightning_gpp.plan import STEP, Plan, Stage
@@ -18,6 +19,8 @@ def misfit(plan: Plan, schedule: str) -> str:
             "it runs in both directions, and wants every stage also on the mirrored device, where it takes micro-"
             "batches in turn (round_robin)."
         )
+    if method.bidirectional and (reason := _one_way(plan, stages)):
+        return reason
     number = method.stages_per_device
     held = sum(1 if method.bidirectional else len(stage.devices) for stage in stages)
     if -(-held // plan.num_devices) < number:
@@ -28,6 +31,19 @@ def misfit(plan: Plan, schedule: str) -> str:
 
 
 _WORDS = {"looped": "round the devices in loops", "zigzag": "over the devices forth and back"}
+
+
+def _one_way(plan: Plan, stages: Sequence[Stage]) -> str:
+    """Why no two micro-batches ever run in opposite directions."""
+    if plan.num_devices < 2:
+        return "it runs in both directions, and 1 device has none; it takes 2 devices or more (trainer.devices)."
+    numbers = [-(-plan.batch_size // stage.micro_batch_size) for stage in stages]
+    if max(numbers, default=2) < 2:
+        return (
+            "it runs micro-batches in both directions in turn, and there is 1 micro-batch; it takes 2 or more "
+            "(strategy.num_micro_batches)."
+        )
+    return ""
 
 
 def _both_ways(plan: Plan, stage: Stage) -> bool:

@@ -12,6 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_gpp.cli.check import check
+from lightning_gpp.cli.misfit import misfit
 from lightning_gpp.cli.subject import GraphFile, Step, captured, graph_file
 from lightning_gpp.cluster import Cluster, cluster_of
 from lightning_gpp.errors import ConfigError
@@ -125,14 +126,17 @@ def with_copies(task: Task, plan: Plan, found: Found) -> Found:
 
 
 def _advice(task: Task, result: Planned) -> list[str]:
-    """How to train with the plan, where that is not obvious."""
+    """What the schedule lacks, and how to train with the plan, where that is not obvious."""
     number, plan = result.num_pipelines, result.plan
+    reason = misfit(plan, plan.schedule)
+    notes = [f"\n{plan.schedule}: {reason}"] if reason else []
     if number == 1:
-        return []
+        return notes
     return [
+        *notes,
         f"\n{number} pipelines of {plan.num_devices} devices each share the work: train with "
         f"strategy.num_pipelines={number}. A data loader's batch is that of one pipeline: {plan.batch_size} samples, "
-        f"{number * plan.batch_size} in all."
+        f"{number * plan.batch_size} in all.",
     ]
 
 

@@ -5,9 +5,10 @@ of unit u for b samples (replicas that share b samples take no less in sum), W t
 
 * The devices compute for M W seconds in sum.
 * A device waits for the first forward of all stages ahead of its own, and after its last backward for theirs. Give
-  every unit one path of ancestors, the longest; let D_u be the units whose path holds u. Weighting a device's units by
-  their seconds, at most T per device, all devices wait for u, if r devices run it, for at least
-  t_u(b / r) (M W(D_u) / T - r) seconds in sum: the work behind u, less that in the stage of u itself.
+  every unit one path of ancestors, the longest of edges along which gradients come back (as all paths here); let D_u be
+  the units whose path holds u. Weighting a device's units by their seconds, at most T per device, all devices wait for
+  u, if r devices run it, for at least t_u(b / r) (M W(D_u) / T - r) seconds in sum: the work behind u, less that in the
+  stage of u itself.
 * r > 1 replicas of u sum its gradients: 2 (r - 1) p_u / bandwidth seconds in sum, over the links that r devices need.
   That may overlap with waiting for the last backwards, so one share s of it counts, and 1 - s of them.
 * Between its last forward and its last backward a device waits until that micro-batch has gone through all stages
@@ -24,58 +25,119 @@ of unit u for b samples (replicas that share b samples take no less in sum), W t
 for any s in [0, 1].
 Waiting counts less on slower devices, whose seconds are worth less work: it is divided by the largest slowdown.
 The right side falls with T, so the smallest T that satisfies it bounds the step from below. In addition, some stage has
-to run each unit M times, and stages must have room for whole units (`room`). The bound of the problem is the least of
-those of its micro-batch sizes.
+to run each unit M times, stages must have room for whole units (`room`), and they wait for the stage of a unit that all
+others are in order with (`joints`). The bound of the problem is the least of those of its micro-batch sizes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from math import inf
+from heapq import heapify, heappop, heappush
 
+import networkx as nx
 import numpy as np
 
-from lightning_gpp.planning.problem import Array, Problem
-from lightning_gpp.planning.room import Share, least_with_room
+from lightning_gpp.planning.joints import Split, joints_of, least_with_joint
+from lightning_gpp.planning.problem import Array, Problem, UnitSeconds
+from lightning_gpp.planning.room import Rooms, Share, least_with_room, rooms_of
 
 SHARES = (0.0, 0.5, 1.0)
 """Values of s that are tried; the best one counts."""
 
+MAX_SHARES = 16
+"""Numbers of replicas for which the forward's part of a unit's seconds is looked at."""
+
 
 def lower_bound(problem: Problem) -> float:
     """Seconds that no plan's step can beat."""
-    simple = {size: float(np.sum(_fastest(problem, size)[:2])) for size in problem.sizes}
-    least = inf
-    for size in sorted(problem.sizes, key=lambda size: simple[size] * -(-problem.batch_size // size)):
-        devices = _fastest(problem, size)[2]
-        if simple[size] * -(-problem.batch_size // size) / devices < least:
-            least = min(least, bound_of_size(problem, size))
-    return least
+    bounds = {size: _Bounds(problem, size) for size in problem.sizes}
+    queue = [(_balanced(problem, size), size) for size in problem.sizes]
+    heapify(queue)
+    while True:
+        least, size = heappop(queue)
+        if bounds[size].complete:
+            return least
+        heappush(queue, (bounds[size].better(least), size))
 
 
 def bound_of_size(problem: Problem, size: int) -> float:
     """The same for plans with micro-batches of `size` samples."""
-    return max(_whole(problem, size), _largest_unit(problem, size), _with_room(problem, size))
+    bounds, least = _Bounds(problem, size), _balanced(problem, size)
+    while not bounds.complete:
+        least = bounds.better(least)
+    return least
 
 
-def _with_room(problem: Problem, size: int) -> float:
-    forward, backward, _ = _fastest(problem, size)
+def _balanced(problem: Problem, size: int) -> float:
+    """All devices busy all the time."""
+    forward, backward, devices = _fastest(problem, size)
+    return problem.batch_size / size * float(np.sum(forward + backward)) / devices
+
+
+class _Bounds:
+    """The bounds of one size, one after the other: the size with the least one is looked at more closely."""
+
+    def __init__(self, problem: Problem, size: int) -> None:
+        self.problem, self.size = problem, size
+        self.joints = joints_of(problem, np.add(*_fastest(problem, size)[:2]))
+        self.rooms: Rooms | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.rooms is not None and not self.joints
+
+    def better(self, least: float) -> float:
+        """The next bound, or what is known already."""
+        if self.rooms is not None:
+            split = _split(self.problem, self.size)
+            return least_with_joint(self.problem, self.size, self.rooms, split, self.joints.pop(0), least)
+        self.rooms = _rooms(self.problem, self.size)
+        others = _whole(self.problem, self.size), _largest_unit(self.problem, self.size)
+        return max(least, *others, least_with_room(self.rooms, self.problem.num_devices))
+
+
+def _rooms(problem: Problem, size: int) -> Rooms:
     shares = [
         Share(
             fewest=choice.fewest,
+            most=choice.most,
             forward=choice.forward,
             backward=choice.backward,
             summing=choice.summing / choice.fewest,
         )
         for choice in (_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size))
     ]
-    return least_with_room(problem, size, shares, forward + backward, _backward_share(problem, size))
+    forward, backward, _ = _fastest(problem, size)
+    return rooms_of(problem.batch_size / size, problem.num_devices, shares, forward + backward)
+
+
+def _split(problem: Problem, size: int) -> Split:
+    """Of all shares that stages can have; where these are too many to look at, what holds for any."""
+    if min(problem.max_replicas, problem.num_devices) > MAX_SHARES:
+        return Split(share=0.5, extra=0.0, head=0.0)
+    tables = _tables(problem, size)
+    forward, total = np.array([table.forward for table in tables]), np.array([table.total for table in tables])
+    part = forward / np.maximum(total, 1e-30)
+    weight = float(total.max(axis=0).sum()) / problem.num_devices
+
+    def extra(share: float) -> float:
+        return float(np.maximum(0.0, forward - share * total).max(axis=0).sum())
+
+    share = min(sorted(set(part.max(axis=0).tolist())), key=lambda share: share * weight + extra(share))
+    return Split(share=share, extra=extra(share), head=float(part.min()))
+
+
+def _tables(problem: Problem, size: int) -> list[UnitSeconds]:
+    """Of all shares that stages of up to `MAX_SHARES` replicas can have, and of some smaller ones, on all kinds."""
+    counts = {count for pair in _replica_ranges(problem, size) for count in pair}
+    samples = {share for count in counts for share in (max(1, size // count), -(-size // count))}
+    return [problem.seconds(share, kind) for share in sorted(samples) for kind in range(len(problem.cluster.kinds))]
 
 
 def _backward_share(problem: Problem, size: int) -> float:
-    """The most that a backward takes of a unit's seconds, on any kind of device."""
-    tables = [problem.seconds(size, kind) for kind in range(len(problem.cluster.kinds))]
+    """The most that a backward takes of a unit's seconds."""
+    tables = _tables(problem, size)
     return max(float((1 - table.forward / np.maximum(table.total, 1e-30)).max()) for table in tables)
 
 
@@ -149,8 +211,9 @@ class _Paths:
         self.total, self.number = total, problem.batch_size / size  # a shorter last micro-batch counts as its part
         self.most = -(-problem.batch_size // size)
         self.slowdown = max(_slowdowns(problem, total, size))
-        self.behind = self.number * _behind(problem, total)
-        self.after, self.child = _after(problem, total)
+        order = _returning(problem)
+        self.behind = self.number * _behind(order, total)
+        self.after, self.child = _after(order, total)
         self.backward_share = _backward_share(problem, size)
         self.work = self.number * float(total.sum())
 
@@ -165,12 +228,22 @@ class _Paths:
         return np.array(often), allowed * float(weights.sum())
 
 
-def _behind(problem: Problem, total: Array) -> Array:
+def _returning(problem: Problem) -> nx.DiGraph:
+    """The graph of units with the edges along which gradients come back: where none do, no backward waits."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(problem.num_units))
+    for value in problem.units.values:
+        if value.num_directions == 2 and value.bytes.at(1) > 0:
+            graph.add_edges_from((value.src, dst) for dst in value.dsts)
+    return graph
+
+
+def _behind(order: nx.DiGraph, total: Array) -> Array:
     """For every unit the seconds of the units whose longest path of ancestors holds it."""
-    num_units = problem.num_units
+    num_units = len(total)
     parent, length = [-1] * num_units, [0.0] * num_units
     for unit in range(num_units):
-        for before in problem.order.predecessors(unit):
+        for before in order.predecessors(unit):
             if length[before] + total[before] > length[unit] or parent[unit] < 0:
                 parent[unit], length[unit] = before, length[before] + total[before]
     behind = np.zeros(num_units)
@@ -180,12 +253,12 @@ def _behind(problem: Problem, total: Array) -> Array:
     return behind
 
 
-def _after(problem: Problem, total: Array) -> tuple[Array, list[int]]:
+def _after(order: nx.DiGraph, total: Array) -> tuple[Array, list[int]]:
     """For every unit the seconds of its longest path of descendants, and the first unit of it; -1 for sinks."""
-    num_units = problem.num_units
+    num_units = len(total)
     after, child = np.zeros(num_units), [-1] * num_units
     for unit in reversed(range(num_units)):
-        following = list(problem.order.successors(unit))
+        following = list(order.successors(unit))
         if following:
             child[unit] = max(following, key=lambda other: float(after[other] + total[other]))
             after[unit] = after[child[unit]] + total[child[unit]]

@@ -18,19 +18,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
+from lightning_gpp._compat import run_backward
 from lightning_gpp.runtime.split_plan import (
     Graph,
     Group,
     Plan,
     Signature,
     closed_products,
+    follow,
     make_plan,
+    node_of,
     products_of,
     runs_reentrant_checkpoints,
     walk,
@@ -45,13 +48,17 @@ ENOUGH: Final = 1 << 20
 gradients that go in are in memory next to the `.grad` they are added to."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Known:
     """A structure of graphs, its products and its plan."""
 
     signature: Signature
     products: list[int]
     plan: Plan
+
+    def fits(self, nodes: Sequence[Node]) -> bool:
+        """Whether of a graph of this structure the same products are open."""
+        return closed_products(nodes, self.products) == self.plan.closed
 
 
 class Splitter:
@@ -63,18 +70,30 @@ class Splitter:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._known: list[_Known] = []
+        self._known: list[_Known] = []  # the latest last
 
     @property
     def splits(self) -> bool:
         """False if I has been found to do all of the work."""
         return self.reason is None
 
-    def plan(self, graph: Graph) -> Plan | None:
-        """What to do with a graph of this structure; None if nothing can wait."""
+    def plan(self, roots: Sequence[Node], leaves: Sequence[Tensor]) -> tuple[list[Node], Plan | None]:
+        """The nodes of a graph, and what to do with them; no plan if nothing can wait."""
+        if self._known:
+            latest = self._known[-1]
+            nodes = follow(latest.signature, roots, leaves)
+            if nodes is not None and latest.fits(nodes):
+                return nodes, latest.plan if latest.plan.groups else None
+        graph = walk(roots, map(node_of, leaves))
+        return graph.nodes, self._found(graph)
+
+    def _found(self, graph: Graph) -> Plan | None:
+        """The plan of a structure that was not the latest."""
         signature = graph.signature()
         for known in self._known:
-            if known.signature == signature and closed_products(graph, known.products) == known.plan.closed:
+            if known.signature == signature and known.fits(graph.nodes):
+                self._known.remove(known)
+                self._known.append(known)
                 return known.plan if known.plan.groups else None
         return self._learn(graph, signature)
 
@@ -83,7 +102,7 @@ class Splitter:
             self.reason = "it has reentrant activation checkpoints, which run only in a full backward"
             return None
         products = products_of(graph)
-        plan = make_plan(graph, closed_products(graph, products))
+        plan = make_plan(graph, closed_products(graph.nodes, products))
         self._known = [*self._known[1 - MAX_STRUCTURES :], _Known(signature=signature, products=products, plan=plan)]
         self.reason = None if plan.groups else _without_products(graph)
         return plan if plan.groups else None
@@ -101,17 +120,18 @@ class _Waiting:
     The hooks that catch gradients are kept by nodes and know no nodes of the path: the graph can go after I.
     """
 
-    def __init__(self, group: Group, graph: Graph, roots: Sequence[GradientEdge], seeds: Sequence[Tensor]) -> None:
+    def __init__(
+        self, group: Group, nodes: Sequence[Node], roots: Sequence[GradientEdge], seeds: Sequence[Tensor]
+    ) -> None:
         self._arrived: list[Later] = []  # in the order of the backward, which is that of the additions
         for number, wanted in group.products:
-            node = graph.nodes[number]
-            edges = [GradientEdge(*graph.edges[number][i]) for i in wanted]  # type: ignore[arg-type]
-            node.register_prehook(_catch(Later(node, wanted, edges), self._arrived))
+            node = nodes[number]
+            node.register_prehook(_catch(Later(node, wanted), self._arrived))
         self._cuts: list[tuple[Node, list[Tensor | None]]] = []
         for number in group.cuts:
             caught: list[Tensor | None] = []
-            graph.nodes[number].register_prehook(_catch_all(caught))
-            self._cuts.append((graph.nodes[number], caught))
+            nodes[number].register_prehook(_catch_all(caught))
+            self._cuts.append((nodes[number], caught))
         self._roots = [roots[position] for position in group.roots]
         self._seeds = [seeds[position] for position in group.roots]
 
@@ -166,16 +186,17 @@ class SplitBackward:
         """
         if not roots:
             return
-        graph = _graph(roots, leaves) if leaves else None
-        plan = None if graph is None else self._splitter.plan(graph)
-        if graph is None or plan is None:
-            torch.autograd.backward(roots, seeds)
+        inputs = list(leaves.values())
+        nodes, plan = self._splitter.plan([root.node for root in roots], inputs) if inputs else ([], None)
+        if plan is None:
+            del nodes
+            run_backward(roots, seeds)
             return
-        self._waiting = [_Waiting(group, graph, roots, seeds) for group in plan.groups]
-        targets: list[Any] = [*leaves.values(), *(GradientEdge(graph.nodes[number], 0) for number in plan.targets)]
+        self._waiting = [_Waiting(group, nodes, roots, seeds) for group in plan.groups]
+        targets: list[Tensor | GradientEdge] = [*inputs, *(GradientEdge(nodes[number], 0) for number in plan.targets)]
         if plan.roots:
-            del graph
-            torch.autograd.backward([roots[i] for i in plan.roots], [seeds[i] for i in plan.roots], inputs=targets)
+            del nodes
+            run_backward([roots[i] for i in plan.roots], [seeds[i] for i in plan.roots], targets)
 
     def weight_gradients(self) -> None:
         """W: add to the parameters' `.grad` what I did not.
@@ -199,12 +220,8 @@ class SplitBackward:
                 gradients += more_gradients
                 size += sum(gradient.numel() for gradient in more_gradients)
             if edges:
-                torch.autograd.backward(edges, gradients)
+                run_backward(edges, gradients)
 
     def clear(self) -> None:
         """Drop every tensor."""
         self._waiting = []
-
-
-def _graph(roots: Sequence[GradientEdge], leaves: Mapping[str, Tensor]) -> Graph:
-    return walk((root.node for root in roots), (get_gradient_edge(leaf).node for leaf in leaves.values()))

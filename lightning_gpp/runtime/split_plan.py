@@ -16,19 +16,20 @@ backward: so the additions are the same, and hooks fire once. Parameters that I 
 whose gradients come in part from products and in part through other nodes of W.
 
 The graphs of the micro-batches are alike: a plan is made once for a structure. It names nodes by their number in the
-walk, roots by their position.
+walk, roots by their position. `follow` is the walk of a graph that is expected to have a known structure.
 
 Source: Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from lightning_gpp.runtime.split_products import PRODUCTS, is_open
 
@@ -43,14 +44,12 @@ class Graph:
     """The nodes of one micro-batch, numbered in the order of a walk from the roots.
 
     Attributes:
-        edges: for every node its `next_functions`.
         children: for every node the numbers of the nodes that it passes gradients to; -1 where it passes none.
         roots: for every root its node.
         leaves: for every leaf that can be reached its node.
     """
 
     nodes: list[Node]
-    edges: list[tuple[tuple[Node | None, int], ...]]
     children: list[list[int]]
     roots: list[int]
     leaves: list[int]
@@ -61,16 +60,14 @@ class Graph:
 
 
 def walk(roots: Iterable[Node], leaves: Iterable[Node]) -> Graph:
-    """Number all nodes that can be reached. This runs for every micro-batch."""
+    """Number all nodes that can be reached."""
     roots = list(roots)
     nodes = list(dict.fromkeys(roots))
     numbers = {node: number for number, node in enumerate(nodes)}
-    edges: list[tuple[tuple[Node | None, int], ...]] = []
     children: list[list[int]] = []
     for node in nodes:  # which grows
         mine: list[int] = []
-        edges.append(node.next_functions)
-        for child, _ in edges[-1]:
+        for child, _ in node.next_functions:
             if child is None:
                 mine.append(-1)
                 continue
@@ -81,7 +78,42 @@ def walk(roots: Iterable[Node], leaves: Iterable[Node]) -> Graph:
             mine.append(number)
         children.append(mine)
     reached = [numbers[node] for node in leaves if node in numbers]
-    return Graph(nodes, edges, children, [numbers[node] for node in roots], reached)
+    return Graph(nodes, children, [numbers[node] for node in roots], reached)
+
+
+def follow(signature: Signature, roots: Sequence[Node], leaves: Sequence[Tensor]) -> list[Node] | None:
+    """The nodes of a walk, if the graph has this structure; else None. This runs for every micro-batch."""
+    types, children, root_numbers, leaf_numbers = signature
+    nodes = list(dict.fromkeys(roots))
+    if len(roots) != len(root_numbers) or [nodes.index(root) for root in roots] != root_numbers:
+        return None
+    count = len(nodes)
+    for node, mine in zip(nodes, children, strict=False):  # of which the first grows
+        functions = node.next_functions
+        if len(functions) != len(mine):
+            return None
+        for position, number in enumerate(mine):
+            child = functions[position][0]
+            if number == count and child is not None:
+                nodes.append(child)
+                count += 1
+            elif child is not (None if number < 0 else nodes[number]):
+                return None
+    found = set(nodes)
+    same = len(found) == count and list(map(type, nodes)) == types
+    return nodes if same and _reaches([nodes[number] for number in leaf_numbers], leaves, found) else None
+
+
+def _reaches(expected: Sequence[Any], leaves: Sequence[Tensor], found: set[Node]) -> bool:
+    """Whether these are the nodes of the leaves that were found."""
+    if len(expected) == len(leaves):
+        return all(getattr(node, "variable", None) is leaf for node, leaf in zip(expected, leaves, strict=True))
+    return [node for node in map(node_of, leaves) if node in found] == expected
+
+
+def node_of(leaf: Tensor) -> Node:
+    """The node that adds to the gradient of a leaf."""
+    return get_gradient_edge(leaf).node
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,8 +156,8 @@ class Plan:
     closed: tuple[int, ...]
 
 
-def closed_products(graph: Graph, products: Iterable[int]) -> tuple[int, ...]:
-    return tuple(number for number in products if not is_open(graph.nodes[number]))
+def closed_products(nodes: Sequence[Node], products: Iterable[int]) -> tuple[int, ...]:
+    return tuple(number for number in products if not is_open(nodes[number]))
 
 
 def products_of(graph: Graph) -> list[int]:

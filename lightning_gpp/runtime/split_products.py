@@ -12,7 +12,6 @@ whose gradients cost little and would keep their operands alive.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,9 +19,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from lightning_gpp.errors import GPPError
-
-Shape = Callable[[], torch.Size]
-"""The shape of the first of the wanted gradients."""
 
 Formula = Callable[["Operand", Tensor], Tensor]
 """From an operand and the gradient of the product to the gradient of the other operand."""
@@ -87,13 +83,16 @@ class Matrices:
     def fits(self, node: Any) -> bool:
         return not self._offset or (node._saved_alpha == 1 and node._saved_beta == 1)
 
-    def later(self, node: Any, wanted: Sequence[int], shape: Shape) -> Callable[[Tensor], list[Tensor]]:
-        """What computes the wanted gradients from the one that arrives. Does not keep the node."""
+    def later(self, node: Any, wanted: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
+        """What computes the wanted gradients from the one that arrives. Does not keep the node.
+
+        That of a summand is the arriving one: autograd sums it where the summand was broadcast.
+        """
         offset, formulas = self._offset, self._formulas
         parts = [(formulas[i - offset], self._other(node, i - offset)) if i >= offset else None for i in wanted]
 
         def gradients(gradient: Tensor) -> list[Tensor]:
-            return [part[0](part[1], gradient) if part else _reduced(gradient, shape()) for part in parts]
+            return [part[0](part[1], gradient) if part else gradient for part in parts]
 
         return gradients
 
@@ -104,11 +103,6 @@ class Matrices:
         return Operand(getattr(node, self._saved[1 - which]), by_columns)
 
 
-def _reduced(gradient: Tensor, shape: torch.Size) -> Tensor:
-    """Summed over the dimensions along which the summand was broadcast, as autograd does between nodes."""
-    return gradient if gradient.shape == shape else gradient.sum_to_size(shape)
-
-
 class Convolution:
     """Convolutions of all kinds."""
 
@@ -117,7 +111,7 @@ class Convolution:
     def fits(self, node: Any) -> bool:
         return True
 
-    def later(self, node: Any, wanted: Sequence[int], shape: Shape) -> Callable[[Tensor], list[Tensor]]:
+    def later(self, node: Any, wanted: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
         image, weight = Operand(node._saved_input), Operand(node._saved_weight)
         rest = (
             *(node._saved_bias_sym_sizes_opt, node._saved_stride, node._saved_padding, node._saved_dilation),
@@ -160,20 +154,18 @@ class Later:
     Args:
         node: the product. Not kept.
         wanted: which of its gradients.
+
+    Attributes:
         edges: where these go.
     """
 
     __slots__ = ("_compute", "edges", "gradient")
 
-    def __init__(self, node: Node, wanted: Sequence[int], edges: list[GradientEdge]) -> None:
-        self._compute = PRODUCTS[type(node).__name__].later(node, wanted, partial(_shape, edges[0]))
-        self.edges = edges
+    def __init__(self, node: Node, wanted: Sequence[int]) -> None:
+        self._compute = PRODUCTS[type(node).__name__].later(node, wanted)
+        functions = node.next_functions
+        self.edges = [GradientEdge(*functions[i]) for i in wanted]  # type: ignore[arg-type]
         self.gradient: Tensor | None = None
 
     def compute(self) -> list[Tensor]:
         return [] if self.gradient is None else self._compute(self.gradient)
-
-
-def _shape(edge: GradientEdge) -> torch.Size:
-    """What torch.autograd.backward checks the shape of a seed against."""
-    return edge.node._input_metadata[edge.output_nr].shape  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ several paces, and the order that ends first by the real seconds is taken.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -16,26 +17,58 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.in_flight import in_flight_samples
 from lightning_gpp.schedules.local_search import played
-from lightning_gpp.schedules.paced import Pace, paced
+from lightning_gpp.schedules.paced import Pace, due_times, paced
+from lightning_gpp.schedules.room import SLACK
 from lightning_gpp.schedules.work import Work, links, work_of
 
 PACES: Final = (Pace(0.5, 2.0), Pace(0.25, 2.0), Pace(0.5, 3.0))
 """The first leaves the smallest bubbles where there is room for half as many micro-batches again as pipelines are deep;
 the others do with less room. Found by a search over both numbers for 4 to 16 devices."""
 
+ROOMS: Final = 3
+"""That are tried for a graph whose memory is not known: its own, its chain's and half-way. Five gain no more."""
+
 
 def bidirectional_order(plan: Plan, batch_size: int) -> Schedule:
-    """The order that ends first, of those with the room that devices have.
+    """The order that ends first, of those with the room that devices have; of equal ones that in the least room.
 
-    Room is that of `plan.memory_bytes`. Where it is not known, a device keeps as much, of all its stages together, as
-    the deepest stage keeps under 1F1B with all micro-batches on one device: the peak of the published orders.
+    Room is that of `plan.memory_bytes`. Where it is not known, a device of a chain keeps as much, of all its stages
+    together, as the deepest stage keeps under 1F1B with all micro-batches on one device: the peak of the published
+    orders. A graph of as many stages is flatter, and may keep as much as their chain; often less is enough.
+
+    The chain's own order is among those that are tried: it serves the graph too, which so is never slower.
     """
-    work = work_of(plan, batch_size, split=False)
-    work = replace(work, readers=links(plan, batch_size, work.seconds)[1])  # messages count in units of actions, too
-    room = work.limits or _room(work)
-    runs = (played(work, paced(each, room, pace)) for each in _simpler(work) for pace in PACES)
-    best = min((run for run in runs if run is not None), key=lambda run: run.makespan)
+    work, chain = _work(plan, batch_size), plan.chained()
+    trials = _with_room(work) if chain == plan else _beside(work, _work(chain, batch_size))
+    runs = [run for run in (played(work, paced(*trial)) for trial in trials) if run is not None]
+    least = min(run.makespan for run in runs) * SLACK
+    best = next(run for run in runs if run.makespan <= least)
     return Schedule(tuple(map(tuple, best.rows)))
+
+
+def _work(plan: Plan, batch_size: int) -> Work:
+    """Backwards whole; messages count in units of actions, too."""
+    work = work_of(plan, batch_size, split=False)
+    return work if work.timed else replace(work, readers=links(plan, batch_size, work.seconds)[1])
+
+
+_Trial = tuple[Work, Sequence[float], Mapping[Action, float]]
+"""What is played, in which room, and when it is due."""
+
+
+def _with_room(work: Work) -> Iterator[_Trial]:
+    room = work.limits or _room(work)
+    return ((each, room, due_times(each, pace)) for each in _simpler(work) for pace in PACES)
+
+
+def _beside(work: Work, chain: Work) -> Iterator[_Trial]:
+    """A graph in more and more room, and the chain of its stages in the same as the last."""
+    least, most = (each.limits or _room(each) for each in (work, chain))
+    trials = list(_with_room(work))
+    for step in range(1 if most == least else ROOMS):
+        room = [low + step / (ROOMS - 1) * (high - low) for low, high in zip(least, most, strict=True)]
+        yield from ((each, room, due) for each, _, due in trials)
+    yield from _with_room(chain)
 
 
 def _simpler(work: Work) -> list[Work]:

@@ -7,6 +7,7 @@ from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.in_flight import in_flight_samples
 from lightning_gpp.schedules.merge import StageOrders
 from lightning_gpp.schedules.one_f_one_b import without_stall
+from lightning_gpp.schedules.work import whole_stages
 
 
 def samples_ahead(plan: Plan, lead: float) -> dict[int, float]:
@@ -23,18 +24,20 @@ def split_orders(plan: Plan, batch_size: int, lead: int) -> StageOrders:
 
     In a chain a stage of depth d has a warm-up of 1 + lead (d - 1) micro-batches, and its W are behind its I by as many
     as its warm-up is shorter than the longest one. So every stage keeps the same number of micro-batches, some of them
-    for W only. With several sizes of micro-batches the same is counted in samples.
+    for W only. With several sizes of micro-batches the same is counted in samples. Where there are no gradients of
+    parameters, backwards are whole.
     """
     sizes = [stage.micro_batch_size for stage in plan.stages]
     samples = {stage: int(number) for stage, number in samples_ahead(plan, lead).items()}
     numbers = [len(plan.intervals(stage, batch_size)) for stage in range(len(sizes))]
     counts = {stage: min(number, samples[stage] // sizes[stage]) for stage, number in enumerate(numbers)}
     warm_up = without_stall(plan, batch_size, counts)
-    most = max(samples.values())
-    return {
+    most, whole = max(samples.values()), whole_stages(plan)
+    orders = {
         stage: _order(stage, warm_up[stage], (most - samples[stage]) // sizes[stage], number)
         for stage, number in enumerate(numbers)
     }
+    return {stage: _joined(order) if stage in whole else order for stage, order in orders.items()}
 
 
 def _order(stage: int, warm_up: int, late: int, number: int) -> tuple[Action, ...]:
@@ -47,3 +50,9 @@ def _order(stage: int, warm_up: int, late: int, number: int) -> tuple[Action, ..
             actions.append(Action(stage, Kind.FORWARD, warm_up + index))
     actions += [Action(stage, Kind.WEIGHT, index) for index in range(max(0, number - late), number)]
     return tuple(actions)
+
+
+def _joined(order: tuple[Action, ...]) -> tuple[Action, ...]:
+    """The same with whole backwards in the place of their first halves."""
+    rest = (action for action in order if action.kind is not Kind.WEIGHT)
+    return tuple(action._replace(kind=Kind.BACKWARD) if action.kind is Kind.INPUT else action for action in rest)

@@ -12,7 +12,7 @@ that is due first gets it nevertheless.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,15 +31,15 @@ class Pace(NamedTuple):
     backward: float
 
 
-def paced(work: Work, room: Sequence[float], pace: Pace) -> Rows:
+def paced(work: Work, room: Sequence[float], due: Mapping[Action, float]) -> Rows:
     """The order on every device.
 
     Args:
         work: of the plan, backwards whole.
         room: bytes of every device.
-        pace: at which micro-batches move on.
+        due: when each action is, in seconds from the start.
     """
-    run = _Run(work, room, due_times(work, pace))
+    run = _Run(work, room, due)
     run.play()
     return run.clock.rows
 
@@ -72,25 +72,32 @@ class _Run:
         going = True
         while going:
             for device in self.clock.turns():
-                self._start(lane for lane in self._ready(device) if self._fits(device, lane[0]))
-            going = self._start(lane for device in range(len(self.room)) for lane in self._ready(device))
+                self._start(self._first(device, fitting=True))
+            heads = [lane for lane in (self._first(device) for device in range(len(self.room))) if lane]
+            going = self._start(min(heads, key=lambda lane: self.ranks[lane[0]], default=None))
 
-    def _ready(self, device: int) -> Iterator[deque[int]]:
-        """The lanes with which a device can go on, as far as messages tell."""
-        return (lane for lane in self.lanes[device] if lane and self.clock.is_ready(lane[0]))
+    def _first(self, device: int, *, fitting: bool = False) -> deque[int] | None:
+        """The lane of what is due first, of what a device can go on with, as far as messages (and room) tell."""
+        arrival, now, ranks = self.clock.arrival, self.clock.time, self.ranks
+        best: deque[int] | None = None
+        for lane in self.lanes[device]:
+            sooner = lane and arrival[lane[0]] <= now and (best is None or ranks[lane[0]] < ranks[best[0]])
+            if sooner and (not fitting or self._fits(device, lane[0])):
+                best = lane
+        return best
 
     def _fits(self, device: int, task: int) -> bool:
         forward = self.work.tasks.actions[task].kind is Kind.FORWARD
         return not forward or self.kept[device] + self.takes[task] <= self.room[device] * SLACK
 
-    def _start(self, lanes: Iterable[deque[int]]) -> bool:
-        """The task that is due first; whether there is any."""
-        lane = min(lanes, key=lambda lane: self.ranks[lane[0]], default=None)
-        if lane is not None:
-            task = lane.popleft()
-            self.clock.start(task)
-            self.kept[self.work.tasks.devices[task]] += self.takes[task]
-        return lane is not None
+    def _start(self, lane: deque[int] | None) -> bool:
+        """Whether there is anything to start."""
+        if lane is None:
+            return False
+        task = lane.popleft()
+        self.clock.start(task)
+        self.kept[self.work.tasks.devices[task]] += self.takes[task]
+        return True
 
 
 def due_times(work: Work, pace: Pace) -> dict[Action, float]:

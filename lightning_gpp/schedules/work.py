@@ -77,9 +77,9 @@ class Work:
 def work_of(plan: Plan, batch_size: int, *, split: bool = True) -> Work:
     """The work of one mini-batch, every backward in two halves, or none."""
     figures = [stage.figures for stage in plan.stages]
-    timed = any(Affine() != cost for f in figures for cost in (f.forward_seconds, f.input_seconds, f.weight_seconds))
+    timed, whole = is_timed(plan), whole_stages(plan)
     sized = any(entry.activation_bytes != Affine() for entry in figures)
-    costs = [_cost(plan, stage, timed, sized) for stage in range(len(figures))]
+    costs = [_cost(plan, stage, timed, sized, stage not in whole) for stage in range(len(figures))]
     seconds: dict[Task, float] = {}
     takes: dict[Task, float] = {}
     working = [0.0 for _ in range(plan.num_devices)]
@@ -93,7 +93,7 @@ def work_of(plan: Plan, batch_size: int, *, split: bool = True) -> Work:
         plan=plan,
         batch_size=batch_size,
         timed=timed,
-        whole=frozenset(stage for stage, cost in enumerate(costs) if not cost.halves),
+        whole=whole,
         seconds=seconds,
         takes=takes,
         limits=tuple(limit - most for limit, most in zip(plan.memory_bytes, working, strict=False)) if sized else (),
@@ -128,6 +128,19 @@ def links(
             readers[device, action._replace(kind=_MAKERS[action.kind])].append(((device, action), 0.0))
             missing[device, action] += 1
     return missing, readers
+
+
+def is_timed(plan: Plan) -> bool:
+    """Whether the plan knows seconds of any stage."""
+    figures = (stage.figures for stage in plan.stages)
+    return any(Affine() != cost for f in figures for cost in (f.forward_seconds, f.input_seconds, f.weight_seconds))
+
+
+def whole_stages(plan: Plan) -> frozenset[int]:
+    """Stages whose backwards have no second half: gradients of parameters take no time, or there are none."""
+    timed = is_timed(plan)
+    without = (timed and stage.figures.weight_seconds == Affine() for stage in plan.stages)
+    return frozenset(stage for stage, lacks in enumerate(without) if lacks or is_extra(plan, stage))
 
 
 def is_extra(plan: Plan, stage: int) -> bool:
@@ -186,10 +199,10 @@ class _Cost:
         return tasks if samples else dict.fromkeys(tasks, (0.0, 0.0))
 
 
-def _cost(plan: Plan, index: int, timed: bool, sized: bool) -> _Cost:
+def _cost(plan: Plan, index: int, timed: bool, sized: bool, halves: bool) -> _Cost:
     """The first half of a backward runs the forward again where a stage keeps only what it received."""
-    stage, figures, extra = plan.stages[index], plan.stages[index].figures, is_extra(plan, index)
-    unit = Affine(0 if extra else 1)
+    stage, figures = plan.stages[index], plan.stages[index].figures
+    unit = Affine(0 if is_extra(plan, index) else 1)
     forward, inputs, weight = unit, unit, unit
     kept, pending, working = unit, unit, Affine()
     if timed:
@@ -206,5 +219,5 @@ def _cost(plan: Plan, index: int, timed: bool, sized: bool) -> _Cost:
         kept=kept,
         pending=pending,
         working=working,
-        halves=not extra and weight != Affine(),
+        halves=halves,
     )

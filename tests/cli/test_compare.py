@@ -136,6 +136,23 @@ def test_pipelines_both_ways_fit_plans_both_ways() -> None:
     assert not misfit(mirrored(plan), "twofold")
 
 
+@pytest.mark.usefixtures("folded")
+def test_both_ways_takes_two_devices_and_two_micro_batches() -> None:
+    single = replace(chain([1], 8), stages=(replace(chain([1], 8).stages[0], modules=("all", "@step")),))
+    assert "1 device has none; it takes 2 devices or more" in misfit(single, "twofold")
+    whole = mirrored(chain([8] * 4, 8))
+    assert "there is 1 micro-batch; it takes 2 or more" in misfit(whole, "twofold")
+    assert not misfit(replace(whole, batch_size=16), "twofold")
+    assert not misfit(single, "1f1b")
+
+
+def test_a_plan_of_one_way_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    show(composed(*QUICK[:2], "strategy.num_micro_batches=1", "strategy.schedule=chimera", name="plan"))
+    assert "\nchimera: it runs micro-batches in both directions in turn, and there is 1" in capsys.readouterr().out
+    show(composed(*QUICK, "strategy.schedule=chimera", name="plan"))
+    assert "chimera: it" not in capsys.readouterr().out
+
+
 def test_names_are_checked() -> None:
     with pytest.raises(
         ConfigError, match=r"'best' in schedules does not exist. Choose all, or some of: .*1f1b, .*gpipe"

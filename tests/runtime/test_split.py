@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.split import SplitBackward, Splitter
+from lightning_gpp.runtime.split_plan import follow, node_of, walk
 
 ORDERS = ("I0 W0 I1 W1 I2 W2", "I0 I1 W0 I2 W1 W2", "I0 I1 I2 W0 W1 W2")
 Inputs = Callable[[], dict[str, Tensor]]
@@ -486,6 +487,25 @@ def test_a_graph_that_changes() -> None:
         same(run(split, normal(2, 5, 8), ORDERS[step % 3], splitter), expected)
 
 
+def test_an_input_and_a_parameter_that_change_places() -> None:
+    """The graphs are alike but for the leaf."""
+    state = {"calls": 0}
+
+    def forward(self: Any, input: Tensor, other: Tensor) -> Tensor:
+        state["calls"] += 1
+        first, second = (input, self.weight) if state["calls"] % 2 else (self.weight, input)
+        return (first @ second).sin() + (other if state["calls"] % 3 else 0 * first)
+
+    module = Call(forward, weight=nn.Parameter(torch.randn(8, 8)))
+    inputs: Inputs = lambda: {"input": torch.randn(8, 8), "other": torch.randn(8, 8)}  # noqa: E731
+    plain, split, splitter = copy.deepcopy(module), copy.deepcopy(module), Splitter()
+    for order in ORDERS:
+        state["calls"] = 0
+        expected = run(plain, inputs, order, None)
+        state["calls"] = 0
+        same(run(split, inputs, order, splitter), expected)
+
+
 class Tracked(torch.autograd.Function):
     """sin, which knows how many of the tensors that it saved live."""
 
@@ -667,3 +687,26 @@ def test_any_graph(program: list[tuple[Callable[..., Tensor], int, int]], output
     for order in ORDERS[1:]:
         same(run(split, inputs, order, splitter), run(plain, inputs, order, None))
     assert counts == expected_counts
+
+
+PROGRAM = st.lists(st.tuples(st.sampled_from(OPERATORS), INDICES, INDICES), min_size=1, max_size=4)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(first=PROGRAM, second=PROGRAM)
+def test_a_graph_is_followed_if_it_has_the_same_structure(first: Any, second: Any) -> None:
+    leaves = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
+    parameter = torch.randn(4, 4, requires_grad=True)
+
+    def roots(program: list[tuple[Callable[..., Tensor], int, int]]) -> list[Any]:
+        values = [*leaves, parameter]
+        for operator, left, right in program:
+            values.append(operator(values[left % len(values)], values[right % len(values)]))
+        return [get_gradient_edge(value).node for value in values[-2:]]
+
+    nodes_of_leaves = [node_of(leaf) for leaf in leaves]
+    known = walk(roots(first), nodes_of_leaves).signature()
+    again, other = roots(first), roots(second)
+    assert follow(known, again, leaves) == walk(again, nodes_of_leaves).nodes
+    graph = walk(other, nodes_of_leaves)
+    assert follow(known, other, leaves) == (graph.nodes if graph.signature() == known else None)

@@ -219,6 +219,23 @@ def test_a_stage_without_gradients_of_parameters_has_whole_backwards() -> None:
     assert kinds == [split, split, {Kind.FORWARD, Kind.BACKWARD}]
 
 
+@pytest.mark.parametrize("name", ["zb_h1", "zb_h2"])
+def test_hand_schedules_split_no_backward_that_has_one_half(name: str) -> None:
+    """The user's step alone beside another stage; a stage whose gradients of parameters take no time. All else is as it
+    was with both halves."""
+    plan = profiled(name, 3, 4, (1, 1, 1, 0), 1, (24, 2304))
+    frozen = replace(plan.stages[0].figures, weight_seconds=Affine(), pending_bytes=Affine())
+    known = replace(plan, stages=(replace(plan.stages[0], figures=frozen), *plan.stages[1:]))
+    extra = plan_of([(0, 1), (1, 2)], (1, 1, 1), 4, schedule=name, devices=[(1,), (0,), (0,)])
+    for each, stage in ((known, 0), (extra, 2)):
+        actions = [action for row in make_schedule(each).devices for action in row]
+        kinds = {index: {action.kind for action in actions if action.stage == index} for index in range(3)}
+        split = {Kind.FORWARD, Kind.INPUT, Kind.WEIGHT}
+        assert kinds == {index: {Kind.FORWARD, Kind.BACKWARD} if index == stage else split for index in range(3)}
+    both = [row.replace("0B", "0I") for row in rows(known)]
+    assert both == [" ".join(part for part in row.split() if part[:2] != "0W") for row in rows(plan)]
+
+
 def test_less_room_than_a_micro_batch_runs_one_at_a_time() -> None:
     plan = replace(profiled("zero_bubble", 3, 4, (1, 1, 1, 0), 1, (24, 2304)), memory_bytes=(1, 1, 1))
     assert played(plan).peak_bytes == (bytes_of((24, 2304))[0],) * 3
