@@ -84,11 +84,18 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: 
     count, total = query.size(-2), key.size(-2)
     if count == total:
         return scaled_dot_product_attention(query, key, value, None, dropout_p, is_causal=True, scale=scale)
-    mask = torch.ones(count, total, dtype=torch.bool, device=query.device).tril(total - count)
+    mask = _mask(count, total, query.dtype, query.device)
     return scaled_dot_product_attention(query, key, value, mask, dropout_p, scale=scale)
 
 
 _attend.__name__ = "causal_attention"
+
+
+@functools.lru_cache(maxsize=64)
+def _mask(count: int, total: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """0 where a token may look, else -inf. Layers and micro-batches share it, or autograd would keep one for each."""
+    with torch.inference_mode(False):
+        return torch.full((count, total), float("-inf"), dtype=dtype, device=device).triu(total - count + 1)
 
 
 def positions(tensor: Tensor, dim: int = 1) -> Tensor:

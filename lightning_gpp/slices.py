@@ -28,10 +28,15 @@ COSTS: Final = tuple(entry.name for entry in fields(Figures) if entry.type == "A
 """The figures of a stage that its slices share."""
 
 
-def part_of(name: str, cost: Affine, share: float) -> Affine:
-    """A figure of a slice. Seconds that do not depend on samples are those of calling operators, as in every slice."""
+def part_of(name: str, cost: Affine, share: float, work: float) -> Affine:
+    """A figure of a slice with a share of the tokens and a part of the work.
+
+    Seconds that do not depend on samples are those of calling operators, as in every slice.
+    """
     is_seconds = name.endswith("seconds") or name in ("forward", "backward", "weight")
-    return Affine(cost.per_sample * share, cost.fixed if is_seconds else cost.fixed * share)
+    if is_seconds or name == "flops":
+        return Affine(cost.per_sample * work, cost.fixed if is_seconds else cost.fixed * work)
+    return Affine(cost.per_sample * share, cost.fixed * share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

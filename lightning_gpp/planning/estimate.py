@@ -42,7 +42,7 @@ def estimate(
     if is_sliced(plan):
         whole = unsliced(plan)
         costs_of_whole = estimate(graph, whole.plan, cluster, costs, footprint=footprint, num_pipelines=num_pipelines)
-        return sliced_costs(costs_of_whole, plan, whole)
+        return sliced_costs(costs_of_whole, plan, whole, graph)
     operators = _operators(graph, plan)
     kinds = {
         device: {cluster.kind(device + pipeline * plan.num_devices) for pipeline in range(num_pipelines)}

@@ -9,11 +9,12 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.estimate import estimate
 from lightning_gpp.planning.found import Found, notes_of
+from lightning_gpp.planning.remade import remade, step_apart
 from lightning_gpp.planning.request import Request
 from lightning_gpp.planning.slicing import Slicing, sequence_length, sliced
-from lightning_gpp.planning.step_apart import step_apart
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import simulate
+from lightning_gpp.slices import is_sliced, unsliced
 
 
 def slicing_of(plan: Plan) -> Slicing | None:
@@ -24,6 +25,11 @@ def slicing_of(plan: Plan) -> Slicing | None:
     if not tokens:
         return None
     return Slicing(slices=tuple(stop - start for start, stop in tokens), dim=plan.sequence_dim, modules=tuple(modules))
+
+
+def put_together(plan: Plan, graph: OperatorGraph) -> Plan:
+    """The plan without slices. What slices keep in addition is not in the sums of their figures: they are made anew."""
+    return plan if not is_sliced(plan) else remade(unsliced(plan).plan, graph, plan.batch_size)
 
 
 def in_slices(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:

@@ -11,6 +11,7 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.planning.assign import assign, crossing
+from lightning_gpp.planning.token_costs import cost_of, equal_parts, growing_share
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
 from lightning_gpp.slices import CARRY, COSTS, Unsliced, part_of, slice_name
 
@@ -46,6 +47,12 @@ def carried(graph: OperatorGraph) -> dict[str, tuple[Operator, int]]:
             dim = int(operator.target.removeprefix(CARRY))
             found[operator.name] = operator, dim % len(operator.outputs[0].shape)
     return found
+
+
+def carried_specs(graph: OperatorGraph, assignment: Mapping[str, Sequence[int]], stage: int) -> list[TensorSpec]:
+    """Of what a stage's operators carry over the whole sequence, in the order in which they run."""
+    found = carried(graph)
+    return [operator.outputs[0] for name, (operator, _) in found.items() if stage in assignment[name]]
 
 
 def is_cut(spec: TensorSpec, dim: int, length: int) -> bool:
@@ -93,8 +100,8 @@ def sliced(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
     Raises:
         ConfigError: the model does not say what it carries, or the numbers do not fit it.
     """
-    length = sequence_length(graph)
-    return _Cut(plan, graph, slicing, _intervals(slicing.slices, length), length).run()
+    length, growing = sequence_length(graph), growing_share(graph, carried(graph))
+    return _Cut(plan, graph, slicing, _intervals(slicing.slices, length, growing), length, growing).run()
 
 
 def sequence_length(graph: OperatorGraph) -> int:
@@ -118,11 +125,11 @@ def sequence_length(graph: OperatorGraph) -> int:
     return lengths.pop()
 
 
-def _intervals(slices: int | Sequence[int], length: int) -> list[tuple[int, int]]:
+def _intervals(slices: int | Sequence[int], length: int, growing: float) -> list[tuple[int, int]]:
     if isinstance(slices, int):
         if slices > length:
             raise ConfigError(f"strategy.slices={slices} is more than the {length} tokens of a sample.")
-        return [(i * length // slices, (i + 1) * length // slices) for i in range(slices)]
+        return equal_parts(slices, length, growing)
     stops = [sum(slices[: i + 1]) for i in range(len(slices))]
     if stops[-1] != length:
         raise ConfigError(
@@ -139,6 +146,7 @@ class _Cut:
     slicing: Slicing
     intervals: Sequence[tuple[int, int]]
     length: int
+    growing: float
 
     def run(self) -> Plan:
         assignment = assign(self.graph, [stage.modules for stage in self.plan.stages])
@@ -149,7 +157,8 @@ class _Cut:
         numbers: dict[int, list[int]] = {SOURCE: [SOURCE]}
         stages: list[Stage] = []
         for index, stage in enumerate(self.plan.stages):
-            parts = self._parts(stage) if index in chosen else [stage]
+            size = sum(map(_size, self._carried(index, assignment)), Affine())
+            parts = self._parts(stage, size) if index in chosen else [stage]
             numbers[index] = list(range(len(stages), len(stages) + len(parts)))
             stages += parts
         edges = [new for edge in self.plan.edges for new in self._edges(edge, flows, numbers)]
@@ -178,13 +187,15 @@ class _Cut:
             "strategy.slice_modules. Change these, or remove strategy.slices."
         )
 
-    def _parts(self, stage: Stage) -> list[Stage]:
+    def _parts(self, stage: Stage, carried_bytes: Affine) -> list[Stage]:
         return [
             replace(
                 stage,
                 name=slice_name(stage.name, tokens),
                 tokens=tokens,
-                figures=_figures(stage.figures, self._share(tokens), first=not tokens[0]),
+                figures=_figures(
+                    stage.figures, tokens, self.length, cost_of(tokens, self.length, self.growing), carried_bytes
+                ),
             )
             for tokens in self.intervals
         ]
@@ -214,8 +225,7 @@ class _Cut:
         return sum(sizes, Affine())
 
     def _carried(self, index: int, assignment: Mapping[str, Sequence[int]]) -> list[TensorSpec]:
-        found = carried(self.graph)
-        return [operator.outputs[0] for name, (operator, _) in found.items() if index in assignment[name]]
+        return carried_specs(self.graph, assignment, index)
 
     def _carrying(self, parts: Sequence[int], specs: Sequence[TensorSpec]) -> Iterator[Edge]:
         """From each slice to the next, where there is anything to carry. It stays on its devices, and takes no time."""
@@ -229,21 +239,25 @@ class _Cut:
         return self.graph[value[0]].outputs[value[1]]
 
 
-def sliced_costs(costs: StageCosts, plan: Plan, whole: Unsliced) -> StageCosts:
-    """Costs of a plan's slices, from those of its stages put together: in proportion to the tokens.
-
-    Attention costs later slices more than earlier ones, which is not known here. Parameters, and what their gradients'
-    sums take, are the first slice's.
+def sliced_costs(costs: StageCosts, plan: Plan, whole: Unsliced, graph: OperatorGraph) -> StageCosts:
+    """Costs of a plan's slices, from those of its stages put together: bytes in proportion to the tokens, seconds as
+    attention makes later ones dearer. Parameters, and what their gradients' sums take, are the first slice's.
     """
-    shares = [
-        1.0 if stage.tokens is None else _share_of(stage.tokens, plan, whole, index)
-        for index, stage in enumerate(plan.stages)
+    length, growing = sequence_length(graph), growing_share(graph, carried(graph))
+
+    assignment = assign(graph, [stage.modules for stage in whole.plan.stages])
+    sizes = [
+        sum((_size(spec) for spec in carried_specs(graph, assignment, number)), Affine())
+        for number in range(len(whole.plan.stages))
     ]
-    firsts = [stage.tokens is None or not stage.tokens[0] for stage in plan.stages]
 
     def part(cost: StageCost, index: int) -> StageCost:
-        return _part(cost, shares[index], first=firsts[index])
+        tokens = plan.stages[index].tokens
+        if tokens is None:
+            return cost
+        return _part(cost, tokens, length, cost_of(tokens, length, growing), sizes[whole.numbers[index]])
 
+    firsts = [stage.tokens is None or not stage.tokens[0] for stage in plan.stages]
     return replace(
         costs,
         stages=tuple(part(costs.stages[number], index) for index, number in enumerate(whole.numbers)),
@@ -261,26 +275,31 @@ def sliced_costs(costs: StageCosts, plan: Plan, whole: Unsliced) -> StageCosts:
     )
 
 
-def _share_of(tokens: tuple[int, int], plan: Plan, whole: Unsliced, index: int) -> float:
-    last = plan.stages[whole.parts(whole.numbers[index])[-1]].tokens
-    return (tokens[1] - tokens[0]) / (last or tokens)[1]
-
-
-def _part(cost: StageCost, share: float, *, first: bool) -> StageCost:
-    if share == 1.0:
-        return cost
+def _part(cost: StageCost, tokens: tuple[int, int], length: int, work: float, carried_bytes: Affine) -> StageCost:
+    share = (tokens[1] - tokens[0]) / length
     affine = {
-        entry.name: part_of(entry.name, getattr(cost, entry.name), share)
+        entry.name: part_of(entry.name, getattr(cost, entry.name), share, work)
         for entry in fields(cost)
         if isinstance(getattr(cost, entry.name), Affine)
     }
-    return replace(cost, **affine, parameter_bytes=cost.parameter_bytes if first else 0)
+    part = replace(cost, **affine, parameter_bytes=0 if tokens[0] else cost.parameter_bytes)
+    copied = _copied(tokens, length, carried_bytes)
+    if cost.working_bytes != Affine():  # it keeps what it received, which is what was carried to it
+        return replace(part, working_bytes=part.working_bytes + copied)
+    return replace(part, activation_bytes=part.activation_bytes + copied)
 
 
-def _figures(figures: Figures, share: float, *, first: bool) -> Figures:
-    costs = {name: part_of(name, getattr(figures, name), share) for name in COSTS}
+def _figures(figures: Figures, tokens: tuple[int, int], length: int, work: float, carried_bytes: Affine) -> Figures:
+    share = (tokens[1] - tokens[0]) / length
+    costs = {name: part_of(name, getattr(figures, name), share, work) for name in COSTS}
     part = replace(figures, **costs)  # type: ignore[arg-type]
-    return part if first else replace(part, num_parameters=0, parameter_bytes=0)
+    part = replace(part, activation_bytes=part.activation_bytes + _copied(tokens, length, carried_bytes))
+    return replace(part, num_parameters=0, parameter_bytes=0) if tokens[0] else part
+
+
+def _copied(tokens: tuple[int, int], length: int, carried_bytes: Affine) -> Affine:
+    """What a slice keeps of the tokens up to its own; the first one has nothing to put in front, and copies nothing."""
+    return scaled(carried_bytes, tokens[1] / length) if tokens[0] else Affine()
 
 
 def scaled(cost: Affine, share: float) -> Affine:

@@ -24,10 +24,9 @@ from lightning_gpp.planning.copies import partition_copies
 from lightning_gpp.planning.fit import check_sharding
 from lightning_gpp.planning.folding import KNOWN, SEARCHED_AS, folded, ordered
 from lightning_gpp.planning.placement import read
-from lightning_gpp.planning.resliced import again, in_slices, slicing_of
+from lightning_gpp.planning.remade import drafts_of, remade, separated
+from lightning_gpp.planning.resliced import again, in_slices, put_together, slicing_of
 from lightning_gpp.planning.slicing import kept_together
-from lightning_gpp.planning.step_apart import drafts_of, separated
-from lightning_gpp.planning.timed import with_figures_of
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.slices import is_sliced, unsliced
 from lightning_gpp.strategy.machine import Machine, first, resolved
@@ -158,7 +157,7 @@ def finished(plan: Plan, captured: Subject, options: Options) -> Plan:
         ConfigError, PlanError: the plan cannot have it.
     """
     slicing = options.slicing or slicing_of(plan)
-    plan = recomputing(unsliced(plan).plan, options.recompute)
+    plan = recomputing(put_together(plan, captured.graph), options.recompute)
     if options.sharding != "none":
         plan = replace(plan, sharding=options.sharding)
     plan = plan.chained() if options.chain_baseline else plan
@@ -287,11 +286,7 @@ def devices_wanted(options: Options, world_size: int) -> int:
 def refitted(captured: Capture | Declared, plan: Plan) -> Plan:
     """The plan's stages for another step or another form of the mini-batch: with the edges and sizes of these."""
     slicing, plan = slicing_of(plan), unsliced(plan).plan
-    fresh = make_plan(
-        captured.graph, drafts_of(plan), batch_size=captured.batch_size, schedule=plan.schedule, model=plan.model
-    )
-    fresh = with_figures_of(plan, fresh)
-    fresh = fresh.chained() if any(edge.artificial for edge in plan.edges) else fresh
+    fresh = remade(plan, captured.graph, captured.batch_size)
     return fresh if slicing is None else again(fresh, captured.graph, slicing)
 
 

@@ -206,7 +206,7 @@ def planned(**settings: Any) -> Plan:
 def test_the_step_gets_a_stage_of_its_own_and_the_picture_stays_whole() -> None:
     plan = planned(slices=2)
     assert [stage.name for stage in plan.stages] == [
-        "picture", "first[0:6]", "first[6:12]", "last[0:6]", "last[6:12]", "last step",
+        "picture", "first[0:7]", "first[7:12]", "last[0:7]", "last[7:12]", "last step",
     ]  # fmt: skip
     whole = unsliced(plan).plan
     assert sum(stage.figures.num_parameters for stage in plan.stages) == sum(p.numel() for p in model().parameters())
@@ -217,7 +217,7 @@ def test_the_step_gets_a_stage_of_its_own_and_the_picture_stays_whole() -> None:
 def test_a_plan_from_a_file_stays_cut_and_can_be_cut_anew(tmp_path: Path) -> None:
     plan = planned(slices=[4, 8])
     plan.save(path := tmp_path / "plan.yaml")
-    for settings, expected in (({}, [4, 12]), ({"slices": 3}, [4, 8, 12])):
+    for settings, expected in (({}, [4, 12]), ({"slices": 3}, [5, 9, 12])):
         found = plan_for(captured(), GPPStrategy(plan=path, **settings).options, 2)
         stops = [stage.tokens[1] for stage in found.stages if stage.tokens is not None and stage.name.startswith("fir")]
         assert stops == expected
@@ -228,7 +228,7 @@ def test_other_forms_of_the_plan() -> None:
     plan = planned(slices=3, recompute=["first"], chain_baseline=True)
     assert refitted(captured(), plan) == plan
     assert not is_sliced(evaluation_plan(captured("validation_step"), plan))
-    assert [stage.name for stage in plan.stages if stage.recompute] == ["first[0:4]", "first[4:8]", "first[8:12]"]
+    assert [stage.name for stage in plan.stages if stage.recompute] == ["first[0:5]", "first[5:9]", "first[9:12]"]
     assert sum(edge.artificial for edge in plan.edges) == 3  # from the picture to the slices of the first stage
 
 

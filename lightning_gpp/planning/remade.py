@@ -1,4 +1,4 @@
-"""The user's step as a stage of its own, where it keeps modules from what the step does not allow."""
+"""A plan's stages drawn up again: for another graph, put together, or with the user's step as a stage of its own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from lightning_gpp.planning.timed import with_figures_of
 from lightning_gpp.slices import unsliced
 
 
+def remade(plan: Plan, graph: OperatorGraph, batch_size: int, drafts: Sequence[StageDraft] | None = None) -> Plan:
+    """The stages of a plan for another form of the step, or other stages: with edges and sizes of the graph, and the
+    seconds that the plan knows of stages with the same names."""
+    made = make_plan(graph, drafts or drafts_of(plan), batch_size=batch_size, schedule=plan.schedule, model=plan.model)
+    fresh = replace(with_figures_of(plan, made), notes=plan.notes)
+    return fresh.chained() if any(edge.artificial for edge in plan.edges) else fresh
+
+
 def step_apart(plan: Plan, graph: OperatorGraph) -> Plan:
     """The plan with the user's step as a stage of its own, behind the modules that were with it."""
-    drafts = separated(drafts_of(plan))
-    apart = make_plan(graph, drafts, batch_size=plan.batch_size, schedule=plan.schedule, model=plan.model)
-    apart = replace(with_figures_of(plan, apart), notes=plan.notes)
-    return apart.chained() if any(edge.artificial for edge in plan.edges) else apart
+    return remade(plan, graph, plan.batch_size, separated(drafts_of(plan)))
 
 
 def separated(drafts: Sequence[StageDraft], micro_batch_size: int | None = None) -> list[StageDraft]:

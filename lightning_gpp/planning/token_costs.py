@@ -1,0 +1,60 @@
+"""What tokens cost by their place: attention looks at all tokens before, so later slices of a sequence take longer.
+
+With a share q of the work that grows with the number of tokens before, the first x of a sequence (0..1) take the part
+(1 - q) x + q x^2 of the work. Slices of equal cost end where that is 1/n, 2/n ...; Seq1F1B (arXiv:2406.03488) and
+TeraPipe (arXiv:2102.07988) cut so, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import sqrt
+
+from lightning_gpp.graph import OperatorGraph
+
+
+def growing_share(graph: OperatorGraph, carriers: Iterable[str]) -> float:
+    """Of all FLOPs of a model those that read what is carried, directly or through operators that compute nothing.
+
+    Args:
+        graph: of the model.
+        carriers: the operators that carry.
+    """
+    found: set[str] = set()
+    waiting = list(carriers)
+    while waiting:
+        for reader in graph.nx.successors(waiting.pop()):
+            if reader not in found:
+                found.add(reader)
+                waiting += [] if graph[reader].flops.at(1) else [reader]
+    total = sum(operator.flops.at(1) for operator in graph)
+    return sum(graph[name].flops.at(1) for name in found) / total if total else 0.0
+
+
+def equal_parts(number: int, length: int, growing: float) -> list[tuple[int, int]]:
+    """Cut `length` tokens into slices of equal cost, each of one token at least.
+
+    Args:
+        number: of slices; at most `length`.
+        length: tokens of a sequence.
+        growing: share of the work that grows with the tokens before.
+    """
+    stops = [0]
+    for index in range(1, number + 1):
+        wanted = round(length * _place(index / number, growing))
+        stops.append(min(max(wanted, stops[-1] + 1), length - (number - index)))
+    return list(zip(stops, stops[1:], strict=False))
+
+
+def cost_of(tokens: tuple[int, int], length: int, growing: float) -> float:
+    """The part of a sequence's work that these tokens take."""
+    start, stop = (place / length for place in tokens)
+    return (1 - growing) * (stop - start) + growing * (stop**2 - start**2)
+
+
+def _place(part: float, growing: float) -> float:
+    """How far into a sequence a part of its work reaches, both 0..1."""
+    if growing < 1e-9:
+        return part
+    rest = 1 - growing
+    return (sqrt(rest * rest + 4 * growing * part) - rest) / (2 * growing)
