@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 import torch.utils.checkpoint as _checkpoint
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # torch.export stands on it; no public name yet
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 # --- torch: recording ---
 
@@ -61,21 +60,6 @@ def autograd_function_calls(handler: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = plain  # type: ignore[method-assign]
-
-
-# --- torch: backwards ---
-
-
-def run_backward(
-    roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor | GradientEdge] = ()
-) -> None:
-    """What `torch.autograd.backward` does after its checks, which take longer than a small stage computes.
-
-    The engine checks again, and sums a gradient that it gets for something that was broadcast, as between two nodes.
-    """
-    _engine_run_backward(
-        tuple(roots), tuple(gradients), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 # --- torch: what torch.compile made ---

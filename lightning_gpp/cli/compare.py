@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig
 
+from lightning_gpp.cli.interrupt import heeded, unheeded
 from lightning_gpp.cli.limit import TimeIsUp, limited
 from lightning_gpp.cli.misfit import misfit
 from lightning_gpp.cli.planning import Task, task_of, with_copies
@@ -28,6 +29,8 @@ from lightning_gpp.strategy.reporting import simulated
 PARTITIONERS = tuple(name for name in partitioner_names() if name != "exhaustive")
 """Compared by default: all but the one that is for a handful of units and devices only."""
 
+Row = TypeVar("Row")
+
 ALL = "all"
 """For `schedules`: every one that is registered."""
 
@@ -39,24 +42,23 @@ def compare(config: DictConfig) -> None:
         ConfigError: the configuration cannot work.
         KeyboardInterrupt: it was interrupted.
     """
-    if config.schedules is None:
-        _compare_partitioners(config)
-    elif config.partitioners is None:
-        _compare_schedules(config)
-    else:
+    if config.schedules is not None and config.partitioners is not None:
         raise ConfigError(
             "Both partitioners and schedules are given: gpp-plan compare has one row per partitioner, or one per "
             "schedule. Give one of them; strategy.partitioner makes the plans of all schedules, strategy.schedule is "
             "that of all partitioners."
         )
+    with heeded() as check:
+        (_compare_partitioners if config.schedules is None else _compare_schedules)(config, check)
 
 
 # -- partitioners -----------------------------------------------------------------------------------------------------
 
 
-def _compare_partitioners(config: DictConfig) -> None:
+def _compare_partitioners(config: DictConfig, check: Callable[[], None]) -> None:
     names = PARTITIONERS if config.partitioners is None else tuple(map(str, config.partitioners))
     task, outcomes = task_of(config), list[Outcome]()
+    check()
     for name in names:
         partitioner_of(name)  # after the model's module was imported, which may register one
     if task.options.plan is not None or task.options.stages is not None:
@@ -67,9 +69,22 @@ def _compare_partitioners(config: DictConfig) -> None:
     try:
         for name in names:
             outcomes.append(_partitioned(name, task, float(config.compare_seconds)))
+            check()
+            _end_if_interrupted(outcomes[-1].found)
     finally:
-        if outcomes:
-            print(compare_table(outcomes))
+        _show(outcomes, compare_table)
+
+
+def _show(outcomes: list[Row], table: Callable[[list[Row]], str]) -> None:
+    if outcomes:
+        with unheeded():
+            print(table(outcomes))
+
+
+def _end_if_interrupted(outcome: Found | GPPError | None) -> None:
+    """A search that keeps the best of what it has found by then takes Ctrl-C for itself."""
+    if isinstance(outcome, Found) and INTERRUPTED in " ".join(outcome.answer.notes):
+        raise KeyboardInterrupt
 
 
 def _partitioned(name: str, task: Task, seconds: float) -> Outcome:
@@ -94,16 +109,17 @@ def _late(seconds: float) -> str:
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
-def _compare_schedules(config: DictConfig) -> None:
+def _compare_schedules(config: DictConfig, check: Callable[[], None]) -> None:
     task, outcomes = task_of(config), list[tuple[str, Scheduled | str]]()
+    check()
     names, seconds = schedules_wanted(config.schedules), float(config.compare_seconds)
     given = task.options.plan is not None or task.options.stages is not None
     try:
         for outcome in _on_given(task, names, seconds) if given else _searched(task, names, seconds):
             outcomes.append(outcome)
+            check()
     finally:
-        if outcomes:
-            print(schedules_table(outcomes))
+        _show(outcomes, schedules_table)
 
 
 def schedules_wanted(setting: Any) -> tuple[str, ...]:
@@ -141,8 +157,7 @@ def _searched(task: Task, names: Sequence[str], seconds: float) -> Iterator[tupl
             except TimeIsUp:
                 search, scheduled = None, _late(seconds)
             yield name, scheduled
-            if isinstance(outcome, Found) and INTERRUPTED in " ".join(outcome.answer.notes):
-                raise KeyboardInterrupt
+            _end_if_interrupted(outcome)
 
 
 def _scheduled(task: Task, outcome: Found | GPPError) -> Scheduled | str:
@@ -177,9 +192,9 @@ def _on_given(task: Task, names: Sequence[str], seconds: float) -> Iterator[tupl
 def _applied(task: Task, name: str) -> Scheduled | str:
     subject, machine = task.subject.step, task.machine
     plan = planned(subject, replace(task.options, schedule=name), lambda: machine, task.num_devices).plan
-    reason = _lack(task, plan) or misfit(plan, name)
-    if reason:
-        return reason
+    lack = _lack(task, plan)
+    if lack:
+        return lack
     check_devices(plan, task.num_devices)
     if machine.costs is None and not any(operator.flops.at(1) for operator in subject.graph):
         plan = replace(plan, schedule=name)
@@ -193,7 +208,14 @@ def _applied(task: Task, name: str) -> Scheduled | str:
         num_pipelines=number,
         timeline=simulated(plan, subject.graph, machine, number),
         memory_bytes=tuple(float(min(limits[device :: plan.num_devices])) for device in range(plan.num_devices)),
+        note=_unfit(plan, name),
     )
+
+
+def _unfit(plan: Plan, name: str) -> str:
+    """A schedule orders stages that lie otherwise than it wants, too, with less to gain."""
+    reason = misfit(plan, name)
+    return reason and f"{reason} The row is what strategy.schedule={name} does with these stages as they lie."
 
 
 def _lack(task: Task, plan: Plan) -> str:

@@ -8,11 +8,17 @@ from collections.abc import Sequence
 from omegaconf import DictConfig
 
 from lightning_gpp.cli.app import INTERRUPTED, run
+from lightning_gpp.cli.interrupt import heeded
 
 
 def main() -> None:
     sys.argv[1:] = overrides(sys.argv[1:])
-    run("gpp-plan", "plan", plan)
+    try:
+        with heeded():
+            run("gpp-plan", "plan", plan)
+    except KeyboardInterrupt:  # of which somebody had made another error
+        print("gpp-plan: interrupted.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def overrides(arguments: Sequence[str]) -> list[str]:
@@ -33,11 +39,13 @@ def plan(config: DictConfig) -> None:
         ConfigError: the configuration cannot work.
         PlanError: nothing fits the devices.
     """
-    from lightning_gpp.cli.compare import compare  # takes seconds to load; a wrong key need not wait for it
-    from lightning_gpp.cli.planning import show
-
     try:
-        (compare if config.compare else show)(config)
+        with heeded() as check:
+            from lightning_gpp.cli.compare import compare  # takes seconds to load; a wrong key need not wait for it
+            from lightning_gpp.cli.planning import show
+
+            check()
+            (compare if config.compare else show)(config)
     except KeyboardInterrupt:
         print(f"gpp-plan: interrupted {_COMPARING if config.compare else _PLANNING}", file=sys.stderr)
         sys.exit(INTERRUPTED)

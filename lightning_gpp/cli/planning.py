@@ -37,6 +37,7 @@ from lightning_gpp.strategy import GPPStrategy
 from lightning_gpp.strategy.machine import Machine, resolved
 from lightning_gpp.strategy.options import Options
 from lightning_gpp.strategy.planner import Planned, check_devices, devices_wanted, planned
+from lightning_gpp.strategy.replicas import idle_sharding
 from lightning_gpp.strategy.reporting import simulated
 
 
@@ -126,10 +127,11 @@ def with_copies(task: Task, plan: Plan, found: Found) -> Found:
 
 
 def _advice(task: Task, result: Planned) -> list[str]:
-    """What the schedule lacks, and how to train with the plan, where that is not obvious."""
+    """What the schedule and the sharding lack, and how to train with the plan, where that is not obvious."""
     number, plan = result.num_pipelines, result.plan
     reason = misfit(plan, plan.schedule)
-    notes = [f"\n{plan.schedule}: {reason}"] if reason else []
+    idle = idle_sharding(plan, number)
+    notes = [*([f"\n{plan.schedule}: {reason}"] if reason else []), *([f"\n{idle}"] if idle else [])]
     if number == 1:
         return notes
     return [

@@ -22,12 +22,14 @@ class Scheduled:
         num_pipelines: copies of it that share the work.
         timeline: simulated, with what all copies do together.
         memory_bytes: limit of every device of the pipeline.
+        note: what there is to say of it, below the table.
     """
 
     plan: Plan
     num_pipelines: int
     timeline: Timeline
     memory_bytes: tuple[float, ...]
+    note: str = ""
 
     @property
     def samples_per_second(self) -> float:
@@ -60,7 +62,7 @@ received, and their bytes; gatherings of parameters and sums of gradients."""
 
 
 def schedules_table(outcomes: Sequence[tuple[str, Scheduled | str]]) -> str:
-    """One row per schedule; below, the reasons of those that have no plan.
+    """One row per schedule; below, the reasons of those that have no plan, and notes on others.
 
     Args:
         outcomes: names, each with its plan, or why it has none.
@@ -68,8 +70,9 @@ def schedules_table(outcomes: Sequence[tuple[str, Scheduled | str]]) -> str:
     found = [outcome for _, outcome in outcomes if isinstance(outcome, Scheduled)]
     best = max((entry.samples_per_second for entry in found if not entry.excess_bytes), default=0.0)
     rows = [_row(name, outcome, best) for name, outcome in outcomes]
-    reasons = [f"{name}: {outcome}" for name, outcome in outcomes if isinstance(outcome, str)]
-    return "\n".join([*markdown(SCHEDULES, rows), *([""] if reasons else []), *reasons])
+    said = [(name, outcome if isinstance(outcome, str) else outcome.note) for name, outcome in outcomes]
+    below = [f"{name}: {words}" for name, words in said if words]
+    return "\n".join([*markdown(SCHEDULES, rows), *([""] if below else []), *below])
 
 
 def _row(name: str, outcome: Scheduled | str, best: float) -> list[str]:

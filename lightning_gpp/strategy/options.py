@@ -83,11 +83,16 @@ def check(options: Options) -> None:
     if options.schedule not in (AUTO, None):
         _check_layout(options, method_of(options.schedule))
     partitioner_of(options.partitioner)
-    if options.stages is not None:
-        read(placement_of(options.stages))
+    entries = read(placement_of(options.stages)) if options.stages is not None else []
     _check_slices(options)
     if options.plan is not None and options.stages is not None:
         raise ConfigError("Both strategy.plan and strategy.stages are given; a plan already says where stages are.")
+    if options.stages_per_device and (options.plan or any(entry.devices is not None for entry in entries)):
+        raise ConfigError(
+            f"strategy.stages_per_device={options.stages_per_device} cannot move the stages of strategy.plan, nor "
+            "strategy.stages with `devices`: they say where stages are. Leave it out, or leave out the plan (the "
+            "`devices`) to have stages laid out anew."
+        )
     for name in ("timeout", "failure_timeout"):
         if getattr(options, name).total_seconds() <= 0:
             raise ConfigError(f"strategy.{name} is {getattr(options, name)}; it must be more than 0 seconds.")

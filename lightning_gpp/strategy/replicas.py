@@ -313,10 +313,17 @@ def check_elementwise(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _sharding(plan: Plan, num_pipelines: int) -> str:
-    if plan.sharding != "none" and num_pipelines * max(len(stage.devices) for stage in plan.stages) == 1:
-        rank_zero_warn(
-            f"strategy.sharding={plan.sharding} has nothing to split: every stage is held by one process. It is for "
-            "stages on several devices, or strategy.num_pipelines > 1."
-        )
-        return "none"
-    return plan.sharding
+    idle = idle_sharding(plan, num_pipelines)
+    if idle:
+        rank_zero_warn(idle)
+    return "none" if idle else plan.sharding
+
+
+def idle_sharding(plan: Plan, num_pipelines: int) -> str:
+    """Says so where the plan's sharding has nothing to split; empty where it has, or where there is none."""
+    if plan.sharding == "none" or num_pipelines * max(len(stage.devices) for stage in plan.stages) > 1:
+        return ""
+    return (
+        f"strategy.sharding={plan.sharding} has nothing to split: every stage is held by one process. It is for "
+        "stages on several devices, or strategy.num_pipelines > 1."
+    )

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +24,10 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Control, Problem
 from lightning_gpp.planning import registry as partitioners
 from lightning_gpp.planning.layout import laid_out
+from lightning_gpp.reports.units import duration
 from lightning_gpp.schedules import Schedule, schedule_names
 from lightning_gpp.schedules.registry import _METHODS, register
-from tests.cli.commands import command, composed
+from tests.cli.commands import ROOT, command, composed
 from tests.strategies import chain, towers
 
 QUICK = ("experiment=feature_towers", "strategy.search_seconds=0.3", "strategy.num_micro_batches=4")
@@ -72,6 +78,14 @@ def test_replicas_sum_and_gather(capsys: pytest.CaptureFixture[str]) -> None:
     assert min(gathers, sums) > 0
 
 
+def test_sharding_that_splits_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    show(composed(*QUICK, STAGES, "strategy.sharding=zero1", name="plan"))
+    assert "\nstrategy.sharding=zero1 has nothing to split: every stage is held by one" in capsys.readouterr().out
+    several = ("strategy.num_pipelines=2", "trainer.devices=8")
+    show(composed(*QUICK, STAGES, *several, "strategy.sharding=zero1", name="plan"))
+    assert "has nothing to split" not in capsys.readouterr().out
+
+
 def test_what_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     config = composed(*QUICK, "cluster=t4_box", STAGES, "schedules=[gpipe,1f1b]", name="plan")
     config.cluster.nodes[0].device.memory_bytes = 65_000
@@ -107,9 +121,22 @@ def test_on_the_users_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rows = rows_of(text)
     assert float(rows["1f1b"]["step"].split()[0]) == pytest.approx(1e3 * timeline.makespan, rel=0.01)
     assert rows["gpipe"]["in flight"] == "4"
-    assert rows["folded"]["step"] == rows["twofold"]["step"] == "-"
-    assert "\nfolded: it is made for 2 stages on every device; there are 4 on 4 devices." in text
+    assert rows["folded"]["step"] == rows["1f1b"]["step"]
+    assert "\nfolded: it is made for 2 stages on every device; there are 4 on 4 devices. The row is what" in text
     assert "\ntwofold: it runs in both directions, and wants every stage also on the mirrored device" in text
+    assert "1f1b:" not in text
+
+
+def test_a_plan_is_compared_as_the_strategy_runs_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = (QUICK[0], f"strategy.plan={tmp_path / 'plan.yaml'}")
+    make_plan(composed(*QUICK, STAGES, name="plan"))[0].save(tmp_path / "plan.yaml")
+    names = ("1f1b", "zb_h1", "interleaved", "zbv", "chimera")
+    compare(composed(*given, f"schedules=[{','.join(names)}]", name="plan"))
+    rows = rows_of(capsys.readouterr().out)
+    for name in names:
+        plan, timeline = make_plan(composed(*given, f"strategy.schedule={name}", name="plan"))
+        assert plan.schedule == name
+        assert rows[name]["step"] == duration(timeline.makespan)
 
 
 @pytest.mark.usefixtures("folded")
@@ -213,6 +240,108 @@ def test_ctrl_c_during_a_search_that_keeps_its_best_ends_the_comparison(capsys: 
     finally:
         del partitioners._PARTITIONERS["hurried"]
     assert list(rows_of(capsys.readouterr().out)) == ["gpipe"]
+
+
+@pytest.fixture
+def lost() -> Iterator[None]:
+    """Schedules during which the user presses Ctrl-C, of which nothing is left, or another error."""
+
+    @register("dropping")
+    def dropping(plan: Plan, batch_size: int) -> Schedule:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return _METHODS["1f1b"].generate(plan, batch_size)
+
+    @register("importing")
+    def importing(plan: Plan, batch_size: int) -> Schedule:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("numpy.core.multiarray failed to import") from None
+        raise AssertionError
+
+    yield
+    del _METHODS["dropping"], _METHODS["importing"]
+
+
+@pytest.mark.usefixtures("lost")
+@pytest.mark.parametrize("stages", [(), (STAGES,)])
+@pytest.mark.parametrize(("name", "rows"), [("dropping", ["1f1b", "dropping"]), ("importing", ["1f1b"])])
+def test_ctrl_c_is_not_lost(
+    name: str, rows: list[str], stages: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        compare(composed(*QUICK, *stages, f"schedules=[1f1b,{name},gpipe]", name="plan"))
+    assert list(rows_of(capsys.readouterr().out)) == rows
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_during_the_search_of_a_partitioner(capsys: pytest.CaptureFixture[str]) -> None:
+    """It keeps the best that it has found by then; the comparison ends."""
+    once = iter([True])
+
+    @partitioners.register("hurried")
+    def search(problem: Problem, control: Control) -> Answer:
+        def press(*_: object) -> None:
+            if next(once, False):
+                signal.raise_signal(signal.SIGINT)
+
+        return partitioners.partitioner_of("auto")(problem, replace(control, progress=press))
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compare(composed(*QUICK, "partitioners=[pipedream,hurried,auto]", name="plan"))
+    finally:
+        del partitioners._PARTITIONERS["hurried"]
+    out = capsys.readouterr().out
+    assert [name for name in ("pipedream", "hurried", "auto") if f"| {name} " in out] == ["pipedream", "hurried"]
+
+
+MARKED = """
+import time
+from pathlib import Path
+from lightning_gpp.cli.plan import main
+from lightning_gpp.schedules.registry import register
+
+@register("marked")
+def marked(plan, batch_size):
+    Path("reached").touch()
+    time.sleep(60)
+
+main()
+"""
+
+
+def until(happened: Callable[[], bool], seconds: float = 40.0) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_ctrl_c_of_a_process(tmp_path: Path) -> None:
+    """A signal from outside, while the second row is made."""
+    (tmp_path / "mark.py").write_text(MARKED)
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", **os.environ}
+    arguments = ["compare", "schedules=[1f1b,marked]", *QUICK, STAGES]
+    with subprocess.Popen(
+        [sys.executable, "mark.py", *arguments],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            until(lambda: (tmp_path / "reached").exists() or process.poll() is not None)
+            process.send_signal(signal.SIGINT)
+            out, error = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 130, error
+    assert list(rows_of(out)) == ["1f1b"]
+    assert "interrupted before the comparison was complete" in error
 
 
 @pytest.mark.usefixtures("stubborn")

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_gpp import GPPStrategy
 from lightning_gpp.errors import ConfigError
+from tests.strategies import chain
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,14 @@ from lightning_gpp.errors import ConfigError
             r"'chimera' gives every stage a second device.*leave `devices` out",
         ),
         ({"stages_per_device": 0}, "strategy.stages_per_device is 0; it must be a whole number >= 1"),
+        (
+            {"stages_per_device": 2, "stages": [{"modules": ["a"], "devices": [0]}, {"modules": ["b"]}]},
+            "strategy.stages_per_device=2 cannot move .* `devices`: they say where stages are. Leave it out",
+        ),
+        (
+            {"stages_per_device": 2, "plan": chain([1, 1], 4)},
+            "per_device=2 cannot move the stages of strategy.plan",
+        ),
         ({"sharding": "zero2"}, "strategy.sharding is 'zero2'; it must be one of 'none', 'zero1', 'fsdp'"),
     ],
 )
