@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,25 +28,54 @@ from lightning_gpp.errors import GPPError
 from lightning_gpp.slices import CARRY
 
 
+class _Extended(torch.autograd.Function):
+    """Writes a tensor behind that of earlier tokens, into memory for all tokens: all slices of a sequence share it.
+
+    What the slices see are tensors of their own to autograd, as none reads what a later one writes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, earlier: Tensor | None, dim: int, total: int) -> Tensor:
+        ctx.dim, ctx.start = dim, 0 if earlier is None else earlier.size(dim)
+        shape = list(tensor.shape)
+        shape[dim] = total
+        whole = tensor.new_empty(shape) if earlier is None else _alias(earlier, shape)
+        whole.narrow(dim, ctx.start, tensor.size(dim)).copy_(tensor)
+        shape[dim] = ctx.start + tensor.size(dim)
+        return _alias(whole, shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        gradient, dim, start = gradients[0], ctx.dim, ctx.start
+        own = gradient.narrow(dim, start, gradient.size(dim) - start)
+        return own, gradient.narrow(dim, 0, start) if start else None, None, None
+
+
+def _alias(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Another tensor on the same memory, from the same place and with the same strides."""
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tensor.stride())
+
+
 class _Slice:
     """The slice that this process computes.
 
     Attributes:
         start: its first token.
+        total: tokens of the whole sequence.
         earlier: what the slice before kept, in the order of the calls of `carry`; empty for the first.
         kept: what the next one gets.
     """
 
-    def __init__(self, start: int, earlier: Sequence[Tensor]) -> None:
-        self.start, self.earlier = start, list(earlier)
+    def __init__(self, start: int, total: int, earlier: Sequence[Tensor]) -> None:
+        self.start, self.total, self.earlier = start, total, list(earlier)
         self.kept: list[Tensor] = []
 
     def extended(self, tensor: Tensor, dim: int) -> Tensor:
         """The tensor behind what the slice before kept at this place."""
-        if self.start:
-            tensor = torch.cat([self.earlier[len(self.kept)], tensor], dim)
-        self.kept.append(tensor)
-        return tensor
+        earlier = self.earlier[len(self.kept)] if self.start else None
+        extended: Tensor = _Extended.apply(tensor, earlier, dim % tensor.dim(), self.total)  # type: ignore[no-untyped-call]
+        self.kept.append(extended)
+        return extended
 
 
 _current: _Slice | None = None
@@ -108,12 +138,12 @@ def positions(tensor: Tensor, dim: int = 1) -> Tensor:
 
 
 @contextmanager
-def computing(start: int, earlier: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Inside, modules compute a slice that begins with token `start`; what they carry on is in the list given."""
+def computing(start: int, total: int, earlier: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Inside, modules compute a slice, from token `start` of `total`; what they carry on is in the list given."""
     global _current
     if _current is not None:
         raise GPPError("A slice was begun inside another one.")
-    _current = _Slice(start, earlier)
+    _current = _Slice(start, total, earlier)
     try:
         yield _current.kept
     finally:

@@ -59,12 +59,14 @@ class SlicedStage(Around):
     Args:
         stage: computes all tokens.
         tokens: of this slice.
+        length: of the whole sequence, in tokens.
         earlier: names of what the slice before carries.
         later: names of what the next one gets; empty for the last slice.
         received, sent: tensors that are cut.
     """
 
     tokens: Tokens
+    length: int
     earlier: tuple[str, ...]
     later: tuple[str, ...]
     received: tuple[Cut, ...]
@@ -85,7 +87,7 @@ class SlicedStage(Around):
     def _run(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
         inputs = {**values, **{cut.name: values[cut.part] for cut in self.received}}
         try:
-            with computing(self.tokens[0], [values[name] for name in self.earlier]) as kept:
+            with computing(self.tokens[0], self.length, [values[name] for name in self.earlier]) as kept:
                 return self.stage.forward(inputs, micro_batch), kept
         except Exception as error:
             add_note(error, _where(self.tokens))
@@ -173,6 +175,7 @@ class Slicer:
             return SlicedStage(
                 stage=stage,
                 tokens=tokens,
+                length=self._length,
                 earlier=self._names(index, tokens[0]) if index != parts[0] else (),
                 later=self._names(index, tokens[1]) if index != parts[-1] else (),
                 received=tuple(received),

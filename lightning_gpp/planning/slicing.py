@@ -283,23 +283,23 @@ def _part(cost: StageCost, tokens: tuple[int, int], length: int, work: float, ca
         if isinstance(getattr(cost, entry.name), Affine)
     }
     part = replace(cost, **affine, parameter_bytes=0 if tokens[0] else cost.parameter_bytes)
-    copied = _copied(tokens, length, carried_bytes)
-    if cost.working_bytes != Affine():  # it keeps what it received, which is what was carried to it
-        return replace(part, working_bytes=part.working_bytes + copied)
-    return replace(part, activation_bytes=part.activation_bytes + copied)
+    kept = _kept(tokens, carried_bytes)
+    if cost.working_bytes != Affine():  # what it keeps is what it received
+        return replace(part, working_bytes=part.working_bytes + kept)
+    return replace(part, activation_bytes=part.activation_bytes + kept)
 
 
 def _figures(figures: Figures, tokens: tuple[int, int], length: int, work: float, carried_bytes: Affine) -> Figures:
     share = (tokens[1] - tokens[0]) / length
     costs = {name: part_of(name, getattr(figures, name), share, work) for name in COSTS}
     part = replace(figures, **costs)  # type: ignore[arg-type]
-    part = replace(part, activation_bytes=part.activation_bytes + _copied(tokens, length, carried_bytes))
+    part = replace(part, activation_bytes=part.activation_bytes + _kept(tokens, carried_bytes))
     return replace(part, num_parameters=0, parameter_bytes=0) if tokens[0] else part
 
 
-def _copied(tokens: tuple[int, int], length: int, carried_bytes: Affine) -> Affine:
-    """What a slice keeps of the tokens up to its own; the first one has nothing to put in front, and copies nothing."""
-    return scaled(carried_bytes, tokens[1] / length) if tokens[0] else Affine()
+def _kept(tokens: tuple[int, int], carried_bytes: Affine) -> Affine:
+    """Memory for what is carried of the whole sequence: the first slice takes it, whose backward is the last."""
+    return Affine() if tokens[0] else carried_bytes
 
 
 def scaled(cost: Affine, share: float) -> Affine:
