@@ -1,12 +1,13 @@
 """Orders by a clock: gradients of inputs first, then forwards, and gradients of parameters where a device would wait.
 
-A lane is a replica of a stage: it takes its micro-batches one after the other, and has its part of a device's room.
+A lane is a replica of a stage: it takes its micro-batches one after the other, and has its part of a device's room. All
+slices of a stage are in one lane: gradients come from the last to the first.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
@@ -15,9 +16,12 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Kind, Schedule
 from lightning_gpp.schedules.clock import Clock
 from lightning_gpp.schedules.hand_split import samples_ahead
+from lightning_gpp.schedules.in_flight import action_samples, slice_samples
 from lightning_gpp.schedules.room import SLACK, limits_of, needs_of
+from lightning_gpp.schedules.seq_1f1b import lanes as lanes_of
 from lightning_gpp.schedules.tasks import Rows
 from lightning_gpp.schedules.work import Work, turns
+from lightning_gpp.slices import is_sliced, unsliced
 
 _KINDS: Final = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
 FORWARD, INPUT, WEIGHT = range(3)
@@ -29,7 +33,8 @@ class Policy:
     """How a device chooses.
 
     Args:
-        ahead: for every stage by how many forwards of a replica may be ahead of its gradients of inputs.
+        ahead: for every stage by how many forwards of a replica, those of all its slices, may be ahead of its
+            gradients of inputs.
         forwards_first: whether forwards come before gradients of inputs where both can start.
         patient: whether a device may wait for a message, rather than be late for it because of gradients of parameters,
             as long as another device has waited already: that costs nothing, for the longest wait counts.
@@ -41,10 +46,19 @@ class Policy:
 
 
 def forwards_ahead(plan: Plan, lead: float) -> list[int]:
-    """For every stage the micro-batches that make `samples_ahead` on each of its replicas; at least one."""
+    """For every stage the micro-batches that make `samples_ahead` on each of its replicas; at least one. For a slice,
+    what the replica does of all slices of the stage."""
+    if is_sliced(plan):
+        return _slices_ahead(plan, lead)
     samples = samples_ahead(plan, lead)
     steps = [stage.micro_batch_size * turns(stage) for stage in plan.stages]
     return [max(1, int(samples[stage] / step + 1e-9)) for stage, step in enumerate(steps)]
+
+
+def _slices_ahead(plan: Plan, lead: float) -> list[int]:
+    whole, samples, sizes = unsliced(plan), slice_samples(plan, lead), action_samples(plan)
+    steps = [size * turns(stage) for size, stage in zip(sizes, whole.plan.stages, strict=True)]
+    return [max(len(whole.parts(number)), int(samples[number] / steps[number] + 1e-9)) for number in whole.numbers]
 
 
 def fill(work: Work, policies: Iterable[Policy], share: float = 1) -> Schedule:
@@ -76,6 +90,8 @@ class _Lane:
 
     index: int
     stage: int
+    """The first slice, where it is cut."""
+    slices: int
     device: int
     depth: int
     room: float
@@ -94,18 +110,39 @@ class _Lane:
 def _lanes(work: Work, share: float) -> list[_Lane]:
     """All replicas; those of a device divide its room as their needs under 1F1B are."""
     depths, needs = work.plan.depths(), needs_of(work)
-    limits = limits_of(work, share, needs)
-    tasks: dict[tuple[int, int], tuple[list[int], ...]] = {place: tuple([] for _ in _KINDS) for place in needs}
-    for (device, action), number in work.tasks.numbers.items():
-        tasks[action.stage, device][_KINDS.index(action.kind)].append(number)
+    limits, parts = limits_of(work, share, needs), lanes_of(work.plan)
+    first = {part: members[0] for members in parts.values() for part in members}
+    tasks = _tasks(work, first)
     totals: dict[int, float] = defaultdict(float)
-    for (_, device), need in needs.items():
+    wanted: dict[tuple[int, int], float] = defaultdict(float)
+    for (stage, device), need in needs.items():
         totals[device] += need
-    rooms = {place: limits[place[1]] * (need / totals[place[1]] if need else 0) for place, need in needs.items()}
+        wanted[first[stage], device] += need
+    rooms = {place: limits[place[1]] * (need / totals[place[1]] if need else 0) for place, need in wanted.items()}
     return [
-        _Lane(index, stage, device, depths[stage], rooms[stage, device], stage in work.whole, own)
+        _Lane(
+            index=index,
+            stage=stage,
+            slices=len(parts[stage]),
+            device=device,
+            depth=depths[parts[stage][-1]],
+            room=rooms[stage, device],
+            whole=work.whole.issuperset(parts[stage]),
+            tasks=own,
+        )
         for index, ((stage, device), own) in enumerate(tasks.items())
     ]
+
+
+def _tasks(work: Work, first: Mapping[int, int]) -> dict[tuple[int, int], list[list[int]]]:
+    """For every lane, by its first slice and its device, the numbers of its tasks of every kind, in order."""
+    found: dict[tuple[int, int], list[list[tuple[int, int, int]]]] = {}
+    for (device, action), number in work.tasks.numbers.items():
+        place = first[action.stage], device
+        position = action.stage if action.kind is Kind.FORWARD else -action.stage
+        kinds = found.setdefault(place, [[] for _ in _KINDS])
+        kinds[_KINDS.index(action.kind)].append((action.micro_batch, position, number))
+    return {place: [[number for *_, number in sorted(own)] for own in kinds] for place, kinds in found.items()}
 
 
 @dataclass(slots=True)
@@ -171,9 +208,10 @@ class _Run:
         return self.clock.arrival[lane.tasks[kind][number]] if number < len(lane.tasks[kind]) else inf
 
     def _has_room(self, kind: int, lane: _Lane) -> bool:
-        """Also where only the task itself can make more: with nothing kept, or nothing that W could give back."""
-        position = lane.done[kind]
-        if position == lane.done[WEIGHT]:
+        """Also where only the task itself can make more: with nothing kept but of a micro-batch whose last slice has
+        not been there, or nothing that W could give back."""
+        position, given_back = lane.done[kind], lane.done[WEIGHT]
+        if position == given_back or (kind == FORWARD and position < (given_back // lane.slices + 1) * lane.slices):
             return True
         needed = lane.held + self.takes[lane.tasks[kind][position]]
         return needed <= lane.held or needed <= lane.room * SLACK

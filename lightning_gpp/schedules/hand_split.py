@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.in_flight import in_flight_samples
+from lightning_gpp.schedules.alternating import alternating
+from lightning_gpp.schedules.in_flight import action_samples, in_flight_samples, slice_samples, slices_ahead
 from lightning_gpp.schedules.merge import StageOrders
 from lightning_gpp.schedules.one_f_one_b import without_stall
+from lightning_gpp.schedules.seq_1f1b import backwards_of, forwards_of, lanes, without_stall_in_slices
 from lightning_gpp.schedules.work import whole_stages
+from lightning_gpp.slices import is_sliced
 
 
 def samples_ahead(plan: Plan, lead: float) -> dict[int, float]:
@@ -26,33 +31,46 @@ def split_orders(plan: Plan, batch_size: int, lead: int) -> StageOrders:
     as its warm-up is shorter than the longest one. So every stage keeps the same number of micro-batches, some of them
     for W only. With several sizes of micro-batches the same is counted in samples. Where there are no gradients of
     parameters, backwards are whole.
+
+    All n slices of a stage have one order, and slices count: the warm-up is n + lead (d - 1).
     """
+    whole = whole_stages(plan)
+    orders = _in_slices(plan, batch_size, lead) if is_sliced(plan) else _in_micro_batches(plan, batch_size, lead)
+    return {stage: _joined(order, whole) for stage, order in orders.items()}
+
+
+def _in_micro_batches(plan: Plan, batch_size: int, lead: int) -> StageOrders:
     sizes = [stage.micro_batch_size for stage in plan.stages]
     samples = {stage: int(number) for stage, number in samples_ahead(plan, lead).items()}
     numbers = [len(plan.intervals(stage, batch_size)) for stage in range(len(sizes))]
     counts = {stage: min(number, samples[stage] // sizes[stage]) for stage, number in enumerate(numbers)}
-    warm_up = without_stall(plan, batch_size, counts)
-    most, whole = max(samples.values()), whole_stages(plan)
-    orders = {
-        stage: _order(stage, warm_up[stage], (most - samples[stage]) // sizes[stage], number)
-        for stage, number in enumerate(numbers)
+    warm_up, most = without_stall(plan, batch_size, counts), max(samples.values())
+    return {
+        stage: _order(plan, [stage], batch_size, warm_up[stage], (most - samples[stage]) // sizes[stage])
+        for stage in range(len(sizes))
     }
-    return {stage: _joined(order) if stage in whole else order for stage, order in orders.items()}
 
 
-def _order(stage: int, warm_up: int, late: int, number: int) -> tuple[Action, ...]:
-    actions = [Action(stage, Kind.FORWARD, index) for index in range(warm_up)]
-    for index in range(number):
-        actions.append(Action(stage, Kind.INPUT, index))
-        if index >= late:
-            actions.append(Action(stage, Kind.WEIGHT, index - late))
-        if warm_up + index < number:
-            actions.append(Action(stage, Kind.FORWARD, warm_up + index))
-    actions += [Action(stage, Kind.WEIGHT, index) for index in range(max(0, number - late), number)]
-    return tuple(actions)
+def _in_slices(plan: Plan, batch_size: int, lead: int) -> StageOrders:
+    parts, samples = lanes(plan), slice_samples(plan, lead)
+    late = [int(max(samples) - held) // size for held, size in zip(samples, action_samples(plan), strict=True)]
+    lateness = dict(zip(parts, late, strict=True))
+
+    def lane(first: int, warm_up: int) -> tuple[Action, ...]:
+        return _order(plan, parts[first], batch_size, warm_up, lateness[first])
+
+    return without_stall_in_slices(plan, batch_size, slices_ahead(plan, lead), lane)
 
 
-def _joined(order: tuple[Action, ...]) -> tuple[Action, ...]:
-    """The same with whole backwards in the place of their first halves."""
-    rest = (action for action in order if action.kind is not Kind.WEIGHT)
-    return tuple(action._replace(kind=Kind.BACKWARD) if action.kind is Kind.INPUT else action for action in rest)
+def _order(plan: Plan, members: list[int], batch_size: int, warm_up: int, late: int) -> tuple[Action, ...]:
+    inputs, weights = (backwards_of(plan, members, batch_size, kind) for kind in (Kind.INPUT, Kind.WEIGHT))
+    return alternating(forwards_of(plan, members, batch_size), inputs, warm_up, weights, late)
+
+
+def _joined(order: tuple[Action, ...], whole: Collection[int]) -> tuple[Action, ...]:
+    """The same with whole backwards in the place of their first halves, on stages where the others are empty."""
+    return tuple(
+        action._replace(kind=Kind.BACKWARD) if action.kind is Kind.INPUT and action.stage in whole else action
+        for action in order
+        if action.kind is not Kind.WEIGHT or action.stage not in whole
+    )

@@ -19,27 +19,47 @@ def in_flight_samples(plan: Plan) -> dict[int, int]:
 
 
 def slices_in_flight(plan: Plan) -> dict[int, int]:
-    """For every stage of a plan whose stages are slices the samples to hold in flight.
+    """For every stage of a plan whose stages are slices the samples to hold in flight."""
+    whole, number = unsliced(plan), num_slices(plan)
+    return {
+        part: -(-(int(flying) // plan.stages[part].micro_batch_size - position) // number)
+        * plan.stages[part].micro_batch_size
+        for stage, flying in enumerate(slice_samples(plan))
+        for position, part in enumerate(whole.parts(stage))
+    }
+
+
+def slice_samples(plan: Plan, lead: float = 1) -> list[float]:
+    """For every stage, all its slices together, the samples of slices to hold in flight.
 
     A slice counts as the n-th part of a micro-batch, of which there are n. Backwards begin with the last one, so the
-    stages nearest to the sink hold n, and others one more for each stage on the way: n + distance in a chain, as
+    stages nearest to the sink hold n, and others `lead` more for each stage on the way: in a chain n + distance, as
     Seq1F1B has it. What is nothing but the user's step is not on the way, as it shares the device in front of it.
     """
     whole, number = unsliced(plan), num_slices(plan)
     graph = whole.plan.graph()
-    parts = [whole.parts(stage) for stage in graph]
-    graph.remove_nodes_from([stage for stage in list(graph) if is_extra(plan, parts[stage][0])])
-    sizes = [
-        stage.micro_batch_size * (number if len(parts[i]) == 1 else 1) for i, stage in enumerate(whole.plan.stages)
-    ]
-    successors = [list(graph.successors(stage)) if stage in graph else [] for stage in range(len(sizes))]
+    graph.remove_nodes_from([stage for stage in list(graph) if is_extra(plan, whole.parts(stage)[0])])
+    successors = [list(graph.successors(i)) if i in graph else [] for i in range(len(whole.plan.stages))]
     least = [stage.micro_batch_size * number for stage in whole.plan.stages]
-    flying = samples_in_flight(sizes, successors, least)
-    return {
-        part: -(-(flying[stage] // entry.micro_batch_size - position) // number) * entry.micro_batch_size
-        for stage, entry in enumerate(whole.plan.stages)
-        for position, part in enumerate(parts[stage])
-    }
+    flying = samples_in_flight(action_samples(plan), successors, least)
+    return [base + lead * (usual - base) for base, usual in zip(least, flying, strict=True)]
+
+
+def action_samples(plan: Plan) -> list[int]:
+    """For every stage, its slices put together, the samples of slices that an action computes: those of all slices
+    where the stage is not cut."""
+    whole, number = unsliced(plan), num_slices(plan)
+    return [
+        stage.micro_batch_size * (number if len(whole.parts(index)) == 1 else 1)
+        for index, stage in enumerate(whole.plan.stages)
+    ]
+
+
+def slices_ahead(plan: Plan, lead: int = 1) -> dict[int, int]:
+    """For the first slice of every stage the slices of it, or micro-batches if it is not cut, to hold in flight."""
+    whole = unsliced(plan)
+    flying = zip(slice_samples(plan, lead), action_samples(plan), strict=True)
+    return {whole.parts(stage)[0]: int(samples) // size for stage, (samples, size) in enumerate(flying)}
 
 
 def samples_in_flight(

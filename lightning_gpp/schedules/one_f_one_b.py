@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from lightning_gpp.plan import SOURCE, Plan
 from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.schedules.alternating import alternating
 from lightning_gpp.schedules.in_flight import in_flight_samples
 from lightning_gpp.schedules.merge import StageOrders
 from lightning_gpp.schedules.registry import register
@@ -40,12 +41,8 @@ def one_f_one_b(plan: Plan, batch_size: int) -> StageOrders:
 
 
 def _order(stage: int, warm_up: int, number: int) -> tuple[Action, ...]:
-    actions = [Action(stage, Kind.FORWARD, index) for index in range(warm_up)]
-    for index in range(number):
-        actions.append(Action(stage, Kind.BACKWARD, index))
-        if warm_up + index < number:
-            actions.append(Action(stage, Kind.FORWARD, warm_up + index))
-    return tuple(actions)
+    forwards, backwards = ([Action(stage, kind, i) for i in range(number)] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    return alternating(forwards, backwards, warm_up)
 
 
 def warm_up(plan: Plan, batch_size: int) -> dict[int, int]:

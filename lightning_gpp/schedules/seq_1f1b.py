@@ -6,12 +6,13 @@ the number of stages behind. Forwards go from the first slice to the last, backw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.in_flight import slices_in_flight
+from lightning_gpp.schedules.alternating import alternating
+from lightning_gpp.schedules.in_flight import slices_ahead
 from lightning_gpp.schedules.merge import StageOrders, merge
 from lightning_gpp.slices import unsliced
 
@@ -22,17 +23,48 @@ from lightning_gpp.slices import unsliced
 #   stage 0  F0a  F0b  F1a       B0b  F1b  B0a       B1b  B1a
 #   stage 1       F0a  F0b  B0b  F1a  B0a  F1b  B1b  B1a
 
+Lane = Callable[[int, int], tuple[Action, ...]]
+"""From the first slice of a stage and a warm-up to the order of all its slices."""
+
 
 def in_slices(plan: Plan, batch_size: int) -> StageOrders:
     """The order of each stage, all its slices together, under the number of its first slice."""
+    parts = lanes(plan)
+
+    def lane(first: int, warm_up: int) -> tuple[Action, ...]:
+        forwards = forwards_of(plan, parts[first], batch_size)
+        return alternating(forwards, backwards_of(plan, parts[first], batch_size), warm_up)
+
+    return without_stall_in_slices(plan, batch_size, slices_ahead(plan), lane)
+
+
+def lanes(plan: Plan) -> dict[int, list[int]]:
+    """For the first slice of every stage all of them."""
     whole = unsliced(plan)
-    flying = slices_in_flight(plan)
-    parts = {members[0]: members for members in map(whole.parts, range(len(whole.plan.stages)))}
-    counts = {
-        first: sum(flying[part] // plan.stages[part].micro_batch_size for part in parts[first]) for first in parts
-    }
+    return {members[0]: members for members in map(whole.parts, range(len(whole.plan.stages)))}
+
+
+def forwards_of(plan: Plan, members: Sequence[int], batch_size: int) -> list[Action]:
+    """All forwards of a stage's slices, in order."""
+    number = len(plan.intervals(members[0], batch_size))
+    return [Action(part, Kind.FORWARD, index) for index in range(number) for part in members]
+
+
+def backwards_of(plan: Plan, members: Sequence[int], batch_size: int, kind: Kind = Kind.BACKWARD) -> list[Action]:
+    """All backwards of a stage's slices, or all their first or second halves, in order."""
+    number = len(plan.intervals(members[0], batch_size))
+    return [Action(part, kind, index) for index in range(number) for part in reversed(members)]
+
+
+def without_stall_in_slices(plan: Plan, batch_size: int, warm_up: Mapping[int, int], lane: Lane) -> StageOrders:
+    """The orders with warm-ups so large that none waits for another in a circle.
+
+    Raises:
+        ScheduleError: they do with all forwards first.
+    """
+    counts = dict(warm_up)
     while True:
-        orders = _orders(plan, parts, counts, batch_size)
+        orders = {first: lane(first, count) for first, count in counts.items()}
         try:
             merge(plan, orders, batch_size)
         except ScheduleError:
@@ -41,22 +73,3 @@ def in_slices(plan: Plan, batch_size: int) -> StageOrders:
             counts = {first: count + 1 for first, count in counts.items()}  # with all forwards first, nothing waits
         else:
             return orders
-
-
-def _orders(
-    plan: Plan, parts: Mapping[int, Sequence[int]], counts: Mapping[int, int], batch_size: int
-) -> dict[int, tuple[Action, ...]]:
-    orders = {}
-    for first, members in parts.items():
-        number = len(plan.intervals(first, batch_size))
-        forwards = [Action(part, Kind.FORWARD, index) for index in range(number) for part in members]
-        backwards = [Action(part, Kind.BACKWARD, index) for index in range(number) for part in reversed(members)]
-        orders[first] = _alternating(forwards, backwards, counts[first])
-    return orders
-
-
-def _alternating(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
-    actions = list(forwards[:warm_up])
-    for index, backward in enumerate(backwards):
-        actions += [backward, *forwards[warm_up + index : warm_up + index + 1]]
-    return tuple(actions)

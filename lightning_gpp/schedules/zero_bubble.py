@@ -17,6 +17,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Kind, Schedule
 from lightning_gpp.schedules.filling import Policy, fill, forwards_ahead
 from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.seq_1f1b import lanes
 from lightning_gpp.schedules.tasks import Task
 from lightning_gpp.schedules.work import Work, work_of
 
@@ -54,10 +55,15 @@ def zero_bubble(plan: Plan, batch_size: int) -> Schedule:
 
 
 def _leads(plan: Plan, work: Work) -> Iterable[Sequence[int]]:
-    """For every run and stage by how many micro-batches forwards may be ahead; all that make a difference."""
-    numbers = [len(plan.intervals(stage, work.batch_size)) for stage in range(len(plan.stages))]
+    """For every run and stage by how many forwards, of all its slices, may be ahead; all that make a difference."""
+    numbers = [len(parts) * len(plan.intervals(stage, work.batch_size)) for stage, parts in enumerate(_slices(plan))]
     leads = (*(forwards_ahead(plan, lead) for lead in LEADS), _until_first_return(work))
     return dict.fromkeys(tuple(map(min, lead, numbers)) for lead in leads)
+
+
+def _slices(plan: Plan) -> list[list[int]]:
+    """For every stage all slices of what it is a slice of."""
+    return [parts for _, parts in sorted((part, parts) for parts in lanes(plan).values() for part in parts)]
 
 
 def _until_first_return(work: Work) -> list[int]:
@@ -68,11 +74,12 @@ def _until_first_return(work: Work) -> list[int]:
         if task[1].kind is Kind.FORWARD:
             longest[stage] = max(longest[stage], work.seconds[task])
             trips[stage] = max([trips[stage], *(_trip(work, trips, *reader) for reader in work.readers[task])])
-    numbers = [len(work.plan.intervals(stage, work.batch_size)) for stage in range(len(trips))]
-    return [
-        1 + int(trip / most + 1e-9) if most else number
-        for trip, most, number in zip(trips, longest, numbers, strict=True)
-    ]
+    ahead = []
+    for stage, parts in enumerate(_slices(work.plan)):
+        most, trip = max(longest[part] for part in parts), trips[parts[-1]]
+        more = int(trip / most + 1e-9) if most else len(work.plan.intervals(stage, work.batch_size)) * len(parts)
+        ahead.append(len(parts) + more)
+    return ahead
 
 
 def _trip(work: Work, trips: Sequence[float], reader: Task, travel: float) -> float:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Edge, Plan, Stage
-from lightning_gpp.schedules import compile_program, make_schedule, schedule_names
+from lightning_gpp.schedules import Schedule, compile_program, make_schedule, schedule_names
 from lightning_gpp.schedules.registry import flights, method_of
-from lightning_gpp.simulation import StageCosts, simulate
+from lightning_gpp.simulation import StageCost, StageCosts, simulate
 from lightning_gpp.slices import is_sliced, num_slices, unsliced
 
 
@@ -102,6 +102,38 @@ def test_the_bubble_shrinks(devices: int, slices: int, micro_batches: int) -> No
     costs = StageCosts(stages=(*cost.stages[:-1], free))
     slots = micro_batches * slices
     assert simulate(compile_program(plan), costs).makespan == 3 * (slots + devices - 1)
+
+
+def test_halves_of_backwards_in_slices() -> None:
+    """ZB-H1 holds three slices on both stages, the last one of them for its second half only; ZB-H2 holds four."""
+    schedule = make_schedule(sliced_chain(2, 2, 2, "zb_h1"))
+    assert _of(schedule, 1, (0, 1)) == "0F0 1F0 0F1 1I0 1W0 1F1 0I0 0W0 1I1 1W1 0I1 0W1"
+    assert _of(schedule, 0, (2, 3)) == "2F0 3F0 3I0 2F1 2I0 3W0 3F1 3I1 2W0 2I1 3W1 2W1"
+    schedule = make_schedule(sliced_chain(2, 2, 2, "zb_h2"))
+    assert _of(schedule, 1, (0, 1)) == "0F0 1F0 0F1 1F1 1I0 1W0 0I0 0W0 1I1 1W1 0I1 0W1"
+    assert _of(schedule, 0, (2, 3)) == "2F0 3F0 3I0 2F1 2I0 3F1 3I1 3W0 2I1 2W0 3W1 2W1"
+
+
+def _of(schedule: Schedule, device: int, stages: tuple[int, ...]) -> str:
+    return " ".join(str(action) for action in schedule.devices[device] if action.stage in stages)
+
+
+@pytest.mark.parametrize(("schedule", "lead"), [("zb_h1", 1), ("zb_h2", 2), ("layerpipe", 2), ("zero_bubble", 1)])
+@pytest.mark.parametrize(("devices", "slices", "micro_batches"), [(2, 8, 4), (4, 4, 8), (8, 2, 8), (6, 8, 4)])
+def test_halves_of_backwards_fill_waits(
+    schedule: str, lead: int, devices: int, slices: int, micro_batches: int
+) -> None:
+    """p - 1 units are lost where a forward and both halves of a slice take one each, and devices hold the n slices and
+    `lead` more for each stage on the way."""
+    plan = sliced_chain(devices, slices, micro_batches, schedule)
+    cost = StageCosts.uniform(plan, 1, 2, 1)
+    free = StageCost(forward=Affine(), backward=Affine())
+    timeline = simulate(compile_program(plan), replace(cost, stages=(*cost.stages[:-1], free)))
+    assert timeline.makespan == 3 * micro_batches * slices + devices - 1
+    promised = slices + lead * (devices - 1)
+    if schedule == "layerpipe":  # its promise is twice the room that 1F1B has
+        promised = 2 * (slices + devices - 1)
+    assert max(timeline.peak_bytes) <= promised * cost.stages[0].activation_bytes.at(1)
 
 
 @st.composite
