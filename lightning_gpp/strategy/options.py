@@ -79,12 +79,12 @@ def check(options: Options) -> None:
     _check_choices(options)
     _check_recompute(options.recompute)
     _check_seconds(options.search_seconds)
+    _check_slices(options)
     _check_sharding(options.sharding)
     if options.schedule not in (AUTO, None):
         _check_layout(options, method_of(options.schedule))
     partitioner_of(options.partitioner)
     entries = read(placement_of(options.stages)) if options.stages is not None else []
-    _check_slices(options)
     if options.plan is not None and options.stages is not None:
         raise ConfigError("Both strategy.plan and strategy.stages are given; a plan already says where stages are.")
     if options.stages_per_device and (options.plan or any(entry.devices is not None for entry in entries)):
