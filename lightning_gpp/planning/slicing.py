@@ -69,7 +69,17 @@ def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
     """The graph in which stages can only meet where tokens are counted by dimension `dim`, and so can be cut.
 
     Operators between which tensors count them by another one, as inside of attention, become one cluster.
+
+    Raises:
+        ConfigError: what carries is recomputed by the model itself, at a time when no slice is computed.
     """
+    for operator, _ in carried(graph).values():
+        if operator.cluster:
+            raise ConfigError(
+                f"strategy.slices: {operator.module or 'the model'!r} carries to later tokens ({operator.line}) inside "
+                "of activation checkpointing, which would run it again apart from its slice. Remove the checkpointing "
+                "there and use strategy.recompute, or remove strategy.slices."
+            )
     lengths = {int(operator.outputs[0].shape[at].fixed) for operator, at in carried(graph).values()}
 
     def hides(spec: TensorSpec) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_gpp import ConfigError, GPPStrategy, SelfCheckError
@@ -15,12 +17,13 @@ from lightning_gpp.capture import Capture, capture
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.sequence import causal_attention, positions
 from lightning_gpp.slices import is_sliced, unsliced
-from lightning_gpp.strategy.planner import evaluation_plan, plan_for, refitted
+from lightning_gpp.strategy.planner import captured_step, evaluation_plan, plan_for, refitted
 from lightning_gpp.strategy.slice_check import checked_slices
 from tests.capture.inprocess import split_gradients
 from tests.strategy import harness
 
 WIDTH, TOKENS = 8, 12
+CPU = torch.device("cpu")
 
 STAGES: list[dict[str, Any]] = [
     {"name": "picture", "modules": ["picture"], "devices": [0]},
@@ -270,6 +273,17 @@ def test_a_model_that_says_nothing() -> None:
     module.log = lambda *_, **__: None  # type: ignore[assignment, method-assign]
     with pytest.raises(ConfigError, match=r"does not say what a token needs .*lightning_gpp.sequence"):
         plan_for(capture(module, harness.make_data(8)[:]), options, 2)
+
+
+class Checkpointed(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_checkpoints_that_carry() -> None:
+    options = GPPStrategy(stages=STAGES, slices=2).options
+    with pytest.raises(ConfigError, match=r"'blocks.1' carries to later tokens \(.*inside of activation checkpointing"):
+        captured_step(model(attention=Checkpointed), batches()[0], "training_step", options, nullcontext, CPU)
 
 
 def test_one_slice_is_none() -> None:
