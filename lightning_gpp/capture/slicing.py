@@ -52,6 +52,11 @@ class Around:
         return self.stage.parts
 
 
+def innermost(stage: StageModule) -> StageModule:
+    """The stage that all others are around."""
+    return innermost(stage.stage) if isinstance(stage, Around) else stage
+
+
 @dataclass(slots=True, kw_only=True)
 class SlicedStage(Around):
     """Computes the tokens of one slice.

@@ -13,6 +13,7 @@ from lightning_gpp._compat import is_compiled, uncompiled
 from lightning_gpp.capture import Capture, Pipeline
 from lightning_gpp.capture.declared import Declared
 from lightning_gpp.capture.pipeline import CapturedStage
+from lightning_gpp.capture.slicing import innermost
 
 
 def compiled_steps(module: pl.LightningModule, steps: tuple[str, ...]) -> Iterator[str]:
@@ -37,7 +38,8 @@ def warn_of_cuts(module: nn.Module, captured: Capture | Declared, pipeline: Pipe
 def _cut(module: nn.Module, captured: Capture | Declared, pipeline: Pipeline) -> list[str]:
     if isinstance(captured, Declared):
         return []
-    whole = {path for stage in pipeline.stages if isinstance(stage, CapturedStage) for path in stage.modules}
+    stages = map(innermost, pipeline.stages)
+    whole = {path for stage in stages if isinstance(stage, CapturedStage) for path in stage.modules}
     called = dict.fromkeys(call.path for call in captured.network.modules)
     compiled = [path for path in called if is_compiled(module.get_submodule(path))]
     return [path or type(module).__name__ for path in compiled if not any(_inside(path, other) for other in whole)]

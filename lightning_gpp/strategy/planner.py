@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_gpp.capture import Capture, capture
@@ -185,9 +186,28 @@ def _by_hand(captured: Subject, options: Options, stages: StageSpec, machine: Ma
 
 def _given(plan: Plan, captured: Subject, options: Options, machine: Callable[[], Machine]) -> Plan:
     """A plan from a file, with the schedule that the settings name, if they do."""
+    unused = ", ".join(contradicted(plan, options))
+    if unused:
+        rank_zero_warn(
+            f"{unused} is not used: strategy.plan says something else, and it is the plan that runs. Edit the plan's "
+            "file, or make a new one with these settings."
+        )
     if options.schedule in (None, plan.schedule):
         return plan
     return _ordered(plan, captured, first(machine(), plan.num_devices), schedules_of(options))
+
+
+def contradicted(plan: Plan, options: Options) -> list[str]:
+    """Settings that ask for something else than a given plan."""
+    sizes = {stage.micro_batch_size for stage in plan.stages}
+    most = max(len(stage.devices) for stage in plan.stages)
+    wrong = {
+        "num_micro_batches": options.num_micro_batches not in {-(-plan.batch_size // size) for size in sizes},
+        "micro_batch_size": options.micro_batch_size not in sizes,
+        "max_replicas": options.max_replicas is not None and options.max_replicas < most,
+    }
+    given = {name: getattr(options, name) for name, is_wrong in wrong.items() if is_wrong}
+    return [f"strategy.{name}={value}" for name, value in given.items() if value is not None]
 
 
 def _ordered(plan: Plan, captured: Subject, machine: Machine, schedules: Sequence[str]) -> Plan:
