@@ -273,6 +273,22 @@ def _check_slices(plan: Plan) -> None:
                 f"user's step ({STEP!r}) has none."
             )
         latest[stage.modules] = stage
+    _check_same_slices(plan)
+
+
+def _check_same_slices(plan: Plan) -> None:
+    """All stages are cut at the same tokens, and a slice hands tensors to the slices of the same tokens."""
+    cuts: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    for stage in plan.stages:
+        if stage.tokens is not None:
+            cuts.setdefault(stage.modules, []).append(stage.tokens)
+    if len({tuple(found) for found in cuts.values()}) > 1:
+        raise PlanError(f"All stages that are cut must be cut at the same tokens; these differ: {list(cuts.values())}.")
+    for edge in plan.edges:
+        ends = [plan.stages[index] for index in (edge.src, edge.dst) if index != SOURCE]
+        tokens = {stage.tokens for stage in ends if stage.tokens is not None}
+        if len(tokens) > 1 and ends[0].modules != ends[1].modules:
+            raise PlanError(f"Edge {edge.src} -> {edge.dst} joins slices of other tokens: {sorted(tokens)}.")
 
 
 def _check_edges(plan: Plan) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gpp.capture.step import StepRunner
-from lightning_gpp.errors import add_note
+from lightning_gpp.errors import PlanError, add_note
 from lightning_gpp.graph import OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, Edge, Plan
 from lightning_gpp.planning.assign import assign
@@ -150,6 +151,9 @@ class Slicer:
         plan: with slices.
         whole: the same, put together.
         slots: for every edge of the latter its tensors.
+
+    Raises:
+        PlanError: the plan lacks edges over which slices carry.
     """
 
     def __init__(self, graph: OperatorGraph, plan: Plan, whole: Unsliced, slots: Sequence[Sequence[Slot]]) -> None:
@@ -158,6 +162,7 @@ class Slicer:
         self._length = max(stage.tokens[1] for stage in plan.stages if stage.tokens is not None)
         self._carried = _carried(graph, whole.plan)
         self._cuts = [self._cuts_of(edge) for edge in plan.edges]
+        self._check_carrying()
 
     def slots(self) -> tuple[tuple[Slot, ...], ...]:
         """For every edge its tensors."""
@@ -170,6 +175,20 @@ class Slicer:
     def source(self, source: StepRunner) -> CutSource:
         """The data, and the parts that slices get."""
         return CutSource(source=source, dim=self.plan.sequence_dim, sent=self._sent(SOURCE))
+
+    def _check_carrying(self) -> None:
+        """A plan that was edited may lack an edge over which slices carry, or have one too many."""
+        present = {(e.src, e.dst) for e in self.plan.edges if e.src != SOURCE and self._ends(e)[0] == self._ends(e)[1]}
+        needed = {
+            pair
+            for number, specs in enumerate(self._carried)
+            for pair in pairwise(self.whole.parts(number) if specs else ())
+        }
+        if present != needed:
+            raise PlanError(
+                f"The plan's edges between slices of a stage are {sorted(present)}, the model carries over "
+                f"{sorted(needed)}. Make a new plan with gpp-plan, or remove strategy.plan."
+            )
 
     def _stage(self, index: int, stage: StageModule) -> StageModule:
         tokens = self.plan.stages[index].tokens

@@ -194,6 +194,17 @@ def test_slices_that_do_not_follow_each_other(tokens: tuple[int, int]) -> None:
         replace(plan, stages=tuple(stages))
 
 
+def test_slices_of_other_tokens() -> None:
+    plan = sliced_chain(2, 2, 2)
+    stages = list(plan.stages)
+    stages[2:4] = [replace(stages[2], tokens=(0, 3)), replace(stages[3], tokens=(3, 4))]
+    with pytest.raises(PlanError, match="must be cut at the same tokens"):
+        replace(plan, stages=tuple(stages))
+    crossed = tuple(replace(edge, dst=3) if (edge.src, edge.dst) == (0, 2) else edge for edge in plan.edges)
+    with pytest.raises(PlanError, match="Edge 0 -> 3 joins slices of other tokens"):
+        replace(plan, edges=crossed)
+
+
 def test_the_step_has_no_slices() -> None:
     plan = sliced_chain(1, 2, 2)
     with pytest.raises(PlanError, match="the stage of the user's step"):

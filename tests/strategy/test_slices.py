@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from lightning_gpp import ConfigError, GPPStrategy, SelfCheckError
+from lightning_gpp import ConfigError, GPPStrategy, PlanError, SelfCheckError
 from lightning_gpp.capture import Capture, capture
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.sequence import causal_attention, positions
@@ -273,6 +274,13 @@ def test_a_model_that_says_nothing() -> None:
     module.log = lambda *_, **__: None  # type: ignore[assignment, method-assign]
     with pytest.raises(ConfigError, match=r"does not say what a token needs .*lightning_gpp.sequence"):
         plan_for(capture(module, harness.make_data(8)[:]), options, 2)
+
+
+def test_a_plan_without_what_is_carried() -> None:
+    plan = planned(slices=2)
+    edges = tuple(edge for edge in plan.edges if (edge.src, edge.dst) != (1, 2))
+    with pytest.raises(PlanError, match=r"edges between slices of a stage are \[\(3, 4\)\], the model carries over"):
+        captured().build(replace(plan, edges=edges), model())
 
 
 class Checkpointed(Attention):
