@@ -4,10 +4,10 @@
     python -m benchmarks.schedules.random_cases --run 200       and 200 cases run by real processes
     python -m benchmarks.schedules.random_cases --case 4711     one case: its plan, and what becomes of it
 
-A case draws a graph of stages, where they are, micro-batch sizes, replicas, recomputation, sharding, copies of the
-pipeline, memory, and seconds that the plan knows or not. It must compile, which verifies it; keep in flight what the
-schedule promised; give back all memory; and take no less time than its busiest device works, or than its longest path
-of dependencies.
+A case draws a graph of stages, where they are, micro-batch sizes, slices, replicas, recomputation, sharding, copies of
+the pipeline, memory, and seconds that the plan knows or not. It must compile, which verifies it; keep in flight what
+the schedule promised; give back all memory; and take no less time than its busiest device works, or than its longest
+path of dependencies.
 Real processes must compute the losses and all gradients of one process, to 1e-12. Cases are reproducible by number.
 """
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
+from benchmarks.schedules.random_slices import in_slices
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SHARDINGS, SOURCE, STEP, Edge, Figures, Plan, Stage
@@ -21,7 +22,8 @@ Pairs = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What random plans may have. `uncut`: edges whose tensors cannot be cut, which most plans cannot serve."""
+    """What random plans may have. `uncut`: edges whose tensors cannot be cut, which most plans cannot serve. `sliced`:
+    part of the plans in which stages are cut along the sequence."""
 
     max_stages: int = 9
     max_devices: int = 6
@@ -29,6 +31,7 @@ class Limits:
     max_batch: int = 24
     max_size: int = 5
     uncut: bool = True
+    sliced: float = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ class Case:
     def __str__(self) -> str:
         plan = self.plan
         stages = "\n".join(
-            f"  {i}: {' '.join(stage.modules)} on {stage.devices}, size {stage.micro_batch_size}"
+            f"  {i}: {' '.join(stage.modules)}{stage.tokens or ''} on {stage.devices}, size {stage.micro_batch_size}"
             f"{', in turn' * stage.round_robin}{', recomputed' * stage.recompute}, {stage.figures}"
             for i, stage in enumerate(plan.stages)
         )
@@ -67,6 +70,9 @@ def case_of(number: int, limits: Limits | None = None) -> Case:
     draw = random.Random(number)
     names = schedule_names()
     plan = _with_extras(draw, _placed(draw, _bare(draw, names[number % len(names)], limits), limits), limits)
+    other_draw = random.Random(f"slices of {number}")
+    if other_draw.random() < limits.sliced:
+        plan = in_slices(other_draw, plan)
     other = draw.random() < 0.2
     return Case(
         number=number,

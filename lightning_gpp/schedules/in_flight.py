@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.work import is_extra
@@ -34,14 +34,24 @@ def slice_samples(plan: Plan, lead: float = 1) -> list[float]:
 
     A slice counts as the n-th part of a micro-batch, of which there are n. Backwards begin with the last one, so the
     stages nearest to the sink hold n, and others `lead` more for each stage on the way: in a chain n + distance, as
-    Seq1F1B has it. What is nothing but the user's step is not on the way, as it shares the device in front of it.
+    Seq1F1B has it. Where sizes of micro-batches differ, a slice waits for those before it in several micro-batches, and
+    stages are as far apart as if they were not cut. What is nothing but the user's step, of the same size, is not on
+    the way, as it shares the device in front of it.
     """
     whole, number = unsliced(plan), num_slices(plan)
+    sizes, least = action_samples(plan), [stage.micro_batch_size * number for stage in whole.plan.stages]
     graph = whole.plan.graph()
-    graph.remove_nodes_from([stage for stage in list(graph) if is_extra(plan, whole.parts(stage)[0])])
-    successors = [list(graph.successors(i)) if i in graph else [] for i in range(len(whole.plan.stages))]
-    least = [stage.micro_batch_size * number for stage in whole.plan.stages]
-    flying = samples_in_flight(action_samples(plan), successors, least)
+    for stage in list(graph):
+        same = all(least[before] == least[stage] for before in graph.predecessors(stage))
+        if same and is_extra(plan, whole.parts(stage)[0]):
+            graph.remove_node(stage)
+    successors = [list(graph.successors(i)) if i in graph else [] for i in range(len(sizes))]
+
+    def step(stage: int, successor: int) -> int:
+        of = sizes if least[stage] == least[successor] else least
+        return max(of[stage], of[successor])
+
+    flying = samples_in_flight(sizes, successors, least, step)
     return [base + lead * (usual - base) for base, usual in zip(least, flying, strict=True)]
 
 
@@ -63,7 +73,10 @@ def slices_ahead(plan: Plan, lead: int = 1) -> dict[int, int]:
 
 
 def samples_in_flight(
-    sizes: Sequence[int], successors: Sequence[Sequence[int]], least: Sequence[int] | None = None
+    sizes: Sequence[int],
+    successors: Sequence[Sequence[int]],
+    least: Sequence[int] | None = None,
+    step: Callable[[int, int], int] | None = None,
 ) -> list[int]:
     """For every stage the samples to hold in flight, so that no stage ever waits in a balanced steady state.
 
@@ -76,12 +89,13 @@ def samples_in_flight(
         sizes: of the micro-batches of all stages, in topological order.
         successors: of every stage.
         least: samples of the stages without successors, if not their sizes.
+        step: samples by which a stage is ahead of a successor, if not the larger of both sizes.
     """
     samples = list(least or sizes)
     for stage in reversed(range(len(sizes))):
         size = sizes[stage]
-        ahead = [_round_up(samples[j] + max(size, sizes[j]), size) for j in successors[stage]]
-        samples[stage] = max(ahead, default=samples[stage])
+        steps = [(j, step(stage, j) if step else max(size, sizes[j])) for j in successors[stage]]
+        samples[stage] = max((_round_up(samples[j] + more, size) for j, more in steps), default=samples[stage])
     return samples
 
 

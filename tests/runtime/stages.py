@@ -142,8 +142,14 @@ def make_data(num_samples: int, seed: int = 0) -> Data:
 
 
 def make_stages(plan: Plan, tied: bool = False) -> list[Mixer]:
-    """All stages of a plan, the same in every process. `tied`: the first and the last stage share their weight."""
+    """All stages of a plan, the same in every process. `tied`: the first and the last stage share their weight. Slices
+    of a stage share all parameters."""
     stages = [Mixer(plan, index) for index in range(len(plan.stages))]
+    first: dict[tuple[str, ...], Mixer] = {}
+    for entry, stage in zip(plan.stages, stages, strict=True):
+        if entry.tokens is not None:
+            of = first.setdefault(entry.modules, stage)
+            stage.weight, stage.fixed, stage.table = of.weight, of.fixed, of.table
     if tied:
         stages[-1].weight = stages[0].weight
     return stages

@@ -18,6 +18,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import compile_program, schedule_names
 from lightning_gpp.simulation import StageCost, StageCosts, simulate
 from lightning_gpp.simulation.memory import changes
+from lightning_gpp.slices import is_sliced
 from tests.schedules.mirrored import round_robin
 from tests.strategies import chain
 
@@ -56,7 +57,19 @@ def test_random_plans_are_diverse() -> None:
     assert cases == [case_of(number) for number in range(400)]
 
 
-FEATURES = ("replicas", "in turn", "several stages", "recomputed", "known", "room", "sizes", "branches", "artificial")
+FEATURES = (
+    "replicas",
+    "in turn",
+    "several stages",
+    "recomputed",
+    "known",
+    "room",
+    "sizes",
+    "branches",
+    "artificial",
+    "slices",
+    "some in slices",
+)
 
 
 def _features(plan: Plan) -> set[str]:
@@ -71,6 +84,8 @@ def _features(plan: Plan) -> set[str]:
         "sizes": len({stage.micro_batch_size for stage in stages}) > 1,
         "branches": plan.depth < len(stages),
         "artificial": any(edge.artificial for edge in plan.edges),
+        "slices": is_sliced(plan),
+        "some in slices": is_sliced(plan) and sum(stage.tokens is None for stage in stages) > 1,
     }
     return {feature for feature, present in found.items() if present}
 

@@ -136,6 +136,18 @@ def test_halves_of_backwards_fill_waits(
     assert max(timeline.peak_bytes) <= promised * cost.stages[0].activation_bytes.at(1)
 
 
+def test_slices_of_micro_batches_of_other_sizes() -> None:
+    """Every slice of two samples waits for the same slice of two micro-batches, so four of them, eight slices, come
+    before the first backward; with fewer than six, stages would wait for each other."""
+    plan = sliced_chain(2, 2, 8)
+    sizes = (1, 1, 2, 2, 2)
+    stages = zip(plan.stages, sizes, strict=True)
+    plan = replace(plan, stages=tuple(replace(stage, micro_batch_size=size) for stage, size in stages))
+    schedule = make_schedule(plan)
+    assert _of(schedule, 1, (0, 1)).startswith("0F0 1F0 0F1 1F1 0F2 1F2 0F3 1F3 1B0 0F4 0B0 1F4")
+    assert _of(schedule, 0, (2, 3)).startswith("2F0 3F0 3B0 2F1 2B0 3F1 3B1 2F2")
+
+
 @st.composite
 def sliced_plans(draw: st.DrawFn) -> Plan:
     """Any graph with any of its stages cut; stages share devices, the step is alone."""
