@@ -78,6 +78,18 @@ class _Slice:
         return extended
 
 
+class _Observer(_Slice):
+    """Computes all tokens, and notes how many are carried."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__(0, 0, ())
+        self.lengths = lengths
+
+    def extended(self, tensor: Tensor, dim: int) -> Tensor:
+        self.lengths.append(tensor.size(dim))
+        return tensor
+
+
 _current: _Slice | None = None
 """A process computes one slice at a time."""
 
@@ -140,12 +152,27 @@ def positions(tensor: Tensor, dim: int = 1) -> Tensor:
 @contextmanager
 def computing(start: int, total: int, earlier: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Inside, modules compute a slice, from token `start` of `total`; what they carry on is in the list given."""
+    part = _Slice(start, total, earlier)
+    with _in(part):
+        yield part.kept
+
+
+@contextmanager
+def observed() -> Iterator[list[int]]:
+    """Inside, modules compute all tokens; how many each `carry` was given is in the list."""
+    lengths: list[int] = []
+    with _in(_Observer(lengths)):
+        yield lengths
+
+
+@contextmanager
+def _in(part: _Slice) -> Iterator[None]:
     global _current
     if _current is not None:
         raise GPPError("A slice was begun inside another one.")
-    _current = _Slice(start, total, earlier)
+    _current = part
     try:
-        yield _current.kept
+        yield
     finally:
         _current = None
 

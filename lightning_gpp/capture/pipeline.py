@@ -63,7 +63,12 @@ def build(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
 def _in_slices(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
     whole = unsliced(plan)
     built = _whole(capture, whole.plan, module)
-    slicer = Slicer(capture.graph, plan, whole, built.slots)
+    uncut = {
+        variable(_ref((name, output)))
+        for name in capture.graph.whole
+        for output in range(len(capture.graph[name].outputs))
+    }
+    slicer = Slicer(capture.graph, plan, whole, built.slots, uncut)
     return Pipeline(
         stages=slicer.stages(built.stages),
         slots=slicer.slots(),

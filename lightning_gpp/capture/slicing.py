@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -151,13 +151,16 @@ class Slicer:
         plan: with slices.
         whole: the same, put together.
         slots: for every edge of the latter its tensors.
+        uncut: names of tensors of other sequences, which slices get whole.
 
     Raises:
         PlanError: the plan lacks edges over which slices carry.
     """
 
-    def __init__(self, graph: OperatorGraph, plan: Plan, whole: Unsliced, slots: Sequence[Sequence[Slot]]) -> None:
-        self.plan, self.whole = plan, whole
+    def __init__(
+        self, graph: OperatorGraph, plan: Plan, whole: Unsliced, slots: Sequence[Sequence[Slot]], uncut: Collection[str]
+    ) -> None:
+        self.plan, self.whole, self._uncut = plan, whole, uncut
         self._slots = {(edge.src, edge.dst): slots[i] for i, edge in enumerate(whole.plan.edges)}
         self._length = max(stage.tokens[1] for stage in plan.stages if stage.tokens is not None)
         self._carried = _carried(graph, whole.plan)
@@ -231,7 +234,10 @@ class Slicer:
         if tokens is None or edge.artificial:
             return ()
         slots = self._slots.get(self._ends(edge), ())
-        return tuple(Cut(s.name, tokens) for s in slots if is_cut(s.spec, self.plan.sequence_dim, self._length))
+        return tuple(Cut(slot.name, tokens) for slot in slots if self._is_cut(slot))
+
+    def _is_cut(self, slot: Slot) -> bool:
+        return slot.name not in self._uncut and is_cut(slot.spec, self.plan.sequence_dim, self._length)
 
     def _slots_of(self, edge: Edge, cuts: Sequence[Cut]) -> tuple[Slot, ...]:
         ends = self._ends(edge)

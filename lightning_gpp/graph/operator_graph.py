@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import networkx as nx
@@ -114,12 +114,20 @@ class Operator:
 
 @dataclass(slots=True)
 class OperatorGraph:
-    """Operators and the tensors between them: in `nx`, as node attribute `operator` and edge attribute `outputs`."""
+    """Operators and the tensors between them: in `nx`, as node attribute `operator` and edge attribute `outputs`.
+
+    `whole`: operators that work on other sequences than the one along which a model may be cut, where that is known.
+    """
 
     nx: nx.DiGraph = field(default_factory=nx.DiGraph)
     parameter_bytes: dict[str, int] = field(default_factory=dict)
     parameter_sizes: dict[str, int] = field(default_factory=dict)
     buffer_bytes: dict[str, int] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+
+    def with_whole(self, whole: frozenset[str]) -> OperatorGraph:
+        """The same graph, with these operators on other sequences."""
+        return replace(self, whole=whole)
 
     def add(self, operator: Operator) -> None:
         self.nx.add_node(operator.name, operator=operator)

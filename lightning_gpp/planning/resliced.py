@@ -48,11 +48,12 @@ def in_slices(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
 
 
 def again(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
-    """The plan of another form of the mini-batch, cut as it was; sequences of other lengths into equal slices."""
-    lengths = slicing.slices
-    if not isinstance(lengths, int) and sum(lengths) != sequence_length(graph):
-        slicing = replace(slicing, slices=len(lengths))
-    return sliced(plan, graph, slicing)
+    """The plan of another form of the mini-batch, cut as it was; sequences of other lengths into as many equal slices,
+    or as many as there are tokens."""
+    lengths, length = slicing.slices, sequence_length(graph)
+    if isinstance(lengths, int) or sum(lengths) != length:
+        slicing = replace(slicing, slices=min(slicing.number, length))
+    return plan if slicing.slices == 1 else sliced(plan, graph, slicing)
 
 
 def in_small_parts(request: Request, slicing: Slicing) -> Request:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import networkx as nx
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage
-from lightning_gpp.planning.assign import assign, crossing
+from lightning_gpp.planning.assign import Assignment, assign, crossing
 from lightning_gpp.planning.token_costs import cost_of, equal_parts, growing_share
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
 from lightning_gpp.slices import CARRY, COSTS, Unsliced, part_of, slice_name
@@ -68,10 +68,12 @@ def cut_spec(spec: TensorSpec, dim: int, tokens: int) -> TensorSpec:
 def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
     """The graph in which stages can only meet where tokens are counted by dimension `dim`, and so can be cut.
 
-    Operators between which tensors count them by another one, as inside of attention, become one cluster.
+    Operators between which tensors count them by another one, and modules that carry, as attention does, become one
+    cluster each.
 
     Raises:
-        ConfigError: what carries is recomputed by the model itself, at a time when no slice is computed.
+        ConfigError: no tensor has tokens in that dimension; or what carries is recomputed by the model itself, at a
+            time when no slice is computed.
     """
     for operator, _ in carried(graph).values():
         if operator.cluster:
@@ -81,11 +83,18 @@ def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
                 "there and use strategy.recompute, or remove strategy.slices."
             )
     lengths = {int(operator.outputs[0].shape[at].fixed) for operator, at in carried(graph).values()}
+    if lengths and not any(is_cut(spec, dim, n) for operator in graph for spec in operator.outputs for n in lengths):
+        raise ConfigError(
+            f"strategy.slice_dim={dim}: no tensor of the model has its {sorted(lengths)} tokens there. Give the "
+            "dimension that counts tokens in what modules hand to each other, or remove strategy.slices."
+        )
 
     def hides(spec: TensorSpec) -> bool:
         return any(Affine(0, n) in spec.shape and not is_cut(spec, dim, n) for n in lengths)
 
     ties = nx.Graph()
+    for operator, _ in carried(graph).values():
+        ties.add_edges_from((operator.name, other.name) for other in graph if _inside(other, operator))
     clusters: dict[str, str] = {}
     for source, target, outputs in graph.nx.edges(data="outputs"):
         made = graph[source].target != "input" and graph[target].target != "step"
@@ -101,6 +110,11 @@ def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
     return result
 
 
+def _inside(operator: Operator, carrier: Operator) -> bool:
+    """Whether an operator is in the module that carries, if that is not the whole model."""
+    return bool(carrier.module) and f"{operator.module}.".startswith(f"{carrier.module}.")
+
+
 def sliced(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
     """The plan with every stage cut that can be.
 
@@ -110,8 +124,16 @@ def sliced(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
     Raises:
         ConfigError: the model does not say what it carries, or the numbers do not fit it.
     """
+    _check_modules(graph, slicing.modules or ())
     length, growing = sequence_length(graph), growing_share(graph, carried(graph))
     return _Cut(plan, graph, slicing, _intervals(slicing.slices, length, growing), length, growing).run()
+
+
+def _check_modules(graph: OperatorGraph, paths: Iterable[str]) -> None:
+    known = {operator.module for operator in graph}
+    unknown = [path for path in paths if path and not any(f"{name}.".startswith(f"{path}.") for name in known)]
+    if unknown:
+        raise ConfigError(f"strategy.slice_modules lists {unknown}, which the training step does not call.")
 
 
 def sequence_length(graph: OperatorGraph) -> int:
@@ -157,9 +179,13 @@ class _Cut:
     intervals: Sequence[tuple[int, int]]
     length: int
     growing: float
+    assignment: Assignment = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.assignment = assign(self.graph, [stage.modules for stage in self.plan.stages])
 
     def run(self) -> Plan:
-        assignment = assign(self.graph, [stage.modules for stage in self.plan.stages])
+        assignment = self.assignment
         flows = crossing(self.graph, assignment)
         chosen = [stage for stage in range(len(self.plan.stages)) if self._can(stage, flows)]
         if not chosen:
@@ -179,10 +205,14 @@ class _Cut:
 
     def _can(self, index: int, flows: Mapping[tuple[int, int], Sequence[Value]]) -> bool:
         stage = self.plan.stages[index]
-        if STEP in stage.modules or not self._wanted(stage):
+        if STEP in stage.modules or not self._wanted(stage) or self._has_other_sequences(index):
             return False
-        sent = [self._spec(value) for (src, _), values in flows.items() if src == index for value in values]
-        return bool(sent) and all(is_cut(spec, self.slicing.dim, self.length) for spec in sent)
+        sent = [value for (src, _), values in flows.items() if src == index for value in values]
+        return bool(sent) and all(map(self._is_cut, sent))
+
+    def _has_other_sequences(self, index: int) -> bool:
+        """Whether a stage also computes on a sequence that every slice reads whole: each would compute all of it."""
+        return any(index in self.assignment[name] and self.graph[name].parameters for name in self.graph.whole)
 
     def _wanted(self, stage: Stage) -> bool:
         names = self.slicing.modules
@@ -219,7 +249,7 @@ class _Cut:
         """Slices meet the same slices; a stage that is whole meets all."""
         above, below = numbers[edge.src], numbers[edge.dst]
         number = max(len(above), len(below))
-        values = [self._spec(value) for value in flows.get((edge.src, edge.dst), ())]
+        values = flows.get((edge.src, edge.dst), ())
         for part in range(number):
             share = self._share(self.intervals[part]) if number > 1 else 1.0
             yield replace(
@@ -230,9 +260,13 @@ class _Cut:
                 seconds=scaled(edge.seconds, share),
             )
 
-    def _bytes(self, values: Iterable[TensorSpec], share: float) -> Affine:
-        sizes = (scaled(_size(spec), share if is_cut(spec, self.slicing.dim, self.length) else 1.0) for spec in values)
+    def _bytes(self, values: Iterable[Value], share: float) -> Affine:
+        sizes = (scaled(_size(self._spec(value)), share if self._is_cut(value) else 1.0) for value in values)
         return sum(sizes, Affine())
+
+    def _is_cut(self, value: Value) -> bool:
+        """Whether slices get their tokens of a tensor, and not all of it."""
+        return value[0] not in self.graph.whole and is_cut(self._spec(value), self.slicing.dim, self.length)
 
     def _carried(self, index: int, assignment: Mapping[str, Sequence[int]]) -> list[TensorSpec]:
         return carried_specs(self.graph, assignment, index)

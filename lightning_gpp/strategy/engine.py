@@ -235,7 +235,8 @@ class Engine:
             )
 
     def _capture(self, step: str, example: Any) -> Capture | Declared:
-        return captured_step(self.module, example, step, self.options, self._context(step), self.device)
+        context, known = self._context(step), self.plan or self._known
+        return captured_step(self.module, example, step, self.options, context, self.device, known)
 
     def _context(self, step: str) -> Context:
         """The precision plugin's context for a step; the modules compute in it on all ranks."""
@@ -369,8 +370,11 @@ class Engine:
             training=step == TRAINING,
             trace=self.options.trace,
             replicas=replicas,
-            check_slices=step == TRAINING and self.options.self_check is not False and is_sliced(plan),
+            check_slices=self._precision() if self._checks_slices(step, plan) else None,
         )
+
+    def _checks_slices(self, step: str, plan: Plan) -> bool:
+        return step == TRAINING and self.options.self_check is not False and is_sliced(plan)
 
     def _captured(self, step: str, batch: Any) -> Capture | Declared:
         """The capture of this form of the batch; the first one was made for the plan."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_gpp.capture import Capture, capture
 from lightning_gpp.capture.declared import Declared, declare, is_declared
+from lightning_gpp.capture.whole_inputs import with_whole_inputs
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
@@ -40,9 +41,15 @@ WHOLE = 1 << 30
 
 
 def captured_step(
-    module: nn.Module, batch: Any, step: str, options: Options, context: Context, device: torch.device
+    module: nn.Module,
+    batch: Any,
+    step: str,
+    options: Options,
+    context: Context,
+    device: torch.device,
+    known: Plan | None = None,
 ) -> Capture | Declared:
-    """What a step computes: captured, or as the user declared it.
+    """What a step computes: captured, or as the user declared it. `known`: the plan of the run, if there is one.
 
     Raises:
         CaptureError, PlanError: see `capture` and `declare`.
@@ -51,8 +58,12 @@ def captured_step(
     if is_declared(stages) and isinstance(stages, Sequence):
         return declare(module, batch, [dict(entry) for entry in stages], step=step)
     captured = capture(module, batch, step=step, context=context, device=device)
-    slicing = options.slicing or (slicing_of(options.plan) if options.plan is not None else None)
-    return captured if slicing is None else replace(captured, graph=kept_together(captured.graph, slicing.dim))
+    plan = known or options.plan
+    slicing = options.slicing or (slicing_of(plan) if plan is not None else None)
+    if slicing is None or step != TRAINING:
+        return captured
+    captured = replace(captured, graph=with_whole_inputs(captured, module, slicing.dim, context, device))
+    return replace(captured, graph=kept_together(captured.graph, slicing.dim))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

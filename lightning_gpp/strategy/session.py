@@ -67,7 +67,7 @@ class Session:
         training: whether backwards run.
         trace: whether actions are measured.
         replicas: what ranks with the same parameters do together; None if they have nothing to do.
-        check_slices: compare slices with their whole stage once.
+        check_slices: compare slices with their whole stage once, in the precision of this type.
 
     Raises:
         PlanError: a stage needs parameters that live elsewhere.
@@ -88,14 +88,16 @@ class Session:
         training: bool,
         trace: bool,
         replicas: Replicas | None = None,
-        check_slices: bool = False,
+        check_slices: torch.dtype | None = None,
     ) -> None:
         self.capture, self.plan, self.training = capture, plan, training
         self.pipeline: Pipeline = capture.build(plan, module)
         _check_placement(self.pipeline, plan, placement, capture.step)
         self._control, self._transport, self._device = control, transport, device
         self._streams, self._trace = streams, trace
-        stages = checked_slices(self.pipeline.stages, plan) if check_slices else self.pipeline.stages
+        stages: Sequence[StageModule] = self.pipeline.stages
+        if check_slices is not None:
+            stages = checked_slices(stages, plan, check_slices)
         self._stages = [InContext(stage, context) for stage in stages]
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.latest: Executor | None = None

@@ -24,11 +24,19 @@ TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0
 """Of results, relative to the largest entry."""
 
 
-def checked_slices(stages: Sequence[StageModule], plan: Plan) -> list[StageModule]:
-    """The stages; those that are slices are compared with the whole stage once."""
+def checked_slices(
+    stages: Sequence[StageModule], plan: Plan, precision: torch.dtype = torch.float64
+) -> list[StageModule]:
+    """The stages; those that are slices are compared with the whole stage once.
+
+    Args:
+        stages: of the plan.
+        plan: with slices.
+        precision: the least precise type that modules compute in.
+    """
     whole = unsliced(plan)
     checks = {
-        number: _Check(whole.plan.stages[number].name, [stages[part] for part in parts], plan.sequence_dim)
+        number: _Check(whole.plan.stages[number].name, [stages[part] for part in parts], plan.sequence_dim, precision)
         for number in range(len(whole.plan.stages))
         if plan.stages[(parts := whole.parts(number))[0]].tokens is not None
     }
@@ -60,8 +68,9 @@ class CheckedSlice:
 class _Check:
     """Collects the inputs of all slices of a stage for one micro-batch, and compares."""
 
-    def __init__(self, name: str, slices: Sequence[StageModule], dim: int) -> None:
+    def __init__(self, name: str, slices: Sequence[StageModule], dim: int, precision: torch.dtype) -> None:
         self.done = False
+        self._precision = precision
         self._slices = [stage for stage in slices if isinstance(stage, SlicedStage)]
         self._name, self._dim = name, dim
         self._micro_batch: MicroBatch | None = None
@@ -115,7 +124,7 @@ class _Check:
             yield
 
     def _judge(self, split: Tensor, whole: Tensor) -> None:
-        tolerance = TOLERANCES.get(whole.dtype, 0.0)
+        tolerance = max(TOLERANCES.get(kind, 0.0) for kind in (whole.dtype, self._precision))
         scale = whole.abs().max().item() if whole.is_floating_point() else 0.0
         error = (split - whole).abs().max().item() if split.shape == whole.shape else float("inf")
         if not error <= tolerance * max(scale, 1e-6):

@@ -101,6 +101,41 @@ class Captions(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), 0.01)
 
 
+class Reader(nn.Module):
+    """Every token of the text sees the tokens before it, and all of another text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.query = Attention(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.attention(x) + torch.softmax(self.query(x) @ other.mT, -1) @ other
+
+
+class Translations(Captions):
+    """An encoder that sees all of a text, and a decoder that reads what it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.encoder = nn.Embedding(7, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.readers = nn.ModuleList([Reader(), Reader()])
+
+    def forward(self, source: Tensor, text: Tensor) -> Tensor:
+        other = self.encoder(self.source(source))
+        other = torch.softmax(other @ other.mT, -1) @ other
+        x = self.embedding(text)
+        for reader in self.readers:
+            x = reader(x, other)
+        return self.head(x)
+
+
+def translations(sources: tuple[int, ...] = (TOKENS, 9, TOKENS)) -> list[Any]:
+    """As many tokens in both texts, or not."""
+    generator = torch.Generator().manual_seed(4)
+    texts = [torch.randint(0, 7, (8, TOKENS + 1), generator=generator) for _ in sources]
+    return [(torch.randint(0, 7, (8, n), generator=generator), text) for n, text in zip(sources, texts, strict=True)]
+
+
 def batches(lengths: list[int] = [TOKENS] * 3, sizes: tuple[int, ...] = (8, 8, 5)) -> list[Any]:
     generator = torch.Generator().manual_seed(3)
     return [
@@ -159,8 +194,33 @@ def test_whole_runs_equal_plain_ones() -> None:
         assert validated == pytest.approx(plain.validated, rel=1e-12)
 
 
+def fit_translations(rank: int, settings: dict[str, Any]) -> list[float]:
+    torch.manual_seed(5)
+    module = Translations().double()
+    strategy = harness.strategy(**{"slices": 3, "stages": None, "max_replicas": 1, "search_seconds": 0.5, **settings})
+    harness.trainer(strategy, 2).fit(module, _Listed(translations()), _Listed(translations()))
+    assert strategy.plan is not None
+    assert is_sliced(strategy.plan)
+    return module.losses
+
+
+READERS = [
+    {"modules": ["source", "encoder", "embedding", "readers.0"], "devices": [1]},
+    {"modules": ["readers.1", "head", STEP], "devices": [0]},
+]
+
+
+@pytest.mark.parametrize("settings", [{}, {"stages": READERS}, {"slice_modules": ["readers.1", "head"]}])
+def test_another_sequence_with_as_many_tokens_is_read_whole(settings: dict[str, Any]) -> None:
+    torch.manual_seed(5)
+    plain = Translations().double()
+    harness.trainer("auto", 1).fit(plain, _Listed(translations()), _Listed(translations()))
+    losses, _ = harness.run(2, fit_translations, settings)
+    assert losses == pytest.approx(plain.losses, rel=1e-12)
+
+
 def test_sequences_of_other_lengths_are_cut_into_as_many_slices() -> None:
-    lengths = [TOKENS, 7, TOKENS]
+    lengths = [TOKENS, 7, 2]
     plain = fitted("auto", 1, batches(lengths))
     (losses, validated, _), _ = harness.run(2, fit, "number", lengths)
     assert losses == pytest.approx(plain.losses, rel=1e-12)
@@ -259,7 +319,7 @@ def test_settings_that_cannot_work(settings: dict[str, Any], match: str) -> None
     [
         ({"slices": 13}, "strategy.slices=13 is more than the 12 tokens"),
         ({"slices": [4, 4]}, r"strategy.slices=\[4, 4\] are 8 tokens in sum, a sample has 12"),
-        ({"slices": 2, "slice_dim": 2}, r"no stage can be cut along dimension 2 \(strategy.slice_dim\)"),
+        ({"slices": 2, "slice_modules": ["heads"]}, r"strategy.slice_modules lists \['heads'\], which the training"),
         ({"slices": 2, "slice_modules": ["picture"]}, "no stage can be cut"),
     ],
 )
@@ -281,6 +341,12 @@ def test_a_plan_without_what_is_carried() -> None:
     edges = tuple(edge for edge in plan.edges if (edge.src, edge.dst) != (1, 2))
     with pytest.raises(PlanError, match=r"edges between slices of a stage are \[\(3, 4\)\], the model carries over"):
         captured().build(replace(plan, edges=edges), model())
+
+
+def test_a_dimension_without_tokens() -> None:
+    options = GPPStrategy(stages=STAGES, slices=2, slice_dim=2).options
+    with pytest.raises(ConfigError, match=r"strategy.slice_dim=2: no tensor of the model has its \[12\] tokens there"):
+        captured_step(model(), batches()[0], "training_step", options, nullcontext, CPU)
 
 
 class Checkpointed(Attention):
