@@ -45,10 +45,10 @@ def with_whole_inputs(
     length = lengths.pop()
     inputs = {f"input{number}": spec for number, spec in enumerate(captured.inputs)}
     candidates = [name for name, spec in inputs.items() if is_cut(spec, dim, length)]
-    if len(candidates) < 2 or length < 2:
-        return captured.graph
-    others = _others(_Trial(captured, module, dim, context, device), candidates, length)
-    return captured.graph.with_whole(_work_on(captured.graph, others, set(candidates) - set(others)))
+    others = {name for name in inputs if name not in candidates}
+    if len(candidates) > 1 and length > 1:
+        others.update(_others(_Trial(captured, module, dim, context, device), candidates, length))
+    return captured.graph.with_whole(_work_on(captured.graph, others, set(inputs) - others))
 
 
 def _others(trial: _Trial, candidates: list[str], length: int) -> tuple[str, ...]:

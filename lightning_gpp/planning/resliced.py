@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.estimate import estimate
@@ -49,11 +50,14 @@ def in_slices(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
 
 def again(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
     """The plan of another form of the mini-batch, cut as it was; sequences of other lengths into as many equal slices,
-    or as many as there are tokens."""
+    or as many as there are tokens. What cannot be cut in this form stays whole."""
     lengths, length = slicing.slices, sequence_length(graph)
     if isinstance(lengths, int) or sum(lengths) != length:
         slicing = replace(slicing, slices=min(slicing.number, length))
-    return plan if slicing.slices == 1 else sliced(plan, graph, slicing)
+    try:
+        return plan if slicing.slices == 1 else sliced(plan, graph, slicing)
+    except ConfigError:
+        return plan
 
 
 def in_small_parts(request: Request, slicing: Slicing) -> Request:

@@ -83,7 +83,9 @@ def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
                 "there and use strategy.recompute, or remove strategy.slices."
             )
     lengths = {int(operator.outputs[0].shape[at].fixed) for operator, at in carried(graph).values()}
-    if lengths and not any(is_cut(spec, dim, n) for operator in graph for spec in operator.outputs for n in lengths):
+    carriers = [operator for operator, _ in carried(graph).values()]
+    outside = [other for other in graph if not any(_inside(other, operator) for operator in carriers)]
+    if lengths and not any(is_cut(spec, dim, n) for other in outside for spec in other.outputs for n in lengths):
         raise ConfigError(
             f"strategy.slice_dim={dim}: no tensor of the model has its {sorted(lengths)} tokens there. Give the "
             "dimension that counts tokens in what modules hand to each other, or remove strategy.slices."
@@ -93,7 +95,7 @@ def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
         return any(Affine(0, n) in spec.shape and not is_cut(spec, dim, n) for n in lengths)
 
     ties = nx.Graph()
-    for operator, _ in carried(graph).values():
+    for operator in carriers:
         ties.add_edges_from((operator.name, other.name) for other in graph if _inside(other, operator))
     clusters: dict[str, str] = {}
     for source, target, outputs in graph.nx.edges(data="outputs"):
@@ -211,8 +213,12 @@ class _Cut:
         return bool(sent) and all(map(self._is_cut, sent))
 
     def _has_other_sequences(self, index: int) -> bool:
-        """Whether a stage also computes on a sequence that every slice reads whole: each would compute all of it."""
-        return any(index in self.assignment[name] and self.graph[name].parameters for name in self.graph.whole)
+        """Whether most work of a stage is on other sequences: every slice would do all of that again."""
+        work = {True: 0.0, False: 0.0}
+        for operator in self.graph:
+            if index in self.assignment[operator.name]:
+                work[operator.name in self.graph.whole] += operator.flops.at(1)
+        return work[True] > work[False]
 
     def _wanted(self, stage: Stage) -> bool:
         names = self.slicing.modules
