@@ -230,8 +230,8 @@ class _Cut:
         return (
             f"strategy.slices: no stage can be cut along dimension {self.slicing.dim} (strategy.slice_dim) into slices "
             f"of {self.length} tokens: each hands on tensors without it, runs the user's step, works mostly on another "
-            "sequence, or has modules that are not in strategy.slice_modules. Say the stages by strategy.stages, change "
-            "these settings, or remove strategy.slices."
+            "sequence, or has modules that are not in strategy.slice_modules. Say the stages by strategy.stages, "
+            "change these settings, or remove strategy.slices."
         )
 
     def _parts(self, stage: Stage, carried_bytes: Affine) -> list[Stage]:
