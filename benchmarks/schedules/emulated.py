@@ -3,7 +3,7 @@
     python benchmarks/schedules/emulated.py [--devices 8]
 
 Four or eight gloo processes run a chain, and a model of two towers that join, with as many stages per device as the
-schedule is made for. A forward, the gradients of the inputs and those of the parameters take 20 ms each on every stage.
+schedule is made for. A forward, the gradients of the inputs and those of the parameters take 40 ms each on every stage.
 The stage graph of the towers runs as it is and as a chain of the same stages. Best and median of the repetitions;
 messages are small. The technique shows what order and communication cost, not memory bandwidth or cores.
 """
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import load, run  # noqa: E402
 from sleeping import WIDTH, Layer  # noqa: E402
 
-SECONDS = 0.02
+SECONDS = 0.04
 
 
 class SleepingStage:

@@ -1,0 +1,18 @@
+"""Tests that register schedules leave none behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_gpp.schedules import registry
+
+
+@pytest.fixture(autouse=True)
+def registered_before() -> Iterator[None]:
+    """Afterwards the schedules are those of before."""
+    before = dict(registry._METHODS)
+    yield
+    registry._METHODS.clear()
+    registry._METHODS.update(before)
