@@ -284,7 +284,7 @@ def _check_same_slices(plan: Plan) -> None:
             cuts.setdefault(stage.modules, []).append(stage.tokens)
     if len({tuple(found) for found in cuts.values()}) > 1:
         raise PlanError(f"All stages that are cut must be cut at the same tokens; these differ: {list(cuts.values())}.")
-    for edge in plan.edges:
+    for edge in (edge for edge in plan.edges if not edge.artificial):
         ends = [plan.stages[index] for index in (edge.src, edge.dst) if index != SOURCE]
         tokens = {stage.tokens for stage in ends if stage.tokens is not None}
         if len(tokens) > 1 and ends[0].modules != ends[1].modules:
