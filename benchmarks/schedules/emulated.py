@@ -1,6 +1,6 @@
 """Every schedule on devices that sleep for as long as they would compute: executed against simulated steps.
 
-    python benchmarks/schedules/emulated.py [--devices 8]
+    python benchmarks/schedules/emulated.py [--devices 8] [--milliseconds 20]
 
 Four or eight gloo processes run a chain, and a model of two towers that join, with as many stages per device as the
 schedule is made for. A forward, the gradients of the inputs and those of the parameters take 40 ms each on every stage.
@@ -35,8 +35,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import load, run  # noqa: E402
 from sleeping import WIDTH, Layer  # noqa: E402
 
-SECONDS = 0.04
-
 
 class SleepingStage:
     """Adds up what it receives, and sleeps."""
@@ -63,23 +61,27 @@ class Case:
     costs: StageCosts
 
 
-def cases(schedule: str, num_devices: int, num_micro_batches: int) -> Iterator[Case]:
+def cases(schedule: str, num_devices: int, num_micro_batches: int, seconds: float) -> Iterator[Case]:
     number = method_of(schedule).stages_per_device * num_devices
     half = (number - 2) // 2
     towers = [*((i, i + 1) for i in range(half - 1)), *((i, i + 1) for i in range(half, 2 * half - 1))]
     joined = [*towers, (half - 1, 2 * half), (2 * half - 1, 2 * half), (2 * half, 2 * half + 1)]
     for model, pairs in (("chain", [(i, i + 1) for i in range(number - 1)]), ("towers", joined)):
-        plan = plan_of(schedule, num_devices, number, pairs, num_micro_batches)
+        plan = plan_of(schedule, num_devices, number, pairs, num_micro_batches, Affine(0, seconds))
         yield case(model, plan)
         if model == "towers":
             yield case("towers as a chain", plan.chained())
 
 
 def plan_of(
-    schedule: str, num_devices: int, number: int, pairs: Sequence[tuple[int, int]], num_micro_batches: int
+    schedule: str,
+    num_devices: int,
+    number: int,
+    pairs: Sequence[tuple[int, int]],
+    num_micro_batches: int,
+    seconds: Affine,
 ) -> Plan:
     method = method_of(schedule)
-    seconds = Affine(0, SECONDS)
     figures = Figures(activation_bytes=Affine(0, 1), forward_seconds=seconds)
     stages = tuple(
         Stage(
@@ -121,14 +123,14 @@ def case(model: str, plan: Plan) -> Case:
     return Case(model=model, plan=timed(plan, costs), costs=costs)
 
 
-def measure(rank: int, schedules: Sequence[str], num_micro_batches: int, repetitions: int) -> None:
+def measure(rank: int, schedules: Sequence[str], num_micro_batches: int, repetitions: int, seconds: float) -> None:
     num_devices = dist.get_world_size()
     if rank == 0:
         print(f"{num_devices} processes on {load()}, {num_micro_batches} micro-batches\n")
         print("| schedule | model | bubble | in flight | simulated, ms | best, ms | median, ms | best | median |")
         print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for schedule in schedules:
-        for entry in cases(schedule, num_devices, num_micro_batches):
+        for entry in cases(schedule, num_devices, num_micro_batches, seconds):
             row = executed(rank, schedule, entry, repetitions)
             if rank == 0:
                 print(row, flush=True)
@@ -171,11 +173,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, help="twice the devices unless given")
+    parser.add_argument("--milliseconds", type=float, default=40.0, help="of every action")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--schedules", nargs="*", default=list(schedule_names()))
     arguments = parser.parse_args()
     num_micro_batches = arguments.micro_batches or 2 * arguments.devices
-    run(arguments.devices, measure, arguments.schedules, num_micro_batches, arguments.repetitions)
+    seconds = arguments.milliseconds / 1000
+    run(arguments.devices, measure, arguments.schedules, num_micro_batches, arguments.repetitions, seconds)
 
 
 if __name__ == "__main__":

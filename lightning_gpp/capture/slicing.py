@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_gpp.capture.step import StepRunner
 from lightning_gpp.errors import PlanError, add_note
-from lightning_gpp.graph import OperatorGraph, TensorSpec
+from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, Edge, Plan
 from lightning_gpp.planning.assign import assign
-from lightning_gpp.planning.slicing import carried, cut_spec, is_cut
-from lightning_gpp.runtime.stage import MicroBatch, Slot, StageModule
+from lightning_gpp.planning.slicing import carried_by, cut_spec, is_cut
+from lightning_gpp.runtime.stage import Around, MicroBatch, Slot, StageModule
 from lightning_gpp.sequence import computing
 from lightning_gpp.slices import Unsliced, slice_name
 
@@ -35,22 +35,6 @@ class Cut:
 
     def of(self, tensor: Tensor, dim: int) -> Tensor:
         return tensor.narrow(dim, self.tokens[0], self.tokens[1] - self.tokens[0])
-
-
-@dataclass(slots=True, kw_only=True)
-class Around:
-    """What has the modules of another stage."""
-
-    stage: StageModule
-    uses_random: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.uses_random = self.stage.uses_random
-
-    @property
-    def parts(self) -> Sequence[nn.Module]:
-        """The other stage's."""
-        return self.stage.parts
 
 
 def innermost(stage: StageModule) -> StageModule:
@@ -163,7 +147,8 @@ class Slicer:
         self.plan, self.whole, self._uncut = plan, whole, uncut
         self._slots = {(edge.src, edge.dst): slots[i] for i, edge in enumerate(whole.plan.edges)}
         self._length = max(stage.tokens[1] for stage in plan.stages if stage.tokens is not None)
-        self._carried = _carried(graph, whole.plan)
+        assignment = assign(graph, [stage.modules for stage in whole.plan.stages])
+        self._carried = [carried_by(graph, assignment, stage) for stage in range(len(whole.plan.stages))]
         self._cuts = [self._cuts_of(edge) for edge in plan.edges]
         self._check_carrying()
 
@@ -264,16 +249,6 @@ class Slicer:
         """Of what is carried behind token `stop`."""
         number = self.whole.numbers[index]
         return tuple(slice_name(f"carried{n}", (0, stop)) for n in range(len(self._carried[number])))
-
-
-def _carried(graph: OperatorGraph, plan: Plan) -> list[list[tuple[TensorSpec, int]]]:
-    """For every stage what its operators carry, in the order in which they run: spec, and dimension of the tokens."""
-    assignment = assign(graph, [stage.modules for stage in plan.stages])
-    found = carried(graph)
-    return [
-        [(operator.outputs[0], dim) for name, (operator, dim) in found.items() if stage in assignment[name]]
-        for stage in range(len(plan.stages))
-    ]
 
 
 def repeated(items: Sequence[tuple[str, ...]], whole: Unsliced) -> tuple[tuple[str, ...], ...]:

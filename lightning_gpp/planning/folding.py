@@ -63,7 +63,7 @@ def partition_for(name: str, graph: OperatorGraph, request: Request, cut: Cut = 
     found = cut(name, graph, replace(request, schedules=(SEARCHED_AS,)))
     if request.schedules[0] not in KNOWN:
         found = _without_bound(found)
-    return _scheduled(found, replace(found.plan, schedule=request.schedules[0]), graph, request)
+    return scheduled(found, replace(found.plan, schedule=request.schedules[0]), graph, request)
 
 
 def _cut(name: str, graph: OperatorGraph, request: Request, cut: Cut) -> Found:
@@ -94,7 +94,7 @@ def _laid(found: Found, graph: OperatorGraph, request: Request) -> Found:
     plan = both_ways(graph, plan) if method.bidirectional else plan
     limits = tuple(float(device.memory_bytes) for device in request.cluster.devices)
     found = _without_bound(replace(found, answer=replace(found.answer, alternatives=()), memory_bytes=limits))
-    return _scheduled(found, plan, graph, request)
+    return scheduled(found, plan, graph, request)
 
 
 def _without_bound(found: Found) -> Found:
@@ -102,7 +102,7 @@ def _without_bound(found: Found) -> Found:
     return replace(found, answer=replace(found.answer, lower_bound=0.0))
 
 
-def _scheduled(found: Found, plan: Plan, graph: OperatorGraph, request: Request) -> Found:
+def scheduled(found: Found, plan: Plan, graph: OperatorGraph, request: Request) -> Found:
     """The same search with another plan as its outcome: timed, ordered and simulated."""
     costs = estimate(
         graph,

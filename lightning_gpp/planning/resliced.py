@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.estimate import estimate
-from lightning_gpp.planning.found import Found, notes_of
+from lightning_gpp.planning.folding import scheduled
+from lightning_gpp.planning.found import Found
 from lightning_gpp.planning.remade import remade, step_apart
 from lightning_gpp.planning.request import Request
 from lightning_gpp.planning.slicing import Slicing, sequence_length, sliced
-from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import simulate
 from lightning_gpp.slices import is_sliced, unsliced
 
 
@@ -51,10 +48,10 @@ def in_slices(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
 def again(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
     """The plan of another form of the mini-batch, cut as it was; sequences of other lengths into as many equal slices,
     or as many as there are tokens. What cannot be cut in this form stays whole."""
-    lengths, length = slicing.slices, sequence_length(graph)
-    if isinstance(lengths, int) or sum(lengths) != length:
-        slicing = replace(slicing, slices=min(slicing.number, length))
     try:
+        length = sequence_length(graph)
+        if isinstance(slicing.slices, int) or sum(slicing.slices) != length:
+            slicing = replace(slicing, slices=min(slicing.number, length))
         return plan if slicing.slices == 1 else sliced(plan, graph, slicing)
     except ConfigError:
         return plan
@@ -89,16 +86,6 @@ def found_in_slices(found: Found, graph: OperatorGraph, request: Request, slicin
     size = found.plan.batch_size // scale
     stages = tuple(replace(stage, micro_batch_size=min(stage.micro_batch_size, size)) for stage in found.plan.stages)
     plan = in_slices(replace(found.plan, batch_size=size, stages=stages), graph, slicing)
-    costs = estimate(
-        graph,
-        plan,
-        request.cluster,
-        request.costs or Roofline(graph),
-        footprint=request.footprint,
-        num_pipelines=found.num_pipelines,
-    )
-    timeline = simulate(compile_program(plan, copies=found.num_pipelines), costs)
-    plan = replace(plan, notes={**plan.notes, **notes_of(found.partitioner, request.cluster, timeline.makespan)})
     alternatives = tuple(replace(entry, seconds=entry.seconds / scale) for entry in found.answer.alternatives)
     answer = replace(found.answer, objective=found.answer.objective / scale, lower_bound=0.0, alternatives=alternatives)
-    return replace(found, plan=plan, timeline=timeline, answer=answer)
+    return scheduled(replace(found, answer=answer), plan, graph, request)

@@ -49,10 +49,18 @@ def carried(graph: OperatorGraph) -> dict[str, tuple[Operator, int]]:
     return found
 
 
-def carried_specs(graph: OperatorGraph, assignment: Mapping[str, Sequence[int]], stage: int) -> list[TensorSpec]:
-    """Of what a stage's operators carry over the whole sequence, in the order in which they run."""
+def carried_by(
+    graph: OperatorGraph, assignment: Mapping[str, Sequence[int]], stage: int
+) -> list[tuple[TensorSpec, int]]:
+    """What a stage's operators carry over the whole sequence, in the order in which they run: spec, and dimension of
+    the tokens."""
     found = carried(graph)
-    return [operator.outputs[0] for name, (operator, _) in found.items() if stage in assignment[name]]
+    return [(operator.outputs[0], dim) for name, (operator, dim) in found.items() if stage in assignment[name]]
+
+
+def carried_bytes(graph: OperatorGraph, assignment: Mapping[str, Sequence[int]], stage: int) -> Affine:
+    """Of all that, over the whole sequence."""
+    return sum((_size(spec) for spec, _ in carried_by(graph, assignment, stage)), Affine())
 
 
 def is_cut(spec: TensorSpec, dim: int, length: int) -> bool:
@@ -75,7 +83,8 @@ def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
         ConfigError: no tensor has tokens in that dimension; or what carries is recomputed by the model itself, at a
             time when no slice is computed.
     """
-    for operator, _ in carried(graph).values():
+    carriers = [operator for operator, _ in carried(graph).values()]
+    for operator in carriers:
         if operator.cluster:
             raise ConfigError(
                 f"strategy.slices: {operator.module or 'the model'!r} carries to later tokens ({operator.line}) inside "
@@ -83,7 +92,6 @@ def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
                 "there and use strategy.recompute, or remove strategy.slices."
             )
     lengths = {int(operator.outputs[0].shape[at].fixed) for operator, at in carried(graph).values()}
-    carriers = [operator for operator, _ in carried(graph).values()]
     outside = [other for other in graph if not any(_inside(other, operator) for operator in carriers)]
     if lengths and not any(is_cut(spec, dim, n) for other in outside for spec in other.outputs for n in lengths):
         raise ConfigError(
@@ -187,21 +195,20 @@ class _Cut:
         self.assignment = assign(self.graph, [stage.modules for stage in self.plan.stages])
 
     def run(self) -> Plan:
-        assignment = self.assignment
-        flows = crossing(self.graph, assignment)
+        flows = crossing(self.graph, self.assignment)
         chosen = [stage for stage in range(len(self.plan.stages)) if self._can(stage, flows)]
         if not chosen:
             raise ConfigError(self._nothing())
         numbers: dict[int, list[int]] = {SOURCE: [SOURCE]}
         stages: list[Stage] = []
         for index, stage in enumerate(self.plan.stages):
-            size = sum(map(_size, self._carried(index, assignment)), Affine())
+            size = carried_bytes(self.graph, self.assignment, index)
             parts = self._parts(stage, size) if index in chosen else [stage]
             numbers[index] = list(range(len(stages), len(stages) + len(parts)))
             stages += parts
         edges = [new for edge in self.plan.edges for new in self._edges(edge, flows, numbers)]
         for index in chosen:
-            edges += self._carrying(numbers[index], self._carried(index, assignment))
+            edges += self._carrying(numbers[index], index)
         ordered = tuple(sorted(edges, key=lambda edge: (edge.src, edge.dst)))
         return replace(self.plan, stages=tuple(stages), edges=ordered, sequence_dim=self.slicing.dim)
 
@@ -275,15 +282,12 @@ class _Cut:
         """Whether slices get their tokens of a tensor, and not all of it."""
         return value[0] not in self.graph.whole and is_cut(self._spec(value), self.slicing.dim, self.length)
 
-    def _carried(self, index: int, assignment: Mapping[str, Sequence[int]]) -> list[TensorSpec]:
-        return carried_specs(self.graph, assignment, index)
-
-    def _carrying(self, parts: Sequence[int], specs: Sequence[TensorSpec]) -> Iterator[Edge]:
+    def _carrying(self, parts: Sequence[int], index: int) -> Iterator[Edge]:
         """From each slice to the next, where there is anything to carry. It stays on its devices, and takes no time."""
-        size = sum(map(_size, specs), Affine())
+        specs = [spec for spec, _ in carried_by(self.graph, self.assignment, index)]
+        size, grad = sum(map(_size, specs), Affine()), any(spec.requires_grad for spec in specs)
         for number in range(len(parts) - 1 if specs else 0):
             share = self.intervals[number][1] / self.length
-            grad = any(spec.requires_grad for spec in specs)
             yield Edge(src=parts[number], dst=parts[number + 1], bytes=scaled(size, share), differentiable=grad)
 
     def _spec(self, value: Value) -> TensorSpec:
@@ -297,10 +301,7 @@ def sliced_costs(costs: StageCosts, plan: Plan, whole: Unsliced, graph: Operator
     length, growing = sequence_length(graph), growing_share(graph, carried(graph))
 
     assignment = assign(graph, [stage.modules for stage in whole.plan.stages])
-    sizes = [
-        sum((_size(spec) for spec in carried_specs(graph, assignment, number)), Affine())
-        for number in range(len(whole.plan.stages))
-    ]
+    sizes = [carried_bytes(graph, assignment, number) for number in range(len(whole.plan.stages))]
 
     def part(cost: StageCost, index: int) -> StageCost:
         tokens = plan.stages[index].tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from torch import Tensor, nn
@@ -50,6 +50,22 @@ class StageModule(Protocol):
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
         """From the values of the in-edges' slots to those of the out-edges' slots (and LOSS, on the step's stage)."""
         ...
+
+
+@dataclass(slots=True, eq=False)
+class Around:
+    """What has the modules of another stage; a base of stages that run it."""
+
+    stage: StageModule
+    uses_random: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uses_random = self.stage.uses_random
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """The other stage's."""
+        return self.stage.parts
 
 
 class DataSource(Protocol):

@@ -6,7 +6,7 @@ import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.random import RandomStreams
-from lightning_gpp.runtime.stage import MicroBatch, StageModule
+from lightning_gpp.runtime.stage import Around, MicroBatch, StageModule
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES
@@ -34,21 +34,16 @@ DATA_STREAM = -1
 """The stage number under which the user's step draws its random numbers."""
 
 
-class InContext:
+@dataclass(slots=True, eq=False)
+class InContext(Around):
     """A stage that computes inside a context, for example autocast; its backward runs outside, as torch asks for."""
 
-    def __init__(self, stage: StageModule, context: Context) -> None:
-        self._stage, self._context = stage, context
-        self.uses_random = stage.uses_random
-
-    @property
-    def parts(self) -> Sequence[nn.Module]:
-        """The stage's."""
-        return self._stage.parts
+    context: Context
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
-        with self._context():
-            return self._stage.forward(values, micro_batch)
+        """As the stage's."""
+        with self.context():
+            return self.stage.forward(values, micro_batch)
 
 
 class Session:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_gpp.capture.slicing import SlicedStage
 from lightning_gpp.errors import SelfCheckError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.module_state import ModuleState
-from lightning_gpp.runtime.stage import MicroBatch, StageModule
+from lightning_gpp.runtime.stage import Around, MicroBatch, StageModule
 from lightning_gpp.slices import unsliced
 
 TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -46,23 +47,17 @@ def checked_slices(
     ]
 
 
-class CheckedSlice:
+@dataclass(slots=True, eq=False)
+class CheckedSlice(Around):
     """A slice that hands its first inputs to a check."""
 
-    def __init__(self, stage: StageModule, check: _Check) -> None:
-        self._stage, self._check = stage, check
-        self.uses_random = stage.uses_random
-
-    @property
-    def parts(self) -> Sequence[nn.Module]:
-        """The stage's."""
-        return self._stage.parts
+    check: _Check
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
         """As the stage's."""
-        if not self._check.done and micro_batch.num_samples:
-            self._check.add(values, micro_batch)
-        return self._stage.forward(values, micro_batch)
+        if not self.check.done and micro_batch.num_samples:
+            self.check.add(values, micro_batch)
+        return self.stage.forward(values, micro_batch)
 
 
 class _Check:

@@ -22,8 +22,9 @@ def slicing_from(slices: Any, dim: Any, modules: Any) -> Slicing | None:
     if modules is not None and (isinstance(modules, str) or not all(isinstance(name, str) for name in modules)):
         raise ConfigError(f"strategy.slice_modules is {modules!r}; it must be a list of paths of modules, or null.")
     if slices is None:
-        if modules is not None:
-            raise ConfigError("strategy.slice_modules is given without strategy.slices, which says into how many.")
+        unused = [f"slice_dim={dim}"] * (dim != 1) + [f"slice_modules={modules}"] * (modules is not None)
+        if unused:
+            raise ConfigError(f"strategy.{unused[0]} is given without strategy.slices, which says into how many.")
         return None
     listed = isinstance(slices, Sequence) and not isinstance(slices, str)
     numbers = list(slices) if listed else [slices]
