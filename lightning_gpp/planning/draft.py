@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 import networkx as nx
 
-from lightning_gpp.cluster import Cluster, Port
+from lightning_gpp.cluster import Link, Port
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import topological
@@ -87,22 +88,30 @@ def with_chain(edges: Mapping[tuple[int, int], Flow], num_stages: int) -> dict[t
     return {**{(index, index + 1): token for index in range(num_stages - 1)}, **edges}
 
 
-def transfer_seconds(cluster: Cluster, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int) -> float:
-    """Until a micro-batch has gone from all replicas of one stage to all of another, if nothing else is under way."""
-    pairs = overlaps(src, dst, num_samples)
-    return max((cluster.link(i, j).seconds(size.at(samples)) for i, j, samples in pairs), default=0.0)
+class Transfer(NamedTuple):
+    """Of a micro-batch between two stages, if nothing else is under way: its seconds, and those of every port.
+
+    The former last until it has gone from all replicas of the one stage to all of the other.
+    """
+
+    seconds: float
+    ports: dict[Port, float]
 
 
-def port_seconds(
-    cluster: Cluster, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int
-) -> dict[Port, float]:
-    """For how long the transfer of a micro-batch between two stages occupies each port."""
-    busy: dict[Port, float] = {}
+Route: TypeAlias = Callable[[int, int], tuple[Link, tuple[Port, ...]]]
+"""The link and the ports from one device to another."""
+
+
+def transfer(route: Route, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int) -> Transfer:
+    """Of a micro-batch of so many samples."""
+    seconds, ports = 0.0, dict[Port, float]()
     for i, j, samples in overlaps(src, dst, num_samples):
-        seconds = size.at(samples) / cluster.link(i, j).bytes_per_second
-        for port in cluster.ports(i, j):
-            busy[port] = busy.get(port, 0.0) + seconds
-    return busy
+        link, passed = route(i, j)
+        num_bytes = size.at(samples)
+        seconds = max(seconds, link.seconds(num_bytes))
+        for port in passed:
+            ports[port] = ports.get(port, 0.0) + num_bytes / link.bytes_per_second
+    return Transfer(seconds, ports)
 
 
 def overlaps(src: Sequence[int], dst: Sequence[int], num_samples: int) -> Iterator[tuple[int, int, int]]:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf
 
-from lightning_gpp.cluster import Port
+from lightning_gpp.cluster import Link, Port
 from lightning_gpp.graph import Affine
 from lightning_gpp.planning.draft import (
     Draft,
     DraftStage,
     Flow,
+    Transfer,
     flows,
-    port_seconds,
     stage_of_units,
-    transfer_seconds,
+    transfer,
     with_chain,
 )
 from lightning_gpp.planning.pipeline_clock import Pipeline, end_times, least_seconds
@@ -78,14 +77,18 @@ class Evaluator:
     problem: Problem
     evaluations: int = 0
     _figures: dict[DraftStage, StageFigures] = field(default_factory=dict)
-    _transfers: dict[tuple[tuple[int, ...], tuple[int, ...], Affine, int], float] = field(default_factory=dict)
-    _loads: dict[tuple[tuple[int, ...], tuple[int, ...], Affine, int], dict[Port, float]] = field(default_factory=dict)
+    _anywhere: dict[tuple[tuple[int, ...], int, bool, frozenset[int]], StageFigures] = field(default_factory=dict)
+    _transfers: dict[tuple[tuple[int, ...], tuple[int, ...], Affine, int], Transfer] = field(default_factory=dict)
+    _routes: dict[tuple[int, int], tuple[Link, tuple[Port, ...]]] = field(default_factory=dict)
+    _edges: tuple[list[tuple[int, ...]], dict[tuple[int, int], Flow]] = field(default_factory=lambda: ([], {}))
     _data_seconds: dict[tuple[DraftStage, bool], float] = field(default_factory=dict)
+    _memory: list[float] = field(init=False)
     _rigid_units: list[int] = field(init=False)
     _rigid_values: list[Value] = field(init=False)
 
     def __post_init__(self) -> None:
         units = self.problem.units
+        self._memory = self.problem.memory_bytes.tolist()
         self._rigid_units = [index for index, unit in enumerate(units.units) if not unit.divisible]
         self._rigid_values = [value for value in units.values if not value.sliceable]
 
@@ -120,7 +123,11 @@ class Evaluator:
         )
 
     def edges(self, draft: Draft) -> dict[tuple[int, int], Flow]:
-        return flows(self.problem, stage_of_units(self.problem.num_units, [stage.units for stage in draft.stages]))
+        """What flows between stages, wherever they are; of the last stages asked for it is known."""
+        units = [stage.units for stage in draft.stages]
+        if units != self._edges[0]:
+            self._edges = units, flows(self.problem, stage_of_units(self.problem.num_units, units))
+        return self._edges[1]
 
     def _evaluate(
         self,
@@ -143,7 +150,7 @@ class Evaluator:
             entry.static_bytes + count * entry.kept_bytes + entry.working_bytes
             for entry, count in zip(figures, counts, strict=True)
         ]
-        limits = [min(self.problem.memory_bytes[list(stage.devices)]) for stage in stages]
+        limits = [min(self._memory[device] for device in stage.devices) for stage in stages]
         place = sorted(range(len(order)), key=order.__getitem__)
         return Evaluation(
             seconds=max(
@@ -164,15 +171,16 @@ class Evaluator:
         copies: bool,
     ) -> tuple[Pipeline, float]:
         """The pipeline, and the seconds per micro-batch in which the busiest port is occupied."""
-        sent = {(a, b): self._transfer(stages[a], stages[b], flow.forward) for (a, b), flow in edges.items()}
-        returned = {
+        forwards = {(a, b): self._transfer(stages[a], stages[b], flow.forward) for (a, b), flow in edges.items()}
+        backwards = {
             (a, b): self._transfer(stages[b], stages[a], flow.backward)
             for (a, b), flow in edges.items()
             if flow.differentiable
         }
+        sent, returned = ({pair: entry.seconds for pair, entry in way.items()} for way in (forwards, backwards))
         busiest = 0.0
         if self.problem.cluster.contended:
-            busiest = self._contend(stages, edges, sent, returned)
+            busiest = _contend(((forwards, sent), (backwards, returned)))
         pipeline = Pipeline(
             forward=[entry.forward for entry in figures],
             again=[entry.again for entry in figures],
@@ -193,50 +201,50 @@ class Evaluator:
             self._data_seconds[stage, copies] = seconds
         return self._data_seconds[stage, copies]
 
-    def _contend(
-        self,
-        stages: Sequence[DraftStage],
-        edges: Mapping[tuple[int, int], Flow],
-        sent: dict[tuple[int, int], float],
-        returned: dict[tuple[int, int], float],
-    ) -> float:
-        """Transfers to one stage that share a port follow each other; the busiest port's seconds per micro-batch."""
-        total: Counter[Port] = Counter()
-        for direction, seconds in enumerate((sent, returned)):
-            loads = {
-                (a, b): self._load(stages[b], stages[a], edges[a, b].backward)
-                if direction
-                else self._load(stages[a], stages[b], edges[a, b].forward)
-                for a, b in seconds
-            }
-            together: Counter[tuple[int, Port]] = Counter()
-            for pair, load in loads.items():
-                for port, busy in load.items():
-                    together[pair[1 - direction], port] += busy  # type: ignore[assignment]
-                    total[port] += busy  # type: ignore[assignment]
-            for pair, load in loads.items():
-                seconds[pair] += max(
-                    (together[pair[1 - direction], port] - busy for port, busy in load.items()), default=0.0
-                )
-        return float(max(total.values(), default=0.0))
-
-    def _load(self, src: DraftStage, dst: DraftStage, size: Affine) -> dict[Port, float]:
-        key = src.devices, dst.devices, size, src.micro_batch_size
-        if key not in self._loads:
-            self._loads[key] = port_seconds(self.problem.cluster, *key)
-        return self._loads[key]
-
-    def _transfer(self, src: DraftStage, dst: DraftStage, size: Affine) -> float:
+    def _transfer(self, src: DraftStage, dst: DraftStage, size: Affine) -> Transfer:
         key = src.devices, dst.devices, size, src.micro_batch_size
         if key not in self._transfers:
-            self._transfers[key] = transfer_seconds(self.problem.cluster, *key)
+            self._transfers[key] = transfer(self._route, *key)
         return self._transfers[key]
+
+    def _route(self, src: int, dst: int) -> tuple[Link, tuple[Port, ...]]:
+        if (src, dst) not in self._routes:
+            cluster = self.problem.cluster
+            self._routes[src, dst] = cluster.link(src, dst), cluster.ports(src, dst)
+        return self._routes[src, dst]
 
     def figures(self, stage: DraftStage) -> StageFigures:
         """What one replica of a stage costs; the slowest kind of its devices counts."""
         if stage not in self._figures:
-            self._figures[stage] = stage_figures(self.problem, stage)
+            kinds = frozenset(map(self.problem.cluster.kind, stage.devices))
+            key = stage.units, stage.share, stage.recompute, kinds
+            like = self._anywhere.get(key)
+            if like is None:
+                self._anywhere[key] = stage_figures(self.problem, stage)
+            else:
+                self._anywhere[key] = replace(like, all_reduce=all_reduce_seconds(self.problem, stage))
+            self._figures[stage] = self._anywhere[key]
         return self._figures[stage]
+
+
+def _contend(ways: Iterable[tuple[Mapping[tuple[int, int], Transfer], dict[tuple[int, int], float]]]) -> float:
+    """Transfers to one stage that share a port follow each other; the busiest port's seconds per micro-batch.
+
+    `ways`: forward and backward, the transfers alone, and their seconds, to which waiting is added.
+    """
+    total: dict[Port, float] = {}
+    for direction, (transfers, seconds) in enumerate(ways):
+        together: dict[tuple[int, Port], float] = {}
+        for pair, (_, ports) in transfers.items():
+            dst = pair[1 - direction]
+            for port, busy in ports.items():
+                together[dst, port] = together.get((dst, port), 0.0) + busy
+                total[port] = total.get(port, 0.0) + busy
+        for pair, (_, ports) in transfers.items():
+            dst = pair[1 - direction]
+            waits = [together[dst, port] - busy for port, busy in ports.items()]
+            seconds[pair] += max(waits, default=0.0)
+    return max(total.values(), default=0.0)
 
 
 def _step_seconds(
@@ -284,8 +292,15 @@ def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:
         kept_bytes=inputs if stage.recompute else saved,
         working_bytes=saved if stage.recompute else 0.0,
         static_bytes=parameters * problem.footprint.copies,
-        all_reduce=problem.cluster.all_reduce_seconds(stage.devices, parameters),
+        all_reduce=all_reduce_seconds(problem, stage),
     )
+
+
+def all_reduce_seconds(problem: Problem, stage: DraftStage) -> float:
+    """Of the gradients of a stage over its replicas."""
+    if len(stage.devices) == 1:
+        return 0.0
+    return problem.cluster.all_reduce_seconds(stage.devices, float(problem.parameter_bytes[list(stage.units)].sum()))
 
 
 def input_bytes(problem: Problem, stage: DraftStage) -> float:

@@ -46,10 +46,15 @@ Placed = list[tuple[int, int, tuple[int, ...]]]
 @register("pipedream")
 def pipedream(problem: Problem, control: Control) -> Answer:
     """The chain of stages whose slowest stage is the fastest. States are cells of A, and what each was compared to."""
+    return search(problem, control, Level)
+
+
+def search(problem: Problem, control: Control, level: type[Level]) -> Answer:
+    """The same, where a `level` fills its tables in its own way."""
     candidates: list[Candidate] = []
     states = 0
     for number, size in enumerate(problem.sizes, start=1):
-        tables = solve(problem, size)
+        tables = solve(problem, size, level)
         states += sum(table.states for table in tables)
         candidates += _candidates(problem, size, tables)
         control.report(number / len(problem.sizes), np.inf)
@@ -80,13 +85,13 @@ def _candidates(problem: Problem, size: int, tables: Sequence[Level]) -> Iterato
             yield Candidate(float(seconds) / size, draft)
 
 
-def solve(problem: Problem, size: int) -> list[Level]:
-    """The tables of all levels, innermost first, for one micro-batch size."""
+def solve(problem: Problem, size: int, kind: type[Level] | None = None) -> list[Level]:
+    """The tables of all levels, innermost first, for one micro-batch size. `kind`: `Level`, or one like it."""
     spans, sizes = Spans(problem, size), levels_of(problem)
     levels: list[Level] = []
     below = Stages.of_one_device(spans)
     for index, (count, bytes_per_second) in enumerate(sizes):
-        level = Level(
+        level = (kind or Level)(
             spans=spans,
             below=below,
             count=count,
@@ -172,13 +177,16 @@ class Level:
             for last in range(1, number):
                 transfers = self.spans.crossing_bytes / self.bytes_per_second / last
                 seconds = np.maximum(np.where(room[last] >= following, stage[last], np.inf), transfers[:, None])
-                self._extend(number, last, seconds, starts)
+                self.extend(number, last, seconds, starts)
         lengths = [stop - start for start in starts for stop in range(start + 1, self.spans.num_units + 1)]
         transitions = sum(length - 1 for length in lengths)
         self.states += self.count * len(lengths) + self.count * (self.count - 1) // 2 * transitions
 
-    def _extend(self, number: int, last: int, seconds: Array, starts: range) -> None:
-        """Try a last stage on `last` of `number` groups, from every cut on, for all spans."""
+    def extend(self, number: int, last: int, seconds: Array, starts: range) -> None:
+        """Try a last stage on `last` of `number` groups, from every cut on, for all spans.
+
+        `seconds`: of that stage and of receiving, whichever is longer, by [cut, stop].
+        """
         for start in starts:
             before = self.best[number - last, start, start + 1 : -1]
             if not len(before):

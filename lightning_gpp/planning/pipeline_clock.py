@@ -129,18 +129,23 @@ class _Stage:
         """Advance as far as inputs are there; stages that may go on because of it are appended to `waiting`."""
         forwards, backwards = self.done
         while backwards < self.number:
-            direction = 0 if forwards < min(self.number, backwards + self.warm_up) else 1
+            direction = 0 if forwards < self.number and forwards < backwards + self.warm_up else 1
             index = backwards if direction else forwards
             for edge in self.incoming[direction]:
                 if len(edge.sent) <= index:
-                    self.done[:] = forwards, backwards
-                    return
+                    return self._pause(forwards, backwards, waiting)
             self._execute(direction, index)
-            waiting.extend(self.neighbours[direction])
             if direction:
                 backwards += 1
             else:
                 forwards += 1
+        return self._pause(forwards, backwards, waiting)
+
+    def _pause(self, forwards: int, backwards: int, waiting: list[_Stage]) -> None:
+        if forwards > self.done[0]:
+            waiting.extend(self.neighbours[0])
+        if backwards > self.done[1]:
+            waiting.extend(self.neighbours[1])
         self.done[:] = forwards, backwards
 
     def _execute(self, direction: int, index: int) -> None:
@@ -149,8 +154,14 @@ class _Stage:
             self.ends.append(self.time)
         start, posted = self.time, self.ends[-1 - LOOKAHEAD]
         for edge in self.incoming[direction]:
-            edge.free = max(edge.sent[index], edge.free, posted) + edge.seconds
-            start = max(start, edge.free)
+            begin, free = edge.sent[index], edge.free
+            if free > begin:
+                begin = free
+            if posted > begin:
+                begin = posted
+            edge.free = begin = begin + edge.seconds
+            if begin > start:
+                start = begin
         self.time = start + (self.backward if direction else self.forward)
         self.ends.append(self.time)
         for edge in self.outgoing[direction]:

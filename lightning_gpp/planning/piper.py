@@ -54,16 +54,21 @@ MAX_COUNTED: Final = 200_000
 @register("piper")
 def piper(problem: Problem, control: Control) -> Answer:
     """The chain of stages whose slowest stage is the fastest. States are cells of A, and what each was compared to."""
+    return search(problem, control, Search)
+
+
+def search(problem: Problem, control: Control, kind: type[Search]) -> Answer:
+    """The same, where a `kind` of search fills A in its own way."""
     found = downsets(precedence(problem), MAX_COUNTED)
     if len(found.sets) > MAX_DOWNSETS:
         notes = (_too_many(found, problem.num_units),)
         return Answer(draft=None, objective_name=OBJECTIVE, states=len(found.sets), notes=notes)
-    search = _Search(problem, found)
+    filled = kind(problem, found)
     for index in range(1, len(found.sets)):
-        search.fill(index)
+        filled.fill(index)
         if index % 100 == 0:
             control.report(index / len(found.sets), np.inf)
-    return choose(problem, list(search.candidates()), search.states)
+    return choose(problem, list(filled.candidates()), filled.states)
 
 
 def _too_many(found: Downsets, num_units: int) -> str:
@@ -86,7 +91,7 @@ class _Choice:
     recompute: bool
 
 
-class _Search:
+class Search:
     """A for all micro-batch sizes: `best[size, downset, devices]`."""
 
     def __init__(self, problem: Problem, found: Downsets) -> None:
@@ -109,9 +114,15 @@ class _Search:
                 width = before.shape[1] - replicas
                 self.states += len(rests) * width
                 if len(seconds):
-                    row = self.best[number, index, replicas:]
-                    np.minimum(row, np.maximum(before[fitting, :width], seconds).min(axis=0), out=row)
+                    self.extend(self.best[number, index, replicas:], before[fitting, :width], seconds)
             self.states += self.problem.num_devices
+
+    def extend(self, row: Array, before: Array, seconds: Array) -> None:
+        """Try first stages with some replicas: `row`, of A, by devices; those behind them by [stage, devices].
+
+        `seconds`: of the stages, by [stage, devices]; one column where it is the same for all.
+        """
+        np.minimum(row, np.maximum(before, seconds).min(axis=0), out=row)
 
     def candidates(self) -> Iterator[Candidate]:
         full = len(self.downsets.sets) - 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_gpp.cluster import Cluster, Device, Link, Node
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Edge, Plan, Stage
-from lightning_gpp.planning.draft import port_seconds
+from lightning_gpp.planning.draft import transfer
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import StageCosts, simulate
 from lightning_gpp.simulation.ports import Bookings, book
@@ -51,8 +51,9 @@ def test_a_network_card_is_shared_by_the_devices_of_a_node() -> None:
 
 def test_seconds_of_ports_add_up_over_replicas() -> None:
     cluster = Cluster.uniform(DEVICE, 4, Link(bytes_per_second=10, shared="device"))
-    busy = port_seconds(cluster, (1, 2), (0,), Affine(10), 4)
-    assert busy == {("out", 0, 1): 2, ("out", 0, 2): 2, ("in", 0, 0): 4}
+    found = transfer(lambda i, j: (cluster.link(i, j), cluster.ports(i, j)), (1, 2), (0,), Affine(10), 4)
+    assert found.seconds == 2
+    assert found.ports == {("out", 0, 1): 2, ("out", 0, 2): 2, ("in", 0, 0): 4}
 
 
 def test_room_before_what_was_booked_first() -> None:

@@ -34,10 +34,10 @@ strategies of one bottleneck differ in the rest of the step."""
 BUNDLES = (2, 3, 4)
 """So many branches of a fork side by side may be one stage, where there are more branches than devices."""
 
-FIRST_FACTORS = (1.25, 2.0, 4.0, inf)
+FIRST_FACTORS = (1.25, 2.0, 2.0, 2.0, 2.0, 4.0, inf)
 """Steps from a target that is not met to the next, before there is any strategy: the higher a target, the slower.
 
-The first step is the one that the size before needed, where there is one."""
+The first step is a little more than what the size before needed, where there is one."""
 
 OBJECTIVE = "seconds per sample of the slowest stage, transfers and all-reduce included"
 
@@ -128,7 +128,10 @@ class _Search:
                 found.append(entry)
             self.control.report((number + 1) / len(sizes), best)
         for entry in found:
-            if entry.seconds <= best * (1 + PROMISING) and self._narrow(entry, PRECISION, inf):
+            pieces = entry.pieces
+            if entry.seconds <= best * (1 + PROMISING):
+                self._narrow(entry, PRECISION, inf)
+            if entry.pieces is not pieces:
                 self._place(entry)
         return sorted((entry for entry in found if entry.draft), key=lambda entry: entry.seconds)
 
@@ -158,7 +161,7 @@ class _Search:
             if not self._try(entry, target):
                 entry.low = target
         if first and entry.high < inf:
-            self.likely = entry.high / bound
+            self.likely = entry.high / bound * (1 + COARSE)
         return entry.high < inf
 
     def _try(self, entry: _Size, target: float) -> bool:

@@ -18,6 +18,7 @@ class Grid:
     width: int = field(init=False)
     row: int = field(init=False)
     _joined: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
+    _masks: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.width = self.num_devices + 1
@@ -28,8 +29,11 @@ class Grid:
 
     def mask(self, replicas: int, limit: int) -> int:
         """Pairs that a stage with so many replicas may stand before, if at most `limit` micro-batches fit it."""
-        row = (1 << self.width - replicas) - 1
-        return sum(row << depth * self.width for depth in range(min(limit, self.num_devices)))
+        key = replicas, limit
+        if key not in self._masks:
+            row = (1 << self.width - replicas) - 1
+            self._masks[key] = sum(row << depth * self.width for depth in range(min(limit, self.num_devices)))
+        return self._masks[key]
 
     def up_to(self, devices: int) -> int:
         """All pairs of at most so many devices."""

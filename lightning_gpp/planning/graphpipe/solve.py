@@ -60,7 +60,6 @@ class Solver:
     states: int = 0
     _moves: dict[Shape, list[Moves]] = field(default_factory=dict)
     _known: dict[tuple[Shape, Entries, float], Solution] = field(default_factory=dict)
-    _masks: dict[tuple[int, int], int] = field(default_factory=dict)
     _caps: dict[int, int] = field(default_factory=dict)
     _side_by_side: dict[tuple[tuple[Shape, ...], tuple[int, ...], int], int] = field(default_factory=dict)
 
@@ -114,11 +113,7 @@ class Solver:
 
     def _found_moves(self, shape: Shape) -> list[Moves]:
         costs, plenty = self.tables.costs(shape), self.grid.num_devices
-        limits = np.where(costs.seconds <= self.target, costs.room, 0)
-        if costs.again:
-            np.maximum(limits, np.where(costs.longer <= self.target, costs.more_room, 0), out=limits)
-        places = np.flatnonzero(limits)
-        caps = limits.ravel()[places]
+        places, caps = costs.within(self.target)
         free = caps >= plenty
         rows, ends = np.divmod(places, len(shape.ends))
         without = _by_row(rows[free], ends[free])
@@ -127,16 +122,10 @@ class Solver:
         for row in sorted({*without, *limited}):
             option, start = divmod(row, len(shape.starts))
             replicas = self.tables.options[option].replicas
-            own = [(int(end), self.mask(replicas, int(cap))) for end, cap in limited.get(row, ())]
-            mask = self.mask(replicas, plenty)
+            own = [(int(end), self.grid.mask(replicas, int(cap))) for end, cap in limited.get(row, ())]
+            mask = self.grid.mask(replicas, plenty)
             found[start].append((self.grid.width + replicas, mask, without.get(row, []), own))
         return found
-
-    def mask(self, replicas: int, limit: int) -> int:
-        key = replicas, limit
-        if key not in self._masks:
-            self._masks[key] = self.grid.mask(replicas, limit)
-        return self._masks[key]
 
     def ways(self, solution: Solution, part: int) -> Iterator[Way]:
         """All ways to pass the fork at `part` of a solution whose later parts are solved."""

@@ -98,6 +98,23 @@ class Costs:
     longer: Array
     more_room: Counts
     again: bool
+    _places: Counts = field(init=False)
+    _columns: list[Array] = field(init=False)
+
+    def __post_init__(self) -> None:
+        places = np.flatnonzero((self.room > 0) | (self.more_room > 0))
+        tables = (self.seconds, self.room, *((self.longer, self.more_room) if self.again else ()))
+        object.__setattr__(self, "_places", places)
+        object.__setattr__(self, "_columns", [table.ravel()[places] for table in tables])
+
+    def within(self, target: float) -> tuple[Counts, Counts]:
+        """Stages of at most so many seconds, as places in the flat tables; micro-batches in flight that fit each."""
+        seconds, room, *recomputed = self._columns
+        limits = np.where(seconds <= target, room, 0)
+        if recomputed:
+            np.maximum(limits, np.where(recomputed[0] <= target, recomputed[1], 0), out=limits)
+        found = np.flatnonzero(limits)
+        return self._places[found], limits[found].astype(np.int64)
 
 
 @dataclass(slots=True, eq=False)

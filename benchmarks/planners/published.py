@@ -1,0 +1,54 @@
+"""The chain planners' recurrences as they are published: plain loops, one transition at a time.
+
+Tables of costs, tie-breaks, and what is made of the solution are those of `lightning_gpp.planning.pipedream` and
+`piper`, which hold the recurrences; so all answers are the same. These tables are made by numpy before the loops begin,
+and a transition is no more than two comparisons: a planner that prices each stage when it tries it takes longer.
+"""
+
+from __future__ import annotations
+
+from lightning_gpp.planning import Answer, Control, Problem, pipedream, piper
+from lightning_gpp.planning.problem import Array
+
+
+def pipedream_in_loops(problem: Problem, control: Control) -> Answer:
+    """PipeDream's answer."""
+    return pipedream.search(problem, control, _Level)
+
+
+def piper_in_loops(problem: Problem, control: Control) -> Answer:
+    """Piper's answer."""
+    return piper.search(problem, control, _Downsets)
+
+
+class _Level(pipedream.Level):
+    """All cells of A[., ., number] for a last stage on `last` groups."""
+
+    def extend(self, number: int, last: int, seconds: Array, starts: range) -> None:
+        stages, num_units = seconds.T.tolist(), self.spans.num_units
+        for start in starts:
+            before = self.best[number - last, start].tolist()
+            least_of = self.best[number, start].tolist()
+            for stop in range(start + 2, num_units + 1):
+                least, chosen = least_of[stop], -1
+                tried = zip(before[start + 1 : stop], stages[stop][start + 1 : stop], strict=True)
+                for cut, (earlier, stage) in enumerate(tried, start + 1):
+                    if earlier < least and stage < least:
+                        least, chosen = earlier if earlier > stage else stage, cut
+                if chosen >= 0:
+                    self.best[number, start, stop] = least
+                    self.cut[number, start, stop] = chosen
+                    self.share[number, start, stop] = last
+
+
+class _Downsets(piper.Search):
+    """A[D, .] for first stages with as many replicas."""
+
+    def extend(self, row: Array, before: Array, seconds: Array) -> None:
+        least, width = row.tolist(), before.shape[1]
+        for later, stages in zip(before.tolist(), seconds.tolist(), strict=True):
+            for devices, stage in enumerate(stages * width if len(stages) < width else stages):
+                tried = later[devices]
+                if tried < least[devices] and stage < least[devices]:
+                    least[devices] = tried if tried > stage else stage
+        row[:] = least
