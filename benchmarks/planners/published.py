@@ -13,15 +13,15 @@ from lightning_gpp.planning.problem import Array
 
 def pipedream_in_loops(problem: Problem, control: Control) -> Answer:
     """PipeDream's answer."""
-    return pipedream.search(problem, control, _Level)
+    return pipedream.search(problem, control, LoopLevel)
 
 
 def piper_in_loops(problem: Problem, control: Control) -> Answer:
     """Piper's answer."""
-    return piper.search(problem, control, _Downsets)
+    return piper.search(problem, control, LoopDownsets)
 
 
-class _Level(pipedream.Level):
+class LoopLevel(pipedream.Level):
     """All cells of A[., ., number] for a last stage on `last` groups."""
 
     def extend(self, number: int, last: int, seconds: Array, starts: range) -> None:
@@ -41,7 +41,7 @@ class _Level(pipedream.Level):
                     self.share[number, start, stop] = last
 
 
-class _Downsets(piper.Search):
+class LoopDownsets(piper.Search):
     """A[D, .] for first stages with as many replicas."""
 
     def extend(self, row: Array, before: Array, seconds: Array) -> None:

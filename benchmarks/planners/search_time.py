@@ -1,26 +1,30 @@
 """Seconds and states of searches: GraphPipe's partitioner against those for chains, and `auto` on all workloads.
 
-    python -m benchmarks.planners.search_time [published chains auto large ...] [--seconds 10]
+    python -m benchmarks.planners.search_time [published chains auto large ...] [--seconds 10] [--models mmt2 dlrm ...]
 
 All searches of a model get the same units and micro-batch sizes. Our PipeDream and Piper evaluate their recurrences
 with numpy, thousands of transitions at a time, so their seconds are not those of the published programs; the numbers of
-transitions are.
+transitions are. `chains` therefore times the same recurrences as plain loops, too (`benchmarks.planners.published`).
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 from benchmarks.planners.common import problem_of, search, table, verdict
 from benchmarks.planners.paper import HARDWARE, LAYERS, SAMPLES_PER_DEVICE
+from benchmarks.planners.published import pipedream_in_loops, piper_in_loops
 from benchmarks.workloads import WORKLOADS, graph
 from lightning_gpp.cluster import preset
-from lightning_gpp.planning import Answer, Found, Request, partition
+from lightning_gpp.planning import Answer, Control, Found, Request, partition
+from lightning_gpp.planning.registry import Partitioner, partitioner_of
 
 NUM_DEVICES: Final = 32
 TIMES_FASTER: Final = 21
@@ -30,6 +34,15 @@ MODELS: Final = (("mmt", inf), ("mmt", LAYERS["mmt"]), ("mmt2", inf), ("mmt2", L
     (model, inf) for model in ("dlrm", "candle_uno", "candle_uno_8")
 )
 """Models, and pieces that they are cut into."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Seconds of each search of `auto`; those of MODELS that are wanted."""
+
+    seconds: float
+    models: tuple[tuple[str, float], ...] = MODELS
+
 
 CLUSTERS: Final = {
     "mmt": ("summit", 8, 4096),
@@ -51,11 +64,11 @@ CLUSTERS: Final = {
 """
 
 
-def published(seconds: float) -> Iterator[str]:
+def published(options: Options) -> Iterator[str]:
     """The paper's table 1 at its largest: 32 devices."""
     names = ("pipedream", "piper", "graphpipe")
     rows, ratios = [], []
-    for model, num_pieces in MODELS:
+    for model, num_pieces in options.models:
         batch_size = NUM_DEVICES * SAMPLES_PER_DEVICE[_family(model)]
         problem = problem_of(model, HARDWARE.cluster(NUM_DEVICES), batch_size, num_pieces)
         runs = [search(name, problem, inf) for name in names]
@@ -71,27 +84,59 @@ def published(seconds: float) -> Iterator[str]:
     )
 
 
-def chains(seconds: float) -> Iterator[str]:
-    """CPU time of PipeDream's partitioner and of GraphPipe's, the least of three runs; both on the same problems."""
-    rows = []
-    for model, num_pieces in MODELS:
-        took, states, num_units = {}, {}, 0
-        for name in ("pipedream", "graphpipe"):
-            runs = [_cpu_seconds(name, model, num_pieces) for _ in range(3)]
-            took[name], states[name], num_units = min(runs)
-        ratio = took["pipedream"] / took["graphpipe"]
-        times = [f"{took[name] * 1e3:.0f} ms" for name in took]
-        rows.append([model, num_units, *times, f"{ratio:.1f}", f"{states['graphpipe']:,}"])
-    yield table(["model", "units", *took, "times faster", "transitions of graphpipe"], rows)
+def chains(options: Options) -> Iterator[str]:
+    """CPU time of PipeDream's partitioner, in plain loops and as it ships, and of GraphPipe's, on the same problems."""
+    planners = {"loops": pipedream_in_loops, **{name: partitioner_of(name) for name in ("pipedream", "graphpipe")}}
+    rows, ratios = [], []
+    for model, num_pieces in options.models:
+        runs = {name: _least(planner, model, num_pieces) for name, planner in planners.items()}
+        took, ours = {name: run.seconds for name, run in runs.items()}, runs["graphpipe"]
+        ratios.append(took["loops"] / ours.seconds)
+        times = [f"{seconds * 1e3:,.0f} ms" for seconds in took.values()]
+        shares = [f"{ratios[-1]:.1f}", f"{took['pipedream'] / ours.seconds:.1f}"]
+        rows.append([model, ours.num_units, *times, *shares, f"{ours.states:,}"])
+    header = ["model", "units", "pipedream in loops", "pipedream", "graphpipe", "times faster than loops"]
+    yield table([*header, "times faster than pipedream", "transitions of graphpipe"], rows)
+    num = sum(ratio >= TIMES_FASTER for ratio in ratios)
+    yield f"\nAt least {TIMES_FASTER} times faster than the loops: {num} of {len(ratios)}."
+    if PIPERS in options.models:
+        loops, ours, graphpipe = (
+            _least(name, *PIPERS) for name in (piper_in_loops, partitioner_of("piper"), planners["graphpipe"])
+        )
+        yield (
+            f"\nPiper, {PIPERS[0]} with {loops.num_units} units: loops {loops.seconds:.2f} s, as it ships "
+            f"{ours.seconds:.2f} s, {loops.seconds / graphpipe.seconds:.1f} and {ours.seconds / graphpipe.seconds:.1f} "
+            "times those of graphpipe. The others have too many transitions for loops."
+        )
 
 
-def _cpu_seconds(name: str, model: str, num_pieces: float) -> tuple[float, int, int]:
-    """Of one search on a new problem, which remembers no costs; its states; units."""
+PIPERS: Final = ("mmt2", LAYERS["mmt2"])
+"""The only one of MODELS whose transitions of Piper are few enough for plain loops."""
+
+NUM_RUNS: Final = 5
+
+
+class _Spent(NamedTuple):
+    """CPU seconds of a search, its states, and units."""
+
+    seconds: float
+    states: int
+    num_units: int
+
+
+def _least(planner: Partitioner, model: str, num_pieces: float) -> _Spent:
+    """The quickest of some runs, each on a new problem, which remembers no costs."""
+    name = getattr(planner, "__name__", "")
+    print(f"{model}, {num_pieces} pieces: {name}", file=sys.stderr, flush=True)
+    return min(_spent(planner, model, num_pieces) for _ in range(NUM_RUNS))
+
+
+def _spent(planner: Partitioner, model: str, num_pieces: float) -> _Spent:
     batch_size = NUM_DEVICES * SAMPLES_PER_DEVICE[_family(model)]
     problem = problem_of(model, HARDWARE.cluster(NUM_DEVICES), batch_size, num_pieces)
     began = time.process_time()
-    answer, _ = search(name, problem, inf)
-    return time.process_time() - began, answer.states, problem.num_units
+    answer = planner(problem, Control(seconds=inf))
+    return _Spent(time.process_time() - began, answer.states, problem.num_units)
 
 
 def _family(model: str) -> str:
@@ -108,12 +153,12 @@ def _states(answer: Answer, ours: Answer) -> str:
     return f"{answer.states:,} ({answer.states / ours.states:.0f})" if answer.draft else "-"
 
 
-def auto(seconds: float) -> Iterator[str]:
+def auto(options: Options) -> Iterator[str]:
     """All workloads on clusters that suit them."""
     rows, gaps = [], []
     for model in WORKLOADS:
         cluster, num_nodes, batch_size = CLUSTERS[model]
-        request = Request(cluster=preset(cluster, num_nodes=num_nodes), batch_size=batch_size, seconds=seconds)
+        request = Request(cluster=preset(cluster, num_nodes=num_nodes), batch_size=batch_size, seconds=options.seconds)
         found = partition("auto", graph(model), request)
         gaps.append(_search_gap(found))
         rows.append([model, f"{num_nodes} x {cluster}", batch_size, *_figures(found)])
@@ -142,11 +187,11 @@ def _figures(found: Found) -> list[str]:
     ]
 
 
-def large(seconds: float) -> Iterator[str]:
+def large(options: Options) -> Iterator[str]:
     """About 2,500 operators on 1,024 devices; memory is the peak of this whole process, torch included."""
     model, batch_size = "vision_audio_language", 8192
     num_operators = len(list(graph(model)))
-    request = Request(cluster=preset("dgx_h100", num_nodes=128), batch_size=batch_size, seconds=seconds)
+    request = Request(cluster=preset("dgx_h100", num_nodes=128), batch_size=batch_size, seconds=options.seconds)
     began = time.perf_counter()
     found = partition("auto", graph(model), request)
     total, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -156,7 +201,7 @@ def large(seconds: float) -> Iterator[str]:
     yield f"\nSearch below 60 s and 4 GB: {verdict(found.search_seconds < 60 and peak < 4e9)}."
 
 
-SECTIONS: Final[dict[str, Callable[[float], Iterator[str]]]] = {
+SECTIONS: Final[dict[str, Callable[[Options], Iterator[str]]]] = {
     "published": published,
     "chains": chains,
     "auto": auto,
@@ -168,9 +213,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", default=list(SECTIONS), help="all by default")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each search of auto")
-    options = parser.parse_args()
-    for name in options.sections:
-        print(f"\n### {name}\n", *SECTIONS[name](options.seconds), sep="\n", flush=True)
+    names = sorted({model for model, _ in MODELS})
+    parser.add_argument("--models", nargs="+", default=names, choices=names, help="of published and chains")
+    arguments = parser.parse_args()
+    models = tuple(entry for entry in MODELS if entry[0] in arguments.models)
+    options = Options(seconds=arguments.seconds, models=models)
+    for name in arguments.sections:
+        print(f"\n### {name}\n", *SECTIONS[name](options), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -12,7 +13,9 @@ from lightning_gpp.planning.graphpipe.cuts import NONE, Shape
 from lightning_gpp.planning.graphpipe.sets import Grid
 from lightning_gpp.planning.graphpipe.tables import Counts, Tables
 
-Moves: TypeAlias = list[tuple[int, int, list[int], list[tuple[int, int]]]]
+T = TypeVar("T")
+
+Moves: TypeAlias = list[tuple[int, int, Sequence[int], list[tuple[int, int]]]]
 """Of stages that begin at one cut, by replicas: shift, mask, the ends without and with a mask of their own."""
 
 Entries: TypeAlias = tuple[tuple[int, int], ...]
@@ -116,13 +119,14 @@ class Solver:
         places, caps = costs.within(self.target)
         free = caps >= plenty
         rows, ends = np.divmod(places, len(shape.ends))
-        without = _by_row(rows[free], ends[free])
-        limited = {} if free.all() else _by_row(rows[~free], list(zip(ends[~free], caps[~free], strict=True)))
+        without = _by_row(rows[free], ends[free].tolist())
+        tight = ~free
+        limited = _by_row(rows[tight], list(zip(ends[tight].tolist(), caps[tight].tolist(), strict=True)))
         found: list[Moves] = [[] for _ in shape.starts]
         for row in sorted({*without, *limited}):
             option, start = divmod(row, len(shape.starts))
             replicas = self.tables.options[option].replicas
-            own = [(int(end), self.grid.mask(replicas, int(cap))) for end, cap in limited.get(row, ())]
+            own = [(end, self.grid.mask(replicas, cap)) for end, cap in limited.get(row, ())]
             mask = self.grid.mask(replicas, plenty)
             found[start].append((self.grid.width + replicas, mask, without.get(row, []), own))
         return found
@@ -186,14 +190,13 @@ class Solver:
         return self._side_by_side[key]
 
 
-def _by_row(rows: Counts, entries: Any) -> dict[int, list[Any]]:
+def _by_row(rows: Counts, entries: Sequence[T]) -> dict[int, Sequence[T]]:
     """The entries of every row that has some; `rows` are ascending."""
-    listed = entries if isinstance(entries, list) else entries.tolist()
-    borders = [0, *(np.flatnonzero(rows[1:] != rows[:-1]) + 1).tolist(), len(listed)]
-    if not listed:
+    if not entries:
         return {}
+    borders = [0, *(np.flatnonzero(rows[1:] != rows[:-1]) + 1).tolist(), len(entries)]
     return {
-        row: listed[low:high] for row, low, high in zip(rows[borders[:-1]].tolist(), borders, borders[1:], strict=False)
+        row: entries[low:high] for row, (low, high) in zip(rows[borders[:-1]].tolist(), pairwise(borders), strict=True)
     }
 
 
