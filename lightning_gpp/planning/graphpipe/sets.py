@@ -18,6 +18,7 @@ class Grid:
     width: int = field(init=False)
     row: int = field(init=False)
     _joined: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
+    _up_to: dict[int, int] = field(default_factory=dict, init=False)
     _masks: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -37,8 +38,10 @@ class Grid:
 
     def up_to(self, devices: int) -> int:
         """All pairs of at most so many devices."""
-        row = (1 << max(0, devices + 1)) - 1
-        return sum(row << depth * self.width for depth in range(self.num_devices + 1))
+        if devices not in self._up_to:
+            row = (1 << max(0, devices + 1)) - 1
+            self._up_to[devices] = sum(row << depth * self.width for depth in range(self.num_devices + 1))
+        return self._up_to[devices]
 
     def rows(self, pairs: int) -> Iterator[tuple[int, int]]:
         """(depth, the devices as bits), by depth; without pairs that have another of less depth."""

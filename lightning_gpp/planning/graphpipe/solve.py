@@ -63,8 +63,12 @@ class Solver:
     states: int = 0
     _moves: dict[Shape, list[Moves]] = field(default_factory=dict)
     _known: dict[tuple[Shape, Entries, float], Solution] = field(default_factory=dict)
-    _caps: dict[int, int] = field(default_factory=dict)
+    _closed: dict[tuple[Shape, int], Solution] = field(default_factory=dict)
     _side_by_side: dict[tuple[tuple[Shape, ...], tuple[int, ...], int], int] = field(default_factory=dict)
+    _all_work: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._all_work = self.tables.work(self.tables.shape)[0]
 
     def whole(self) -> Solution:
         """Of the whole graph, which nothing follows."""
@@ -102,11 +106,9 @@ class Solver:
 
     def _affordable(self, work: float) -> int:
         """Pairs that leave enough devices for all other work, even if these never waited: others lead nowhere."""
-        rest = (self.tables.work(self.tables.shape)[0] - work) / self.target
-        most = min(self.grid.num_devices, int(self.grid.num_devices - rest + 1e-6))
-        if most not in self._caps:
-            self._caps[most] = self.grid.up_to(most)
-        return self._caps[most]
+        num_devices = self.grid.num_devices
+        most = int(num_devices - (self._all_work - work) / self.target + 1e-6)
+        return self.grid.up_to(most if most < num_devices else num_devices)
 
     def moves(self, shape: Shape) -> list[Moves]:
         """By start."""
@@ -176,7 +178,9 @@ class Solver:
 
     def closed(self, shape: Shape, depth: int) -> Solution:
         """A line followed by a stage with `depth` micro-batches in flight, whose devices count elsewhere."""
-        return self.solve(shape, ((len(shape), self.grid.bit(depth, 0)),))
+        if (shape, depth) not in self._closed:
+            self._closed[shape, depth] = self.solve(shape, ((len(shape), self.grid.bit(depth, 0)),))
+        return self._closed[shape, depth]
 
     def _beside(self, branches: tuple[Shape, ...], counts: tuple[int, ...], depth: int) -> int:
         """So many lines of each group side by side, all followed by a stage of that depth."""
