@@ -305,8 +305,10 @@ def all_reduce_seconds(problem: Problem, stage: DraftStage) -> float:
 
 def input_bytes(problem: Problem, stage: DraftStage) -> float:
     """What a stage receives from others per micro-batch, on one replica, data included."""
+    inside = set(stage.units)
     values = (*problem.units.values, *problem.units.data)
-    return sum(v.bytes.at(stage.share) for v in values if v.src not in stage.units and read_by(v, stage))
+    read = (value for value in values if value.src not in inside and not inside.isdisjoint(value.dsts))
+    return sum(value.bytes.at(stage.share) for value in read)
 
 
 def read_by(value: Value, stage: DraftStage) -> bool:

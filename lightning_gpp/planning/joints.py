@@ -20,30 +20,33 @@ busy for L = M tau_z seconds, and no stage ahead for longer than Y = M max tau_s
                min( 2 tau_z - (1 + a) Y / M,                                     (w < M)
                     tau_z + max(0, M - 2 - a) Y / 2M - (M - 1) x ) )             (M - 1 <= n + a)
 
-  With other schedules than 1F1B it is tau_z - (M - 1) x. So stages ahead have room for min(R(T - c), C(Y)) per device,
-  and those behind for k R(T), and for no more than there is behind.
+  With other schedules than 1F1B it is tau_z - (M - 1) x. So stages ahead have room for min(R(T - c), C(Y)) per device.
+* **A stage behind** waits for z and for the slowest stage ahead, before its first forward and after its last backward.
+  So it has room for min(C(T - (L + Y) / M), R(T - head)) per device, where head is what the forwards take of that.
 * **Small stages** on the path make the wait shorter, by xi_i = max(0, Y / M - 2 tau_i) each, but they have room for
   (Y - M xi_i) / 2 seconds only. With one such device the others ahead idle c - xi; with two or more, these have room
   for Y / 2 seconds each, and no other is said to wait.
 
-If T is feasible, all work has room for some r, k, L, Y, and xi. Room only grows with T, so the smallest feasible T
-bounds the step from below; L, Y and xi are looked at in intervals, each at its better end. This is done for the joints
-with few units behind that take longest, and for the last one. Gradients have to return along all edges.
+Units behind the joint are in z or behind it, those ahead in z or ahead of it, and N, R and C are those of these units.
+If T is feasible, all work has room for some r, k, L, Y, and xi: z has room for what is behind the joint and finds none
+in the stages there, and for what is ahead and finds none there, together. Room only grows with T, so the smallest
+feasible T bounds the step from below; L, Y and xi are looked at in intervals, each at its better end. This is done for
+the joint with few units behind that takes longest, and for the last one. Gradients have to return along all edges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil, inf
+from math import inf
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gpp.planning.problem import Array, Problem
-from lightning_gpp.planning.room import CELLS, Rooms, without
+from lightning_gpp.planning.room import CELLS, Rooms, only
 
 STRIDE = 64
 """Cells of the grid per interval of L and Y."""
@@ -57,9 +60,6 @@ MAX_BEHIND = 3.0
 Seconds: TypeAlias = NDArray[np.floating[Any]]
 Interval: TypeAlias = tuple[Seconds, Seconds]
 """Lower and upper ends of seconds, by intervals of L (rows) and of Y (columns)."""
-
-NUM_JOINTS = 2
-"""So many, besides the last unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ def joints_of(problem: Problem, work: Array) -> list[int]:
         return []
     limit = MAX_BEHIND * float(work.sum()) / problem.num_devices
     few = [unit for unit in joints[:-1] if _work(work, behind[unit]) <= limit]
-    return [*sorted(few, key=lambda unit: -float(work[unit]))[:NUM_JOINTS], last]
+    return [*sorted(few, key=lambda unit: -float(work[unit]))[:1], last]
 
 
 def _reached(units: Iterable[int], step: Callable[[int], Iterable[int]]) -> dict[int, int]:
@@ -134,65 +134,94 @@ def _work(work: Array, units: int) -> float:
     return sum(float(seconds) for unit, seconds in enumerate(work) if units >> unit & 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spans:
+    """Intervals of L and of Y, for steps of `seconds`, which are `cells` of the grid."""
+
+    cells: int
+    seconds: float
+    busy: Interval
+    slowest: Interval
+
+
+def _spans(cells: int, cell: float, own: float) -> _Spans:
+    """z is busy for `own` seconds at least."""
+    levels = np.arange(0, cells + STRIDE, STRIDE) * cell
+    busy = np.maximum(levels[:-1, None], own), levels[1:, None]
+    return _Spans(cells=cells, seconds=cells * cell, busy=busy, slowest=(levels[None, :-1], levels[None, 1:]))
+
+
 class _Joint:
     """Which steps are feasible, as far as one joint tells."""
 
     def __init__(self, problem: Problem, size: int, rooms: Rooms, split: Split, unit: int) -> None:
         self.number, self.micro_batches = -(-problem.batch_size // size), problem.batch_size / size
-        self.rooms, self.split, self.unit = without(rooms, unit, self.micro_batches), split, unit
+        self.rooms, self.split, self.unit = rooms, split, unit
         self.devices, self.single_step = problem.num_devices, problem.single_step
         self.one_f_one_b = set(problem.schedules) <= {"1f1b"}
-        self.wanted = float(self.rooms.work.sum()) * (1 - 1e-9)
-        self.density, self.computing = self.rooms.density, self.rooms.computing_density
-        self.behind = _work(rooms.work, _reached(range(problem.num_units - 1, -1, -1), problem.order.successors)[unit])
+        behind = _reached(range(problem.num_units - 1, -1, -1), problem.order.successors)[unit]
+        sides = [other for other in range(problem.num_units) if other != unit]
+        self.sides = only(rooms, sides, self.micro_batches)
+        self.ahead = only(rooms, [other for other in sides if not behind >> other & 1], self.micro_batches)
+        self.behind = only(rooms, [other for other in sides if behind >> other & 1], self.micro_batches)
+        self.wanted_behind = float(self.behind.work.sum()) * (1 - 1e-9)
+        self.wanted = float(self.sides.work.sum()) * (1 - 1e-9)
 
     def feasible(self, cells: int) -> bool:
         """Whether all work may have room within so many cells of the grid."""
-        if self.devices * self.density[cells] < self.wanted:
+        if self.devices * self.sides.density[cells] < self.wanted:
             return False
         return any(self._fits(cells, number) for number in range(len(self.rooms.shares)))
 
     def _fits(self, cells: int, number: int) -> bool:
         """The same where z has one of the numbers of replicas."""
-        share, own, seconds = self.rooms.shares[number], self._own(number), cells * self.rooms.cell
-        left = seconds - own - float(share.summing[self.unit])
-        full = float(self.rooms.at(self.rooms.full[number], left))
-        others, density = self.devices - share.fewest, float(self.density[cells])
-        if left < 0 or full + others * density < self.wanted:
+        share, own = self.rooms.shares[number], self._own(number)
+        left = cells * self.rooms.cell - own - float(share.summing[self.unit])
+        most, others = float(self.sides.at(self.sides.full[number], left)), self.devices - share.fewest
+        if left < 0 or most + others * float(self.sides.density[cells]) < self.wanted:
             return False
-        if share.most >= self.devices and full >= self.wanted:
+        if share.most >= self.devices and most >= self.wanted:
             return True
-        levels = np.arange(0, cells + STRIDE, STRIDE) * self.rooms.cell
-        busy, slowest = (np.maximum(levels[:-1, None], own), levels[1:, None]), (levels[None, :-1], levels[None, 1:])
-        missing = self.wanted - self._inside(cells, number, busy, slowest)
-        most_behind = min(others, max(2, ceil(self.behind / density))) if self.behind else 0
-        return bool(np.any(self._with_small(cells, others, slowest) >= missing)) or any(
-            np.any(self._outside(cells, others, behind, slowest, wait) >= missing)
-            for behind in range(most_behind + 1)
-            for wait in [self._waiting(busy[0], slowest, behind, share.fewest)]
+        spans = _spans(cells, self.rooms.cell, own)
+        inside = self._inside(spans, number)
+        return any(
+            self._packs(inside, *outside)
+            for behind in self._numbers_behind(cells, others, most)
+            for outside in self._outside(spans, others - behind, behind, share.fewest)
         )
 
     def _own(self, number: int) -> float:
         """Seconds that z is busy for at least: those of the joint."""
         return self.micro_batches * float(self.rooms.shares[number].total[self.unit])
 
-    def _inside(self, cells: int, number: int, busy: Interval, slowest: Interval) -> Array:
+    def _inside(self, spans: _Spans, number: int) -> Array:
         """Work besides the joint that z has room for; minus infinity where it cannot be busy for so long."""
-        seconds, own = cells * self.rooms.cell, self._own(number)
-        latest = np.minimum(busy[1], seconds - slowest[0] / self.number)
-        left = (
-            seconds - self.split.head * slowest[0] / self.number - float(self.rooms.shares[number].summing[self.unit])
-        )
+        own, summing = self._own(number), float(self.rooms.shares[number].summing[self.unit])
+        waiting = spans.slowest[0] / self.number
+        latest = np.minimum(spans.busy[1], spans.seconds - waiting)
+        left = spans.seconds - self.split.head * waiting - summing
         room = np.minimum(
-            self.rooms.at(self.rooms.computing[number], latest - own),
-            self.rooms.at(self.rooms.full[number], left - own),
+            self.sides.at(self.sides.computing[number], latest - own),
+            self.sides.at(self.sides.full[number], left - own),
         )
-        return np.where((latest < busy[0] * (1 - 1e-9)) | (left < own * (1 - 1e-9)), -inf, room)
+        return np.where((latest < spans.busy[0] * (1 - 1e-9)) | (left < own * (1 - 1e-9)), -inf, room)
 
-    def _waiting(self, busy: Seconds, slowest: Interval, behind: int, replicas: int) -> Seconds:
+    def _numbers_behind(self, cells: int, others: int, inside: float) -> Iterator[int]:
+        """Numbers of devices behind z for which all work may have room if nothing waits."""
+        ahead, behind = float(self.ahead.density[cells]), float(self.behind.density[cells])
+        for number in range(others + 1):
+            if self._packs(np.array(inside), np.array((others - number) * ahead), np.array(number * behind)):
+                yield number
+
+    def _packs(self, inside: Array, ahead: Array, behind: Array) -> bool:
+        """Whether there is room for all that is behind the joint, and for all else."""
+        following = inside + np.minimum(behind, self.wanted_behind)
+        return bool(np.any((following >= self.wanted_behind) & (following + ahead >= self.wanted)))
+
+    def _waiting(self, spans: _Spans, behind: int, replicas: int) -> Seconds:
         """Seconds c."""
-        number, (low, high) = self.number, slowest
-        through, most = busy / number, high / number
+        number, (low, high) = self.number, spans.slowest
+        through, most = spans.busy[0] / number, high / number
         shorter = np.minimum(self.split.share * most + self.split.extra, most / 2)
         if not self.one_f_one_b:
             return np.asarray(np.maximum(0.0, through - (number - 1) * shorter))
@@ -202,27 +231,43 @@ class _Joint:
         waiting: Seconds = np.maximum(0.0, np.maximum(through - (1 + apart) * shorter, np.minimum(many, few)))
         return waiting
 
-    def _with_small(self, cells: int, others: int, slowest: Interval) -> Array:
-        """Work that all other stages have room for if two devices or more run small ones."""
-        density = float(self.density[cells])
-        small = np.minimum(density, self.rooms.at(self.computing, slowest[1] / 2))
-        room: Array = 2 * small + (others - 2) * density
-        return room if self.one_f_one_b and others > 1 else np.full_like(room, -inf)
-
-    def _outside(self, cells: int, others: int, behind: int, slowest: Interval, waiting: Seconds) -> Array:
-        """Work that all other stages have room for, `behind` devices of which are behind z."""
-        density, seconds = float(self.density[cells]), cells * self.rooms.cell
-        ahead, following = others - behind, min(self.behind, behind * density)
-        limit = np.minimum(density, self.rooms.at(self.computing, slowest[1]))
-        room: Array = ahead * np.minimum(limit, self.rooms.at(self.density, seconds - waiting)) + following
+    def _outside(self, spans: _Spans, ahead: int, behind: int, replicas: int) -> Iterator[tuple[Array, Array]]:
+        """Work that the stages ahead of z, and those behind it, have room for on so many devices: alternatives."""
+        waiting, following = self._waiting(spans, behind, replicas), self._behind(spans)
+        yield ahead * self._ahead(spans, waiting), behind * following
         if not self.one_f_one_b:
-            return room
+            return
         for low, high in pairwise(np.linspace(0.0, 1.0, SMALL + 1)):
-            small = self.rooms.at(self.rooms.computing[0], slowest[1] * (1 - low) / 2)
-            late = seconds - np.maximum(0.0, waiting - high * slowest[1] / self.number)
-            dense = np.minimum(limit, self.rooms.at(self.density, late))
+            short = spans.slowest[1] * (1 - low) / 2
+            dense = self._ahead(spans, waiting - high * spans.slowest[1] / self.number)
             if ahead:
-                room = np.maximum(room, small + (ahead - 1) * dense + following)
+                yield self.ahead.at(self.ahead.computing[0], short) + (ahead - 1) * dense, behind * following
             if behind:
-                room = np.maximum(room, np.minimum(self.behind, small + (behind - 1) * density) + ahead * dense)
-        return room
+                yield ahead * dense, self.behind.at(self.behind.computing[0], short) + (behind - 1) * following
+        yield from self._with_two_small(spans, ahead, behind, following)
+
+    def _with_two_small(
+        self, spans: _Spans, ahead: int, behind: int, following: Array
+    ) -> Iterator[tuple[Array, Array]]:
+        half, dense = spans.slowest[1] / 2, self._ahead(spans, np.zeros(1))
+        small_ahead = np.minimum(dense, self.ahead.at(self.ahead.computing_density, half))
+        small_behind = np.minimum(following, self.behind.at(self.behind.computing_density, half))
+        for first, second in ((0, 2), (1, 1), (2, 0)):
+            if first <= ahead and second <= behind:
+                yield (
+                    first * small_ahead + (ahead - first) * dense,
+                    second * small_behind + (behind - second) * following,
+                )
+
+    def _ahead(self, spans: _Spans, waiting: Seconds) -> Array:
+        """Room per device ahead of z, for stages that wait for so long."""
+        computing = self.ahead.at(self.ahead.computing_density, spans.slowest[1])
+        return np.minimum(computing, self.ahead.at(self.ahead.density, spans.seconds - np.maximum(0.0, waiting)))
+
+    def _behind(self, spans: _Spans) -> Array:
+        """Room per device behind z."""
+        waiting = (spans.busy[0] + spans.slowest[0]) / self.number
+        return np.minimum(
+            self.behind.at(self.behind.computing_density, spans.seconds - waiting),
+            self.behind.at(self.behind.density, spans.seconds - self.split.head * waiting),
+        )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class Share:
         return self.forward + self.backward
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Rooms:
     """The most work that stages hold, by cells of the grid: entry i within i cells of `cell` seconds.
 
@@ -62,12 +63,12 @@ class Rooms:
     full: list[Array]
     computing: list[Array]
 
-    @property
+    @cached_property
     def density(self) -> Array:
         """The most of `full` per device."""
         return self._density(self.full)
 
-    @property
+    @cached_property
     def computing_density(self) -> Array:
         return self._density(self.computing)
 
@@ -77,7 +78,8 @@ class Rooms:
 
     def at(self, room: Array, seconds: NDArray[np.floating[Any]] | float) -> Array:
         """Within so many seconds, which are rounded up to the grid; none for no seconds."""
-        found: Array = room[np.clip(np.ceil(np.asarray(seconds) / self.cell - 1e-9), 0, CELLS).astype(int)]
+        cells = np.ceil(np.asarray(seconds) / self.cell - 1e-9)
+        found: Array = room[np.minimum(np.maximum(cells, 0), CELLS).astype(int)]
         return found
 
 
@@ -91,27 +93,27 @@ def rooms_of(num_micro_batches: float, num_devices: int, shares: Sequence[Share]
         alone: seconds of all units per micro-batch on one device.
     """
     work = num_micro_batches * alone
-    grid = 2 * float(work.sum()) / num_devices * np.arange(CELLS + 1) / CELLS
+    return _filled(num_micro_batches, shares, work, 2 * float(work.sum()) / num_devices / CELLS)
+
+
+def only(rooms: Rooms, units: Sequence[int], num_micro_batches: float) -> Rooms:
+    """The same for some of the units."""
+    chosen = np.array(units, dtype=int)
+    shares = [
+        replace(share, forward=share.forward[chosen], backward=share.backward[chosen], summing=share.summing[chosen])
+        for share in rooms.shares
+    ]
+    return _filled(num_micro_batches, shares, rooms.work[chosen], rooms.cell)
+
+
+def _filled(num_micro_batches: float, shares: Sequence[Share], work: Array, cell: float) -> Rooms:
+    grid: Array = cell * np.arange(CELLS + 1, dtype=float)
     computing = [num_micro_batches * share.total for share in shares]
     return Rooms(
         shares=shares,
         work=work,
-        cell=float(grid[1]),
+        cell=cell,
         full=[_room(seconds + share.summing, work, grid) for seconds, share in zip(computing, shares, strict=True)],
-        computing=[_room(seconds, work, grid) for seconds in computing],
-    )
-
-
-def without(rooms: Rooms, unit: int, num_micro_batches: float) -> Rooms:
-    """The same for all units but one."""
-    work = np.delete(rooms.work, unit)
-    grid: Array = rooms.cell * np.arange(CELLS + 1, dtype=float)
-    computing = [num_micro_batches * np.delete(share.total, unit) for share in rooms.shares]
-    summing = [np.delete(share.summing, unit) for share in rooms.shares]
-    return replace(
-        rooms,
-        work=work,
-        full=[_room(first + second, work, grid) for first, second in zip(computing, summing, strict=True)],
         computing=[_room(seconds, work, grid) for seconds in computing],
     )
 

@@ -189,9 +189,9 @@ def test_without_a_last_unit_that_all_others_lead_to_there_are_no_joints() -> No
 
 
 def test_joints_are_where_all_branches_meet() -> None:
-    """Those that take longest first, and the step's unit last."""
+    """The one that takes longest first, and the step's unit last."""
     values = [(0, 2), (1, 2), (2, 3), (3, 4)]
-    assert _joint(_problem([1.0, 3.0, 1.0, 2.0, 1.0], values, 2)) == [3, 2, 4]
+    assert _joint(_problem([1.0, 3.0, 1.0, 2.0, 1.0], values, 2)) == [3, 4]
 
 
 def test_joints_with_much_behind_them_are_left_out() -> None:
@@ -218,6 +218,13 @@ def test_the_joint_s_stage_waits_for_the_slowest_branch(monkeypatch: pytest.Monk
     problem = replace(problem, max_replicas=1)
     assert _without_joints(problem, monkeypatch) < 10
     assert 11.5 < lower_bound(problem) <= _optimum(problem) * SLACK  # one more micro-batch, but for the links
+
+
+def test_what_follows_the_joint_waits_for_it() -> None:
+    """The last of three units waits for one micro-batch of the others, there and back: 3 * 5.7 + 6 + 3 seconds."""
+    problem = _problem([1.0, 2.0, 1.9], [(0, 1), (1, 2)], 3, batch_size=3, parameter_bytes=100_000)
+    problem = replace(problem, max_replicas=1)
+    assert 25.5 < lower_bound(problem) <= _optimum(problem) * SLACK
 
 
 def test_with_all_forwards_first_branches_wait_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,9 @@ PATIENCE = 150
 MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
 """Units of a first search on larger units, in all and per device, and its share of the time."""
 
+FIRST_SHARE = 0.3
+"""Of the time, for first shapes."""
+
 NUM_STARTS = 6
 """Shapes that are improved before any is disturbed."""
 
@@ -144,9 +147,10 @@ class Search:
     def _starts(self) -> list[Shape]:
         self.published = _by_graphpipe(self.problem, self.control)
         self.take(self.published)
+        began = self.control.elapsed
         for shape in self._first_shapes():
             self._judge(shape)
-            if self.control.elapsed > 0.4 * self.control.seconds:
+            if self.control.elapsed - began > FIRST_SHARE * self.control.seconds:
                 break
         return self.leaders()
 
