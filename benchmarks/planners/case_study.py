@@ -12,8 +12,9 @@ from itertools import product
 import torch
 from torch import nn
 
-from benchmarks.planners.common import Outcome, problem_of, problem_on, run, simulated, table, verdict
-from benchmarks.planners.paper import HARDWARE, SAMPLES_PER_DEVICE
+from benchmarks.planners.common import Outcome, run, simulated, table, verdict
+from benchmarks.planners.paper import BATCH_SIZES, HARDWARE, NUM_DEVICES
+from benchmarks.workloads import graph
 from benchmarks.workloads.recommendation import WIDTH, candle_uno
 from benchmarks.workloads.workload import Built
 from lightning_gpp.capture import capture
@@ -55,7 +56,7 @@ def case_study() -> Iterator[str]:
 
     A chain is laid out in its order, so that one of its edges leaves the node; the graph by layers.
     """
-    problem = problem_of("case_study", HARDWARE.cluster(8), MINI_BATCH)
+    problem = HARDWARE.problem(graph("case_study"), 8, MINI_BATCH)
     rows: list[list[object]] = []
     results: dict[tuple[bool, int], Outcome] = {}
     for chained, size in ((True, 2), (False, 2), (True, 4), (False, 4)):
@@ -89,7 +90,8 @@ def many_branches(seconds: float) -> Iterator[str]:
     names = ("pipedream", "graphpipe", "auto")
     rows, gains = [], []
     for trunk, number in product((4, 0), (4, 8, 16)):
-        problem = _problem(with_trunk(number, trunk), number, number * SAMPLES_PER_DEVICE["candle_uno"])
+        batch_size = BATCH_SIZES["candle_uno"][NUM_DEVICES.index(number)]
+        problem = _problem(with_trunk(number, trunk), number, batch_size)
         runs = [run(name, problem, seconds) for name in names]
         base, *others = (entry.samples_per_second for entry in runs)
         gains.append(others[0] / base)
@@ -126,7 +128,7 @@ def in_flight() -> Iterator[str]:
 
 
 def _problem(built: Built, num_devices: int, batch_size: int) -> Problem:
-    return problem_on(capture(*built).graph, HARDWARE.cluster(num_devices), batch_size)
+    return HARDWARE.problem(capture(*built).graph, num_devices, batch_size)
 
 
 def _stage_of_candle(module: str) -> int:

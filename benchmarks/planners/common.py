@@ -9,7 +9,8 @@ from math import exp, inf, log
 from benchmarks.workloads import graph
 from lightning_gpp.cluster import Cluster, preset
 from lightning_gpp.costs.footprint import Footprint
-from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Control, Draft, Problem, Request
 from lightning_gpp.planning.found import settled
@@ -27,12 +28,15 @@ class Hardware:
         seconds_per_operator: to call one.
         network: bytes per second between nodes.
         shared: who shares them; see `Link`.
+        in_place: whether every device has its samples already, as in FlexFlow, whose random data are loaded once;
+            else the device of the user's step sends them, as in our runtime.
     """
 
     flops: float
     seconds_per_operator: float
     network: float
     shared: str = "node"
+    in_place: bool = False
 
     def cluster(self, num_devices: int) -> Cluster:
         """Nodes of four V100 of 16 GB."""
@@ -50,6 +54,10 @@ class Hardware:
         ]
         return replace(base, devices=(device,) * base.num_devices, levels=(inside, *slower)).subset(range(num_devices))
 
+    def problem(self, graph: OperatorGraph, num_devices: int, batch_size: int, num_pieces: float = inf) -> Problem:
+        """On so many of its devices; see `problem_on`."""
+        return problem_on(graph, self.cluster(num_devices), batch_size, num_pieces, in_place=self.in_place)
+
 
 def powers_of_two(batch_size: int) -> tuple[int, ...]:
     """Micro-batch sizes that the paper searches, as far as they divide the mini-batch."""
@@ -61,16 +69,30 @@ def problem_of(model: str, cluster: Cluster, batch_size: int, num_pieces: float 
     return problem_on(graph(model), cluster, batch_size, num_pieces)
 
 
-def problem_on(graph: OperatorGraph, cluster: Cluster, batch_size: int, num_pieces: float = inf) -> Problem:
+def problem_on(
+    graph: OperatorGraph, cluster: Cluster, batch_size: int, num_pieces: float = inf, *, in_place: bool = False
+) -> Problem:
     """As in the paper: float32, SGD, no recomputation, micro-batches of a power of two samples."""
     request = Request(
         cluster=cluster,
         batch_size=batch_size,
+        costs=Roofline(graph),
         footprint=Footprint(optimizer="sgd"),
         recompute=False,
         num_pieces=num_pieces,
     )
-    return replace(request.problem(graph), sizes=powers_of_two(batch_size))
+    problem = request.problem(without_data(graph) if in_place else graph)
+    return replace(problem, sizes=powers_of_two(batch_size))
+
+
+def without_data(graph: OperatorGraph) -> OperatorGraph:
+    """The same operators, whose samples weigh nothing when they are sent; costs need the graph with its data."""
+    light = replace(graph, nx=graph.nx.copy())
+    for operator in graph:
+        if operator.target == "input":
+            outputs = (replace(spec, shape=(*spec.shape, Affine())) for spec in operator.outputs)
+            light.add(replace(operator, outputs=tuple(outputs)))
+    return light
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from benchmarks.planners.common import Run, problem_of, run, table, typical_deviation, verdict
-from benchmarks.planners.paper import HARDWARE, LAYERS, NUM_DEVICES, SAMPLES_PER_DEVICE, THROUGHPUT
+from benchmarks.planners.common import Run, run, table, typical_deviation, verdict
+from benchmarks.planners.paper import BATCH_SIZES, HARDWARE, LAYERS, NUM_DEVICES, THROUGHPUT
+from benchmarks.workloads import graph
 
 CLOSE = 0.15
 """Deviation of a ratio from the paper's that still counts as agreement."""
@@ -41,9 +42,9 @@ class Cell:
 
 
 def cell(model: str, num_devices: int, seconds: float) -> Cell:
-    cluster, batch_size = HARDWARE.cluster(num_devices), num_devices * SAMPLES_PER_DEVICE[model]
-    fine = problem_of(model, cluster, batch_size)
-    coarse = problem_of(model, cluster, batch_size, LAYERS.get(model, inf))
+    batch_size = BATCH_SIZES[model][NUM_DEVICES.index(num_devices)]
+    fine = HARDWARE.problem(graph(model), num_devices, batch_size)
+    coarse = HARDWARE.problem(graph(model), num_devices, batch_size, LAYERS.get(model, inf))
     runs = {name: run(name, fine, seconds) for name in ("pipedream", "graphpipe", "auto")}
     return Cell(model=model, num_devices=num_devices, runs={**runs, "piper": run("piper", coarse)})
 

@@ -4,8 +4,9 @@
 micro-batch sizes are powers of two; mmt has 128 samples on 8 devices (section 7.3); mini-batches grow with the devices.
 
 **Not stated, calibrated:** what a V100 reaches, what an operator costs to call, what the network reaches and who shares
-it, and the mini-batches of the other two models. `python -m benchmarks.planners.calibrate` chooses them from a coarse
-grid by the throughputs of PipeDream alone. Everything else that the commands print for this machine follows from them.
+it, whether the samples are in place, and all other mini-batches. `python -m benchmarks.planners.calibrate` chooses them
+from a coarse grid by the throughputs of PipeDream alone. Everything else that the commands print for this machine
+follows from them.
 """
 
 from __future__ import annotations
@@ -26,10 +27,17 @@ THROUGHPUT: Final[dict[str, dict[str, tuple[float, ...]]]] = {
 Piper found no strategy for the last two.
 """
 
-HARDWARE: Final = Hardware(flops=50e12, seconds_per_operator=40e-6, network=6.25e9, shared="node")
+HARDWARE: Final = Hardware(flops=40e12, seconds_per_operator=20e-6, network=6.25e9, shared="device", in_place=True)
 
-SAMPLES_PER_DEVICE: Final = {"mmt": 16, "dlrm": 64, "candle_uno": 128}
-"""Of the mini-batch."""
+BATCH_SIZES: Final[dict[str, tuple[int, ...]]] = {
+    "mmt": (64, 128, 128, 256),
+    "dlrm": (256, 512, 1024, 1024),
+    "candle_uno": (512, 1024, 1024, 1024),
+}
+"""Samples of the mini-batch by `NUM_DEVICES`."""
+
+SAMPLES_PER_DEVICE: Final = {model: sizes[-1] // NUM_DEVICES[-1] for model, sizes in BATCH_SIZES.items()}
+"""Of the mini-batch on the most devices."""
 
 LAYERS: Final = {"mmt": 32, "mmt2": 16}
 """`num_pieces` with which units are whole Transformer layers, for Piper: operators have too many downsets."""

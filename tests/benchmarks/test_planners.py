@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.planners import case_study, optimality
+from benchmarks.planners import calibrate, case_study, optimality
 from benchmarks.planners.common import Hardware, powers_of_two, problem_of, run, table, typical_deviation
 from benchmarks.planners.figure6 import agrees
+from benchmarks.planners.paper import BATCH_SIZES, NUM_DEVICES
+from benchmarks.workloads import graph
 
 
 def test_clusters_and_micro_batches_are_the_papers() -> None:
@@ -23,6 +27,29 @@ def test_refusals_have_no_outcome() -> None:
     refused = run("piper", problem_of("candle_uno", machine.cluster(4), 64))
     assert refused.outcome is None
     assert "downsets" in refused.answer.notes[0]
+
+
+def test_samples_in_place_weigh_nothing_and_change_no_costs() -> None:
+    machine = Hardware(flops=40e12, seconds_per_operator=20e-6, network=1e9)
+    sent, in_place = (replace(machine, in_place=choice).problem(graph("candle_uno"), 8, 64) for choice in (False, True))
+    assert sum(value.bytes.at(8) for value in sent.units.data) > 0
+    assert sum(value.bytes.at(8) for value in in_place.units.data) == 0
+    assert (sent.seconds(8).total == in_place.seconds(8).total).all()
+    ours, theirs = (run("pipedream", problem).samples_per_second for problem in (in_place, sent))
+    assert ours > theirs
+
+
+def test_mini_batches_grow_no_faster_than_the_devices() -> None:
+    for model, sizes in BATCH_SIZES.items():
+        for index, number in enumerate(NUM_DEVICES):
+            assert sizes[index] in calibrate.choices(model, number, sizes[:index])
+    assert calibrate.choices("mmt", 8, (64,)) == (128,)
+    assert calibrate.choices("mmt", 8, (32,)) == ()
+    assert calibrate.choices("dlrm", 16, (512,)) == (512, 1024)
+
+
+def test_of_paths_alike_the_larger_mini_batches_are_taken() -> None:
+    assert calibrate.best(((0.01, (64, 128)), (0.01, (128, 128)), (0.02, (128, 256)))) == (0.01, (128, 128))
 
 
 def test_agreement_needs_the_same_side_and_size() -> None:
