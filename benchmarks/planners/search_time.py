@@ -23,7 +23,7 @@ from benchmarks.planners.paper import HARDWARE, LAYERS, SAMPLES_PER_DEVICE
 from benchmarks.planners.published import pipedream_in_loops, piper_in_loops
 from benchmarks.workloads import WORKLOADS, graph
 from lightning_gpp.cluster import preset
-from lightning_gpp.planning import Answer, Control, Found, Request, partition
+from lightning_gpp.planning import Answer, Control, Found, Problem, Request, partition
 from lightning_gpp.planning.registry import Partitioner, partitioner_of
 
 NUM_DEVICES: Final = 32
@@ -69,8 +69,7 @@ def published(options: Options) -> Iterator[str]:
     names = ("pipedream", "piper", "graphpipe")
     rows, ratios = [], []
     for model, num_pieces in options.models:
-        batch_size = NUM_DEVICES * SAMPLES_PER_DEVICE[_family(model)]
-        problem = problem_of(model, HARDWARE.cluster(NUM_DEVICES), batch_size, num_pieces)
+        problem = problem_for(model, num_pieces)
         runs = [search(name, problem, inf) for name in names]
         ours, took = runs[-1]
         ratios += [answer.states / ours.states for answer, _ in runs[:-1] if answer.draft]
@@ -132,11 +131,16 @@ def _least(planner: Partitioner, model: str, num_pieces: float) -> _Spent:
 
 
 def _spent(planner: Partitioner, model: str, num_pieces: float) -> _Spent:
-    batch_size = NUM_DEVICES * SAMPLES_PER_DEVICE[_family(model)]
-    problem = problem_of(model, HARDWARE.cluster(NUM_DEVICES), batch_size, num_pieces)
+    problem = problem_for(model, num_pieces)
     began = time.process_time()
     answer = planner(problem, Control(seconds=inf))
     return _Spent(time.process_time() - began, answer.states, problem.num_units)
+
+
+def problem_for(model: str, num_pieces: float) -> Problem:
+    """A new one, which remembers no costs, on the paper's machine."""
+    batch_size = NUM_DEVICES * SAMPLES_PER_DEVICE[_family(model)]
+    return problem_of(model, HARDWARE.cluster(NUM_DEVICES), batch_size, num_pieces)
 
 
 def _family(model: str) -> str:

@@ -1,7 +1,7 @@
 """The operators of a workload as JSON, for gpp-plan.
 
-    python -m benchmarks.workloads candle_uno > candle_uno.json
-    gpp-plan graph=candle_uno.json cluster=summit cluster.num_nodes=4 batch_size=32768
+python -m benchmarks.workloads candle_uno > candle_uno.json
+gpp-plan graph=candle_uno.json cluster=summit cluster.num_nodes=4 batch_size=32768
 """
 
 from __future__ import annotations
