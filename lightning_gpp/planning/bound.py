@@ -61,6 +61,11 @@ def lower_bound(problem: Problem) -> float:
         heappush(queue, (bounds[size].better(least), size))
 
 
+def bound_of_any_order(problem: Problem) -> float:
+    """Seconds that no step can beat under any schedule, with any number of stages per device: all devices busy."""
+    return min(_balanced(problem, size) for size in problem.sizes)
+
+
 def bound_of_size(problem: Problem, size: int) -> float:
     """The same for plans with micro-batches of `size` samples."""
     bounds, least = _Bounds(problem, size), _balanced(problem, size)

@@ -30,7 +30,8 @@ def best_schedule(name: str, graph: OperatorGraph, request: Request) -> Found:
         raise next(outcome for outcome in outcomes if isinstance(outcome, GPPError))
     best = max(found, key=lambda entry: (entry.fits, entry.samples_per_second))
     lost = tuple(alternative for entry in found if entry is not best for alternative in _lost(entry, best))
-    answer = replace(best.answer, alternatives=(*lost, *best.answer.alternatives))
+    bound = min(entry.answer.lower_bound for entry in found)
+    answer = replace(best.answer, lower_bound=bound, alternatives=(*lost, *best.answer.alternatives))
     return replace(best, answer=answer, search_seconds=sum({entry.search_seconds for entry in found}))
 
 

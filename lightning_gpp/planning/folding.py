@@ -18,6 +18,7 @@ from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.planning.bound import bound_of_any_order
 from lightning_gpp.planning.estimate import estimate
 from lightning_gpp.planning.found import Found, notes_of, partition
 from lightning_gpp.planning.layout import both_ways, laid_out
@@ -62,7 +63,7 @@ def partition_for(name: str, graph: OperatorGraph, request: Request, cut: Cut = 
         return cut(name, graph, request)
     found = cut(name, graph, replace(request, schedules=(SEARCHED_AS,)))
     if request.schedules[0] not in KNOWN:
-        found = _without_bound(found)
+        found = _of_any_order(found, graph, request)
     return scheduled(found, replace(found.plan, schedule=request.schedules[0]), graph, request)
 
 
@@ -93,13 +94,13 @@ def _laid(found: Found, graph: OperatorGraph, request: Request) -> Found:
     plan = laid_out(replace(found.plan, schedule=schedule), request.cluster.num_devices, method.placement)
     plan = both_ways(graph, plan) if method.bidirectional else plan
     limits = tuple(float(device.memory_bytes) for device in request.cluster.devices)
-    found = _without_bound(replace(found, answer=replace(found.answer, alternatives=()), memory_bytes=limits))
-    return scheduled(found, plan, graph, request)
+    found = replace(found, answer=replace(found.answer, alternatives=()), memory_bytes=limits)
+    return scheduled(_of_any_order(found, graph, request), plan, graph, request)
 
 
-def _without_bound(found: Found) -> Found:
-    """Bounds suppose whole backwards, and what 1F1B has in flight."""
-    return replace(found, answer=replace(found.answer, lower_bound=0.0))
+def _of_any_order(found: Found, graph: OperatorGraph, request: Request) -> Found:
+    """With the bound of any schedule: that of the search supposes whole backwards, and what 1F1B has in flight."""
+    return replace(found, answer=replace(found.answer, lower_bound=bound_of_any_order(request.problem(graph))))
 
 
 def scheduled(found: Found, plan: Plan, graph: OperatorGraph, request: Request) -> Found:

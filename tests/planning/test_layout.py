@@ -19,6 +19,7 @@ from lightning_gpp.planning.folding import folded
 from lightning_gpp.planning.layout import both_ways, laid_out
 from lightning_gpp.planning.timed import timed, with_figures_of
 from lightning_gpp.schedules import compile_program
+from lightning_gpp.schedules.registry import schedule_names
 from lightning_gpp.simulation import StageCosts, simulate
 from tests.planning import graphs
 from tests.strategies import chain, towers
@@ -99,7 +100,7 @@ def test_a_partitioner_cuts_for_so_many_stages_per_device(number: int) -> None:
     assert found.plan.num_devices == 2
     assert [len(found.plan.stages_on(device)) for device in range(2)] == [number, number]
     assert found.fits
-    assert found.gap is None  # bounds are for one stage per device
+    assert 0 < found.answer.lower_bound < found.seconds
     assert found.plan.stages[0].figures.forward_seconds.at(1) > 0
 
 
@@ -122,6 +123,17 @@ def test_one_search_serves_all_schedules() -> None:
     assert [entry.plan.schedule for entry in found] == list(names)
     best = best_schedule("auto", graphs.chain(8), request(4, schedules=names))
     assert best.seconds <= min(entry.seconds for entry in found) * 1.05
+
+
+@pytest.mark.parametrize("graph", [graphs.chain(8), graphs.two_towers()], ids=["chain", "towers"])
+def test_no_schedule_beats_its_bound(graph: OperatorGraph) -> None:
+    """Nor does the best of all beat the bound of the worst: it is that of all."""
+    wanted = request(2, schedules=schedule_names(), seconds=2.0)
+    found = [outcome for _, outcome in each_schedule("auto", graph, wanted) if isinstance(outcome, Found)]
+    assert len(found) > 10
+    assert all(0 < entry.answer.lower_bound <= entry.seconds * (1 + 1e-9) for entry in found)
+    best = best_schedule("auto", graph, wanted)
+    assert best.answer.lower_bound == pytest.approx(min(entry.answer.lower_bound for entry in found))
 
 
 def test_a_schedule_without_a_plan_says_why() -> None:

@@ -1,0 +1,124 @@
+"""CPU time of PipeDream's released planner and of ours, on the paper's models and 32 devices.
+
+    git clone https://github.com/msr-fiddle/pipedream && pip install graphviz
+    python -m benchmarks.planners.released pipedream [--models mmt2 dlrm ...]
+
+The release plans for one micro-batch size, so it runs once for each of those that our partitioners try. It gets the
+units as a chain, with the seconds, bytes and bandwidths of the same problem, for 4 devices in each of 8 nodes. Reading
+and writing files is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from math import inf
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+from benchmarks.planners.common import table, verdict
+from benchmarks.planners.search_time import MODELS, NUM_DEVICES, TIMES_FASTER, problem_for
+from lightning_gpp.planning import Control, Problem
+from lightning_gpp.planning.registry import partitioner_of
+
+NUM_RUNS: Final = 3
+"""Of our partitioners; the least counts."""
+
+
+def release(clone: Path) -> ModuleType:
+    """The module with PipeDream's planner, with the settings of its command line at their defaults."""
+    sys.path[:0] = [str(clone), str(clone / "optimizer")]
+    module = importlib.import_module("optimizer_graph_hierarchical")
+    for name in ("straight_pipeline", "use_memory_constraint", "use_fewer_machines"):
+        setattr(module, name, False)
+    module.activation_compression_ratio = None  # type: ignore[attr-defined]
+    return module
+
+
+def profile(problem: Problem, size: int) -> str:
+    """The units one after another, as the release reads them: milliseconds and bytes of a micro-batch."""
+    seconds, parameters = problem.seconds(size), problem.parameter_bytes
+    sent = [0.0] * problem.num_units
+    for value in problem.units.values:
+        sent[value.src] += value.bytes.at(size)
+    backward = seconds.input_gradient + seconds.weight_gradient
+    nodes = [
+        f"node{unit} -- Unit -- forward_compute_time={1e3 * seconds.forward[unit]}, "
+        f"backward_compute_time={1e3 * backward[unit]}, activation_size={sent[unit]}, "
+        f"parameter_size={parameters[unit]}"
+        for unit in range(problem.num_units)
+    ]
+    return "\n".join([*nodes, *(f"\tnode{unit} -- node{unit + 1}" for unit in range(problem.num_units - 1))])
+
+
+def released_seconds(planner: ModuleType, problem: Problem) -> float:
+    """CPU time of the release for all micro-batch sizes."""
+    inside, between = (level.link.bytes_per_second for level in problem.cluster.levels)
+    nodes = len(set(problem.cluster.levels[0].groups))
+    numbers = [problem.num_devices // nodes, nodes]
+    total = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for size in problem.sizes:
+            path = Path(folder, f"{size}.txt")
+            path.write_text(profile(problem, size))
+            began = time.process_time()
+            with redirect_stdout(io.StringIO()):
+                planner.main(numbers, str(path), [inside, between], inf, False, False, False, None, None)
+            total += time.process_time() - began
+    return total
+
+
+def our_seconds(name: str, model: str, num_pieces: float) -> float:
+    """CPU time of the quickest run, each on a new problem, which remembers no costs."""
+    times = []
+    for _ in range(NUM_RUNS):
+        problem = problem_for(model, num_pieces)
+        began = time.process_time()
+        partitioner_of(name)(problem, Control(seconds=inf))
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+def compared(planner: ModuleType, models: list[tuple[str, float]]) -> Iterator[str]:
+    rows, ratios = [], []
+    for model, num_pieces in models:
+        print(f"{model}, {num_pieces} pieces", file=sys.stderr, flush=True)
+        problem = problem_for(model, num_pieces)
+        theirs = released_seconds(planner, problem)
+        pipedream, graphpipe = (our_seconds(name, model, num_pieces) for name in ("pipedream", "graphpipe"))
+        ratios.append(theirs / graphpipe)
+        sizes = len(problem.sizes)
+        row = [f"{theirs:.2f} s", f"{1e3 * pipedream:,.0f} ms", f"{1e3 * graphpipe:,.0f} ms", f"{ratios[-1]:,.0f}"]
+        rows.append([model, problem.num_units, sizes, *row])
+    header = [
+        "model",
+        "units",
+        "sizes",
+        "released PipeDream",
+        "our pipedream",
+        "graphpipe",
+        "times faster than released",
+    ]
+    yield table(header, rows)
+    num = sum(ratio >= TIMES_FASTER for ratio in ratios)
+    yield f"\nAt least {TIMES_FASTER} times faster: {num} of {len(ratios)}: {verdict(num == len(ratios))}."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clone", type=Path, help="folder of PipeDream's repository")
+    parser.add_argument("--models", nargs="*", default=sorted({model for model, _ in MODELS}), help="all by default")
+    options = parser.parse_args()
+    wanted = [(model, pieces) for model, pieces in MODELS if model in options.models]
+    print(f"{NUM_DEVICES} devices", *compared(release(options.clone), wanted), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
