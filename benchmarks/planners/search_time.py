@@ -171,7 +171,7 @@ def auto(options: Options) -> Iterator[str]:
             rows.append([model, f"{num_nodes} x {cluster}", batch_size, *_figures(found)])
     yield table(["model", "nodes", "mini-batch", *FIGURES], rows)
     num = sum(gap < 0.05 for gap in gaps.values())
-    yield f"\nGap of the search below 5 % with the largest mini-batch: {num} of {len(gaps)}: {verdict(num == len(gaps))}."
+    yield f"\nGap of the search below 5 %, largest mini-batches: {num} of {len(gaps)}: {verdict(num == len(gaps))}."
 
 
 FIGURES: Final = ("pipelines, stages", "search", "step", "gap of the search", "gap of the program")
