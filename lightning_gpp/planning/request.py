@@ -20,8 +20,9 @@ from lightning_gpp.planning.units import find_units
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Into how many micro-batches a mini-batch may be cut where the user leaves it open."""
 
-MORE_NUMBERS = (384, 512, 768, 1024)
-"""The same where such micro-batches have no more samples than there are devices: what memory asks for."""
+MORE_NUMBERS, MANY_STAGES = (384, 512, 768, 1024), 8
+"""The same where only so small micro-batches leave a sample to each of the replicas of this many stages: where devices
+have room for no more than one, fewer micro-batches would leave no choice but few stages with many replicas."""
 
 MAX_SHORT = 0.05
 """By how much of the mini-batch the last micro-batch may be shorter than the others: a search takes it for whole."""
@@ -101,6 +102,7 @@ class Request:
         if self.num_micro_batches is None and self.micro_batch_size is None:
             sizes = {-(-self.batch_size // number) for number in NUMBERS if number <= self.batch_size}
             smaller = {-(-self.batch_size // number) for number in MORE_NUMBERS if number <= self.batch_size}
-            sizes |= {size for size in smaller if size <= self.cluster.num_devices}
+            devices = self.cluster.num_devices
+            sizes |= {size for size in smaller if devices <= size * MANY_STAGES <= devices * MANY_STAGES}
             return tuple(sorted(size for size in sizes if -self.batch_size % size <= MAX_SHORT * self.batch_size))
         return (resolve_size(self.batch_size, self.num_micro_batches, self.micro_batch_size, 1),)

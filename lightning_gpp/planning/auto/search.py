@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nsmallest
-from math import inf, log
+from math import inf
 from random import Random
 
 from lightning_gpp.planning.answer import Alternative, Answer, Control
@@ -265,8 +265,7 @@ def _kind(shape: Shape) -> tuple[int, int, bool]:
 def _variants(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
     """Ways to cut, the most promising first: middle sizes, branches apart; then all others."""
     widths = _widths(problem)
-    wanted = problem.batch_size / (4 * problem.num_devices**0.5)
-    sizes = sorted(problem.sizes, key=lambda size: abs(log(size / wanted)))
+    sizes = sorted(problem.sizes, key=lambda size: abs(-(-problem.batch_size // size) - 4 * problem.num_devices**0.5))
     again = [flag for flag in (False, True) if problem.recompute in (None, flag)]
     for apart in (True, False):
         for order in found:
