@@ -24,9 +24,10 @@ is
 where both ends in brackets may be missing, and a whole branch may be such an end. So a whole fork may be part of a
 stage; or its lines are divided on their own, except that the stage with the join may hold the tail of one of them,
 and the stage with the fork the head of one. No other stage spans branches, and no stage reaches into a fork inside a
-branch. Where a fork has more branches than there are devices, the same is tried with whole branches in bundles of two,
-three and four, by their weight: such a bundle is a fork inside a branch, so it may be a stage. The paper splits
-parallel branches in two again and again, which makes bundles too; which ones, it does not say.
+branch. Where a fork has more than half as many branches as there are devices, so that little is left for all else, the
+same is tried with whole branches in bundles of two, three and four, by their weight: such a bundle is a fork inside a
+branch, so it may be a stage. The paper splits parallel branches in two again and again, which makes bundles too; which
+ones, it does not say.
 
 Every unit is in one stage. Replicas are powers of two, no more than micro-batches have samples; all devices are used;
 stages with units or tensors that cannot be cut into shares have one replica. A stage has as many micro-batches in

@@ -32,7 +32,7 @@ PROMISING = 0.1
 strategies of one bottleneck differ in the rest of the step."""
 
 BUNDLES = (2, 3, 4)
-"""So many branches of a fork side by side may be one stage, where there are more branches than devices."""
+"""So many branches of a fork side by side may be one stage, where one device each would take more than half of all."""
 
 FIRST_FACTORS = (1.25, 2.0, 2.0, 2.0, 2.0, 4.0, inf)
 """Steps from a target that is not met to the next, before there is any strategy: the higher a target, the slower.
@@ -79,7 +79,7 @@ def graphpipe(problem: Problem, control: Control) -> Answer:
 
 
 def orders_of(problem: Problem, line: Line) -> Iterator[Line]:
-    """The line as it is; and with the branches of its forks in bundles that may be stages, where these are too many."""
+    """The line as it is; and with the branches of its forks in bundles that may be stages, where these are many."""
     seconds = problem.seconds(problem.sizes[-1]).total
 
     def weight(branch: Line) -> float:
@@ -87,7 +87,7 @@ def orders_of(problem: Problem, line: Line) -> Iterator[Line]:
 
     yield line
     most = max((len(part.lines) for part in line.parts if isinstance(part, Fork)), default=0)
-    for size in BUNDLES if most > problem.num_devices else ():
+    for size in BUNDLES if 2 * most > problem.num_devices else ():
         if size < most:
             yield bundled(line, size, weight)
 
