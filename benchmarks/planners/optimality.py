@@ -25,6 +25,9 @@ from tests.planning.test_graphpipe import random_problem as random_series_parall
 SAME = 1e-6
 """Relative difference of two steps that are the same."""
 
+OPTIMAL, WORST = 0.99, 1.02
+"""Share of problems, and ratio to the best plan."""
+
 
 def against_exhaustive(number: int, seconds: float) -> Iterator[str]:
     """`auto` and the best of all plans, by the simulated step."""
@@ -43,14 +46,15 @@ def against_exhaustive(number: int, seconds: float) -> Iterator[str]:
     row = [number, len(ratios), f"{optimal} ({optimal / len(ratios):.1%})", f"{max(ratios):.4f}"]
     yield table(header, [[*row, f"{took['auto']:.0f}", f"{took['exhaustive']:.0f}"]])
     yield (
-        f"\nOptimal wherever there is a plan: {verdict(optimal == len(ratios))}; no plan where there is none: "
+        f"\nOptimal in at least {OPTIMAL:.0%}, never more than {WORST - 1:.0%} worse: "
+        f"{verdict(optimal >= OPTIMAL * len(ratios) and max(ratios) <= WORST)}; no plan where there is none: "
         f"{agreed} of {hopeless}, {verdict(agreed == hopeless)}."
     )
 
 
 def _step(name: str, problem: Problem, seconds: float, took: dict[str, float]) -> float:
     """Of the plan found; infinite where nothing fits."""
-    answer, elapsed = search(name, problem, seconds)
+    answer, elapsed = search(name, problem, inf if name == "exhaustive" else seconds)
     took[name] += elapsed
     evaluation = Evaluator(problem)(answer.draft) if answer.draft is not None else None
     return evaluation.seconds if evaluation is not None and evaluation.fits else inf

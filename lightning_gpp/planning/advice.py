@@ -162,7 +162,11 @@ def _leaner(problem: Problem) -> Iterator[Suggestion]:
     for name, words in (("sgd_momentum", "SGD with momentum"), ("sgd", "SGD without momentum")):
         if OPTIMIZER_STATES[name] < states:
             leaner = replace(problem, footprint=replace(problem.footprint, optimizer=name))
-            yield Suggestion(text=f"{words} as optimizer", problem=leaner, change=lambda draft: draft)
+            yield Suggestion(
+                text=f"{words} as optimizer (for a graph from a file: optimizer={name})",
+                problem=leaner,
+                change=lambda draft: draft,
+            )
 
 
 def _more(problem: Problem) -> Iterator[Suggestion]:

@@ -95,5 +95,7 @@ def _copied(found: Found, graph: OperatorGraph, request: Request, number: int) -
 
 def _lost(found: Found, best: Found) -> Iterator[Alternative]:
     if found.answer.draft is not None:
-        reason = f"in {found.num_pipelines} pipelines the step takes {found.seconds / best.seconds - 1:.1%} longer"
-        yield Alternative(draft=found.answer.draft, seconds=found.seconds, reason=reason)
+        many = "pipeline" if found.num_pipelines == 1 else "pipelines"
+        reason = f"in {found.num_pipelines} {many} the step takes {found.seconds / best.seconds - 1:.1%} longer"
+        draft = replace(found.answer.draft, schedule=found.plan.schedule)
+        yield Alternative(draft=draft, seconds=found.seconds, reason=reason)

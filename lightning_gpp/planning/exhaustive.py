@@ -9,7 +9,7 @@ from math import inf
 from lightning_gpp.planning.answer import Answer, Control
 from lightning_gpp.planning.auto.shape import Shape
 from lightning_gpp.planning.bound import lower_bound
-from lightning_gpp.planning.draft import Draft, flows, stage_of_units
+from lightning_gpp.planning.draft import flows, stage_of_units
 from lightning_gpp.planning.evaluate import Evaluator
 from lightning_gpp.planning.problem import Problem
 from lightning_gpp.planning.registry import register
@@ -20,8 +20,12 @@ MAX_PLANS = 2_000_000
 
 @register("exhaustive")
 def exhaustive(problem: Problem, control: Control) -> Answer:
-    """The plan with the shortest simulated step of all that fit the memory; for a handful of units and devices."""
+    """The plan with the shortest simulated step of all that fit the memory; for a handful of units and devices.
+
+    Where the time is up before all were tried, it is the best of those that were, and the notes say so.
+    """
     evaluate, best, rank = Evaluator(problem), None, (inf, inf)
+    notes: tuple[str, ...] = ()
     for shape in shapes(problem):
         draft = shape.draft()
         found = evaluate(draft).rank
@@ -29,18 +33,18 @@ def exhaustive(problem: Problem, control: Control) -> Answer:
             best, rank = draft, found
         if evaluate.evaluations % 1000 == 0:
             control.report(0.0, rank[1])
+            if control.expired:
+                notes = (f"Not all plans were tried in strategy.search_seconds={control.seconds:g} seconds.",)
+                break
         if evaluate.evaluations > MAX_PLANS:
             return _too_many(evaluate.evaluations)
-    return _answer(problem, best, rank[1], evaluate.evaluations)
-
-
-def _answer(problem: Problem, best: Draft | None, seconds: float, states: int) -> Answer:
     return Answer(
         draft=best,
-        objective=seconds,
+        objective=rank[1],
         objective_name="seconds of a step",
-        states=states,
+        states=evaluate.evaluations,
         lower_bound=lower_bound(problem),
+        notes=notes,
     )
 
 

@@ -100,7 +100,9 @@ def _laid(found: Found, graph: OperatorGraph, request: Request) -> Found:
 
 def _of_any_order(found: Found, graph: OperatorGraph, request: Request) -> Found:
     """With the bound of any schedule: that of the search supposes whole backwards, and what 1F1B has in flight."""
-    return replace(found, answer=replace(found.answer, lower_bound=bound_of_any_order(request.problem(graph))))
+    name = f"{found.answer.objective_name} of the stages as {SEARCHED_AS}"
+    bound = bound_of_any_order(request.problem(graph))
+    return replace(found, answer=replace(found.answer, objective_name=name, lower_bound=bound))
 
 
 def scheduled(found: Found, plan: Plan, graph: OperatorGraph, request: Request) -> Found:

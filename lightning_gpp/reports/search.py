@@ -28,7 +28,8 @@ def _bound(found: Found) -> str:
     if found.gap is None:
         return "lower bound: none is known for this plan"
     bound = duration(found.answer.lower_bound)
-    return f"lower bound: {bound}; this step is at most {100 * found.gap:.1f} % longer than the best possible one"
+    gap = f"this step is at most {100 * found.gap:.1f} % longer than the best possible one"
+    return f"lower bound under {found.plan.schedule}: {bound}; {gap}"
 
 
 def alternatives_text(found: Found) -> str:
@@ -37,10 +38,10 @@ def alternatives_text(found: Found) -> str:
         return ""
     lines = [
         f"  {number}. {duration(entry.seconds)}, {entry.draft}: {entry.reason}"
-        for number, entry in enumerate(found.alternatives, start=1)
+        for number, entry in enumerate(sorted(found.alternatives, key=lambda entry: entry.seconds), start=1)
     ]
     legend = "(u: units of a stage, x: its devices, r: recomputed, b: micro-batch size)"
-    return "\n".join([f"runners-up, as the search estimates them {legend}", *lines])
+    return "\n".join([f"runners-up, as estimated {legend}", *lines])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lightning_gpp.plan import SOURCE, Edge, Plan
-from lightning_gpp.reports.units import count, size
+from lightning_gpp.reports.units import count, counted, size
 from lightning_gpp.schedules import in_flight
 
 HEADER = (
@@ -47,8 +47,9 @@ def summary(plan: Plan, batch_size: int | None = None) -> str:
     total = plan.batch_size if batch_size is None else batch_size
     counts = sorted({len(plan.intervals(stage, total)) for stage in range(len(plan.stages))})
     micro_batches = "/".join(map(str, counts))
+    stages, devices = counted(len(plan.stages), "stage"), counted(plan.num_devices, "device")
     return (
-        f"{len(plan.stages)} stages on {plan.num_devices} devices, depth {plan.depth}, schedule {plan.schedule}, "
+        f"{stages} on {devices}, depth {plan.depth}, schedule {plan.schedule}, "
         f"mini-batch of {total} samples in {micro_batches} micro-batches"
     )
 

@@ -32,3 +32,8 @@ def _scaled(number: float, base: int, prefixes: tuple[str, ...]) -> str:
         value, index = value / base, index + 1
     text = f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
     return text + prefixes[index]
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 stage`, `2 stages`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

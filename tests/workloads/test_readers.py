@@ -1,6 +1,7 @@
 """Tiny profiles of the published forms, and what the readers make of them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -244,11 +245,29 @@ REFUSED = {
         json.dumps(LAYERS).replace('"isBackwardNode": true', '"isBackwardNode": 2'),
         "must be true, false, 0 or 1",
     ),
-    "native_key": (changed(NATIVE, '"saved_bytes"', '"kept"'), r"key 'saved_bytes' is missing\. Write the graph again"),
-    "native_type": ('{"operators": 3, "edges": [], "parameter_bytes": {}}', r"graph\.json: key 'parameter_sizes'"),
-    "native_value": (changed(NATIVE, '"float32"', '"float32", "shape": 3'), r"graph\.json: 'int' .*\. Write the graph"),
+    "native_key": (changed(NATIVE, '"saved_bytes"', '"kept"'), r"operators\[0\]\.saved_bytes is missing\. Add it"),
+    "native_type": ('{"operators": 3, "edges": [], "parameter_bytes": {}}', r"graph\.json: parameter_sizes is missing"),
+    "native_value": (
+        changed(NATIVE, '"float32"', '"float32", "shape": 3'),
+        r"\[0\]\.shape must be a list .*is 3",
+    ),
     "native_edge": (changed(NATIVE, '"name": "op1"', '"name": "op9"'), r"operator 'op1' is not among operators\. Add"),
     "native_output": (changed(NATIVE, "[\n    0\n   ]", "[4]"), r"reads outputs \[4\] of 'op0', which has 1"),
+    "native_nan": (
+        changed(NATIVE, '"per_sample": 0.0', '"per_sample": NaN'),
+        r"per_sample must be a number, but is nan",
+    ),
+    "native_negative": (changed(NATIVE, '"per_sample": 0', '"per_sample": -1'), r"per_sample must be .* not below 0"),
+    "native_size": (re.sub('(weight": )[0-9]+', r"\1-4", NATIVE), r"weight must be a number that is not below 0"),
+    "native_twice": (
+        changed(NATIVE, '"name": "op1"', '"name": "op0"'),
+        r"no other operator has, but is 'op0'",
+    ),
+    "native_empty": (
+        '{"operators": [], "edges": [], "parameter_bytes": {}, "parameter_sizes": {}, "buffer_bytes": {}}',
+        r"operators is empty\. Write the graph again",
+    ),
+    "deep": ("[" * 200_000, r"is not JSON"),
     "native_parameter": (changed(NATIVE, '"blocks.1.weight": ', '"other": '), r"parameter 'blocks.1.weight', which"),
 }
 

@@ -40,9 +40,14 @@ class Located:
 
     def number(self) -> float:
         """A finite number that is not negative."""
-        value = self.value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+        if isinstance(self.value, int | float) and self.value < 0:
             raise self.error("must be a number that is not below 0")
+        return self.finite()
+
+    def finite(self) -> float:
+        value = self.value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise self.error("must be a number")
         return float(value)
 
     def integer(self) -> int:
@@ -76,5 +81,5 @@ def load(path: str | Path) -> Located:
         return Located(json.loads(Path(path).read_text(encoding="utf-8")), str(path))
     except OSError as error:
         raise PlanError(f"{path}: cannot be read ({error.strerror}). Give the path of a JSON file.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{path}: is not JSON ({error}). Give a file that holds one JSON object.") from error

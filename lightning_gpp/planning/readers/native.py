@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import networkx as nx
 
@@ -22,15 +23,38 @@ def read(content: Located) -> OperatorGraph:
     Raises:
         PlanError: a key is missing, an edge or a parameter leads nowhere, or the order is not that of a run.
     """
+    _check_figures(content)
     try:
         graph = OperatorGraph.from_json(json.dumps(content.value))
     except KeyError as error:
         raise PlanError(f"{content.file}: key {error} is missing. {_REMEDY}") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise PlanError(f"{content.file}: {error}. {_REMEDY}") from error
+    if not len(graph):
+        raise PlanError(f"{content.file}: operators is empty. {_REMEDY}")
     _check_edges(graph, content.file)
     _check_parameters(graph, content.file)
     return graph
+
+
+def _check_figures(content: Located) -> None:
+    """Sizes of the model are numbers that are not below 0, those of a micro-batch do not fall with its samples."""
+    for key in ("parameter_bytes", "parameter_sizes", "buffer_bytes"):
+        for name in content[key].value:
+            content[key][name].number()
+    names: set[str] = set()
+    for operator in content["operators"]:
+        if (name := operator["name"].text()) in names:
+            raise operator["name"].error("must be a name that no other operator has")
+        names.add(name)
+        for figure in (operator["flops"], operator["saved_bytes"], *_dimensions(operator)):
+            figure["per_sample"].number()
+            figure["fixed"].finite()
+
+
+def _dimensions(operator: Located) -> Iterator[Located]:
+    for output in operator["outputs"]:
+        yield from output["shape"]
 
 
 _REMEDY = "Write the graph again with OperatorGraph.to_json()."
