@@ -169,6 +169,7 @@ def _scheduled(task: Task, outcome: Found | GPPError) -> Scheduled | str:
         num_pipelines=found.num_pipelines,
         timeline=found.timeline,
         memory_bytes=found.memory_bytes,
+        gap=found.gap,
     )
 
 

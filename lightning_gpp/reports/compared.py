@@ -23,6 +23,7 @@ class Scheduled:
         timeline: simulated, with what all copies do together.
         memory_bytes: limit of every device of the pipeline.
         note: what there is to say of it, below the table.
+        gap: by how much the step may exceed the best possible one under its schedule; None if not known.
     """
 
     plan: Plan
@@ -30,6 +31,7 @@ class Scheduled:
     timeline: Timeline
     memory_bytes: tuple[float, ...]
     note: str = ""
+    gap: float | None = None
 
     @property
     def samples_per_second(self) -> float:
@@ -50,13 +52,15 @@ SCHEDULES = (
     "step",
     "samples/s",
     "of the best",
+    "gap",
     "bubble",
     "peak memory",
     "in flight",
     "messages",
     "gathers/sums",
 )
-"""Of the best: of the most samples per second among those that fit the memory. Bubble: mean over devices. The others
+"""Of the best: of the most samples per second among those that fit the memory. Gap: distance from a lower bound on
+all plans under the schedule. Bubble: mean over devices. The others
 are those of the device with the most: micro-batches in flight, of all its stages; messages of one mini-batch, sent and
 received, and their bytes; gatherings of parameters and sums of gradients."""
 
@@ -87,6 +91,7 @@ def _row(name: str, outcome: Scheduled | str, best: float) -> list[str]:
         duration(outcome.timeline.makespan),
         f"{rate:.4g}",
         f"{rate / best:.3f}" if best else "-",
+        "-" if outcome.gap is None else f"{100 * outcome.gap:.1f} %",
         percent(outcome.timeline.bubble_fraction),
         _memory(outcome),
         *_most(schedule_figures(compile_program(plan, copies=outcome.num_pipelines), outcome.timeline)),

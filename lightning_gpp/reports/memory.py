@@ -12,14 +12,18 @@ from lightning_gpp.simulation import Timeline
 BAR = 40
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Row:
-    """Neighbouring devices with the same stages, peak and limit."""
+    """Neighbouring devices with the same stages, whose peaks and limits look the same; the highest of these peaks."""
 
     devices: list[int]
     stages: tuple[int, ...]
     peak: float
     limit: float
+
+    @property
+    def shown(self) -> tuple[object, ...]:
+        return self.stages, size(self.peak), size(self.limit), self.peak <= self.limit
 
 
 def memory_text(plan: Plan, timeline: Timeline, memory_bytes: Sequence[float]) -> str:
@@ -43,13 +47,14 @@ def memory_text(plan: Plan, timeline: Timeline, memory_bytes: Sequence[float]) -
 def _rows(plan: Plan, timeline: Timeline, memory_bytes: Sequence[float]) -> Iterator[_Row]:
     current: _Row | None = None
     for device, (peak, limit) in enumerate(zip(timeline.peak_bytes, memory_bytes, strict=False)):
-        stages = plan.stages_on(device)
-        if current is not None and (current.stages, current.peak, current.limit) == (stages, peak, limit):
+        row = _Row([device], plan.stages_on(device), peak, limit)
+        if current is not None and current.shown == row.shown:
             current.devices.append(device)
+            current.peak = max(current.peak, peak)
             continue
         if current is not None:
             yield current
-        current = _Row([device], stages, peak, limit)
+        current = row
     if current is not None:
         yield current
 

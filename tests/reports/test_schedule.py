@@ -88,11 +88,12 @@ def scheduled(plan: Plan, memory_bytes: float = 100) -> Scheduled:
 
 def test_the_table_of_schedules() -> None:
     few, many = scheduled(towers(2, 2, 4), 3), scheduled(towers(2, 2, 4, schedule="gpipe"), 3)
-    table = schedules_table([("1f1b", few), ("gpipe", many), ("other", "It cannot.")])
+    table = schedules_table([("1f1b", replace(few, gap=0.125)), ("gpipe", many), ("other", "It cannot.")])
     header, _, *rows = ([cell.strip() for cell in line.split("|")] for line in table.splitlines()[:5])
     cells = [dict(zip(header, row, strict=True)) for row in rows]
     assert [row["peak memory"] for row in cells] == ["3 B", "4 B, 1 B TOO MUCH", "-"]
     assert [row["in flight"] for row in cells] == ["3", "4", "-"]
+    assert [row["gap"] for row in cells] == ["12.5 %", "-", "-"]
     assert cells[0]["step"] == cells[1]["step"] == "18 s"
     assert table.endswith("\n\nother: It cannot.")
 

@@ -51,6 +51,14 @@ def test_memory_bars_share_a_line_where_devices_are_alike() -> None:
     ]
 
 
+def test_peaks_that_look_the_same_share_a_bar() -> None:
+    peaks = (2.0**20, 2.0**30, 2.0**30 + 1, 2.0**30 - 1, 2.0**30, 2.0**30)
+    timeline = Timeline(stages=("a",), devices=((),) * 6, peak_bytes=peaks)
+    lines = memory_text(TOWERS, timeline, [2.0**31] * 6).splitlines()
+    assert lines[1].startswith("devices 1-3 |")
+    assert "1 GiB of 2 GiB" in lines[1]
+
+
 def test_figures_of_a_search() -> None:
     plan = found()
     text = search_text(plan)
