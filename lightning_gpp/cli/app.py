@@ -9,11 +9,14 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -40,8 +43,11 @@ def run(command: str, config_name: str, task: Task) -> None:
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
     sys.argv.extend(quiet_overrides(os.environ))
     schema.register()
+    failed: list[GPPError] = []
     try:
-        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=config_name)(task)()
+        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=config_name)(
+            _told(command, task, failed)
+        )()
     except InstantiationException as error:
         if not isinstance(error.__cause__, GPPError):
             raise  # a constructor failed: its traceback says where
@@ -53,6 +59,27 @@ def run(command: str, config_name: str, task: Task) -> None:
     except KeyboardInterrupt:
         print(f"{command}: interrupted.", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    if failed:
+        sys.exit(1)
+
+
+def _told(command: str, task: Task, failed: list[GPPError]) -> Task:
+    """The task, whose user errors are told at once and kept: Hydra would tell all overrides of the job before them.
+
+    In a sweep they end it, which Hydra does.
+    """
+
+    @wraps(task)
+    def told(config: DictConfig) -> None:
+        try:
+            task(config)
+        except GPPError as error:
+            if HydraConfig.get().mode is RunMode.MULTIRUN:
+                raise
+            print(f"{command}: {error}", file=sys.stderr)
+            failed.append(error)
+
+    return told
 
 
 def quiet_overrides(environment: Mapping[str, str]) -> list[str]:

@@ -218,3 +218,11 @@ def test_a_time_limit_is_taken_back() -> None:
     with limited(60):
         time.sleep(0)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_errors_stand_alone(tmp_path: Path) -> None:
+    """Without the overrides of the job, some of which the command itself has added."""
+    (tmp_path / "graph.json").write_text("{")
+    result = command("plan", "graph=graph.json", "cluster=summit", "batch_size=0", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr == "gpp-plan: batch_size=0; it must be a whole number >= 1.\n"
