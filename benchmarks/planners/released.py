@@ -4,8 +4,8 @@
     python -m benchmarks.planners.released pipedream [--models mmt2 dlrm ...]
 
 The release plans for one micro-batch size, so it runs once for each of those that our partitioners try. It gets the
-units as a chain, with the seconds, bytes and bandwidths of the same problem, for 4 devices in each of 8 nodes. Reading
-and writing files is not counted.
+units as a chain, with the seconds, bytes and bandwidths of the same problem, for 4 devices in each of 8 nodes. Writing
+files is not counted. Of our planners the quickest of five runs counts.
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ from contextlib import redirect_stdout
 from math import inf
 from pathlib import Path
 from types import ModuleType
-from typing import Final
 
 from benchmarks.planners.common import table, verdict
-from benchmarks.planners.search_time import MODELS, NUM_DEVICES, TIMES_FASTER, problem_for
-from lightning_gpp.planning import Control, Problem
+from benchmarks.planners.search_time import MODELS, NUM_DEVICES, TIMES_FASTER, least, problem_for
+from lightning_gpp.planning import Problem
 from lightning_gpp.planning.registry import partitioner_of
-
-NUM_RUNS: Final = 3
-"""Of our partitioners; the least counts."""
 
 
 def release(clone: Path) -> ModuleType:
@@ -75,24 +71,15 @@ def released_seconds(planner: ModuleType, problem: Problem) -> float:
     return total
 
 
-def our_seconds(name: str, model: str, num_pieces: float) -> float:
-    """CPU time of the quickest run, each on a new problem, which remembers no costs."""
-    times = []
-    for _ in range(NUM_RUNS):
-        problem = problem_for(model, num_pieces)
-        began = time.process_time()
-        partitioner_of(name)(problem, Control(seconds=inf))
-        times.append(time.process_time() - began)
-    return min(times)
-
-
 def compared(planner: ModuleType, models: list[tuple[str, float]]) -> Iterator[str]:
     rows, ratios = [], []
     for model, num_pieces in models:
-        print(f"{model}, {num_pieces} pieces", file=sys.stderr, flush=True)
+        print(f"{model}, {num_pieces} pieces: release", file=sys.stderr, flush=True)
         problem = problem_for(model, num_pieces)
         theirs = released_seconds(planner, problem)
-        pipedream, graphpipe = (our_seconds(name, model, num_pieces) for name in ("pipedream", "graphpipe"))
+        pipedream, graphpipe = (
+            least(partitioner_of(name), model, num_pieces).seconds for name in ("pipedream", "graphpipe")
+        )
         ratio, sizes = theirs / graphpipe, len(problem.sizes)
         ratios += [ratio] if num_pieces == inf else []
         row = [f"{theirs:.2f} s", f"{1e3 * pipedream:,.0f} ms", f"{1e3 * graphpipe:,.0f} ms", f"{ratio:,.0f}"]

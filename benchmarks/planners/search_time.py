@@ -88,7 +88,7 @@ def chains(options: Options) -> Iterator[str]:
     planners = {"loops": pipedream_in_loops, **{name: partitioner_of(name) for name in ("pipedream", "graphpipe")}}
     rows, ratios = [], []
     for model, num_pieces in options.models:
-        runs = {name: _least(planner, model, num_pieces) for name, planner in planners.items()}
+        runs = {name: least(planner, model, num_pieces) for name, planner in planners.items()}
         took, ours = {name: run.seconds for name, run in runs.items()}, runs["graphpipe"]
         ratios.append(took["loops"] / ours.seconds)
         times = [f"{seconds * 1e3:,.0f} ms" for seconds in took.values()]
@@ -100,7 +100,7 @@ def chains(options: Options) -> Iterator[str]:
     yield f"\nAt least {TIMES_FASTER} times faster than the loops: {num} of {len(ratios)}."
     if PIPERS in options.models:
         loops, ours, graphpipe = (
-            _least(name, *PIPERS) for name in (piper_in_loops, partitioner_of("piper"), planners["graphpipe"])
+            least(name, *PIPERS) for name in (piper_in_loops, partitioner_of("piper"), planners["graphpipe"])
         )
         yield (
             f"\nPiper, {PIPERS[0]} with {loops.num_units} units: loops {loops.seconds:.2f} s, as it ships "
@@ -115,7 +115,7 @@ PIPERS: Final = ("mmt2", LAYERS["mmt2"])
 NUM_RUNS: Final = 5
 
 
-class _Spent(NamedTuple):
+class Spent(NamedTuple):
     """CPU seconds of a search, its states, and units."""
 
     seconds: float
@@ -123,18 +123,18 @@ class _Spent(NamedTuple):
     num_units: int
 
 
-def _least(planner: Partitioner, model: str, num_pieces: float) -> _Spent:
+def least(planner: Partitioner, model: str, num_pieces: float) -> Spent:
     """The quickest of some runs, each on a new problem, which remembers no costs."""
     name = getattr(planner, "__name__", "")
     print(f"{model}, {num_pieces} pieces: {name}", file=sys.stderr, flush=True)
     return min(_spent(planner, model, num_pieces) for _ in range(NUM_RUNS))
 
 
-def _spent(planner: Partitioner, model: str, num_pieces: float) -> _Spent:
+def _spent(planner: Partitioner, model: str, num_pieces: float) -> Spent:
     problem = problem_for(model, num_pieces)
     began = time.process_time()
     answer = planner(problem, Control(seconds=inf))
-    return _Spent(time.process_time() - began, answer.states, problem.num_units)
+    return Spent(time.process_time() - began, answer.states, problem.num_units)
 
 
 def problem_for(model: str, num_pieces: float) -> Problem:

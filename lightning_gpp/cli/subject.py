@@ -70,13 +70,13 @@ def graph_file(config: DictConfig) -> GraphFile:
         PlanError: the file cannot be read.
     """
     batch_size = config.batch_size
-    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-        raise ConfigError(f"batch_size={batch_size}; it must be a whole number >= 1.")
     if batch_size is None:
         raise ConfigError(
-            f"batch_size={batch_size}: a graph from a file comes without data. Say how many samples a mini-batch has, "
-            "for example batch_size=64."
+            "batch_size=None: a graph from a file comes without data. Say how many samples a mini-batch has, for "
+            "example batch_size=64."
         )
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}; it must be a whole number >= 1.")
     graph, table = read_graph(config.graph, time_unit=float(config.time_unit))
     footprint = Footprint(optimizer=config.optimizer or "adam", precision=str(config.trainer.precision))
     return GraphFile(graph=graph, batch_size=batch_size, table=table, footprint=footprint)

@@ -61,7 +61,7 @@ def lower_bound(problem: Problem) -> float:
         heappush(queue, (bounds[size].better(least), size))
 
 
-def bound_of_any_order(problem: Problem) -> float:
+def busy_bound(problem: Problem) -> float:
     """Seconds that no step can beat under any schedule, with any number of stages per device: all devices busy."""
     return min(_balanced(problem, size) for size in problem.sizes)
 

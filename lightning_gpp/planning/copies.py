@@ -95,7 +95,7 @@ def _copied(found: Found, graph: OperatorGraph, request: Request, number: int) -
 
 def _lost(found: Found, best: Found) -> Iterator[Alternative]:
     if found.answer.draft is not None:
-        many = "pipeline" if found.num_pipelines == 1 else "pipelines"
-        reason = f"in {found.num_pipelines} {many} the step takes {found.seconds / best.seconds - 1:.1%} longer"
+        longer = f"{found.seconds / best.seconds - 1:.1%} longer"
+        reason = f"with strategy.num_pipelines={found.num_pipelines} the step takes {longer}"
         draft = replace(found.answer.draft, schedule=found.plan.schedule)
         yield Alternative(draft=draft, seconds=found.seconds, reason=reason)

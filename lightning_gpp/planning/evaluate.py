@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf
@@ -194,7 +194,8 @@ class Evaluator:
     def _data(self, stage: DraftStage, copies: bool) -> float:
         """Until a micro-batch's data have come from device 0, which loads them; copies of a pipeline load their own."""
         if (stage, copies) not in self._data_seconds:
-            size = sum(value.bytes.at(stage.share) for value in self.problem.units.data if read_by(value, stage))
+            inside = set(stage.units)
+            size = sum(value.bytes.at(stage.share) for value in self.problem.units.data if read_by(value, inside))
             devices = stage.devices[:1] if copies else stage.devices
             far = [device for device in devices if device] if size else []
             seconds = max((self.problem.cluster.link(0, device).seconds(size) for device in far), default=0.0)
@@ -307,13 +308,13 @@ def input_bytes(problem: Problem, stage: DraftStage) -> float:
     """What a stage receives from others per micro-batch, on one replica, data included."""
     inside = set(stage.units)
     values = (*problem.units.values, *problem.units.data)
-    read = (value for value in values if value.src not in inside and not inside.isdisjoint(value.dsts))
+    read = (value for value in values if value.src not in inside and read_by(value, inside))
     return sum(value.bytes.at(stage.share) for value in read)
 
 
-def read_by(value: Value, stage: DraftStage) -> bool:
-    """Whether a unit of the stage reads the value."""
-    return not set(stage.units).isdisjoint(value.dsts)
+def read_by(value: Value, units: Set[int]) -> bool:
+    """Whether one of the units reads the value."""
+    return not units.isdisjoint(value.dsts)
 
 
 def in_flight_counts(

@@ -18,7 +18,6 @@ from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.bound import bound_of_any_order
 from lightning_gpp.planning.estimate import estimate
 from lightning_gpp.planning.found import Found, notes_of, partition
 from lightning_gpp.planning.layout import both_ways, laid_out
@@ -63,7 +62,7 @@ def partition_for(name: str, graph: OperatorGraph, request: Request, cut: Cut = 
         return cut(name, graph, request)
     found = cut(name, graph, replace(request, schedules=(SEARCHED_AS,)))
     if request.schedules[0] not in KNOWN:
-        found = _of_any_order(found, graph, request)
+        found = _of_any_order(found)
     return scheduled(found, replace(found.plan, schedule=request.schedules[0]), graph, request)
 
 
@@ -95,14 +94,16 @@ def _laid(found: Found, graph: OperatorGraph, request: Request) -> Found:
     plan = both_ways(graph, plan) if method.bidirectional else plan
     limits = tuple(float(device.memory_bytes) for device in request.cluster.devices)
     found = replace(found, answer=replace(found.answer, alternatives=()), memory_bytes=limits)
-    return scheduled(_of_any_order(found, graph, request), plan, graph, request)
+    return scheduled(_of_any_order(found, num_stages_per_device(request)), plan, graph, request)
 
 
-def _of_any_order(found: Found, graph: OperatorGraph, request: Request) -> Found:
-    """With the bound of any schedule: that of the search supposes whole backwards, and what 1F1B has in flight."""
+def _of_any_order(found: Found, parts: int = 1) -> Found:
+    """With the bound of any schedule: that of the search supposes whole backwards, and what 1F1B has in flight.
+
+    `parts`: devices of the search for each real one.
+    """
     name = f"{found.answer.objective_name} of the stages as {SEARCHED_AS}"
-    bound = bound_of_any_order(request.problem(graph))
-    return replace(found, answer=replace(found.answer, objective_name=name, lower_bound=bound))
+    return replace(found, answer=replace(found.answer, objective_name=name, lower_bound=parts * found.busy_seconds))
 
 
 def scheduled(found: Found, plan: Plan, graph: OperatorGraph, request: Request) -> Found:

@@ -10,7 +10,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.advice import advice
 from lightning_gpp.planning.answer import Alternative, Answer, Control
-from lightning_gpp.planning.bound import lower_bound
+from lightning_gpp.planning.bound import busy_bound, lower_bound
 from lightning_gpp.planning.draft import Draft
 from lightning_gpp.planning.evaluate import Evaluator
 from lightning_gpp.planning.problem import Problem
@@ -35,6 +35,7 @@ class Found:
         memory_bytes: limit of every device of the pipeline, the least of all copies.
         search_seconds: what the search took.
         answer: of the partitioner.
+        busy_seconds: of the step if all devices were busy all the time, which no schedule beats.
     """
 
     partitioner: str
@@ -44,6 +45,7 @@ class Found:
     memory_bytes: tuple[float, ...]
     search_seconds: float
     answer: Answer
+    busy_seconds: float
 
     @property
     def seconds(self) -> float:
@@ -151,6 +153,7 @@ def judged(name: str, problem: Problem, answer: Answer, search_seconds: float, m
         memory_bytes=tuple(float(problem.memory_bytes[d :: plan.num_devices].min()) for d in range(plan.num_devices)),
         search_seconds=search_seconds,
         answer=answer,
+        busy_seconds=busy_bound(problem),
     )
 
 

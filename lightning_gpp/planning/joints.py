@@ -162,7 +162,8 @@ class _Joint:
         behind = _reached(range(problem.num_units - 1, -1, -1), problem.order.successors)[unit]
         sides = [other for other in range(problem.num_units) if other != unit]
         self.sides = only(rooms, sides, self.micro_batches)
-        self.ahead = only(rooms, [other for other in sides if not behind >> other & 1], self.micro_batches)
+        ahead = [other for other in sides if not behind >> other & 1]
+        self.ahead = only(rooms, ahead, self.micro_batches) if behind else self.sides
         self.behind = only(rooms, [other for other in sides if behind >> other & 1], self.micro_batches)
         self.wanted_behind = float(self.behind.work.sum()) * (1 - 1e-9)
         self.wanted = float(self.sides.work.sum()) * (1 - 1e-9)
@@ -210,10 +211,10 @@ class _Joint:
         """Numbers of devices behind z for which all work may have room if nothing waits."""
         ahead, behind = float(self.ahead.density[cells]), float(self.behind.density[cells])
         for number in range(others + 1):
-            if self._packs(np.array(inside), np.array((others - number) * ahead), np.array(number * behind)):
+            if self._packs(inside, (others - number) * ahead, number * behind):
                 yield number
 
-    def _packs(self, inside: Array, ahead: Array, behind: Array) -> bool:
+    def _packs(self, inside: Array | float, ahead: Array | float, behind: Array | float) -> bool:
         """Whether there is room for all that is behind the joint, and for all else."""
         following = inside + np.minimum(behind, self.wanted_behind)
         return bool(np.any((following >= self.wanted_behind) & (following + ahead >= self.wanted)))

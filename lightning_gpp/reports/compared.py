@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_gpp.plan import Plan
 from lightning_gpp.reports.schedule import DeviceFigures, schedule_figures
 from lightning_gpp.reports.table import markdown
-from lightning_gpp.reports.units import duration, percent, size
+from lightning_gpp.reports.units import distance, duration, percent, size
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import Timeline
 
@@ -91,7 +91,7 @@ def _row(name: str, outcome: Scheduled | str, best: float) -> list[str]:
         duration(outcome.timeline.makespan),
         f"{rate:.4g}",
         f"{rate / best:.3f}" if best else "-",
-        "-" if outcome.gap is None else f"{100 * outcome.gap:.1f} %",
+        distance(outcome.gap),
         percent(outcome.timeline.bubble_fraction),
         _memory(outcome),
         *_most(schedule_figures(compile_program(plan, copies=outcome.num_pipelines), outcome.timeline)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_gpp.planning import Found
 from lightning_gpp.reports.table import markdown
-from lightning_gpp.reports.units import count, duration, percent, size
+from lightning_gpp.reports.units import count, distance, duration, percent, size
 
 
 def search_text(found: Found) -> str:
@@ -28,7 +28,7 @@ def _bound(found: Found) -> str:
     if found.gap is None:
         return "lower bound: none is known for this plan"
     bound = duration(found.answer.lower_bound)
-    gap = f"this step is at most {100 * found.gap:.1f} % longer than the best possible one"
+    gap = f"this step is at most {distance(found.gap)} longer than the best possible one"
     return f"lower bound under {found.plan.schedule}: {bound}; {gap}"
 
 
@@ -96,7 +96,7 @@ def _row(found: Found, best: float) -> list[str]:
         size(max(found.timeline.peak_bytes)),
         duration(found.search_seconds),
         count(found.answer.states),
-        "-" if found.gap is None else f"{100 * found.gap:.1f} %",
+        distance(found.gap),
     ]
 
 

@@ -25,6 +25,11 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.0f} %"
 
 
+def distance(gap: float | None) -> str:
+    """From a bound, as a fraction of it; `-` where none is known."""
+    return "-" if gap is None else f"{100 * gap:.1f} %"
+
+
 def _scaled(number: float, base: int, prefixes: tuple[str, ...]) -> str:
     value, index = float(number), 0
     # 999.5 would be rounded to 1e+03, so it takes the next prefix

@@ -35,7 +35,7 @@ def test_the_fastest_number_is_chosen() -> None:
     alone = partition("auto", graphs.chain(4), request(4, copies=False))
     assert found.seconds <= alone.seconds
     assert found.gap is not None
-    assert any("pipelines the step takes" in entry.reason for entry in found.alternatives)
+    assert any("num_pipelines=" in entry.reason for entry in found.alternatives)
 
 
 def test_where_replicas_are_free_the_partitioner_decides() -> None:

@@ -48,6 +48,13 @@ def test_sizes_to_choose_from(settings: dict[str, object], sizes: tuple[int, ...
     assert request.problem(graphs.chain()).sizes == sizes
 
 
+@pytest.mark.parametrize(("num_devices", "smallest"), [(2, 16), (16, 4), (32, 4), (64, 8), (1024, 16)])
+def test_more_micro_batches_where_few_devices_would_have_a_sample(num_devices: int, smallest: int) -> None:
+    """4,096 samples: 256 micro-batches have 16 each, too many for 32 devices that hold one each in 8 stages."""
+    cluster = Cluster.uniform(DEVICE, num_devices, Link(bytes_per_second=1e9))
+    assert Request(cluster=cluster, batch_size=4096).problem(graphs.chain()).sizes[0] == smallest
+
+
 def test_what_is_asked_for_reaches_the_problem() -> None:
     request = Request(cluster=CLUSTER, batch_size=8, max_replicas=2, recompute=True, copies=False, num_pieces=2)
     problem = request.problem(graphs.two_towers())

@@ -267,6 +267,7 @@ REFUSED = {
         '{"operators": [], "edges": [], "parameter_bytes": {}, "parameter_sizes": {}, "buffer_bytes": {}}',
         r"operators is empty\. Write the graph again",
     ),
+    "native_table": ('{"operators": [], "parameter_bytes": 3}', r"parameter_bytes must be an object .* but is 3"),
     "deep": ("[" * 200_000, r"is not JSON"),
     "native_parameter": (changed(NATIVE, '"blocks.1.weight": ', '"other": '), r"parameter 'blocks.1.weight', which"),
 }

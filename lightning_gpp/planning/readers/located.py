@@ -38,6 +38,12 @@ class Located:
         for index, value in enumerate(self.value):
             yield Located(value, self.file, f"{self.key}[{index}]")
 
+    def entries(self) -> Iterator[Located]:
+        """Of an object, in its order."""
+        if not isinstance(self.value, dict):
+            raise self.error("must be an object (curly brackets)")
+        yield from (self[key] for key in self.value)
+
     def number(self) -> float:
         """A finite number that is not negative."""
         if isinstance(self.value, int | float) and self.value < 0:
@@ -45,6 +51,7 @@ class Located:
         return self.finite()
 
     def finite(self) -> float:
+        """A number that is neither infinite nor NaN."""
         value = self.value
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
             raise self.error("must be a number")

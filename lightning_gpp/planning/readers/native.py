@@ -40,8 +40,8 @@ def read(content: Located) -> OperatorGraph:
 def _check_figures(content: Located) -> None:
     """Sizes of the model are numbers that are not below 0, those of a micro-batch do not fall with its samples."""
     for key in ("parameter_bytes", "parameter_sizes", "buffer_bytes"):
-        for name in content[key].value:
-            content[key][name].number()
+        for entry in content[key].entries():
+            entry.number()
     names: set[str] = set()
     for operator in content["operators"]:
         if (name := operator["name"].text()) in names:
