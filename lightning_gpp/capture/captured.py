@@ -14,6 +14,7 @@ from torch import nn
 from lightning_gpp.capture.batch import batch_size_of
 from lightning_gpp.capture.isolate import add_sizes
 from lightning_gpp.capture.merge import input_specs, merge
+from lightning_gpp.capture.mixing import mark_mixing
 from lightning_gpp.capture.network import Network, extract
 from lightning_gpp.capture.record import RunTime, record
 from lightning_gpp.capture.recording import Ref
@@ -100,6 +101,7 @@ def capture(
     base, other_size = run(SIZES[0], RunTime(batch_idx=batch_idx)), run(SIZES[1], RunTime(batch_idx=batch_idx))
     network, specs = merge(base, run(SIZES[0], OTHER_RUN_TIME), other_size)
     inputs = input_specs(base, other_size)
+    specs = mark_mixing(network, specs, inputs)
     graph = _graph(module, network, specs, inputs)
     return Capture(graph=graph, network=network, specs=specs, inputs=inputs, step=step, batch_size=total)
 

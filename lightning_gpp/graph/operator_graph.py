@@ -27,6 +27,9 @@ DTYPE_BYTES: Final = {
     "complex128": 16,
 }
 
+BATCH_STATISTICS: Final = frozenset({"batch_norm"})
+"""Operators whose outputs have one row per sample, though every row depends on all samples."""
+
 
 @dataclass(frozen=True, slots=True)
 class Affine:
@@ -53,12 +56,14 @@ class TensorSpec:
     """Shape (affine in the number of samples), dtype and differentiability of a tensor.
 
     `dynamic`: shape and dtype are not known before the tensor is there; those given mean nothing.
+    `mixes_samples`: the values depend on the samples, but not sample by sample (a mean over them, a loss).
     """
 
     shape: tuple[Affine, ...]
     dtype: str
     requires_grad: bool = False
     dynamic: bool = False
+    mixes_samples: bool = False
 
     def sizes(self, num_samples: int) -> tuple[int, ...]:
         """Concrete shape for `num_samples` samples."""
@@ -88,6 +93,11 @@ class TensorSpec:
     def varies(self) -> bool:
         return any(dim.per_sample for dim in self.shape)
 
+    @property
+    def divisible(self) -> bool:
+        """Whether a part of the samples can have its own part of the tensor: cut out, or the same for every sample."""
+        return not self.dynamic and not self.mixes_samples and (self.sliceable or not self.varies)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
@@ -110,6 +120,11 @@ class Operator:
     random: bool = False
     cluster: str = ""
     line: str = ""
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether replicas that share a micro-batch would compute something else than one device with all of it."""
+        return self.target in BATCH_STATISTICS or any(spec.mixes_samples for spec in self.outputs)
 
 
 @dataclass(slots=True)
@@ -183,6 +198,7 @@ def _operator_from(entry: dict[str, Any]) -> Operator:
             dtype=spec["dtype"],
             requires_grad=spec["requires_grad"],
             dynamic=spec["dynamic"],
+            mixes_samples=spec.get("mixes_samples", False),
         )
         for spec in entry["outputs"]
     )

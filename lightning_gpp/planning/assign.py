@@ -213,11 +213,13 @@ def make_plan(
     """Complete drafts to a plan: edges, bytes and figures from the graph, stages in topological order.
 
     Raises:
-        PlanError: the stages form a cycle, or the drafts contradict themselves.
+        PlanError: the stages form a cycle, the drafts contradict themselves, or replicas would share what cannot be
+            shared.
     """
     order = _order(drafts, sorted(forced(graph, [draft.modules for draft in drafts])))
     drafts = [drafts[index] for index in order]
     assignment = assign(graph, [draft.modules for draft in drafts])
+    _check_replicas(graph, drafts, assignment)
     edges = tuple(_edge(graph, pair, values) for pair, values in sorted(crossing(graph, assignment).items()))
     figures = _figures(graph, assignment, len(drafts))
     stages = tuple(
@@ -247,6 +249,31 @@ def _order(drafts: Sequence[StageDraft], pairs: list[tuple[int, int]]) -> list[i
         ) from None
 
 
+def mixing_stages(graph: OperatorGraph, assignment: Assignment) -> dict[int, Operator]:
+    """For every stage that makes values of all samples of a micro-batch together, the first operator that does."""
+    first: dict[int, Operator] = {}
+    for operator in graph:
+        if operator.target != "step" and any(spec.mixes_samples for spec in operator.outputs):
+            for stage in assignment[operator.name]:
+                first.setdefault(stage, operator)
+    return first
+
+
+def _check_replicas(graph: OperatorGraph, drafts: Sequence[StageDraft], assignment: Assignment) -> None:
+    for index, operator in mixing_stages(graph, assignment).items():
+        draft = drafts[index] if index != SOURCE else None
+        if draft is None or len(draft.devices) == 1 or draft.round_robin:
+            continue
+        where = f" ({operator.line})" if operator.line else ""
+        raise PlanError(
+            f"Stage {draft.name!r} has {len(draft.devices)} replicas that share each micro-batch, but {operator.target} "
+            f"in module {operator.module or 'the root module'!r}{where} combines all samples of a micro-batch, as a "
+            "loss or a mean does: each replica would combine its own share only. Give the stage one device, let its "
+            "replicas take whole micro-batches in turn (round_robin: true), or compute that value in the training step "
+            "(strategy.stages, strategy.plan)."
+        )
+
+
 def _edge(graph: OperatorGraph, pair: tuple[int, int], values: list[tuple[str, int]]) -> Edge:
     specs = [graph[name].outputs[output] for name, output in values]
     return Edge(
@@ -255,7 +282,7 @@ def _edge(graph: OperatorGraph, pair: tuple[int, int], values: list[tuple[str, i
         bytes=sum(map(_size, specs), Affine()),
         differentiable=any(spec.requires_grad for spec in specs),
         dynamic=any(spec.dynamic for spec in specs),
-        sliceable=all(spec.sliceable or not spec.varies for spec in specs),
+        sliceable=all(spec.dynamic or spec.divisible for spec in specs),
     )
 
 

@@ -33,7 +33,7 @@ def manual(
     Args:
         graph: the captured operators.
         placement: `{module path: stage number}`, `{stage name: keys}`, or a list of keys: `name`, `modules`, `devices`,
-            `micro_batch_size`, `recompute`; all but `modules` may be left out. The module "@step" stands for the
+            `micro_batch_size`, `recompute`, `round_robin`; all but `modules` may be left out. The module "@step" stands for the
             user's step; without it the step joins the stage that makes most of what it reads.
         batch_size: samples of the mini-batch of one pipeline replica.
         num_devices: of the job, if known: a plan that needs more is refused.
@@ -55,6 +55,7 @@ def manual(
             devices=entry.devices or (index,),
             micro_batch_size=entry.micro_batch_size or batch_size,
             recompute=entry.recompute,
+            round_robin=entry.round_robin,
         )
         for index, (entry, name) in enumerate(zip(entries, names, strict=True))
     ]

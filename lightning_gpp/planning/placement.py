@@ -11,7 +11,7 @@ from lightning_gpp.errors import ConfigError
 Placement = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """One of: module path -> stage number; stage name -> its keys (or its list of modules); a list of stages' keys."""
 
-KEYS: Final = ("name", "modules", "devices", "micro_batch_size", "recompute")
+KEYS: Final = ("name", "modules", "devices", "micro_batch_size", "recompute", "round_robin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,7 @@ class Entry:
     devices: tuple[int, ...] | None = None
     micro_batch_size: int | None = None
     recompute: bool = False
+    round_robin: bool = False
 
 
 def read(placement: Placement) -> list[Entry]:
@@ -68,15 +69,16 @@ def _entry(where: str, keys: Any) -> Entry:
     size = keys.get("micro_batch_size")
     if size is not None and (not isinstance(size, int) or size < 1):
         raise ConfigError(f"{where}.micro_batch_size is {size!r}; it must be a whole number >= 1.")
-    recompute = keys.get("recompute", False)
-    if not isinstance(recompute, bool):
-        raise ConfigError(f"{where}.recompute is {recompute!r}; it must be true or false.")
+    flags = {key: keys.get(key, False) for key in ("recompute", "round_robin")}
+    for key, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}.{key} is {value!r}; it must be true or false.")
     return Entry(
         name=keys.get("name"),
         modules=tuple(_list(f"{where}.modules", keys["modules"], str)),
         devices=tuple(_list(f"{where}.devices", keys["devices"], int)) if keys.get("devices") is not None else None,
         micro_batch_size=size,
-        recompute=recompute,
+        **flags,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import networkx as nx
 
@@ -18,9 +17,6 @@ from lightning_gpp.planning.assign import assign, crossing, forced, owner_of
 from lightning_gpp.planning.modules import ModuleNode, module_tree
 
 Modules = tuple[str, ...]
-
-WHOLE_BATCH: Final = ("batch_norm",)
-"""Operators that see all samples of a micro-batch: replicas that share it would compute something else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,17 +242,13 @@ def _unit(
         saved_bytes=sum((operator.saved_bytes for operator in operators), Affine()),
         num_parameters=sum(graph.parameter_sizes[name] for name in parameters),
         parameter_bytes=sum(graph.parameter_bytes[name] for name in parameters),
-        divisible=all(map(_sliceable, read)) and not any(operator.target in WHOLE_BATCH for operator in operators),
+        divisible=all(spec.divisible for spec in read) and not any(operator.mixes_samples for operator in operators),
     )
 
 
 def _bytes_of(spec: TensorSpec) -> Affine:
     fixed = spec.bytes(0)
     return Affine(spec.bytes(1) - fixed, fixed)
-
-
-def _sliceable(spec: TensorSpec) -> bool:
-    return not spec.dynamic and (spec.sliceable or not spec.varies)
 
 
 def _values(graph: OperatorGraph, flows: Mapping[tuple[int, int], Iterable[tuple[str, int]]]) -> tuple[Value, ...]:
@@ -273,5 +265,5 @@ def _value(src: int, dsts: Sequence[int], spec: TensorSpec) -> Value:
         dsts=tuple(sorted(dsts)),
         bytes=_bytes_of(spec),
         num_directions=2 if spec.requires_grad else 1,
-        sliceable=_sliceable(spec),
+        sliceable=spec.divisible,
     )

@@ -20,7 +20,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, Plan
 from lightning_gpp.planning import Found, Request, check_model, manual
 from lightning_gpp.planning.answer import Progress
-from lightning_gpp.planning.assign import make_plan
+from lightning_gpp.planning.assign import StageDraft, assign, make_plan, mixing_stages
 from lightning_gpp.planning.choice import best_schedule
 from lightning_gpp.planning.copies import partition_copies
 from lightning_gpp.planning.fit import check_sharding
@@ -330,7 +330,7 @@ def evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
 
 
 def _evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
-    drafts = drafts_of(plan)
+    drafts = _whole_micro_batches(drafts_of(plan), captured.graph)
     if isinstance(captured, Capture):
         apart = make_plan(
             captured.graph, separated(drafts, WHOLE), batch_size=captured.batch_size, schedule=plan.schedule
@@ -338,3 +338,9 @@ def _evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
         if all(edge.sliceable for edge in apart.edges if edge.src == SOURCE or edge.dst == apart.step_stage):
             return apart
     return make_plan(captured.graph, drafts, batch_size=captured.batch_size, schedule=plan.schedule)
+
+
+def _whole_micro_batches(drafts: Sequence[StageDraft], graph: OperatorGraph) -> list[StageDraft]:
+    """Stages whose replicas cannot share a micro-batch in this step, with replicas that take micro-batches in turn."""
+    mixing = mixing_stages(graph, assign(graph, [draft.modules for draft in drafts]))
+    return [replace(draft, round_robin=draft.round_robin or index in mixing) for index, draft in enumerate(drafts)]

@@ -1,0 +1,54 @@
+"""Values that mix samples: they depend on the data, but no dimension counts the samples (a mean, a loss, `x[0]`).
+
+Replicas that each take a share of a micro-batch would each compute another such value, and so would a stage with
+smaller micro-batches. Which of them is right, or how they add up, cannot be told from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from torch.utils import _pytree as pytree
+
+from lightning_gpp.capture.network import Network
+from lightning_gpp.capture.recording import Recorded, Ref
+from lightning_gpp.graph import TensorSpec
+
+SHAPE_READERS: Final = frozenset(
+    f"{prefix}_{kind}" for kind in ("zeros", "ones", "empty", "full", "tensor") for prefix in ("new",)
+) | {"zeros_like", "ones_like", "empty_like", "full_like"}
+"""Functions that read the shape, dtype and device of their arguments, not their values."""
+
+FIRST_READERS: Final = frozenset({"expand_as", "view_as", "reshape_as", "type_as", "to"})
+"""Functions that read the values of their first argument alone."""
+
+
+def mark_mixing(
+    network: Network, specs: Sequence[Sequence[TensorSpec]], inputs: Sequence[TensorSpec]
+) -> list[list[TensorSpec]]:
+    """The specs of every call's outputs, with `mixes_samples` set where it is true."""
+    dependent = {Ref(-1 - number) for number, spec in enumerate(inputs) if spec.varies or spec.dynamic}
+    marked: list[list[TensorSpec]] = []
+    for call, outputs in zip(network.calls, specs, strict=True):
+        reads_samples = not dependent.isdisjoint(_read(call))
+        marked.append([replace(spec, mixes_samples=reads_samples and _lacks_samples(spec)) for spec in outputs])
+        if reads_samples:
+            dependent.update(Ref(call.index, output) for output in range(len(outputs)))
+        else:
+            dependent.update(Ref(call.index, output) for output, spec in enumerate(outputs) if spec.varies)
+    return marked
+
+
+def _lacks_samples(spec: TensorSpec) -> bool:
+    """No dimension of the tensor counts samples, or several do: then every sample meets every other."""
+    return not spec.dynamic and sum(bool(dim.per_sample) for dim in spec.shape) != 1
+
+
+def _read(call: Recorded) -> Iterable[Ref]:
+    """The references whose values the call reads."""
+    if call.target in SHAPE_READERS:
+        return ()
+    values: Any = (call.args[:1], call.mutated) if call.target in FIRST_READERS else (call.args, call.kwargs)
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Ref)] + call.mutated
