@@ -24,9 +24,10 @@ from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
 from lightning_gpp.capture import capture
 from lightning_gpp.plan import STEP
-from lightning_gpp.planning.assign import StageDraft, make_plan
+from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
 from lightning_gpp.runtime import DistributedTransport, Executor, Mesh, pairs_of
 from lightning_gpp.schedules import compile_program
+from lightning_gpp.stages import build
 
 WIDTH = 8
 NUM_SAMPLES = 8
@@ -121,7 +122,7 @@ def with_ours(rank: int) -> Result | None:
         for i, part in enumerate(PARTS)
     ]
     plan = make_plan(captured.graph, drafts, batch_size=NUM_SAMPLES, schedule="gpipe")
-    pipeline = captured.build(plan, model)
+    pipeline = build(captured, plan, model)
     executor = Executor(
         compile_program(plan),
         rank,

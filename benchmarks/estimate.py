@@ -29,7 +29,7 @@ from examples_by_name import EXAMPLES, model_and_batch
 from processes import load, run
 from saved_bytes import SavedBytes
 
-from lightning_gpp.capture import Capture, Pipeline, capture
+from lightning_gpp.capture import Capture, capture
 from lightning_gpp.cluster import Cluster, Device, preset
 from lightning_gpp.costs.model import CostModel
 from lightning_gpp.costs.roofline import Roofline
@@ -40,6 +40,7 @@ from lightning_gpp.planning import estimate, manual
 from lightning_gpp.runtime import DistributedTransport, Executor, Mesh, pairs_of
 from lightning_gpp.schedules import Kind, compile_program
 from lightning_gpp.simulation import StageCosts, simulate
+from lightning_gpp.stages import Pipeline, build
 
 NUM_MICRO_BATCHES = 4
 STEPS_PER_ROUND = 4
@@ -136,7 +137,7 @@ class Runner:
         captured = capture(self.model, self.batch)
         self.plan, self.batch_size = plan_of(name, captured), captured.batch_size
         silence(self.model)
-        self.pipeline: Pipeline = captured.build(self.plan, self.model)
+        self.pipeline: Pipeline = build(captured, self.plan, self.model)
         self.transport = DistributedTransport(Mesh(self.plan.num_devices, 1, rank), pairs_of(self.plan))
 
     def executor(self, trace: bool = False) -> Executor:

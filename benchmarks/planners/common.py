@@ -14,8 +14,8 @@ from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Control, Draft, Problem, Request
 from lightning_gpp.planning.found import settled
-from lightning_gpp.planning.registry import partitioner_of
-from lightning_gpp.planning.trial import tried
+from lightning_gpp.planning.problem.registry import partitioner_of
+from lightning_gpp.planning.problem.trial import tried
 from lightning_gpp.simulation import Timeline
 
 

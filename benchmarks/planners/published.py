@@ -1,14 +1,15 @@
 """The chain planners' recurrences as they are published: plain loops, one transition at a time.
 
-Tables of costs, tie-breaks, and what is made of the solution are those of `lightning_gpp.planning.pipedream` and
-`piper`, which hold the recurrences; so all answers are the same. These tables are made by numpy before the loops begin,
+Tables of costs, tie-breaks, and what is made of the solution are those of the package's `pipedream` and `piper`,
+which hold the recurrences; so all answers are the same. These tables are made by numpy before the loops begin,
 and a transition is no more than two comparisons: a planner that prices each stage when it tries it takes longer.
 """
 
 from __future__ import annotations
 
-from lightning_gpp.planning import Answer, Control, Problem, pipedream, piper
-from lightning_gpp.planning.problem import Array
+from lightning_gpp.planning import Answer, Control, Problem
+from lightning_gpp.planning.partitioners import pipedream, piper
+from lightning_gpp.planning.problem.problem import Array
 
 
 def pipedream_in_loops(problem: Problem, control: Control) -> Answer:

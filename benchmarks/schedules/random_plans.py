@@ -12,7 +12,7 @@ from benchmarks.schedules.random_slices import in_slices
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SHARDINGS, SOURCE, STEP, Edge, Figures, Plan, Stage
-from lightning_gpp.planning.layout import laid_out
+from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.schedules import schedule_names
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.simulation import Link, StageCost, StageCosts

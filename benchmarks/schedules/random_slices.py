@@ -1,5 +1,4 @@
-"""Random plans with any of their stages cut along the sequence, as `lightning_gpp.planning.slicing` cuts those of a
-model."""
+"""Random plans with stages cut along the sequence, as `planning.assignment.slices` cuts those of a model."""
 
 from __future__ import annotations
 

@@ -25,12 +25,13 @@ from torch.nn import functional as F
 from lightning_gpp.capture import Capture, capture
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.assign import StageDraft, make_plan
-from lightning_gpp.planning.slicing import Slicing, sliced
+from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+from lightning_gpp.planning.assignment.slices import Slicing, sliced
 from lightning_gpp.runtime import DistributedTransport, Executor, Mesh, pairs_of
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.sequence import causal_attention
 from lightning_gpp.simulation import StageCost, StageCosts, simulate
+from lightning_gpp.stages import build
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import load, run  # noqa: E402
@@ -122,7 +123,7 @@ def measure(rank: int, counts: Sequence[int], schedules: Sequence[str], micro_ba
 def executed(
     rank: int, captured: Capture, model: Model, batch: tuple[Tensor, Tensor], plan: Plan, repetitions: int
 ) -> str:
-    program, pipeline = compile_program(plan), captured.build(plan, model)
+    program, pipeline = compile_program(plan), build(captured, plan, model)
     executor = Executor(
         program,
         rank,

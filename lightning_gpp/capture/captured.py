@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,10 +20,7 @@ from lightning_gpp.capture.record import RunTime, record
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
-from lightning_gpp.plan import STEP, Plan
-
-if TYPE_CHECKING:
-    from lightning_gpp.capture.pipeline import Pipeline
+from lightning_gpp.plan import STEP
 
 SIZES = (4, 6)
 """Numbers of samples that are recorded; even, because some losses pair samples."""
@@ -47,16 +44,6 @@ class Capture:
         """The same for the same modules with the same operators, whatever the batch size."""
         parts = [f"{operator.target}|{operator.module}|{operator.parameters}" for operator in self.graph]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-    def build(self, plan: Plan, module: nn.Module) -> Pipeline:
-        """The stages of a plan, running the modules of `module`.
-
-        Raises:
-            CaptureError: a cut goes through a module that can only run whole.
-        """
-        from lightning_gpp.capture.pipeline import build
-
-        return build(self, plan, module)
 
 
 def capture(

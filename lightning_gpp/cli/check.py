@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.planning import partitioner_names
 from lightning_gpp.schedules import schedule_names
-from lightning_gpp.strategy.options import AUTO
+from lightning_gpp.training.options import AUTO
 
 EXTERNAL_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Environment variables that say: the processes of this run were started from outside, not by Lightning."""

@@ -10,21 +10,21 @@ from omegaconf import DictConfig, ListConfig
 
 from lightning_gpp.cli.interrupt import heeded, unheeded
 from lightning_gpp.cli.limit import TimeIsUp, limited
-from lightning_gpp.cli.misfit import misfit
 from lightning_gpp.cli.planning import Task, task_of, with_copies
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Found, count_pipelines, partitioner_names
+from lightning_gpp.planning.assignment.layout_check import misfit
 from lightning_gpp.planning.choice import each_schedule
 from lightning_gpp.planning.copies import INTERRUPTED, partition_copies
 from lightning_gpp.planning.folding import ordered
-from lightning_gpp.planning.registry import partitioner_of
+from lightning_gpp.planning.problem.registry import partitioner_of
 from lightning_gpp.reports import Outcome, Scheduled, compare_table, schedules_table, search_progress
 from lightning_gpp.schedules import schedule_names
-from lightning_gpp.strategy.machine import first
-from lightning_gpp.strategy.planner import check_devices, finished, planned, request_of
 from lightning_gpp.strategy.reporting import simulated
+from lightning_gpp.training.machine import first
+from lightning_gpp.training.planner import check_devices, finished, planned, request_of
 
 PARTITIONERS = tuple(name for name in partitioner_names() if name != "exhaustive")
 """Compared by default: all but the one that is for a handful of units and devices only."""

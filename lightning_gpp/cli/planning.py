@@ -12,12 +12,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_gpp.cli.check import check
-from lightning_gpp.cli.misfit import misfit
 from lightning_gpp.cli.subject import GraphFile, Step, captured, graph_file
 from lightning_gpp.cluster import Cluster, cluster_of
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Found, count_pipelines, devices_per_pipeline
+from lightning_gpp.planning.assignment.layout_check import misfit
 from lightning_gpp.reports import (
     alternatives_text,
     graph_svg,
@@ -34,11 +34,11 @@ from lightning_gpp.reports import (
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import Timeline
 from lightning_gpp.strategy import GPPStrategy
-from lightning_gpp.strategy.machine import Machine, resolved
-from lightning_gpp.strategy.options import Options
-from lightning_gpp.strategy.planner import Planned, check_devices, devices_wanted, planned
-from lightning_gpp.strategy.replicas import idle_sharding
 from lightning_gpp.strategy.reporting import simulated
+from lightning_gpp.training.machine import Machine, resolved
+from lightning_gpp.training.options import Options
+from lightning_gpp.training.planner import Planned, check_devices, devices_wanted, planned
+from lightning_gpp.training.replicas import idle_sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 from lightning_gpp._compat import attach_data, transferred
 from lightning_gpp.capture import Capture
-from lightning_gpp.capture.declared import Declared
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.costs.model import CostModel
@@ -26,11 +25,13 @@ from lightning_gpp.costs.table import CostTable
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning.readers import read_graph
-from lightning_gpp.strategy.costs import measured_costs
-from lightning_gpp.strategy.data import outline, peek
-from lightning_gpp.strategy.machine import footprint_of, present
-from lightning_gpp.strategy.options import Options
-from lightning_gpp.strategy.planner import TRAINING, Subject, captured_step
+from lightning_gpp.stages.declared import Declared
+from lightning_gpp.strategy.data import peek
+from lightning_gpp.training.batches import outline
+from lightning_gpp.training.costs import measured_costs
+from lightning_gpp.training.machine import footprint_of, present
+from lightning_gpp.training.options import Options
+from lightning_gpp.training.planner import TRAINING, Subject, captured_step
 
 CPU = torch.device("cpu")
 

@@ -12,15 +12,16 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lightning_gpp.capture import Capture, Pipeline
+from lightning_gpp.capture import Capture
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import Recorded, Ref, Size, StateRef
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Operator, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Plan
-from lightning_gpp.planning.assign import StageDraft, assign, crossing, make_plan
-from lightning_gpp.planning.modules import stage_names
-from lightning_gpp.planning.units import find_units
+from lightning_gpp.planning.assignment.assign import StageDraft, assign, crossing, make_plan
+from lightning_gpp.planning.assignment.modules import stage_names
+from lightning_gpp.planning.problem.units import find_units
+from lightning_gpp.stages import Pipeline, build
 
 Modules = tuple[str, ...]
 
@@ -88,7 +89,7 @@ def _built(capture: Capture, module: nn.Module, modules: Sequence[Modules]) -> t
         for index, (name, paths) in enumerate(zip(stage_names(modules), modules, strict=True))
     ]
     plan = make_plan(capture.graph, drafts, batch_size=capture.batch_size)
-    return plan, capture.build(plan, module)
+    return plan, build(capture, plan, module)
 
 
 def _described(capture: Capture, module: nn.Module, plan: Plan) -> tuple[Block, ...]:

@@ -10,13 +10,13 @@ from typing import Final
 from lightning_gpp.cluster import Cluster, Level
 from lightning_gpp.costs.footprint import OPTIMIZER_STATES
 from lightning_gpp.plan import STEP
-from lightning_gpp.planning.answer import Control
-from lightning_gpp.planning.draft import Draft
-from lightning_gpp.planning.evaluate import Evaluation, Evaluator
-from lightning_gpp.planning.modules import stage_names
-from lightning_gpp.planning.problem import Problem
-from lightning_gpp.planning.realise import compress
-from lightning_gpp.planning.registry import partitioner_of
+from lightning_gpp.planning.assignment.modules import stage_names
+from lightning_gpp.planning.problem.answer import Control
+from lightning_gpp.planning.problem.draft import Draft
+from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
+from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.realise import compress
+from lightning_gpp.planning.problem.registry import partitioner_of
 
 SECONDS_PER_TRIAL: Final = 1.0
 """Of the search for a plan under one suggestion, where a change of the draft at hand is not enough."""

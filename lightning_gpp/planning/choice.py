@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from lightning_gpp.errors import GPPError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning.answer import Alternative
 from lightning_gpp.planning.copies import partition_copies
 from lightning_gpp.planning.folding import num_stages_per_device
 from lightning_gpp.planning.found import Found, partition
+from lightning_gpp.planning.problem.answer import Alternative
 from lightning_gpp.planning.request import Request
 
 Outcome = Found | GPPError

@@ -9,10 +9,10 @@ from typing import Final
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning.answer import Alternative
-from lightning_gpp.planning.estimate import estimate
+from lightning_gpp.planning.assignment.estimate import estimate
 from lightning_gpp.planning.folding import Cut, is_folded, partition_for
 from lightning_gpp.planning.found import Found, partition
+from lightning_gpp.planning.problem.answer import Alternative
 from lightning_gpp.planning.request import Request
 from lightning_gpp.planning.resliced import found_in_slices, in_small_parts
 from lightning_gpp.schedules import compile_program

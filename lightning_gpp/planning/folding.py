@@ -18,11 +18,11 @@ from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.estimate import estimate
+from lightning_gpp.planning.assignment.estimate import estimate
+from lightning_gpp.planning.assignment.layout import both_ways, laid_out
+from lightning_gpp.planning.assignment.timed import timed
 from lightning_gpp.planning.found import Found, notes_of, partition
-from lightning_gpp.planning.layout import both_ways, laid_out
 from lightning_gpp.planning.request import Request
-from lightning_gpp.planning.timed import timed
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.simulation import simulate

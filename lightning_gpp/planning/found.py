@@ -9,14 +9,14 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.advice import advice
-from lightning_gpp.planning.answer import Alternative, Answer, Control
-from lightning_gpp.planning.bound import busy_bound, lower_bound
-from lightning_gpp.planning.draft import Draft
-from lightning_gpp.planning.evaluate import Evaluator
-from lightning_gpp.planning.problem import Problem
-from lightning_gpp.planning.registry import partitioner_of
+from lightning_gpp.planning.bounds.bound import busy_bound, lower_bound
+from lightning_gpp.planning.problem.answer import Alternative, Answer, Control
+from lightning_gpp.planning.problem.draft import Draft
+from lightning_gpp.planning.problem.evaluate import Evaluator
+from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.registry import partitioner_of
+from lightning_gpp.planning.problem.trial import num_actions, tried
 from lightning_gpp.planning.request import Request
-from lightning_gpp.planning.trial import num_actions, tried
 from lightning_gpp.simulation import Timeline
 
 NUM_TRIALS, MARGIN, MAX_ACTIONS = 6, 1.1, 40_000

@@ -11,11 +11,11 @@ from lightning_gpp.costs.model import CostModel
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning.answer import Progress
-from lightning_gpp.planning.micro_batches import resolve_size
-from lightning_gpp.planning.problem import Problem, operator_seconds
-from lightning_gpp.planning.slicing import Slicing
-from lightning_gpp.planning.units import find_units
+from lightning_gpp.planning.assignment.micro_batches import resolve_size
+from lightning_gpp.planning.assignment.slices import Slicing
+from lightning_gpp.planning.problem.answer import Progress
+from lightning_gpp.planning.problem.problem import Problem, operator_seconds
+from lightning_gpp.planning.problem.units import find_units
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Into how many micro-batches a mini-batch may be cut where the user leaves it open."""

@@ -7,11 +7,11 @@ from dataclasses import replace
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.planning.assignment.rebuild import remade, step_apart
+from lightning_gpp.planning.assignment.slices import Slicing, sequence_length, sliced
 from lightning_gpp.planning.folding import scheduled
 from lightning_gpp.planning.found import Found
-from lightning_gpp.planning.remade import remade, step_apart
 from lightning_gpp.planning.request import Request
-from lightning_gpp.planning.slicing import Slicing, sequence_length, sliced
 from lightning_gpp.slices import is_sliced, unsliced
 
 

@@ -3,8 +3,8 @@ action are put together from messages.
 
 An action works on an interval of samples. On every edge, the messages that it reads (or makes) tile this interval. A
 tensor that grows with the samples is cut and joined along its batch dimension. A tensor that does not depend on the
-samples is carried by every message: a reader takes the first copy, so its gradient goes back on the first message, zeros
-on the others. A tensor that combines samples (a loss) never comes here: its edge is not `sliceable`.
+samples is carried by every message: a reader takes the first copy, so its gradient goes back on the first message,
+zeros on the others. A tensor that combines samples (a loss) never comes here: its edge is not `sliceable`.
 """
 
 from __future__ import annotations

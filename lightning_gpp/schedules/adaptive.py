@@ -15,9 +15,9 @@ from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.local_search import Played, improved, played
+from lightning_gpp.schedules.memory import SLACK, limits_of, peaks_of
 from lightning_gpp.schedules.merge import merge
 from lightning_gpp.schedules.registry import orders_of, register
-from lightning_gpp.schedules.room import SLACK, limits_of, peaks_of
 from lightning_gpp.schedules.work import Work, work_of
 
 BEGINNINGS: Final = ("1f1b", "zb_h1", "zb_h2", "zero_bubble", "layerpipe", "interleaved", "breadth_first")

@@ -17,8 +17,8 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.in_flight import in_flight_samples
 from lightning_gpp.schedules.local_search import played
+from lightning_gpp.schedules.memory import SLACK
 from lightning_gpp.schedules.paced import Pace, due_times, paced
-from lightning_gpp.schedules.room import SLACK
 from lightning_gpp.schedules.work import Work, links, work_of
 
 PACES: Final = (Pace(0.5, 2.0), Pace(0.25, 2.0), Pace(0.5, 3.0))

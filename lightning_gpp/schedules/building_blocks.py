@@ -18,8 +18,8 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.due import DueRows, actions, by_due_times, coarse_numbers, levels
-from lightning_gpp.schedules.room import fits, peaks_of, rooms
+from lightning_gpp.schedules.memory import fits, peaks_of, rooms
+from lightning_gpp.schedules.nominal_times import DueRows, actions, by_due_times, coarse_numbers, levels
 from lightning_gpp.schedules.squeeze import fastest, squeezed
 from lightning_gpp.schedules.work import Work, is_extra, turns, work_of
 

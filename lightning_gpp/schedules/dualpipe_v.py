@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Schedule
-from lightning_gpp.schedules.due import actions, by_due_times
+from lightning_gpp.schedules.nominal_times import actions, by_due_times
 from lightning_gpp.schedules.registry import register
 from lightning_gpp.schedules.template import Template, numbered
 from lightning_gpp.schedules.work import work_of

@@ -17,7 +17,7 @@ from lightning_gpp.schedules.actions import Kind, Schedule
 from lightning_gpp.schedules.clock import Clock
 from lightning_gpp.schedules.hand_split import samples_ahead
 from lightning_gpp.schedules.in_flight import action_samples, slice_samples
-from lightning_gpp.schedules.room import SLACK, limits_of, needs_of
+from lightning_gpp.schedules.memory import SLACK, limits_of, needs_of
 from lightning_gpp.schedules.seq_1f1b import lanes as lanes_of
 from lightning_gpp.schedules.tasks import Rows
 from lightning_gpp.schedules.work import Work, turns

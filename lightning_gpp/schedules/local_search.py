@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from lightning_gpp.schedules.room import SLACK
+from lightning_gpp.schedules.memory import SLACK
 from lightning_gpp.schedules.tasks import Numbered, Rows
 from lightning_gpp.schedules.work import Work
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.clock import Clock
-from lightning_gpp.schedules.room import SLACK
+from lightning_gpp.schedules.memory import SLACK
 from lightning_gpp.schedules.tasks import Rows
 from lightning_gpp.schedules.work import Work, turns
 

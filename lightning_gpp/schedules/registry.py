@@ -10,10 +10,10 @@ from typing import Final
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import RELEASES, Action, Kind, Schedule
+from lightning_gpp.schedules.check_orders import check_orders
 from lightning_gpp.schedules.collectives import with_collectives
 from lightning_gpp.schedules.merge import Orders, merge
 from lightning_gpp.schedules.passes import with_data, with_recomputation
-from lightning_gpp.schedules.sound import check_orders
 
 Generator = Callable[[Plan, int], Orders]
 """From a plan and the samples of a mini-batch to the orders of all stages, or of all devices."""

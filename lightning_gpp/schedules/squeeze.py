@@ -19,7 +19,7 @@ from typing import Final
 
 from lightning_gpp.schedules.actions import Kind
 from lightning_gpp.schedules.clock import Clock
-from lightning_gpp.schedules.room import SLACK
+from lightning_gpp.schedules.memory import SLACK
 from lightning_gpp.schedules.tasks import Rows
 from lightning_gpp.schedules.work import Work
 

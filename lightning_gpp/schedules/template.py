@@ -12,7 +12,7 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.due import coarse_numbers, levels
+from lightning_gpp.schedules.nominal_times import coarse_numbers, levels
 
 Order = Callable[[int, int, int], Sequence[Action]]
 """From rank, number of ranks and number of micro-batches to what the rank does; stages are those of the chain."""

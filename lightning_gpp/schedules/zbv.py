@@ -10,9 +10,9 @@ from itertools import chain
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Schedule
 from lightning_gpp.schedules.building_blocks import squeezed_blocks
-from lightning_gpp.schedules.due import actions, by_due_times
+from lightning_gpp.schedules.memory import fits, peaks_of, rooms
+from lightning_gpp.schedules.nominal_times import actions, by_due_times
 from lightning_gpp.schedules.registry import register
-from lightning_gpp.schedules.room import fits, peaks_of, rooms
 from lightning_gpp.schedules.squeeze import fastest, play, squeezed
 from lightning_gpp.schedules.template import Template, numbered
 from lightning_gpp.schedules.v_half import V_HALF

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_gpp._compat import uses_dataloader_iter
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.strategy.compiled import compiled_steps
+from lightning_gpp.training.compiled import compiled_steps
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 

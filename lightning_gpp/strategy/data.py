@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,13 +11,11 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpp._compat import forget_indices
-from lightning_gpp.capture.batch import batch_size_of, map_samples
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.strategy.control import Control
+from lightning_gpp.training.control import Control
 
 
 @dataclass
@@ -115,24 +112,6 @@ def _ends_when_it_says(loader: Any) -> bool:
     if isinstance(loader, DataLoader):
         return not isinstance(loader.dataset, IterableDataset)
     return isinstance(loader, Sequence)
-
-
-def signature(batch: Any) -> int:
-    """A 63-bit fingerprint of a batch's structure, dtypes and shapes, whatever its number of samples and its values."""
-    total = batch_size_of(batch)
-    one = map_samples(batch, total, lambda tensor: tensor[:1], lambda items: items[:1])
-    leaves, spec = pytree.tree_flatten(one)
-    text = repr([str(spec), *map(_describe, leaves)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def _describe(leaf: Any) -> str:
-    return f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__qualname__
-
-
-def outline(batch: Any) -> Any:
-    """The batch with every tensor replaced by one without memory."""
-    return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def flattened(loaders: Any) -> list[Any]:

@@ -8,9 +8,9 @@ import threading
 import lightning.pytorch as pl
 
 from lightning_gpp._compat import disable_sigterm_broadcast
-from lightning_gpp.runtime.failure import FailureMonitor
-from lightning_gpp.runtime.processes import exit_now
-from lightning_gpp.runtime.stop_flag import StopFlag
+from lightning_gpp.failure.monitor import FailureMonitor
+from lightning_gpp.failure.processes import exit_now
+from lightning_gpp.failure.stop_flag import StopFlag
 
 
 class FailureGuard(pl.Callback):

@@ -14,9 +14,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_gpp.strategy.control import Control
-from lightning_gpp.strategy.engine import Engine
 from lightning_gpp.strategy.logs import LogRecorder
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.engine import Engine
 
 log = logging.getLogger(__name__)
 

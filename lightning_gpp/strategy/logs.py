@@ -22,7 +22,7 @@ from torchmetrics import Metric
 
 from lightning_gpp._compat import forward_cache, set_forward_cache
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.strategy.control import Control
+from lightning_gpp.training.control import Control
 
 _SIGNATURE = inspect.signature(pl.LightningModule.log)
 

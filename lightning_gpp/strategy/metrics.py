@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from lightning_gpp._compat import metric_state, reset_metric
-from lightning_gpp.strategy.control import Control
+from lightning_gpp.training.control import Control
 
 _SYNC_ATTRIBUTES = ("process_group", "distributed_available_fn")
 

@@ -15,9 +15,9 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_gpp._compat import LAUNCHER, default_backend, init_process_group
-from lightning_gpp.runtime.failure import FailureMonitor
-from lightning_gpp.runtime.processes import bind_to_parent, release_from_parent
-from lightning_gpp.strategy.control import Control
+from lightning_gpp.failure.monitor import FailureMonitor
+from lightning_gpp.failure.processes import bind_to_parent, release_from_parent
+from lightning_gpp.training.control import Control
 
 HEARTBEATS: Final = 5
 """A rank counts as stopped after this part of the time in which all ranks must have ended."""

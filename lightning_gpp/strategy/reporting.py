@@ -19,10 +19,10 @@ from lightning_gpp.reports import compare_timelines, comparison_text, plan_table
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import Span, StageCosts, Timeline, simulate
 from lightning_gpp.simulation.timeline import trace_style
-from lightning_gpp.strategy.control import Control
-from lightning_gpp.strategy.engine import Engine
-from lightning_gpp.strategy.machine import Machine
-from lightning_gpp.strategy.measured import Timings, gathered
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.engine import Engine
+from lightning_gpp.training.machine import Machine
+from lightning_gpp.training.measured import Timings, gathered
 
 COMPARED: Final = 100
 """How many of the last mini-batches are compared with the simulation."""

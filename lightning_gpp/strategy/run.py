@@ -17,21 +17,21 @@ from torch.optim import Optimizer
 from lightning_gpp import _compat
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
-from lightning_gpp.strategy.checkpoint import make_whole, saved_here, whole_optimizer_state
 from lightning_gpp.strategy.checks import check_callbacks, check_module, check_precision
-from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.data import peek
-from lightning_gpp.strategy.engine import Engine
 from lightning_gpp.strategy.hooks import SharedHooks
-from lightning_gpp.strategy.machine import footprint_of
 from lightning_gpp.strategy.metrics import MetricStates
-from lightning_gpp.strategy.optimizers import OptimizerIndex, clip_by_global_norm
-from lightning_gpp.strategy.parameters import move, tensors_of
-from lightning_gpp.strategy.planner import TRAINING
 from lightning_gpp.strategy.processes import agreed_seed
-from lightning_gpp.strategy.replicas import Layout, Replicas
 from lightning_gpp.strategy.reporting import TraceFile, announce_plan
-from lightning_gpp.strategy.shards import whole_states
+from lightning_gpp.training.checkpoint import make_whole, saved_here, whole_optimizer_state
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.engine import Engine
+from lightning_gpp.training.machine import footprint_of
+from lightning_gpp.training.optimizers import OptimizerIndex, clip_by_global_norm
+from lightning_gpp.training.parameters import move, tensors_of
+from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.replicas import Layout, Replicas
+from lightning_gpp.training.shards import whole_states
 
 if TYPE_CHECKING:
     from lightning_gpp.strategy.strategy import GPPStrategy

@@ -30,23 +30,23 @@ from lightning_gpp._compat import (
     subprocess_launcher,
 )
 from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import devices_per_pipeline
-from lightning_gpp.runtime.failure import FailureMonitor
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.simulation import Timeline
-from lightning_gpp.strategy.checkpoint import KEY, entry, load_state, whole_state
 from lightning_gpp.strategy.checks import check_layer_sync
-from lightning_gpp.strategy.control import Control
 from lightning_gpp.strategy.data import Placeholder, distribute
 from lightning_gpp.strategy.guard import FailureGuard
-from lightning_gpp.strategy.machine import ClusterSpec, checked
-from lightning_gpp.strategy.options import Options, StageSpec, load_plan, seconds
-from lightning_gpp.strategy.parameters import move
-from lightning_gpp.strategy.planner import devices_wanted
 from lightning_gpp.strategy.processes import join, tie_to_launcher, watch
 from lightning_gpp.strategy.reporting import simulated
 from lightning_gpp.strategy.run import Run
+from lightning_gpp.training.checkpoint import KEY, entry, load_state, whole_state
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.machine import ClusterSpec, checked
+from lightning_gpp.training.options import Options, StageSpec, load_plan, seconds
+from lightning_gpp.training.parameters import move
+from lightning_gpp.training.planner import devices_wanted
 
 log = logging.getLogger(__name__)
 

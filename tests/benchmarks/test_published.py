@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planners.published import LoopLevel, pipedream_in_loops, piper_in_loops
-from lightning_gpp.planning import Control, pipedream, piper
+from lightning_gpp.planning import Control
+from lightning_gpp.planning.partitioners import pipedream, piper
 from tests.planning.problems import random_problem
 from tests.planning.test_pipedream import TWO_BY_TWO, chain_problem
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from lightning_gpp.capture import Capture, batch_size_of, slice_batch
 from lightning_gpp.plan import SOURCE, STEP, Plan
-from lightning_gpp.planning.assign import StageDraft, make_plan
+from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
 from lightning_gpp.runtime.stage import LOSS, MicroBatch, StageModule
+from lightning_gpp.stages import build
 
 
 def chain_of(captured: Capture, stages: list[list[str]], micro_batch_size: int = 2) -> Plan:
@@ -35,7 +36,7 @@ def split_gradients(
     wrap: Callable[[Sequence[StageModule], Plan], Sequence[StageModule]] | None = None,
 ) -> float:
     """Loss of the split model; gradients go to the module's parameters. Values cross borders as detached leaves."""
-    pipeline = captured.build(plan, module)
+    pipeline = build(captured, plan, module)
     if wrap is not None:
         pipeline = replace(pipeline, stages=tuple(wrap(pipeline.stages, plan)))
     total = batch_size_of(batch)

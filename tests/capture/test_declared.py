@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_gpp.capture import capture, declare
+from lightning_gpp.capture import capture
 from lightning_gpp.errors import CaptureError, PlanError
 from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.assign import StageDraft, make_plan
+from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+from lightning_gpp.stages import declare
 from tests.capture import zoo
 from tests.capture.inprocess import split_gradients, whole_gradients
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp.capture import capture
 from lightning_gpp.errors import CaptureError, ShapeError
+from lightning_gpp.stages import build
 from tests.capture import zoo
 from tests.capture.inprocess import chain_of, split_gradients
 from tests.capture.zoo import Base
@@ -147,7 +148,7 @@ REFUSED = [
 def _split(kind: type[Base]) -> None:
     module = kind().double()
     captured = capture(module, zoo.batch())
-    captured.build(chain_of(captured, kind.stages), module)
+    build(captured, chain_of(captured, kind.stages), module)
 
 
 @pytest.mark.parametrize(("kind", "reason"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
@@ -170,7 +171,7 @@ def test_whole_modules_may_read_what_they_like(kind: type[Base]) -> None:
             capture(module, zoo.batch())
         return
     captured = capture(module, zoo.batch())
-    captured.build(chain_of(captured, [[""]]), module)
+    build(captured, chain_of(captured, [[""]]), module)
 
 
 class Scaled(Base):

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from lightning_gpp.capture import capture
 from lightning_gpp.runtime import Mesh
 from lightning_gpp.runtime.sharding import ShardedStages
+from lightning_gpp.stages import build
 from tests.capture import zoo
 from tests.capture.inprocess import chain_of, split_gradients, whole_gradients
 from tests.distributed import run_distributed
@@ -34,13 +35,13 @@ def _error(kind: type[zoo.Base], mesh: Mesh) -> tuple[float, int]:
     plan = chain_of(captured, kind.stages, 3)
     loss, reference = whole_gradients(module, plan, zoo.batch())
     parameters = dict(module.named_parameters())
-    used = captured.build(plan, module).parameters
+    used = build(captured, plan, module).parameters
     stages = {name: [stage for stage, names in enumerate(used) if name in names] for name in parameters}
     holders = {name: (0, 1) if len(stages[name]) == 1 else (mesh.rank,) for name in parameters}
     holders = {name: ranks for name, ranks in holders.items() if len(ranks) == 2}  # tied ones are left out
     mine = {name: parameters[name] for name in holders}
     sharding = ShardedStages(module, mine, holders, mesh, stages=stages)
-    pipeline = captured.build(plan, module)  # from the shards
+    pipeline = build(captured, plan, module)  # from the shards
     for stage in range(len(plan.stages)):
         sharding.ready(stage)
     ours = split_gradients(module, SimpleNamespace(build=lambda *_: pipeline), plan, zoo.batch())  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import torch
 
 from lightning_gpp.capture import capture
 from lightning_gpp.planning import manual
+from lightning_gpp.stages import build
 from tests.capture import zoo
 from tests.capture.inprocess import assert_transparent, chain_of, split_gradients
 
@@ -96,7 +97,7 @@ def test_a_parameter_of_the_loss_goes_with_the_step() -> None:
     module = zoo.LogitScale().double()
     captured = capture(module, zoo.batch())
     plan = manual(captured.graph, {"a": 0, "b": 1}, batch_size=zoo.B)
-    assert "scale" in captured.build(plan, module).parameters[plan.step_stage]
+    assert "scale" in build(captured, plan, module).parameters[plan.step_stage]
 
 
 def test_towers_stay_independent() -> None:
@@ -110,7 +111,7 @@ def test_towers_stay_independent() -> None:
 def test_tied_weights_have_one_name_in_two_stages() -> None:
     module = zoo.Tied().double()
     captured = capture(module, zoo.batch())
-    pipeline = captured.build(chain_of(captured, module.stages, 2), module)
+    pipeline = build(captured, chain_of(captured, module.stages, 2), module)
     holders = [i for i, names in enumerate(pipeline.parameters) if "a.weight" in names]
     assert holders == [0, 2]
     assert "c.weight" not in {name for names in pipeline.parameters for name in names}

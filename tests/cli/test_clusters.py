@@ -19,7 +19,7 @@ from lightning_gpp.cli.planning import device_type, make_plan, show, task_of
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Control, Problem
-from lightning_gpp.planning.registry import _PARTITIONERS, register
+from lightning_gpp.planning.problem.registry import _PARTITIONERS, register
 from tests.cli.commands import command, composed
 from tests.planning import graphs
 

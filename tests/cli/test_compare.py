@@ -16,14 +16,14 @@ import pytest
 
 from lightning_gpp.cli import plan as command_module
 from lightning_gpp.cli.compare import compare
-from lightning_gpp.cli.misfit import misfit
 from lightning_gpp.cli.plan import overrides
 from lightning_gpp.cli.planning import make_plan, show
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Control, Problem
-from lightning_gpp.planning import registry as partitioners
-from lightning_gpp.planning.layout import laid_out
+from lightning_gpp.planning.assignment.layout import laid_out
+from lightning_gpp.planning.assignment.layout_check import misfit
+from lightning_gpp.planning.problem.problem import registry as partitioners
 from lightning_gpp.reports.units import duration
 from lightning_gpp.schedules import Schedule, schedule_names
 from lightning_gpp.schedules.registry import _METHODS, register

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_gpp.runtime.failure import FailureMonitor
+from lightning_gpp.failure.monitor import FailureMonitor
 from tests import distributed
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([*distributed._PRELOADED, "lightning_gpp.strategy", "lightning_gpp.runtime.failure"])
+CONTEXT.set_forkserver_preload([*distributed._PRELOADED, "lightning_gpp.strategy", "lightning_gpp.failure.monitor"])
 """One server for all tests: whatever any of them needs and is slow to import."""
 
 STEP_OF_FAULT = 50

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from lightning_gpp.errors import PeerFailure
-from lightning_gpp.runtime.failure import FailureMonitor, _is_consequence
-from lightning_gpp.runtime.links import Address, connect
-from lightning_gpp.runtime.processes import ProcessIdentity
+from lightning_gpp.failure.links import Address, connect
+from lightning_gpp.failure.monitor import FailureMonitor, _is_consequence
+from lightning_gpp.failure.processes import ProcessIdentity
 from tests.failure.pipeline_rank import Rank, free_port, job
 
 # --- ends and pauses that are no failures
@@ -228,7 +228,7 @@ def test_a_pid_of_another_machine_is_left_alone() -> None:
 
 BOUND_CHILD = """
 import os, subprocess, sys, time
-child = "from lightning_gpp.runtime.processes import *; {calls}; print('bound', flush=True); time.sleep(60)"
+child = "from lightning_gpp.failure.processes import *; {calls}; print('bound', flush=True); time.sleep(60)"
 process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
 process.stdout.readline()
 print(process.pid, flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gpp.runtime.stop_flag import StopFlag
+from lightning_gpp.failure.stop_flag import StopFlag
 from tests.failure.pipeline_rank import Rank, job
 
 

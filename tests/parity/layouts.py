@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_gpp.capture import Capture
 from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.assign import StageDraft, make_plan
+from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
 from tests.parity.models import Subject
 
 

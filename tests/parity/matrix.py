@@ -19,15 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from lightning_gpp.capture import Capture, capture, slice_batch
 from lightning_gpp.plan import SOURCE, STEP, Plan
-from lightning_gpp.planning.assign import StageDraft, make_plan
-from lightning_gpp.planning.layout import both_ways, laid_out
-from lightning_gpp.planning.slicing import Slicing, sliced
+from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+from lightning_gpp.planning.assignment.layout import both_ways, laid_out
+from lightning_gpp.planning.assignment.slices import Slicing, sliced
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, RandomStreams, pairs_of
 from lightning_gpp.runtime.sharding import ShardedStages, StageSync
 from lightning_gpp.schedules import Program, compile_program, schedule_names
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.simulation import StageCosts, simulate
-from lightning_gpp.strategy.session import InContext
+from lightning_gpp.stages import build
+from lightning_gpp.training.session import InContext
 from tests.parity.shapes import MODELS, data, made
 
 NUM_PROCESSES = 4
@@ -199,7 +200,7 @@ def troubles(rank: int, run: Run, made_before: Compiled) -> Iterator[str]:
     plan, mesh = program.plan, mesh_of(program.plan.num_devices, variant.num_pipelines, rank)
     _, captured = subject(run.model, variant.bfloat16)
     module = made(run.model, torch.float32 if variant.bfloat16 else torch.float64)
-    pipeline = captured.build(plan, module)
+    pipeline = build(captured, plan, module)
     sync = sync_of(plan, module, pipeline.parameters, mesh)
     executor = Executor(
         program,

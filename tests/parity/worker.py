@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture import Capture, batch_size_of, capture, slice_batch
-from lightning_gpp.capture.step import loss_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, RandomStreams, pairs_of
 from lightning_gpp.schedules import compile_program
+from lightning_gpp.stages import build
+from lightning_gpp.stages.step import loss_of
 from tests.parity.layouts import Layout, plan_of
 from tests.parity.models import Subject, subject
 
@@ -65,7 +66,7 @@ class Rank:
         self.found, self.plan, self.layout = found, plan, layout
         self.mesh = Mesh(plan.num_devices, layout.num_pipelines, rank)
         self.module = _silent(copy.deepcopy(found.module))
-        pipeline = captured.build(plan, self.module)
+        pipeline = build(captured, plan, self.module)
         used = dict(enumerate(pipeline.parameters))
         devices = {name: _devices(plan, used, name) for name, _ in self.module.named_parameters()}
         everything = dict(self.module.named_parameters())

@@ -11,7 +11,7 @@ from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.costs.model import Seconds
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Problem
-from lightning_gpp.planning.units import Unit, UnitGraph, Value
+from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9)
 

@@ -12,7 +12,7 @@ from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.errors import PlanError
 from lightning_gpp.planning import Answer, Control, Problem, Request, partition, register
 from lightning_gpp.planning.advice import advice, repeated, searched
-from lightning_gpp.planning.evaluate import Evaluator
+from lightning_gpp.planning.problem.evaluate import Evaluator
 from tests.planning import graphs
 
 MEGABYTE = 1e6

@@ -2,7 +2,7 @@ import pytest
 
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning.assign import assign, crossing, forced
+from lightning_gpp.planning.assignment.assign import assign, crossing, forced
 from tests.planning.graphs import Builder, gpt, two_towers
 
 

@@ -10,10 +10,10 @@ import pytest
 from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning import Answer, Control, Draft, DraftStage, Evaluator, Problem, Request, partition
-from lightning_gpp.planning.auto import search
-from lightning_gpp.planning.auto.search import auto
-from lightning_gpp.planning.exhaustive import exhaustive
-from lightning_gpp.planning.registry import partitioner_of
+from lightning_gpp.planning.partitioners.auto import search
+from lightning_gpp.planning.partitioners.auto.search import auto
+from lightning_gpp.planning.partitioners.exhaustive import exhaustive
+from lightning_gpp.planning.problem.registry import partitioner_of
 from lightning_gpp.schedules import compile_program, verify
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE, simulated

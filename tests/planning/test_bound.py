@@ -9,11 +9,12 @@ import pytest
 
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.planning import Control, Problem, bound
-from lightning_gpp.planning.bound import bound_of_size, lower_bound
-from lightning_gpp.planning.exhaustive import exhaustive
-from lightning_gpp.planning.joints import joints_of
-from lightning_gpp.planning.units import Unit, UnitGraph, Value
+from lightning_gpp.planning import Control, Problem
+from lightning_gpp.planning.bounds import bound
+from lightning_gpp.planning.bounds.bottleneck import joints_of
+from lightning_gpp.planning.bounds.bound import bound_of_size, lower_bound
+from lightning_gpp.planning.partitioners.exhaustive import exhaustive
+from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
 from tests.planning.problems import DEVICE, Given, random_problem
 
 SLACK = 1 + 1e-9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_gpp.planning import Control
-from lightning_gpp.planning.exhaustive import exhaustive
+from lightning_gpp.planning.partitioners.exhaustive import exhaustive
 from tests.planning.problems import random_problem
 
 

@@ -15,16 +15,25 @@ from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Answer, Draft, Evaluator, Problem, Request, partition
-from lightning_gpp.planning.answer import Control
-from lightning_gpp.planning.graphpipe import graphpipe, search
-from lightning_gpp.planning.graphpipe.lines import Fork, Line, line_of
-from lightning_gpp.planning.graphpipe.search import PRECISION, converted, orders_of
-from lightning_gpp.planning.graphpipe.sets import Grid
-from lightning_gpp.planning.graphpipe.solve import Solver
-from lightning_gpp.planning.graphpipe.tables import Tables, weakest_link
-from lightning_gpp.planning.graphpipe.trace import Piece, strategy
-from lightning_gpp.planning.series_parallel import Leaf, Parallel, Series, Tree, leaves, order_of, parallel, series
-from lightning_gpp.planning.units import Unit, UnitGraph, Value
+from lightning_gpp.planning.partitioners.graphpipe import graphpipe, search
+from lightning_gpp.planning.partitioners.graphpipe.lines import Fork, Line, line_of
+from lightning_gpp.planning.partitioners.graphpipe.search import PRECISION, converted, orders_of
+from lightning_gpp.planning.partitioners.graphpipe.sets import Grid
+from lightning_gpp.planning.partitioners.graphpipe.solve import Solver
+from lightning_gpp.planning.partitioners.graphpipe.tables import Tables, weakest_link
+from lightning_gpp.planning.partitioners.graphpipe.trace import Piece, strategy
+from lightning_gpp.planning.partitioners.series_parallel import (
+    Leaf,
+    Parallel,
+    Series,
+    Tree,
+    leaves,
+    order_of,
+    parallel,
+    series,
+)
+from lightning_gpp.planning.problem.answer import Control
+from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
 from tests.planning import graphs
 from tests.planning.problems import DEVICE, Given
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_gpp.cluster import preset
 from lightning_gpp.planning import Request, partition
-from lightning_gpp.planning.registry import _PARTITIONERS
+from lightning_gpp.planning.problem.registry import _PARTITIONERS
 from tests.planning import graphs
 
 GUIDE = Path(__file__).parents[2] / "docs" / "planning.md"

@@ -12,12 +12,12 @@ from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import Found, Request, manual
+from lightning_gpp.planning.assignment.fit import check_sharding
+from lightning_gpp.planning.assignment.layout import both_ways, laid_out
+from lightning_gpp.planning.assignment.timed import timed, with_figures_of
 from lightning_gpp.planning.choice import best_schedule, each_schedule
 from lightning_gpp.planning.copies import partition_copies
-from lightning_gpp.planning.fit import check_sharding
 from lightning_gpp.planning.folding import folded
-from lightning_gpp.planning.layout import both_ways, laid_out
-from lightning_gpp.planning.timed import timed, with_figures_of
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.schedules.registry import schedule_names
 from lightning_gpp.simulation import StageCosts, simulate

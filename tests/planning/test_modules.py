@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_gpp.planning.modules import around, module_tree, some, stage_names
+from lightning_gpp.planning.assignment.modules import around, module_tree, some, stage_names
 from tests.planning import graphs
 
 

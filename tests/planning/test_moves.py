@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.planning import Evaluator, Problem, Request
-from lightning_gpp.planning.auto.coarse import coarse
-from lightning_gpp.planning.auto.moves import moves
-from lightning_gpp.planning.auto.orders import orders
-from lightning_gpp.planning.auto.seeds import Cuts, replica_counts, seeds
-from lightning_gpp.planning.auto.shape import Shape
+from lightning_gpp.planning.partitioners.auto.coarse import coarse
+from lightning_gpp.planning.partitioners.auto.moves import moves
+from lightning_gpp.planning.partitioners.auto.orders import orders
+from lightning_gpp.planning.partitioners.auto.seeds import Cuts, replica_counts, seeds
+from lightning_gpp.planning.partitioners.auto.shape import Shape
 from tests.planning import graphs
 from tests.planning.problems import random_problem
 

@@ -9,9 +9,9 @@ from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Control, Draft, DraftStage, Evaluator, Problem, Request, partition
-from lightning_gpp.planning.chains import levels_of
-from lightning_gpp.planning.pipedream import pipedream, place, solve
-from lightning_gpp.planning.units import Unit, UnitGraph, Value
+from lightning_gpp.planning.partitioners.chains import levels_of
+from lightning_gpp.planning.partitioners.pipedream import pipedream, place, solve
+from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
 from tests.planning import graphs
 from tests.planning.problems import DEVICE, Given, random_problem
 

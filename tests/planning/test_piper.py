@@ -9,11 +9,11 @@ import pytest
 
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.planning import Control, Evaluator, Problem, Request, partition
-from lightning_gpp.planning.chains import levels_of, precedence
-from lightning_gpp.planning.downsets import downsets
-from lightning_gpp.planning.pipedream import pipedream
-from lightning_gpp.planning.piper import MAX_COUNTED, piper
-from lightning_gpp.planning.units import UnitGraph
+from lightning_gpp.planning.partitioners.chains import levels_of, precedence
+from lightning_gpp.planning.partitioners.downsets import downsets
+from lightning_gpp.planning.partitioners.pipedream import pipedream
+from lightning_gpp.planning.partitioners.piper import MAX_COUNTED, piper
+from lightning_gpp.planning.problem.units import UnitGraph
 from tests.planning import graphs
 from tests.planning.problems import DEVICE, problem_of, random_problem
 from tests.planning.test_pipedream import FAST, chain_problem, compositions, towers, with_memory

@@ -8,9 +8,10 @@ import pytest
 
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.planning import Control, Evaluator, Request, exhaustive, partitioner_names, register
-from lightning_gpp.planning.exhaustive import shapes
-from lightning_gpp.planning.registry import partitioner_of
+from lightning_gpp.planning import Control, Evaluator, Request, partitioner_names, register
+from lightning_gpp.planning.partitioners import exhaustive
+from lightning_gpp.planning.partitioners.exhaustive import shapes
+from lightning_gpp.planning.problem.registry import partitioner_of
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE
 from tests.planning.problems import random_problem

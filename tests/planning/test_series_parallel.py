@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gpp.planning.series_parallel import (
+from lightning_gpp.planning.partitioners.series_parallel import (
     Conversion,
     Leaf,
     Node,
@@ -27,7 +27,7 @@ from lightning_gpp.planning.series_parallel import (
     parallel,
     series,
 )
-from lightning_gpp.planning.units import find_units
+from lightning_gpp.planning.problem.units import find_units
 from tests.planning import graphs
 
 Pairs = set[tuple[Node, Node]]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.planning.token_costs import cost_of, equal_parts, growing_share
+from lightning_gpp.planning.assignment.token_costs import cost_of, equal_parts, growing_share
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(0, 1))

@@ -6,7 +6,7 @@ import pytest
 from lightning_gpp.cluster import Device
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning.units import UnitGraph, find_units
+from lightning_gpp.planning.problem.units import UnitGraph, find_units
 from tests.planning import graphs
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9)

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import in_flight
-from lightning_gpp.strategy.planner import recomputing
+from lightning_gpp.training.planner import recomputing
 from tests.runtime.cases import Case, run_cases
 from tests.runtime.stages import make_data, reference
 from tests.strategies import plans

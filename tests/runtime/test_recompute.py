@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp.capture import Capture, capture
-from lightning_gpp.capture.declared import Declared, declare
 from lightning_gpp.errors import GPPError, PlanError
 from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.assign import StageDraft, make_plan
+from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
 from lightning_gpp.runtime import LOSS, Executor, MicroBatch, RandomStreams
 from lightning_gpp.runtime.module_state import SMALL, ModuleState
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.strategy.planner import recomputing
-from lightning_gpp.strategy.session import InContext
+from lightning_gpp.stages import build
+from lightning_gpp.stages.declared import Declared, declare
+from lightning_gpp.training.planner import recomputing
+from lightning_gpp.training.session import InContext
 from tests.runtime.stages import Mixer
 from tests.runtime.test_executor import Altered, NoTransport, executor_of, one_device
 from tests.strategies import plan_of
@@ -118,7 +119,7 @@ def train(
     num_steps: int = 2,
 ) -> list[float]:
     """Losses of the micro-batches; gradients and buffers are the module's."""
-    pipeline = captured.build(plan, module)
+    pipeline = build(captured, plan, module)
     executor = Executor(
         compile_program(plan),
         0,

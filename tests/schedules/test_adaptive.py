@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning.timed import timed
+from lightning_gpp.planning.assignment.timed import timed
 from lightning_gpp.schedules import Action, Kind, compile_program, schedule_names
 from lightning_gpp.schedules.local_search import improved, played
+from lightning_gpp.schedules.memory import peaks_of
 from lightning_gpp.schedules.registry import method_of
-from lightning_gpp.schedules.room import peaks_of
 from lightning_gpp.schedules.work import work_of
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
 from tests.strategies import chain, plan_of, plans, towers

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SOURCE, STEP, Figures, Plan
-from lightning_gpp.planning.layout import laid_out
+from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.simulation import StageCost, StageCosts, simulate

@@ -14,8 +14,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, in_flight, make_schedule
+from lightning_gpp.schedules.memory import peaks_of
 from lightning_gpp.schedules.registry import method_of, orders_of
-from lightning_gpp.schedules.room import peaks_of
 from lightning_gpp.schedules.squeeze import WINDOWS, play
 from lightning_gpp.schedules.work import work_of
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate

@@ -113,7 +113,7 @@ def fit(kind: type[Plain], strategy: Any, devices: int) -> dict[str, Any]:
 
 def fit_all(rank: int) -> Any:
     heard = Heard()
-    logging.getLogger("lightning_gpp.strategy.session").addHandler(heard)
+    logging.getLogger("lightning_gpp.training.session").addHandler(heard)
     runs = [fit(kind, harness.strategy(stages=STAGES, **settings), 2) for kind, settings in RUNS]
     sharded = {name: fit_two(kind, name) for kind, name in ((Plain, "none"), (InPlace, "zero1"), (InPlace, "fsdp"))}
     return runs, sharded, heard.messages

@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch.utils.data import DataLoader
 
-from lightning_gpp.strategy.data import Placeholder, outline, peek, signature
+from lightning_gpp.strategy.data import Placeholder, peek
+from lightning_gpp.training.batches import outline, signature
 from tests.strategy.harness import make_data
 
 

@@ -9,7 +9,7 @@ import pytest
 from lightning_gpp import GPPStrategy
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import STEP, Edge, Plan, Stage
-from lightning_gpp.strategy.planner import contradicted
+from lightning_gpp.training.planner import contradicted
 from tests.strategies import chain
 
 

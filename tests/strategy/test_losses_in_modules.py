@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_gpp import GPPStrategy
 from lightning_gpp.capture import capture
 from lightning_gpp.errors import PlanError
-from lightning_gpp.planning.manual import manual
+from lightning_gpp.planning.assignment.manual import manual
 from lightning_gpp.schedules.messages import derive_messages
 from tests.strategy import harness
 

@@ -14,8 +14,8 @@ from lightning_gpp.cluster import Cluster, preset
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.measure.memory import memory_bytes
 from lightning_gpp.planning import manual
-from lightning_gpp.strategy.machine import Machine, checked, first, footprint_of, present, resolved
 from lightning_gpp.strategy.reporting import simulated
+from lightning_gpp.training.machine import Machine, checked, first, footprint_of, present, resolved
 from tests.planning import graphs
 from tests.strategy import harness
 from tests.strategy.harness import loader, make_module

@@ -14,13 +14,13 @@ from torchmetrics import MeanMetric
 from lightning_gpp import CheckpointError, ConfigError, GPPError, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.mesh import Mesh
-from lightning_gpp.strategy.checkpoint import load_state, whole_state
-from lightning_gpp.strategy.control import Control
-from lightning_gpp.strategy.engine import Engine, _check_step_device
 from lightning_gpp.strategy.logs import LogRecorder
-from lightning_gpp.strategy.optimizers import OptimizerIndex
-from lightning_gpp.strategy.parameters import Placement, drop, settle, tensors_of
-from lightning_gpp.strategy.session import _check_placement
+from lightning_gpp.training.checkpoint import load_state, whole_state
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.engine import Engine, _check_step_device
+from lightning_gpp.training.optimizers import OptimizerIndex
+from lightning_gpp.training.parameters import Placement, drop, settle, tensors_of
+from lightning_gpp.training.session import _check_placement
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_module
 

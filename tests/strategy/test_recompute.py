@@ -17,7 +17,7 @@ from lightning_gpp import ConfigError, GPPStrategy, PlanError
 from lightning_gpp.capture import Capture, capture
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.reports import plan_table
-from lightning_gpp.strategy.planner import evaluation_plan, plan_for, recomputing, refitted
+from lightning_gpp.training.planner import evaluation_plan, plan_for, recomputing, refitted
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_data, make_module
 

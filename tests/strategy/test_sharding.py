@@ -17,9 +17,9 @@ from lightning_gpp import ConfigError
 from lightning_gpp.runtime.buckets import Bucket
 from lightning_gpp.runtime.operations import ComputeBackward
 from lightning_gpp.runtime.sharding.shards import StageShards, local
-from lightning_gpp.strategy.optimizers import state_bytes
-from lightning_gpp.strategy.parameters import bytes_of
-from lightning_gpp.strategy.replicas import ELEMENTWISE, Replicas, _sharding, check_elementwise
+from lightning_gpp.training.optimizers import state_bytes
+from lightning_gpp.training.parameters import bytes_of
+from lightning_gpp.training.replicas import ELEMENTWISE, Replicas, _sharding, check_elementwise
 from tests.strategies import chain
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_data, make_module

@@ -18,8 +18,9 @@ from lightning_gpp.capture import Capture, capture
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.sequence import causal_attention, positions
 from lightning_gpp.slices import is_sliced, unsliced
-from lightning_gpp.strategy.planner import captured_step, evaluation_plan, plan_for, refitted
-from lightning_gpp.strategy.slice_check import checked_slices
+from lightning_gpp.stages import build
+from lightning_gpp.training.planner import captured_step, evaluation_plan, plan_for, refitted
+from lightning_gpp.training.slice_check import checked_slices
 from tests.capture.inprocess import split_gradients
 from tests.strategy import harness
 
@@ -341,7 +342,7 @@ def test_a_plan_without_what_is_carried() -> None:
     plan = planned(slices=2)
     edges = tuple(edge for edge in plan.edges if (edge.src, edge.dst) != (1, 2))
     with pytest.raises(PlanError, match=r"edges between slices of a stage are \[\(3, 4\)\], the model carries over"):
-        captured().build(replace(plan, edges=edges), model())
+        build(captured(), replace(plan, edges=edges), model())
 
 
 def test_a_dimension_without_tokens() -> None:

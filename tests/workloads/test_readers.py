@@ -16,7 +16,7 @@ from lightning_gpp.costs.table import OperatorSeconds
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP
-from lightning_gpp.planning.assign import DATA, StageDraft, make_plan
+from lightning_gpp.planning.assignment.assign import DATA, StageDraft, make_plan
 from lightning_gpp.planning.readers import dnn_partitioning, read_graph
 from lightning_gpp.planning.readers.located import Located
 from tests.planning import graphs

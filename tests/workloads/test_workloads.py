@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.workloads import WORKLOADS, build, graph
 from lightning_gpp.plan import STEP
-from lightning_gpp.planning.modules import module_tree
+from lightning_gpp.planning.assignment.modules import module_tree
 
 MILLION, GIGA = 1e6, 1e9
 

@@ -11,7 +11,7 @@ from lightning_gpp.costs.table import CostTable, OperatorSeconds
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP
-from lightning_gpp.planning.assign import DATA
+from lightning_gpp.planning.assignment.assign import DATA
 from lightning_gpp.planning.readers.located import Located
 
 FLOAT_BYTES = 4

@@ -1,0 +1,187 @@
+"""Connections between the ranks' failure monitors: a star of TCP sockets around rank 0 that carries lines of JSON.
+
+A socket says more, and sooner, than keys in a store: the kernel closes it in the moment a process ends, however it
+ends, and the other side needs no polling to see it. Only a process that is stopped keeps its socket open; for that
+there are the heartbeats. The star costs rank 0 one small message per rank and tick, and every other rank one per tick.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from lightning_gpp.errors import PeerFailure
+from lightning_gpp.failure.processes import ProcessIdentity
+
+Message = dict[str, Any]
+
+_CHUNK: Final = 1 << 16
+_BACKLOG_LIMIT: Final = 1 << 20
+"""Bytes kept for a peer that does not read; beyond that it is stopped, and heartbeats are of no use to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where rank 0 listens; the token keeps out connections of other jobs and port scanners."""
+
+    host: str
+    port: int
+    token: str
+
+
+class Link:
+    """One connection to the monitor of another rank: whole messages over a socket that never blocks."""
+
+    def __init__(self, connection: socket.socket, rank: int, process: ProcessIdentity) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+        self.socket = connection
+        self.rank = rank
+        self.process = process
+        self.heard = time.monotonic()
+        """When the peer was last heard of."""
+        self.action = ""
+        """What the peer last said it was doing."""
+        self.done = False
+        """Whether the peer has ended its part and may close the connection."""
+        self._unsent = b""
+        self._unread = b""
+
+    def send(self, message: Message) -> None:
+        """Send, as far as the peer reads; the rest goes with the next call."""
+        if len(self._unsent) < _BACKLOG_LIMIT:
+            self._unsent += _encode(message)
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            self._unsent = self._unsent[self.socket.send(self._unsent) :] if self._unsent else b""
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent = b""  # the peer is gone; reading tells
+
+    def receive(self) -> tuple[list[Message], bool]:
+        """Messages that have arrived, and whether the connection has ended."""
+        while chunk := self._read():
+            self._unread += chunk
+        *lines, self._unread = self._unread.split(b"\n")
+        if lines:
+            self.heard = time.monotonic()
+        return [json.loads(line) for line in lines], chunk is not None
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _read(self) -> bytes | None:
+        """Bytes; none at the end of the connection; None when there is nothing to read yet."""
+        try:
+            return self.socket.recv(_CHUNK)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+
+class Listener:
+    """Rank 0's side of the start."""
+
+    def __init__(self) -> None:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._socket = socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=both)
+        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        self.address = Address(host=host, port=self._socket.getsockname()[1], token=secrets.token_hex(16))
+
+    def accept(self, world_size: int, patience: float) -> dict[int, Link]:
+        """Links to all other ranks. Raises PeerFailure naming the ranks that are missing after `patience` seconds."""
+        links: dict[int, Link] = {}
+        deadline = time.monotonic() + patience
+        with self._socket:
+            while len(links) < world_size - 1:
+                try:
+                    link = self._accept_one(deadline)
+                except TimeoutError:
+                    raise _missing(set(range(1, world_size)) - links.keys(), patience) from None
+                if link is not None:
+                    links[link.rank] = link
+        return links
+
+    def _accept_one(self, deadline: float) -> Link | None:
+        self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+        connection, _ = self._socket.accept()
+        hello = _hello(connection)
+        if not hmac.compare_digest(str(hello.get("token")), self.address.token):
+            connection.close()
+            return None
+        connection.sendall(_encode(_introduction(0, self.address.token)))
+        return Link(connection, hello["rank"], ProcessIdentity(**hello["process"]))
+
+
+def connect(address: Address, rank: int, patience: float) -> dict[int, Link]:
+    """The other side: a link to rank 0. Raises PeerFailure if rank 0 does not answer within `patience` seconds."""
+    try:
+        connection = socket.create_connection((address.host, address.port), timeout=patience)
+        connection.sendall(_encode(_introduction(rank, address.token)))
+        hello = _hello(connection, patience)
+        return {0: Link(connection, 0, ProcessIdentity(**hello["process"]))}
+    except (OSError, KeyError) as error:
+        raise PeerFailure(
+            f"Rank {rank} cannot reach rank 0's failure monitor at {address.host}:{address.port} ({error!r}). "
+            "MASTER_ADDR must be an address of rank 0's host that all hosts can reach, and no firewall may be between."
+        ) from error
+
+
+def exchange_through(group: dist.ProcessGroup | None = None) -> Callable[[Address | None], Address]:
+    """How rank 0's address becomes known: a broadcast in `group` (default: the default process group)."""
+
+    def exchange(address: Address | None) -> Address:
+        box = [address]
+        dist.broadcast_object_list(box, src=0, group=group)
+        if box[0] is None:
+            raise PeerFailure("Rank 0 did not publish the address of its failure monitor.")
+        return box[0]
+
+    return exchange
+
+
+def _introduction(rank: int, token: str) -> Message:
+    return {"rank": rank, "token": token, "process": asdict(ProcessIdentity.current())}
+
+
+def _hello(connection: socket.socket, patience: float = 5.0) -> Message:
+    """The first line of a connection, or nothing if what arrives is not one of ours."""
+    connection.settimeout(patience)
+    try:
+        message = json.loads(b"".join(_first_line(connection)))
+    except (OSError, ValueError):
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+def _first_line(connection: socket.socket) -> Iterator[bytes]:
+    for _ in range(4096):
+        byte = connection.recv(1)
+        if byte in (b"", b"\n"):
+            return
+        yield byte
+
+
+def _encode(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _missing(ranks: set[int], patience: float) -> PeerFailure:
+    return PeerFailure(
+        f"The failure monitors of ranks {sorted(ranks)} did not connect to rank 0 within {patience:.0f} s. "
+        "Their processes have ended, or cannot reach rank 0's host (MASTER_ADDR, firewall)."
+    )

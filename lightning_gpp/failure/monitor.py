@@ -1,0 +1,186 @@
+"""Failures end all ranks: the first cause is found, told to every rank and printed, and no process stays behind.
+
+A rank that fails in a pipeline leaves the others in receives that never end. The process group's own timeout must be
+longer than the longest legal wait (compiling a first step, writing a checkpoint), so it finds a failure late and names
+the wrong rank: the one that waited. Here, every rank has a thread that is connected with rank 0's (`links`), and
+
+* an exception is reported by the rank that raised it,
+* a process that ends without having said so (killed, `os._exit`) is noticed by its closed connection, at once,
+* a process that is stopped is noticed by its missing heartbeats, after `timeout` seconds, and killed by the ranks on
+  its host,
+* the first of these is printed by every rank, and the process ends with exit code 1, from the thread (`watch`): the
+  main thread may wait in a receive for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from lightning_gpp.errors import GPPError, PeerFailure
+from lightning_gpp.failure.links import Address, Link, Listener, connect, exchange_through
+from lightning_gpp.failure.processes import ProcessIdentity, exit_now
+from lightning_gpp.failure.watch import EXIT_CODE, Cause, Watcher
+
+_CONSEQUENCE_GRACE: Final = 2.0
+"""Seconds an error of communication waits for its cause to be named."""
+_CONSEQUENCES: Final = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "gloo")
+_SHORT: Final = 8
+"""Frames of a traceback that travel to the other ranks: the innermost."""
+
+
+class FailureMonitor:
+    """Watches over the ranks of a job, from `start` to `stop`.
+
+    `timeout`: seconds without a heartbeat after which a rank counts as stopped. It must exceed the longest time for
+    which no thread of a rank runs (a C call that holds the interpreter's lock). None or 0: silence is never judged (for
+    debuggers); exceptions and ends of processes still are.
+    `describe` tells what this rank is doing (`2F1, training`); it is called from a thread and must be cheap.
+    `exchange` makes rank 0's address known to all; default: a broadcast in the default process group.
+    `exit_grace`: seconds a rank that failed has to end by itself, printing its traceback, before it is ended.
+    `patience`: seconds for all ranks to connect at the start, and for rank 0 to wait for the others at the end.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        timeout: float | None = 12.0,
+        describe: Callable[[], str] = str,
+        exchange: Callable[[Address | None], Address] | None = None,
+        exit_grace: float = 5.0,
+        patience: float = 60.0,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout or 0.0
+        self._describe = describe
+        self._exchange = exchange or exchange_through()
+        self._exit_grace = exit_grace
+        self._patience = patience
+        self._watcher: Watcher | None = None
+        self._process = ProcessIdentity.current()
+        self._excepthook = sys.excepthook
+
+    def start(self) -> FailureMonitor:
+        """Connect and watch. All ranks call it at the same point. Raises PeerFailure if a rank cannot be reached."""
+        if self.world_size == 1:
+            return self
+        self._process = ProcessIdentity.current()
+        self._watcher = Watcher(
+            rank=self.rank,
+            links=self._connect(),
+            timeout=self.timeout,
+            describe=self._describe,
+            exit_grace=self._exit_grace,
+        )
+        self._watcher.start()
+        self._excepthook, sys.excepthook = sys.excepthook, self._on_uncaught
+        return self
+
+    def report(self, error: BaseException) -> None:
+        """This rank fails with `error`: tell the others. Returns if that is the first cause, for the caller to raise.
+
+        An error that only shows that another rank has gone waits for that rank to be named. If another rank failed
+        first, this process ends here; likewise after `sys.exit(0)`, which would pass for success.
+        """
+        watcher = self._watcher
+        if watcher is None or not watcher.is_alive() or os.getpid() != self._process.pid:
+            return
+        if not (_is_consequence(error) and watcher.known.wait(_CONSEQUENCE_GRACE)):
+            explains_itself = isinstance(error, GPPError)  # and its own rank shows the traceback as Python does
+            trace = "" if explains_itself else "".join(traceback.format_exception(error, limit=-_SHORT))
+            self.fail(f"raised {type(error).__name__}: {error}", trace)
+        if watcher.cause is not None and watcher.cause.rank != self.rank:
+            _record_for_torchrun(PeerFailure(str(watcher.cause)))
+            self._wait_for_the_end()
+        _record_for_torchrun(error)
+        if isinstance(error, SystemExit) and not error.code:
+            exit_now(EXIT_CODE)
+
+    def fail(self, event: str, trace: str = "") -> None:
+        """This rank fails by something that is no exception: `event` is a verb phrase. Returns when the others know."""
+        watcher = self._watcher
+        if watcher is None or not watcher.is_alive():
+            return
+        watcher.submit(
+            Cause(
+                rank=self.rank,
+                process=self._process,
+                action=self._describe(),
+                event=event,
+                reported=True,
+                traceback=trace,
+            )
+        )
+        watcher.known.wait(self._exit_grace)
+
+    def stop(self) -> None:
+        """End quietly. Ranks may do so at different times: rank 0 waits up to `patience` seconds for the others.
+
+        After a failure of this rank it does nothing, so that the error can be raised; after one of another rank the
+        process ends here.
+        """
+        watcher, self._watcher = self._watcher, None
+        if watcher is None or os.getpid() != self._process.pid:
+            return
+        if sys.excepthook == self._on_uncaught:
+            sys.excepthook = self._excepthook
+        if watcher.cause is None and watcher.is_alive():
+            watcher.finish(self._patience if self.rank == 0 else 1.0)
+        if watcher.cause is not None and watcher.cause.rank != self.rank:
+            self._wait_for_the_end()
+
+    @property
+    def cause(self) -> Cause | None:
+        """The first cause of the job's failure, once it is known here."""
+        return self._watcher.cause if self._watcher is not None else None
+
+    def __enter__(self) -> FailureMonitor:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.report(error)
+        self.stop()
+
+    def _connect(self) -> dict[int, Link]:
+        if self.rank != 0:
+            return connect(self._exchange(None), self.rank, self._patience)
+        listener = Listener()
+        self._exchange(listener.address)
+        return listener.accept(self.world_size, self._patience)
+
+    def _wait_for_the_end(self) -> None:
+        """The watcher ends the process; this thread must not return into code that works with dead ranks."""
+        threading.Event().wait(self._exit_grace)
+
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.report(error)
+        self._excepthook(kind, error, trace)
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether an error may only show that communication with another rank broke off."""
+    if error is None:
+        return False
+    if isinstance(error, (dist.DistError, ConnectionError, PeerFailure)):
+        return True
+    told = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _CONSEQUENCES)
+    return told or _is_consequence(error.__cause__ or error.__context__)
+
+
+def _record_for_torchrun(error: BaseException) -> None:
+    """Let torchrun's summary name the first cause instead of the process that ended first."""
+    get_error_handler().record_exception(error)

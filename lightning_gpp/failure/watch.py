@@ -1,0 +1,251 @@
+"""The thread that watches over other ranks while the main thread computes or waits, and ends the process in time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Final
+
+from lightning_gpp.failure.links import Link, Message
+from lightning_gpp.failure.processes import ProcessIdentity, exit_now, say
+
+EXIT_CODE: Final = 1
+
+_OTHERS_GRACE: Final = 1.0
+"""Seconds rank 0 gives the others to end by themselves, before it kills those on its host and ends too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why a job fails: what happened to which rank first."""
+
+    rank: int
+    process: ProcessIdentity
+    action: str
+    """What the rank was doing, or was last heard to do."""
+    event: str
+    """What happened, as a verb phrase: `raised ValueError: ...`, `was killed by SIGKILL`."""
+    reported: bool = False
+    """Whether the rank said so itself, and so ends by itself."""
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, message: dict[str, Any]) -> Cause:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(**{**message, "process": ProcessIdentity(**message["process"])})
+
+    def __str__(self) -> str:
+        last = "doing" if self.reported else "last heard of doing"
+        doing = f", {last}: {self.action}" if self.action else ""
+        return f"rank {self.rank} (host {self.process.host}, pid {self.process.pid}{doing}) {self.event}"
+
+
+class Watcher(threading.Thread):
+    """Owns the links of one rank. Judges the ranks at their other ends, passes on the first cause, ends the process.
+
+    Rank 0 has a link to every other rank, the others have one to rank 0: what one of them finds, rank 0 tells all.
+    Rank 0's order of arrival decides which cause is the first.
+    """
+
+    def __init__(
+        self, *, rank: int, links: dict[int, Link], timeout: float, describe: Callable[[], str], exit_grace: float
+    ) -> None:
+        super().__init__(name="gpp-failure-monitor", daemon=True)
+        self.rank = rank
+        self.cause: Cause | None = None
+        self.known = threading.Event()
+        """Set when `cause` is, and has been printed."""
+        self._links = links
+        self._timeout = timeout
+        self._describe = describe
+        self._exit_grace = exit_grace
+        self._interval = min(max(timeout / 8, 0.05), 0.5)
+        self._submitted: Cause | None = None
+        self._end_by = float("inf")
+        self._last_tick = time.monotonic() - self._interval  # the first one is due
+        self._open()
+
+    def submit(self, cause: Cause) -> None:
+        """From another thread: this rank fails."""
+        self._post(partial(self._submit, cause))
+
+    def finish(self, patience: float) -> None:
+        """From another thread: this rank ends well. Returns when all linked ranks have ended, or after `patience`."""
+        self._post(partial(self._finish, patience))
+        self.join(patience + 2.0)
+
+    def run(self) -> None:
+        while not self._is_over():
+            for key, _ in self._selector.select(max(self._last_tick + self._interval - time.monotonic(), 0)):
+                key.data()
+            if time.monotonic() >= self._last_tick + self._interval:
+                self._tick(time.monotonic())
+            self._leave_if_due(time.monotonic())
+        self._close()
+
+    # --- commands of other threads
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+
+    def _obey(self) -> None:
+        self._woken.recv(4096)
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _submit(self, cause: Cause) -> None:
+        self._submitted = cause
+        if self.rank == 0 or not self._links:
+            return self._adopt(cause)
+        return self._links[0].send({"cause": asdict(cause)})
+
+    def _finish(self, patience: float) -> None:
+        self._end_by = time.monotonic() + patience
+        if self.rank != 0:
+            for link in self._links.values():
+                link.done = True
+                link.send({"done": True})
+                with contextlib.suppress(OSError):
+                    link.socket.shutdown(socket.SHUT_WR)
+
+    # --- what comes in
+
+    def _read(self, link: Link) -> None:
+        messages, ended = link.receive()
+        for message in messages:
+            self._hear(link, message)
+        if ended:
+            self._lose(link)
+
+    def _hear(self, link: Link, message: Message) -> None:
+        link.action = message.get("action", link.action)
+        link.done = link.done or "done" in message
+        if "cause" in message:
+            self._adopt(Cause.of(message["cause"]))
+
+    def _lose(self, link: Link) -> None:
+        self._selector.unregister(link.socket)
+        link.close()
+        del self._links[link.rank]
+        if not link.done and self.cause is None:
+            self._adopt(self._submitted or self._found(link, self._silence(link) + link.process.ending()))
+
+    def _silence(self, link: Link) -> str:
+        """A stopped process may have been killed by another rank, a moment before this one judged it."""
+        seconds = time.monotonic() - link.heard
+        return f"stopped answering {seconds:.1f} s ago and " if self._timeout and seconds > self._timeout / 2 else ""
+
+    # --- what time does
+
+    def _tick(self, now: float) -> None:
+        self._forgive_own_pause(now)
+        self._last_tick = now
+        if self.cause is None:
+            action = self._action()
+            for link in self._links.values():
+                link.send({"action": action})
+        if self._timeout:
+            self._judge(now)
+
+    def _forgive_own_pause(self, now: float) -> None:
+        """After a time in which this thread did not run, nobody's silence can be known."""
+        if self._timeout and now - self._last_tick > self._timeout / 2:
+            for link in self._links.values():
+                link.heard = now
+
+    def _judge(self, now: float) -> None:
+        for link in self._links.values():
+            if not link.done and now - link.heard > self._timeout and self.cause is None:
+                stopped = " (it is stopped)" if link.process.state() in ("T", "t") else ""
+                self._adopt(self._found(link, f"stopped answering {now - link.heard:.1f} s ago{stopped}"))
+
+    def _action(self) -> str:
+        try:
+            return self._describe()
+        except Exception as error:  # the watch must go on whatever a caller's description does
+            return f"unknown ({error!r})"
+
+    # --- the end
+
+    def _found(self, link: Link, event: str) -> Cause:
+        action = f"{link.action}, {time.monotonic() - link.heard:.1f} s before" if link.action else ""
+        return Cause(rank=link.rank, process=link.process, action=action, event=event)
+
+    def _adopt(self, cause: Cause) -> None:
+        if self.cause is not None:
+            return
+        self.cause = cause
+        for link in self._links.values():
+            link.send({"cause": asdict(cause)})
+        self._end_by = time.monotonic() + self._grace(cause)
+        self._announce(cause)
+        self.known.set()  # last: the rank that failed may end from here on
+        if not cause.reported:
+            cause.process.kill()
+
+    def _grace(self, cause: Cause) -> float:
+        if cause.rank == self.rank:
+            return self._exit_grace
+        return _OTHERS_GRACE if self.rank == 0 else 0.0
+
+    def _announce(self, cause: Cause) -> None:
+        text = f"[rank {self.rank}] The job ends. First cause: {cause}"
+        if self.rank in (0, cause.rank):
+            line = "=" * 100
+            text = "\n".join(filter(None, (line, text, cause.traceback.rstrip(), line)))
+        say(text)
+
+    def _leave_if_due(self, now: float) -> None:
+        if self.cause is None:
+            return
+        alone = not self._links and self.cause.rank != self.rank
+        if alone or now >= self._end_by:
+            self._kill_left_behind(self.cause)
+            exit_now(EXIT_CODE)
+
+    def _kill_left_behind(self, cause: Cause) -> None:
+        for link in self._links.values():
+            if self.rank == 0 and not (cause.reported and link.rank == cause.rank):
+                link.process.kill()
+
+    def _is_over(self) -> bool:
+        if self.cause is not None:
+            return False
+        finishing = self._end_by < float("inf")
+        waiting = any(not link.done for link in self._links.values()) if self.rank == 0 else bool(self._links)
+        return time.monotonic() >= self._end_by or (not waiting and (finishing or self.rank != 0))
+
+    # --- sockets
+
+    def _open(self) -> None:
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ, self._obey)
+        for link in self._links.values():
+            self._selector.register(link.socket, selectors.EVENT_READ, partial(self._read, link))
+        forget = weakref.WeakMethod(self._forget)
+        os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
+
+    def _close(self) -> None:
+        for link in self._links.values():
+            link.send({"done": True})
+        self._forget()
+
+    def _forget(self) -> None:
+        """Close this process's sockets. In forked workers: while they hold copies, nobody sees this rank's end."""
+        for link in self._links.values():
+            link.close()
+        for each in (self._wake, self._woken, self._selector):
+            each.close()

@@ -1,0 +1,328 @@
+"""From module paths to stages: which operators a stage computes, what flows between stages, and the plan of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import networkx as nx
+
+from lightning_gpp.errors import PlanError
+from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
+from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage, topological
+
+DATA: Final = "@source"
+"""The module name of operators that stand for the data."""
+
+Assignment = dict[str, tuple[int, ...]]
+"""For every operator the stages that compute it. Cheap glue that several stages read is computed in each of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDraft:
+    """A stage before its edges and figures are known."""
+
+    name: str
+    modules: tuple[str, ...]
+    devices: tuple[int, ...]
+    micro_batch_size: int
+    round_robin: bool = False
+    recompute: bool = False
+
+
+def assign(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> Assignment:
+    """Give every operator to the stage that lists the longest prefix of its module path, and place the glue.
+
+    Glue are the operators outside of all listed modules. No placement of it makes one stage wait for another that it
+    does not need anyway, so that branches stay independent:
+
+    * read by one stage: it goes there, or to the stage that makes all it reads where that sends fewer bytes;
+    * read by several, of values that one stage makes or waits for: it goes to that stage (residual sums);
+    * read by several, of data or of several branches (masks): each reader computes it for itself. Operators that draw
+      random numbers, use parameters, or belong to a cluster are never repeated: the first reader computes these.
+
+    Raises:
+        PlanError: a module is listed twice.
+    """
+    placed = _Placement(graph, _owners(stage_modules))
+    for operator in reversed(list(graph)):
+        placed.place(operator)
+    _place_effects(graph, placed.assignment)
+    return placed.assignment
+
+
+def _place_effects(graph: OperatorGraph, assignment: Assignment) -> None:
+    """Operators that only update a buffer have no reader: they go where the buffer, or what they read, is."""
+    homes: dict[str, tuple[int, ...]] = {}
+    for operator in graph:
+        if operator.target != "input":
+            homes.update(dict.fromkeys(operator.buffers, assignment[operator.name][:1]))
+    for operator in reversed(list(graph)):
+        if operator.buffers and not assignment[operator.name]:
+            ancestors = nx.ancestors(graph.nx, operator.name)
+            home = _home(graph, assignment, [homes[name] for name in operator.buffers], ancestors)
+            homes.update(dict.fromkeys(operator.buffers, home))
+            for name in (operator.name, *(a for a in ancestors if not assignment[a])):
+                assignment[name] = home
+
+
+def _home(
+    graph: OperatorGraph, assignment: Assignment, homes: list[tuple[int, ...]], ancestors: set[str]
+) -> tuple[int, ...]:
+    makers = [assignment[operator.name][:1] for operator in graph if operator.name in ancestors]
+    sinks = [assignment[operator.name] for operator in graph if operator.target == "step"]
+    candidates = [*homes, *(maker for maker in reversed(makers) if maker != (SOURCE,)), *sinks]
+    return next(stages for stages in candidates if stages)
+
+
+def forced(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
+    """Pairs of stages (SOURCE left out): the second reads, itself or through glue, what modules of the first make."""
+    owners = _owned(graph, _owners(stage_modules))
+    return _forced(graph, owners, _makers(graph, owners))
+
+
+def _owners(stage_modules: Sequence[Sequence[str]]) -> dict[str, int]:
+    owners: dict[str, int] = {}
+    for index, modules in enumerate(stage_modules):
+        for module in modules:
+            if module in owners:
+                raise PlanError(f"Module {module!r} is listed by two stages, {owners[module]} and {index}.")
+            owners[module] = index
+    return owners
+
+
+def owner_of(module: str, owners: dict[str, int]) -> int | None:
+    """The value of the longest prefix (in whole path parts) of `module` among `owners`."""
+    while module not in owners:
+        if not module or module in (STEP, DATA):
+            return None
+        module = module.rpartition(".")[0]
+    return owners[module]
+
+
+def _owned(graph: OperatorGraph, owners: dict[str, int]) -> dict[str, int]:
+    """The stage of every operator in a listed module, or in one cluster with such an operator."""
+    owned: dict[str, int] = {}
+    clusters: dict[str, int] = {}
+    for operator in graph:
+        owner = owner_of(operator.module, owners)
+        if owner is not None and operator.target != "input":
+            owned[operator.name] = owner
+            clusters[operator.cluster] = owner
+    tied = (operator for operator in graph if operator.cluster and operator.cluster in clusters)
+    return owned | {operator.name: clusters[operator.cluster] for operator in tied}
+
+
+def _makers(graph: OperatorGraph, owned: dict[str, int]) -> dict[str, frozenset[int]]:
+    """For every operator the stages whose modules make what it reads, directly or through glue.
+
+    Those that another of them is known to wait for are left out: a residual stream names its last maker, not all.
+    """
+    makers: dict[str, frozenset[int]] = {}
+    for operator in graph:
+        found: set[int] = set()
+        waited: set[int] = set()
+        for source in graph.nx.predecessors(operator.name):
+            found |= {owned[source]} if source in owned else makers[source]
+            waited |= makers[source] - {owned[source]} if source in owned else set()
+        makers[operator.name] = frozenset(found - waited)
+    return makers
+
+
+def _forced(graph: OperatorGraph, owned: dict[str, int], makers: dict[str, frozenset[int]]) -> set[tuple[int, int]]:
+    return {(maker, stage) for name, stage in owned.items() for maker in makers[name] if maker != stage}
+
+
+def _ancestors(order: nx.DiGraph) -> dict[int, set[int]]:
+    """For every stage those that come before it. Stages of one cycle come before each other."""
+    components = nx.condensation(order)
+    before: dict[int, set[int]] = {}
+    for component in nx.topological_sort(components):
+        members: list[set[int]] = [components.nodes[source]["members"] for source in components.predecessors(component)]
+        before[component] = set().union(*members, *(before[source] for source in components.predecessors(component)))
+    return {
+        stage: before[component] | (members - {stage})
+        for component, members in components.nodes(data="members")
+        for stage in members
+    }
+
+
+class _Placement:
+    """The stages of operators, filled from the last operator to the first."""
+
+    def __init__(self, graph: OperatorGraph, owners: dict[str, int]) -> None:
+        self.graph = graph
+        self.owned = _owned(graph, owners)
+        self.makers = _makers(graph, self.owned)
+        self.ancestors = _ancestors(nx.DiGraph(sorted(_forced(graph, self.owned, self.makers))))
+        self.clusters: dict[str, tuple[int, ...]] = {}
+        self.assignment: Assignment = {}
+
+    def place(self, operator: Operator) -> None:
+        stages = self.clusters.get(operator.cluster) or self._stages_of(operator)
+        if operator.cluster and stages:
+            self.clusters[operator.cluster] = stages
+        self.assignment[operator.name] = stages
+
+    def _stages_of(self, operator: Operator) -> tuple[int, ...]:
+        if operator.target == "input":
+            return (SOURCE,)
+        if operator.name in self.owned:
+            return (self.owned[operator.name],)
+        readers = sorted({stage for name in self.graph.nx.successors(operator.name) for stage in self.assignment[name]})
+        last = self._last_maker(operator)
+        if last is not None and (len(readers) > 1 or (readers and self._shrinks(operator))):
+            return (last,)
+        return tuple(readers) if _may_repeat(operator) else tuple(readers[:1])
+
+    def _last_maker(self, operator: Operator) -> int | None:
+        """The stage that makes what the operator reads, and waits for all others that do; None where there is none."""
+        makers = self.makers[operator.name]
+        last = [stage for stage in makers if makers - {stage} <= self.ancestors.get(stage, set())]
+        return last[0] if len(last) == 1 else None
+
+    def _shrinks(self, operator: Operator) -> bool:
+        """Whether an operator makes fewer bytes than it reads; what comes from the data is read anywhere."""
+        edges = self.graph.nx.in_edges(operator.name, data="outputs")
+        read = [(self.graph[source], outputs) for source, _, outputs in edges if self.graph[source].target != "input"]
+        size = sum(source.outputs[output].bytes(1) for source, outputs in read for output in outputs)
+        return bool(sum(spec.bytes(1) for spec in operator.outputs) < size)
+
+
+def _may_repeat(operator: Operator) -> bool:
+    return not (operator.parameters or operator.buffers or operator.random or operator.cluster)
+
+
+def crossing(graph: OperatorGraph, assignment: Assignment) -> dict[tuple[int, int], list[tuple[str, int]]]:
+    """For every edge of the stage graph the values `(operator, output)` that flow, in recorded order."""
+    values: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    for operator in graph:
+        for _, target, outputs in graph.nx.out_edges(operator.name, data="outputs"):
+            for stage in assignment[target]:
+                if stage in assignment[operator.name]:
+                    continue
+                flow = values.setdefault((assignment[operator.name][0], stage), [])
+                flow.extend((operator.name, output) for output in outputs if (operator.name, output) not in flow)
+    return values
+
+
+def make_plan(
+    graph: OperatorGraph, drafts: Sequence[StageDraft], *, batch_size: int, schedule: str = "1f1b", model: str = ""
+) -> Plan:
+    """Complete drafts to a plan: edges, bytes and figures from the graph, stages in topological order.
+
+    Raises:
+        PlanError: the stages form a cycle, the drafts contradict themselves, or replicas would share what cannot be
+            shared.
+    """
+    order = _order(drafts, sorted(forced(graph, [draft.modules for draft in drafts])))
+    drafts = [drafts[index] for index in order]
+    assignment = assign(graph, [draft.modules for draft in drafts])
+    _check_replicas(graph, drafts, assignment)
+    edges = tuple(_edge(graph, pair, values) for pair, values in sorted(crossing(graph, assignment).items()))
+    figures = _figures(graph, assignment, len(drafts))
+    stages = tuple(
+        Stage(
+            name=draft.name,
+            modules=draft.modules,
+            devices=draft.devices,
+            micro_batch_size=draft.micro_batch_size,
+            round_robin=draft.round_robin,
+            recompute=draft.recompute,
+            figures=figures[index],
+        )
+        for index, draft in enumerate(drafts)
+    )
+    return Plan(stages=stages, edges=edges, batch_size=batch_size, schedule=schedule, model=model)
+
+
+def _order(drafts: Sequence[StageDraft], pairs: list[tuple[int, int]]) -> list[int]:
+    try:
+        return topological(pairs, len(drafts))
+    except nx.NetworkXUnfeasible:
+        cycle = [src for src, _ in nx.find_cycle(nx.DiGraph(pairs))]
+        names = " -> ".join(drafts[index].name for index in [*cycle, cycle[0]])
+        raise PlanError(
+            f"The stages form a cycle: {names}. Each needs a result of the next, so none can start. "
+            "Merge these stages, or move modules between them (strategy.stages)."
+        ) from None
+
+
+def mixing_stages(graph: OperatorGraph, assignment: Assignment) -> dict[int, Operator]:
+    """For every stage that makes values of all samples of a micro-batch together, the first operator that does."""
+    first: dict[int, Operator] = {}
+    for operator in graph:
+        if operator.target != "step" and any(spec.mixes_samples for spec in operator.outputs):
+            for stage in assignment[operator.name]:
+                first.setdefault(stage, operator)
+    return first
+
+
+def _check_replicas(graph: OperatorGraph, drafts: Sequence[StageDraft], assignment: Assignment) -> None:
+    for index, operator in mixing_stages(graph, assignment).items():
+        draft = drafts[index] if index != SOURCE else None
+        if draft is None or len(draft.devices) == 1 or draft.round_robin:
+            continue
+        where = f" ({operator.line})" if operator.line else ""
+        raise PlanError(
+            f"Stage {draft.name!r} has {len(draft.devices)} replicas that share each micro-batch, but {operator.target}"
+            f" in module {operator.module or 'the root module'!r}{where} combines all samples of a micro-batch, as a "
+            "loss or a mean does: each replica would combine its own share only. Give the stage one device, let its "
+            "replicas take whole micro-batches in turn (round_robin: true), or compute that value in the training step "
+            "(strategy.stages, strategy.plan)."
+        )
+
+
+def _edge(graph: OperatorGraph, pair: tuple[int, int], values: list[tuple[str, int]]) -> Edge:
+    specs = [graph[name].outputs[output] for name, output in values]
+    return Edge(
+        src=pair[0],
+        dst=pair[1],
+        bytes=sum(map(_size, specs), Affine()),
+        differentiable=any(spec.requires_grad for spec in specs),
+        dynamic=any(spec.dynamic for spec in specs),
+        sliceable=all(spec.dynamic or spec.divisible for spec in specs),
+    )
+
+
+def _figures(graph: OperatorGraph, assignment: Assignment, num_stages: int) -> list[Figures]:
+    flops = [Affine() for _ in range(num_stages)]
+    saved = [Affine() for _ in range(num_stages)]
+    pending: list[dict[tuple[str, int], Affine]] = [{} for _ in range(num_stages)]
+    names: list[set[str]] = [set() for _ in range(num_stages)]
+    for operator in graph:
+        for stage in assignment[operator.name]:
+            if stage != SOURCE:
+                flops[stage] += operator.flops
+                saved[stage] += operator.saved_bytes
+                names[stage].update(operator.parameters)
+                pending[stage].update(_for_weights(graph, operator))
+    return [
+        Figures(
+            flops=flops[stage],
+            activation_bytes=saved[stage],
+            pending_bytes=sum(pending[stage].values(), Affine()),
+            num_parameters=sum(graph.parameter_sizes[name] for name in names[stage]),
+            parameter_bytes=sum(graph.parameter_bytes[name] for name in names[stage]),
+        )
+        for stage in range(num_stages)
+    ]
+
+
+def _for_weights(graph: OperatorGraph, operator: Operator) -> dict[tuple[str, int], Affine]:
+    """What the gradients of an operator's parameters are made of: its inputs, and the gradients of its outputs."""
+    if not operator.parameters:
+        return {}
+    read = [
+        (source, output)
+        for source, _, outputs in graph.nx.in_edges(operator.name, data="outputs")
+        for output in outputs
+    ]
+    inputs = {(source, output): _size(graph[source].outputs[output]) for source, output in read}
+    return {**inputs, **{(operator.name, -1 - i): _size(spec) for i, spec in enumerate(operator.outputs)}}
+
+
+def _size(spec: TensorSpec) -> Affine:
+    fixed = spec.bytes(0)
+    return Affine(spec.bytes(1) - fixed, fixed)

@@ -1,0 +1,98 @@
+"""Whether a plan, perhaps from a file, was made for the model at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.planning.assignment.assign import assign, crossing, owner_of
+from lightning_gpp.planning.assignment.modules import around, module_tree, some
+from lightning_gpp.slices import is_sliced, unsliced
+
+REMEDY = "Make a new plan with `gpp-plan ... output=plan.yaml`, or remove strategy.plan."
+
+
+def check_sharding(plan: Plan, graph: OperatorGraph) -> None:
+    """Refuse to shard a parameter that several stages use: its ranks would be of several sets.
+
+    Raises:
+        ConfigError: stages are cut into slices.
+        PlanError: names the parameter and the stages.
+    """
+    if plan.sharding != "fsdp":
+        return
+    if is_sliced(plan):
+        raise ConfigError(
+            "strategy.sharding=fsdp and strategy.slices cannot be combined: a slice would gather the parameters of its "
+            "stage for itself. Use strategy.sharding=zero1, or remove strategy.slices."
+        )
+    users: dict[str, set[int]] = {}
+    assignment = assign(graph, [stage.modules for stage in plan.stages])
+    for operator in graph:
+        for name in operator.parameters:
+            users.setdefault(name, set()).update(assignment[operator.name])
+    for name, stages in users.items():
+        if len(stages) > 1:
+            names = " and ".join(repr(plan.stages[stage].name) for stage in sorted(stages))
+            raise PlanError(
+                f"strategy.sharding=fsdp: parameter {name!r} is used by the stages {names} and cannot be sharded over "
+                "the replicas of one. Put the modules that share it into one stage (strategy.stages), or use "
+                "strategy.sharding=zero1."
+            )
+
+
+def check_model(plan: Plan, graph: OperatorGraph, fingerprint: str = "") -> None:
+    """Refuse a plan that was made for another model.
+
+    Args:
+        plan: the plan.
+        graph: the captured model.
+        fingerprint: of the captured model. Compared where both it and the plan's are known.
+
+    Raises:
+        PlanError: naming modules that are missing or new, edges that differ, or the fingerprints.
+    """
+    plan = unsliced(plan).plan
+    known = {node.path for node in module_tree(graph).walk()} | {STEP}
+    listed = {module: index for index, stage in enumerate(plan.stages) for module in stage.modules}
+    missing = [module for module in listed if module not in known]
+    new = _unplaced(graph, listed)
+    if missing or new:
+        raise PlanError(f"The plan (strategy.plan) was made for another model. {_difference(missing, new)} {REMEDY}")
+    _check_edges(plan, graph)
+    if plan.model and fingerprint and plan.model != fingerprint:
+        raise PlanError(
+            f"The plan (strategy.plan) was made for another model: the modules have the same names, but the plan's "
+            f"fingerprint is {plan.model!r} and the model's {fingerprint!r}, so sizes or operators differ. {REMEDY}"
+        )
+
+
+def _unplaced(graph: OperatorGraph, listed: dict[str, int]) -> list[str]:
+    """Modules with parameters that no stage lists, and that hold no listed module."""
+    divided = around(listed)
+    modules = (operator.module for operator in graph if operator.parameters)
+    return [name for name in dict.fromkeys(modules) if owner_of(name, listed) is None and name not in divided]
+
+
+def _difference(missing: Sequence[str], new: Sequence[str]) -> str:
+    parts = [f"Modules of the plan that the model does not call: {some(missing)}."] if missing else []
+    parts += [f"Modules of the model that the plan does not place: {some(new)}."] if new else []
+    return " ".join(parts)
+
+
+def _check_edges(plan: Plan, graph: OperatorGraph) -> None:
+    planned = {(edge.src, edge.dst) for edge in plan.edges if not edge.artificial}
+    found = set(crossing(graph, assign(graph, [stage.modules for stage in plan.stages])))
+    if planned != found:
+        raise PlanError(
+            "The plan (strategy.plan) was made for another model: between its stages it has the edges "
+            f"{_arrows(plan, planned - found) or 'none'} that the model does not have, and lacks "
+            f"{_arrows(plan, found - planned) or 'none'}. {REMEDY}"
+        )
+
+
+def _arrows(plan: Plan, pairs: Iterable[tuple[int, int]]) -> str:
+    names = [*(stage.name for stage in plan.stages), "data"]  # SOURCE is -1, so it names the last entry
+    return ", ".join(f"{names[src]} -> {names[dst]}" for src, dst in sorted(pairs))

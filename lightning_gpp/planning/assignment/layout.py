@@ -1,0 +1,95 @@
+"""Several stages per device: which device gets which stages.
+
+Stages are lined up by their distance to the sink, so that branches lie side by side, and the line is folded over the
+devices:
+
+    looped, 4 devices    0 1 2 3 0 1 2 3       zigzag    0 1 2 3 3 2 1 0
+
+Then devices are renumbered so that the user's step is on device 0. A bidirectional layout adds to every stage a replica
+on the mirrored device, and the replicas take micro-batches in turn.
+
+Sources: Megatron-LM (Narayanan et al., SC'21) for loops, Hanayo (Liu et al., SC'23) for waves, Chimera (Li and Hoefler,
+SC'21) for both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+
+PLACEMENTS: Final = ("looped", "zigzag")
+
+
+def laid_out(plan: Plan, num_devices: int, placement: str) -> Plan:
+    """The plan with its stages, each on one device, folded over `num_devices` devices.
+
+    A stage that is nothing but the user's step is left out of the line, and runs on device 0.
+
+    Raises:
+        ConfigError: there are fewer stages than devices.
+    """
+    line = _line(plan)
+    if len(line) < num_devices:
+        raise ConfigError(
+            f"{len(line)} stages cannot be laid on {num_devices} devices. Give more stages (strategy.stages, or "
+            "strategy.stages_per_device with a partitioner), or fewer devices."
+        )
+    folded = {stage: _fold(position, num_devices, placement) for position, stage in enumerate(line)}
+    device = _renumbered(folded, folded.get(plan.step_stage, 0), num_devices)
+    stages = tuple(replace(stage, devices=(device.get(i, 0),)) for i, stage in enumerate(plan.stages))
+    return replace(plan, stages=stages)
+
+
+def both_ways(graph: OperatorGraph, plan: Plan) -> Plan:
+    """The plan with a second replica of every stage on the mirrored device; the user's step stays on device 0 alone."""
+    last = plan.num_devices - 1
+    drafts: list[StageDraft] = []
+    for stage in plan.stages:
+        modules = tuple(path for path in stage.modules if path != STEP)
+        (device,) = stage.devices
+        draft = StageDraft(
+            name=stage.name,
+            modules=modules,
+            devices=(device,) if 2 * device == last else (device, last - device),
+            micro_batch_size=stage.micro_batch_size,
+            round_robin=2 * device != last,
+            recompute=stage.recompute,
+        )
+        if modules:
+            drafts.append(draft)
+        if STEP in stage.modules:
+            step = replace(draft, name=_free_name(plan, modules), modules=(STEP,), devices=(0,))
+            drafts.append(replace(step, round_robin=False, recompute=False))
+    return make_plan(graph, drafts, batch_size=plan.batch_size, schedule=plan.schedule, model=plan.model)
+
+
+def _free_name(plan: Plan, modules: Sequence[str]) -> str:
+    """Of the stage with the step alone: the one it has, if it is alone already."""
+    own = plan.stages[plan.step_stage].name
+    return f"{own} step" if modules else own
+
+
+def _line(plan: Plan) -> list[int]:
+    """Stages from the far end to the sink; those at the same distance in their order in the plan."""
+    depths = plan.depths()
+    stages = (i for i, stage in enumerate(plan.stages) if stage.modules != (STEP,))
+    return sorted(stages, key=lambda stage: (-depths[stage], stage))
+
+
+def _fold(position: int, num_devices: int, placement: str) -> int:
+    lap, place = divmod(position, num_devices)
+    back = placement == "zigzag" and lap % 2
+    return num_devices - 1 - place if back else place
+
+
+def _renumbered(folded: dict[int, int], first: int, num_devices: int) -> dict[int, int]:
+    """Turn the line round, or rotate it, so that device `first` becomes device 0: neighbours stay neighbours."""
+    if first == num_devices - 1:
+        return {stage: num_devices - 1 - device for stage, device in folded.items()}
+    return {stage: (device - first) % num_devices for stage, device in folded.items()}

@@ -1,0 +1,74 @@
+"""Whether the stages of a plan lie as its schedule wants them, and go both ways where it does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from lightning_gpp.errors import GPPError
+from lightning_gpp.plan import STEP, Plan, Stage
+from lightning_gpp.planning.assignment.layout import laid_out
+from lightning_gpp.schedules.registry import method_of
+
+
+def misfit(plan: Plan, schedule: str) -> str:
+    """Why the plan is none for this schedule, in words; empty where it is one."""
+    method, stages = method_of(schedule), [stage for stage in plan.stages if stage.modules != (STEP,)]
+    if method.bidirectional and not all(_both_ways(plan, stage) for stage in stages):
+        return (
+            "it runs in both directions, and wants every stage also on the mirrored device, where it takes micro-"
+            "batches in turn (round_robin)."
+        )
+    if method.bidirectional and (reason := _one_way(plan, stages)):
+        return reason
+    number = method.stages_per_device
+    held = sum(1 if method.bidirectional else len(stage.devices) for stage in stages)
+    if -(-held // plan.num_devices) < number:
+        return f"it is made for {number} stages on every device; there are {held} on {plan.num_devices} devices."
+    if number > 1 and not method.bidirectional and not _lies(plan, method.placement):
+        return f"it wants the stages laid {_WORDS[method.placement]}, each on one device; these lie otherwise."
+    return ""
+
+
+_WORDS = {"looped": "round the devices in loops", "zigzag": "over the devices forth and back"}
+
+
+def _one_way(plan: Plan, stages: Sequence[Stage]) -> str:
+    """Why no two micro-batches ever run in opposite directions."""
+    if plan.num_devices < 2:
+        return "it runs in both directions, and 1 device has none; it takes 2 devices or more (trainer.devices)."
+    numbers = [-(-plan.batch_size // stage.micro_batch_size) for stage in stages]
+    if max(numbers, default=2) < 2:
+        return (
+            "it runs micro-batches in both directions in turn, and there is 1 micro-batch; it takes 2 or more "
+            "(strategy.num_micro_batches)."
+        )
+    return ""
+
+
+def _both_ways(plan: Plan, stage: Stage) -> bool:
+    last = plan.num_devices - 1
+    if len(stage.devices) == 1:
+        return 2 * stage.devices[0] == last
+    return stage.round_robin and len(stage.devices) == 2 and sum(stage.devices) == last
+
+
+def _lies(plan: Plan, placement: str) -> bool:
+    """Whether it has this layout, whatever the devices' numbers; stages of one depth may be exchanged."""
+    try:
+        wanted = laid_out(plan, plan.num_devices, placement)
+    except GPPError:
+        return False
+    single = all(len(stage.devices) == 1 for stage in plan.stages)
+    return single and _depths(plan) == _depths(wanted)
+
+
+def _depths(plan: Plan) -> Counter[tuple[int, ...]]:
+    """How often a device holds stages of these depths."""
+    depths = plan.depths()
+    held = ([i for i in plan.stages_on(device) if plan.stages[i].modules != (STEP,)] for device in _devices(plan))
+    return Counter(tuple(sorted(depths[stage] for stage in stages)) for stages in held)
+
+
+def _devices(plan: Plan) -> range:
+    return range(plan.num_devices)

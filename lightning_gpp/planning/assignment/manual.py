@@ -1,0 +1,159 @@
+"""Manual placement: the user says which modules form a stage, and if wanted on which devices, and with which sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+
+from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.planning.assignment.assign import StageDraft, assign, make_plan, owner_of
+from lightning_gpp.planning.assignment.devices import count_pipelines, number_devices
+from lightning_gpp.planning.assignment.micro_batches import resolve_size
+from lightning_gpp.planning.assignment.modules import around, module_tree, some, stage_names
+from lightning_gpp.planning.assignment.placement import Entry, Placement, read
+from lightning_gpp.planning.problem.units import step_owner
+
+
+def manual(
+    graph: OperatorGraph,
+    placement: Placement,
+    *,
+    batch_size: int,
+    num_devices: int | None = None,
+    num_micro_batches: int | None = None,
+    micro_batch_size: int | None = None,
+    schedule: str = "1f1b",
+    model: str = "",
+) -> Plan:
+    """The plan that the user wrote down.
+
+    Args:
+        graph: the captured operators.
+        placement: `{module path: stage number}`, `{stage name: keys}`, or a list of keys: `name`, `modules`, `devices`,
+            `micro_batch_size`, `recompute`, `round_robin`; all but `modules` may be left out. The module "@step" stands
+            for the
+            user's step; without it the step joins the stage that makes most of what it reads.
+        batch_size: samples of the mini-batch of one pipeline replica.
+        num_devices: of the job, if known: a plan that needs more is refused.
+        num_micro_batches: for stages without a `micro_batch_size`; or `micro_batch_size`; by default twice the depth.
+        schedule: name written into the plan.
+        model: fingerprint written into the plan.
+
+    Raises:
+        ConfigError: the placement is in none of the forms, or micro-batches do not fit the mini-batch.
+        PlanError: a module does not exist or is listed twice, a parameter is left without a stage, stages form a
+            cycle, or the devices do not suffice.
+    """
+    entries = _with_step(graph, _checked(graph, read(placement)))
+    names = stage_names([entry.modules for entry in entries])
+    drafts = [
+        StageDraft(
+            name=entry.name or name,
+            modules=entry.modules,
+            devices=entry.devices or (index,),
+            micro_batch_size=entry.micro_batch_size or batch_size,
+            recompute=entry.recompute,
+            round_robin=entry.round_robin,
+        )
+        for index, (entry, name) in enumerate(zip(entries, names, strict=True))
+    ]
+    plan = make_plan(graph, drafts, batch_size=batch_size, schedule=schedule, model=model)
+    size = resolve_size(batch_size, num_micro_batches, micro_batch_size, 2 * plan.depth)
+    given = {entry.modules: entry.micro_batch_size for entry in entries}
+    stages = tuple(replace(stage, micro_batch_size=given[stage.modules] or size) for stage in plan.stages)
+    plan = _with_devices(replace(plan, stages=stages), entries)
+    if num_devices is not None:
+        count_pipelines(plan, num_devices)
+    _check_sizes(plan)
+    return plan
+
+
+def _checked(graph: OperatorGraph, entries: list[Entry]) -> list[Entry]:
+    known = [node.path for node in module_tree(graph).walk()]
+    seen: dict[str, int] = {}
+    for index, entry in enumerate(entries):
+        for module in entry.modules:
+            if module not in known and module != STEP:
+                raise _unknown(module, known)
+            if module in seen:
+                raise PlanError(
+                    f"Module {module!r} is listed twice in strategy.stages: by stages {seen[module]} and {index}. "
+                    "A module belongs to one stage; list its submodules to divide it."
+                )
+            seen[module] = index
+    _check_parameters(graph, seen)
+    return entries
+
+
+def _unknown(module: str, known: Sequence[str]) -> PlanError:
+    close = get_close_matches(module, known, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else f"The step calls: {some(known[1:])}."
+    return PlanError(f"strategy.stages names the module {module!r}, which the training step never calls. {hint}")
+
+
+def _check_parameters(graph: OperatorGraph, owners: dict[str, int]) -> None:
+    """A module is forgotten if neither it nor a module around it or inside it is listed.
+
+    Parameters that a module around listed ones uses itself go where they are read, like all its own operators; those
+    of the user's step go with the step.
+    """
+    divided = around(owners)
+    left = {
+        name: None
+        for operator in graph
+        if operator.module != STEP and owner_of(operator.module, owners) is None and operator.module not in divided
+        for name in operator.parameters
+    }
+    if left:
+        raise PlanError(
+            f"strategy.stages leaves parameters without a stage: {some(list(left))}. "
+            "Add their modules, or a module around them, to a stage."
+        )
+
+
+def _with_step(graph: OperatorGraph, entries: list[Entry]) -> list[Entry]:
+    modules = [entry.modules for entry in entries]
+    if not any(STEP in paths for paths in modules):
+        owner = step_owner(graph, modules)
+        entries = [*entries]
+        entries[owner] = replace(entries[owner], modules=(*entries[owner].modules, STEP))
+    _check_work(graph, entries)
+    return entries
+
+
+def _check_work(graph: OperatorGraph, entries: Sequence[Entry]) -> None:
+    assignment = assign(graph, [entry.modules for entry in entries])
+    busy = {stage for stages in assignment.values() for stage in stages}
+    for index, entry in enumerate(entries):
+        if index not in busy:
+            raise PlanError(
+                f"Stage {index} of strategy.stages, with the modules {list(entry.modules)}, computes nothing: other "
+                "stages list all its submodules. Leave it out."
+            )
+
+
+def _with_devices(plan: Plan, entries: Iterable[Entry]) -> Plan:
+    given = [entry.devices is not None for entry in entries]
+    if not any(given):
+        return number_devices(plan)
+    if not all(given):
+        raise ConfigError("strategy.stages gives devices to some stages only; give them to all, or to none.")
+    step = plan.stages[plan.step_stage]
+    if 0 not in step.devices:
+        raise PlanError(
+            f"Stage {step.name!r} runs the training step and must be on device 0, which loads the data and logs; "
+            f"strategy.stages puts it on {list(step.devices)}."
+        )
+    return plan
+
+
+def _check_sizes(plan: Plan) -> None:
+    for stage in plan.stages:
+        if stage.micro_batch_size > plan.batch_size:
+            raise ConfigError(
+                f"Stage {stage.name!r} of strategy.stages: micro_batch_size={stage.micro_batch_size}, but a mini-batch "
+                f"has {plan.batch_size} samples per pipeline."
+            )

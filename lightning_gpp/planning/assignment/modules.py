@@ -1,0 +1,130 @@
+"""The tree of module paths that an operator graph mentions, and short names for sets of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from os.path import commonprefix
+
+from lightning_gpp.graph import Operator, OperatorGraph
+from lightning_gpp.plan import STEP
+from lightning_gpp.planning.assignment.assign import DATA
+
+
+@dataclass(slots=True)
+class ModuleNode:
+    """A module: the operators of its own forward, and its submodules in the order of their first call."""
+
+    path: str
+    operators: list[Operator] = field(default_factory=list)
+    children: dict[str, ModuleNode] = field(default_factory=dict)
+
+    def all_operators(self) -> Iterator[Operator]:
+        yield from self.operators
+        for child in self.children.values():
+            yield from child.all_operators()
+
+    def walk(self) -> Iterator[ModuleNode]:
+        yield self
+        for child in self.children.values():
+            yield from child.walk()
+
+    @property
+    def has_state(self) -> bool:
+        """Whether an operator in here reads a parameter or a buffer."""
+        return any(operator.parameters or operator.buffers for operator in self.all_operators())
+
+
+def module_tree(graph: OperatorGraph) -> ModuleNode:
+    """The tree of all modules with operators; the data and the user's step are not modules."""
+    root = ModuleNode("")
+    for operator in graph:
+        if operator.module not in (DATA, STEP):
+            _descend(root, operator.module).operators.append(operator)
+    return root
+
+
+def _descend(root: ModuleNode, path: str) -> ModuleNode:
+    node = root
+    for part in filter(None, path.split(".")):
+        name = f"{node.path}.{part}" if node.path else part
+        node = node.children.setdefault(part, ModuleNode(name))
+    return node
+
+
+def around(paths: Iterable[str]) -> set[str]:
+    """All modules that hold one of these, the root included; not the paths themselves unless they hold another."""
+    return {path[:end] for path in paths for end, letter in enumerate(path) if letter == "."} | {""}
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """Names for an error message: the first few, and how many more."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+LONGEST_NAME = 40
+"""Characters; longer names tell the first and the last module only."""
+
+
+def stage_names(stage_modules: Sequence[Sequence[str]]) -> list[str]:
+    """Short unique names for stages: `image_tower`, `blocks.0-3`, `head`. What all paths begin with is left out."""
+    paths = [[module for module in modules if module != STEP] for modules in stage_modules]
+    start = _common_start([path for listed in paths for path in listed])
+    names: list[str] = []
+    for listed in paths:
+        base = name = _name([path[start:] for path in listed])
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{base}#{number}"
+        names.append(name)
+    return names
+
+
+def _common_start(paths: Sequence[str]) -> int:
+    """Characters of the modules that hold all paths; none where a number would be left as a name."""
+    common = commonprefix([f"{path}." for path in paths])
+    start = common.rfind(".") + 1
+    rests = [path[start:] for path in paths]
+    return start if all(rest and not rest[0].isdecimal() for rest in rests) else 0
+
+
+def _name(paths: Sequence[str]) -> str:
+    if not paths or paths == [""]:
+        return "model" if paths else "step"
+    labels = [_label(parent, names) for parent, names in _by_parent(paths).items()]
+    name = "+".join(labels)
+    return name if len(labels) <= 2 and len(name) <= LONGEST_NAME else _span(paths[0], paths[-1])
+
+
+def _span(first: str, last: str) -> str:
+    """`a.b.0.x..1.y` for the paths a.b.0.x and a.b.1.y."""
+    start = commonprefix([f"{first}.", f"{last}."]).rfind(".") + 1
+    return f"{first}..{last[start:]}"
+
+
+def _by_parent(paths: Iterable[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        groups.setdefault(parent, []).append(name)
+    return groups
+
+
+def _label(parent: str, names: list[str]) -> str:
+    prefix = f"{parent}." if parent else ""
+    if len(names) == 1:
+        return prefix + names[0]
+    if all(name.isdecimal() for name in names):
+        return prefix + _ranges(sorted(map(int, names)))
+    return prefix + names[0] + ("+" if len(names) == 2 else "..") + names[-1]
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)

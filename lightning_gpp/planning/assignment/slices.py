@@ -1,0 +1,364 @@
+"""Cuts the stages of a plan along the sequence (`strategy.slices`), see `lightning_gpp.slices`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import networkx as nx
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
+from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage
+from lightning_gpp.planning.assignment.assign import Assignment, assign, crossing
+from lightning_gpp.planning.assignment.token_costs import cost_of, equal_parts, growing_share
+from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
+from lightning_gpp.slices import CARRY, COSTS, Unsliced, part_of, slice_name
+
+Value = tuple[str, int]
+"""Operator and number of its output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """What the user wants.
+
+    Args:
+        slices: their number, or the tokens of each.
+        dim: the dimension of tensors between stages that counts tokens.
+        modules: paths of the modules that may be cut; None: all that can.
+    """
+
+    slices: int | tuple[int, ...]
+    dim: int = 1
+    modules: tuple[str, ...] | None = None
+
+    @property
+    def number(self) -> int:
+        """Of slices."""
+        return self.slices if isinstance(self.slices, int) else len(self.slices)
+
+
+def carried(graph: OperatorGraph) -> dict[str, tuple[Operator, int]]:
+    """The operators that hand something to later tokens, and the dimension of what they hand on that counts tokens."""
+    found = {}
+    for operator in graph:
+        if operator.target.startswith(CARRY):
+            dim = int(operator.target.removeprefix(CARRY))
+            found[operator.name] = operator, dim % len(operator.outputs[0].shape)
+    return found
+
+
+def carried_by(
+    graph: OperatorGraph, assignment: Mapping[str, Sequence[int]], stage: int
+) -> list[tuple[TensorSpec, int]]:
+    """What a stage's operators carry over the whole sequence, in the order in which they run: spec, and dimension of
+    the tokens."""
+    found = carried(graph)
+    return [(operator.outputs[0], dim) for name, (operator, dim) in found.items() if stage in assignment[name]]
+
+
+def carried_bytes(graph: OperatorGraph, assignment: Mapping[str, Sequence[int]], stage: int) -> Affine:
+    """Of all that, over the whole sequence."""
+    return sum((_size(spec) for spec, _ in carried_by(graph, assignment, stage)), Affine())
+
+
+def is_cut(spec: TensorSpec, dim: int, length: int) -> bool:
+    """Whether a tensor between stages has one index per token in this dimension."""
+    return not spec.dynamic and len(spec.shape) > dim and spec.shape[dim] == Affine(0, length)
+
+
+def cut_spec(spec: TensorSpec, dim: int, tokens: int) -> TensorSpec:
+    """That of so many tokens of the tensor."""
+    return replace(spec, shape=(*spec.shape[:dim], Affine(0, tokens), *spec.shape[dim + 1 :]))
+
+
+def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
+    """The graph in which stages can only meet where tokens are counted by dimension `dim`, and so can be cut.
+
+    Operators between which tensors count them by another one, and modules that carry, as attention does, become one
+    cluster each.
+
+    Raises:
+        ConfigError: no tensor has tokens in that dimension; or what carries is recomputed by the model itself, at a
+            time when no slice is computed.
+    """
+    carriers = [operator for operator, _ in carried(graph).values()]
+    for operator in carriers:
+        if operator.cluster:
+            raise ConfigError(
+                f"strategy.slices: {operator.module or 'the model'!r} carries to later tokens ({operator.line}) inside "
+                "of activation checkpointing, which would run it again apart from its slice. Remove the checkpointing "
+                "there and use strategy.recompute, or remove strategy.slices."
+            )
+    lengths = {int(operator.outputs[0].shape[at].fixed) for operator, at in carried(graph).values()}
+    outside = [other for other in graph if not any(_inside(other, operator) for operator in carriers)]
+    if lengths and not any(is_cut(spec, dim, n) for other in outside for spec in other.outputs for n in lengths):
+        raise ConfigError(
+            f"strategy.slice_dim={dim}: no tensor of the model has its {sorted(lengths)} tokens there. Give the "
+            "dimension that counts tokens in what modules hand to each other, or remove strategy.slices."
+        )
+
+    def hides(spec: TensorSpec) -> bool:
+        return any(Affine(0, n) in spec.shape and not is_cut(spec, dim, n) for n in lengths)
+
+    ties = nx.Graph()
+    for operator in carriers:
+        ties.add_edges_from((operator.name, other.name) for other in graph if _inside(other, operator))
+    clusters: dict[str, str] = {}
+    for source, target, outputs in graph.nx.edges(data="outputs"):
+        made = graph[source].target != "input" and graph[target].target != "step"
+        if made and any(hides(graph[source].outputs[output]) for output in outputs):
+            ties.add_edge(source, target)
+    for operator in graph:
+        if operator.cluster:
+            ties.add_edge(operator.name, clusters.setdefault(operator.cluster, operator.name))
+    names = {name: f"tokens{i}" for i, tied in enumerate(nx.connected_components(ties)) for name in tied}
+    result = replace(graph, nx=graph.nx.copy())
+    for name, cluster in names.items():
+        result.nx.nodes[name]["operator"] = replace(graph[name], cluster=cluster)
+    return result
+
+
+def _inside(operator: Operator, carrier: Operator) -> bool:
+    """Whether an operator is in the module that carries, if that is not the whole model."""
+    return bool(carrier.module) and f"{operator.module}.".startswith(f"{carrier.module}.")
+
+
+def sliced(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
+    """The plan with every stage cut that can be.
+
+    A stage can if all that it hands to other stages has one index per token, and if it does not run the user's step.
+    What it receives is cut where it has one, and else goes to every slice.
+
+    Raises:
+        ConfigError: the model does not say what it carries, or the numbers do not fit it.
+    """
+    _check_modules(graph, slicing.modules or ())
+    length, growing = sequence_length(graph), growing_share(graph, carried(graph))
+    return _Cut(plan, graph, slicing, _intervals(slicing.slices, length, growing), length, growing).run()
+
+
+def _check_modules(graph: OperatorGraph, paths: Iterable[str]) -> None:
+    known = {operator.module for operator in graph}
+    unknown = [path for path in paths if path and not any(f"{name}.".startswith(f"{path}.") for name in known)]
+    if unknown:
+        raise ConfigError(f"strategy.slice_modules lists {unknown}, which the training step does not call.")
+
+
+def sequence_length(graph: OperatorGraph) -> int:
+    """The tokens of a sample, over which the model carries.
+
+    Raises:
+        ConfigError: it does not say what it carries, or has sequences of several lengths.
+    """
+    lengths = {int(operator.outputs[0].shape[dim].fixed) for operator, dim in carried(graph).values()}
+    if not lengths:
+        raise ConfigError(
+            "strategy.slices cuts micro-batches along the sequence, and the model does not say what a token needs of "
+            "those before it. Use lightning_gpp.sequence.causal_attention or carry in its modules (docs/slicing.md), "
+            "or remove strategy.slices."
+        )
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"strategy.slices: the model carries over sequences of {sorted(lengths)} tokens; slices are for models "
+            "with one length. Pad the inputs to the same length, or remove strategy.slices."
+        )
+    return lengths.pop()
+
+
+def _intervals(slices: int | Sequence[int], length: int, growing: float) -> list[tuple[int, int]]:
+    if isinstance(slices, int):
+        if slices > length:
+            raise ConfigError(f"strategy.slices={slices} is more than the {length} tokens of a sample.")
+        return equal_parts(slices, length, growing)
+    stops = [sum(slices[: i + 1]) for i in range(len(slices))]
+    if stops[-1] != length:
+        raise ConfigError(
+            f"strategy.slices={list(slices)} are {stops[-1]} tokens in sum, a sample has {length}. Change them, or "
+            "give their number."
+        )
+    return list(zip([0, *stops], stops, strict=False))
+
+
+@dataclass(slots=True)
+class _Cut:
+    plan: Plan
+    graph: OperatorGraph
+    slicing: Slicing
+    intervals: Sequence[tuple[int, int]]
+    length: int
+    growing: float
+    assignment: Assignment = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.assignment = assign(self.graph, [stage.modules for stage in self.plan.stages])
+
+    def run(self) -> Plan:
+        flows = crossing(self.graph, self.assignment)
+        chosen = [stage for stage in range(len(self.plan.stages)) if self._can(stage, flows)]
+        if not chosen:
+            raise ConfigError(self._nothing())
+        numbers: dict[int, list[int]] = {SOURCE: [SOURCE]}
+        stages: list[Stage] = []
+        for index, stage in enumerate(self.plan.stages):
+            size = carried_bytes(self.graph, self.assignment, index)
+            parts = self._parts(stage, size) if index in chosen else [stage]
+            numbers[index] = list(range(len(stages), len(stages) + len(parts)))
+            stages += parts
+        edges = [new for edge in self.plan.edges for new in self._edges(edge, flows, numbers)]
+        for index in chosen:
+            edges += self._carrying(numbers[index], index)
+        ordered = tuple(sorted(edges, key=lambda edge: (edge.src, edge.dst)))
+        return replace(self.plan, stages=tuple(stages), edges=ordered, sequence_dim=self.slicing.dim)
+
+    def _can(self, index: int, flows: Mapping[tuple[int, int], Sequence[Value]]) -> bool:
+        stage = self.plan.stages[index]
+        if STEP in stage.modules or not self._wanted(stage) or self._has_other_sequences(index):
+            return False
+        sent = [value for (src, _), values in flows.items() if src == index for value in values]
+        return bool(sent) and all(map(self._is_cut, sent))
+
+    def _has_other_sequences(self, index: int) -> bool:
+        """Whether most work of a stage is on other sequences: every slice would do all of that again."""
+        work = {True: 0.0, False: 0.0}
+        for operator in self.graph:
+            if index in self.assignment[operator.name]:
+                work[operator.name in self.graph.whole] += operator.flops.at(1)
+        return work[True] > work[False]
+
+    def _wanted(self, stage: Stage) -> bool:
+        names = self.slicing.modules
+        if names is None:
+            return True
+        return all(any(f"{path}.".startswith(f"{name}.") or not name for name in names) for path in stage.modules)
+
+    def _nothing(self) -> str:
+        return (
+            f"strategy.slices: no stage can be cut along dimension {self.slicing.dim} (strategy.slice_dim) into slices "
+            f"of {self.length} tokens: each hands on tensors without it, runs the user's step, works mostly on another "
+            "sequence, or has modules that are not in strategy.slice_modules. Say the stages by strategy.stages, "
+            "change these settings, or remove strategy.slices."
+        )
+
+    def _parts(self, stage: Stage, carried_bytes: Affine) -> list[Stage]:
+        return [
+            replace(
+                stage,
+                name=slice_name(stage.name, tokens),
+                tokens=tokens,
+                figures=_figures(
+                    stage.figures, tokens, self.length, cost_of(tokens, self.length, self.growing), carried_bytes
+                ),
+            )
+            for tokens in self.intervals
+        ]
+
+    def _share(self, tokens: tuple[int, int]) -> float:
+        return (tokens[1] - tokens[0]) / self.length
+
+    def _edges(
+        self, edge: Edge, flows: Mapping[tuple[int, int], Sequence[Value]], numbers: Mapping[int, Sequence[int]]
+    ) -> Iterator[Edge]:
+        """Slices meet the same slices; a stage that is whole meets all."""
+        above, below = numbers[edge.src], numbers[edge.dst]
+        number = max(len(above), len(below))
+        values = flows.get((edge.src, edge.dst), ())
+        for part in range(number):
+            share = self._share(self.intervals[part]) if number > 1 else 1.0
+            yield replace(
+                edge,
+                src=above[part if len(above) > 1 else 0],
+                dst=below[part if len(below) > 1 else 0],
+                bytes=self._bytes(values, share) if number > 1 else edge.bytes,
+                seconds=scaled(edge.seconds, share),
+            )
+
+    def _bytes(self, values: Iterable[Value], share: float) -> Affine:
+        sizes = (scaled(_size(self._spec(value)), share if self._is_cut(value) else 1.0) for value in values)
+        return sum(sizes, Affine())
+
+    def _is_cut(self, value: Value) -> bool:
+        """Whether slices get their tokens of a tensor, and not all of it."""
+        return value[0] not in self.graph.whole and is_cut(self._spec(value), self.slicing.dim, self.length)
+
+    def _carrying(self, parts: Sequence[int], index: int) -> Iterator[Edge]:
+        """From each slice to the next, where there is anything to carry. It stays on its devices, and takes no time."""
+        specs = [spec for spec, _ in carried_by(self.graph, self.assignment, index)]
+        size, grad = sum(map(_size, specs), Affine()), any(spec.requires_grad for spec in specs)
+        for number in range(len(parts) - 1 if specs else 0):
+            share = self.intervals[number][1] / self.length
+            yield Edge(src=parts[number], dst=parts[number + 1], bytes=scaled(size, share), differentiable=grad)
+
+    def _spec(self, value: Value) -> TensorSpec:
+        return self.graph[value[0]].outputs[value[1]]
+
+
+def sliced_costs(costs: StageCosts, plan: Plan, whole: Unsliced, graph: OperatorGraph) -> StageCosts:
+    """Costs of a plan's slices, from those of its stages put together: bytes in proportion to the tokens, seconds as
+    attention makes later ones dearer. Parameters, and what their gradients' sums take, are the first slice's.
+    """
+    length, growing = sequence_length(graph), growing_share(graph, carried(graph))
+
+    assignment = assign(graph, [stage.modules for stage in whole.plan.stages])
+    sizes = [carried_bytes(graph, assignment, number) for number in range(len(whole.plan.stages))]
+
+    def part(cost: StageCost, index: int) -> StageCost:
+        tokens = plan.stages[index].tokens
+        if tokens is None:
+            return cost
+        return _part(cost, tokens, length, cost_of(tokens, length, growing), sizes[whole.numbers[index]])
+
+    firsts = [stage.tokens is None or not stage.tokens[0] for stage in plan.stages]
+    return replace(
+        costs,
+        stages=tuple(part(costs.stages[number], index) for index, number in enumerate(whole.numbers)),
+        replicas={
+            (index, device): part(cost, index)
+            for (number, device), cost in costs.replicas.items()
+            for index in whole.parts(number)
+        },
+        all_reduce=tuple(
+            costs.all_reduce[number] if firsts[index] else 0.0 for index, number in enumerate(whole.numbers)
+        )
+        if costs.all_reduce
+        else (),
+        ranks=tuple(costs.ranks[number] for number in whole.numbers) if costs.ranks else (),
+    )
+
+
+def _part(cost: StageCost, tokens: tuple[int, int], length: int, work: float, carried_bytes: Affine) -> StageCost:
+    share = (tokens[1] - tokens[0]) / length
+    affine = {
+        entry.name: part_of(entry.name, getattr(cost, entry.name), share, work)
+        for entry in fields(cost)
+        if isinstance(getattr(cost, entry.name), Affine)
+    }
+    part = replace(cost, **affine, parameter_bytes=0 if tokens[0] else cost.parameter_bytes)
+    kept = _kept(tokens, carried_bytes)
+    if cost.working_bytes != Affine():  # what it keeps is what it received
+        return replace(part, working_bytes=part.working_bytes + kept)
+    return replace(part, activation_bytes=part.activation_bytes + kept)
+
+
+def _figures(figures: Figures, tokens: tuple[int, int], length: int, work: float, carried_bytes: Affine) -> Figures:
+    share = (tokens[1] - tokens[0]) / length
+    costs = {name: part_of(name, getattr(figures, name), share, work) for name in COSTS}
+    part = replace(figures, **costs)  # type: ignore[arg-type]
+    part = replace(part, activation_bytes=part.activation_bytes + _kept(tokens, carried_bytes))
+    return replace(part, num_parameters=0, parameter_bytes=0) if tokens[0] else part
+
+
+def _kept(tokens: tuple[int, int], carried_bytes: Affine) -> Affine:
+    """Memory for what is carried of the whole sequence: the first slice takes it, whose backward is the last."""
+    return Affine() if tokens[0] else carried_bytes
+
+
+def scaled(cost: Affine, share: float) -> Affine:
+    """The cost of a part."""
+    return Affine(cost.per_sample * share, cost.fixed * share)
+
+
+def _size(spec: TensorSpec) -> Affine:
+    fixed = spec.bytes(0)
+    return Affine(spec.bytes(1) - fixed, fixed)

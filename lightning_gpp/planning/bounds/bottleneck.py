@@ -1,0 +1,274 @@
+"""A lower bound from a joint, a unit that all others are in order with: its stage waits for others, and they for it.
+
+Let j be the joint, z its stage, on r devices. No stage has units both ahead of j and behind it, as that would make a
+cycle with z. Of the others' K - r devices, k run stages behind; the rest run stages ahead. With M micro-batches, z is
+busy for L = M tau_z seconds, and no stage ahead for longer than Y = M max tau_s. Stages are to last T seconds.
+
+* **z** waits for the slowest stage ahead, before its first forward and after its last backward: L + Y / M <= T. So it
+  has room for min(C_r(L), N_r(T - head)), where C is like N (see `room`), but without the sums of gradients, and head
+  is what that stage's forward takes of Y / M at the least.
+* **A stage s ahead** waits for z. In 1F1B it has w micro-batches in flight, the lesser of M and n + 1 + a, where n is
+  the number of stages on its longest path, and a = 1 where the user's step gets a stage of its own. That path goes
+  through z: from where it leads around z, it could be led through z. Let P be the seconds of the path there and back,
+  P = tau_z + sum tau_i over the n - 1 others. Between its first forward and its first backward s runs w - 1 forwards;
+  between its last ones, w - 1 backwards. Of the lesser of both it idles max(A, B) >= P - (w - 1) x, where
+  x >= min(f_s, g_s); and if w < M, the two waits are apart: A + B >= 2 P - (w - 1) tau_s.
+
+  For now let no tau_i be below Y / 2M. Then, as x <= Y / 2M, s idles at least
+
+      c = max( tau_z - (1 + a) x,                                               (w - 1 <= n + a)
+               min( 2 tau_z - (1 + a) Y / M,                                     (w < M)
+                    tau_z + max(0, M - 2 - a) Y / 2M - (M - 1) x ) )             (M - 1 <= n + a)
+
+  With other schedules than 1F1B it is tau_z - (M - 1) x. So stages ahead have room for min(R(T - c), C(Y)) per device.
+* **A stage behind** waits for z and for the slowest stage ahead, before its first forward and after its last backward.
+  So it has room for min(C(T - (L + Y) / M), R(T - head)) per device, where head is what the forwards take of that.
+* **Small stages** on the path make the wait shorter, by xi_i = max(0, Y / M - 2 tau_i) each, but they have room for
+  (Y - M xi_i) / 2 seconds only. With one such device the others ahead idle c - xi; with two or more, these have room
+  for Y / 2 seconds each, and no other is said to wait.
+
+Units behind the joint are in z or behind it, those ahead in z or ahead of it, and N, R and C are those of these units.
+If T is feasible, all work has room for some r, k, L, Y, and xi: z has room for what is behind the joint and finds none
+in the stages there, and for what is ahead and finds none there, together. Room only grows with T, so the smallest
+feasible T bounds the step from below; L, Y and xi are looked at in intervals, each at its better end. This is done for
+the joint with few units behind that takes longest, and for the last one. Gradients have to return along all edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gpp.planning.bounds.knapsack import CELLS, Rooms, only
+from lightning_gpp.planning.problem.problem import Array, Problem
+
+STRIDE = 64
+"""Cells of the grid per interval of L and Y."""
+
+SMALL = 6
+"""Intervals of xi."""
+
+MAX_BEHIND = 3.0
+"""Joints with more devices' worth of work behind are not looked at."""
+
+Seconds: TypeAlias = NDArray[np.floating[Any]]
+Interval: TypeAlias = tuple[Seconds, Seconds]
+"""Lower and upper ends of seconds, by intervals of L (rows) and of Y (columns)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How forwards and backwards divide a unit's seconds, at the most and at the least.
+
+    Args:
+        share: with `extra`: a stage's shorter pass takes at most `share` of its seconds, and `extra` more.
+        extra: seconds.
+        head: of a stage's seconds, at least this fraction is its forward.
+    """
+
+    share: float
+    extra: float
+    head: float
+
+
+def least_with_joint(problem: Problem, size: int, rooms: Rooms, split: Split, joint: int, least: float) -> float:
+    """Seconds of a step that no plan with micro-batches of `size` samples can beat.
+
+    Args:
+        problem: whose last unit runs the step.
+        size: samples of a micro-batch.
+        rooms: of this size.
+        split: of forwards and backwards.
+        joint: one of `joints_of`.
+        least: what is known already.
+    """
+    wait = _Joint(problem, size, rooms, split, joint)
+    return max(least, rooms.cell * _infeasible(wait.feasible, int(least / rooms.cell), CELLS))
+
+
+def _infeasible(feasible: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number of cells from `low` to `high` that is not feasible; `low` if all are."""
+    if low >= high or feasible(low + 1):
+        return low
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if feasible(middle) else (middle, high)
+    return low
+
+
+def joints_of(problem: Problem, work: Array) -> list[int]:
+    """The joints that are looked at, the most promising first.
+
+    None where the step does not follow all other units, or where the gradient of a value does not return.
+    """
+    if not all(value.num_directions == 2 and value.bytes.at(1) > 0 for value in problem.units.values):
+        return []
+    order, last = problem.order, problem.num_units - 1
+    ahead = _reached(range(last + 1), order.predecessors)
+    behind = _reached(range(last, -1, -1), order.successors)
+    joints = [unit for unit in range(last + 1) if ahead[unit].bit_count() + behind[unit].bit_count() == last]
+    if not joints or joints[-1] != last:
+        return []
+    limit = MAX_BEHIND * float(work.sum()) / problem.num_devices
+    few = [unit for unit in joints[:-1] if _work(work, behind[unit]) <= limit]
+    return [*sorted(few, key=lambda unit: -float(work[unit]))[:1], last]
+
+
+def _reached(units: Iterable[int], step: Callable[[int], Iterable[int]]) -> dict[int, int]:
+    """For every unit all that can be reached from it, as bits; `units` so that the next ones come first."""
+    reached: dict[int, int] = {}
+    for unit in units:
+        reached[unit] = 0
+        for other in step(unit):
+            reached[unit] |= reached[other] | 1 << other
+    return reached
+
+
+def _work(work: Array, units: int) -> float:
+    return sum(float(seconds) for unit, seconds in enumerate(work) if units >> unit & 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spans:
+    """Intervals of L and of Y, for steps of `seconds`, which are `cells` of the grid."""
+
+    cells: int
+    seconds: float
+    busy: Interval
+    slowest: Interval
+
+
+def _spans(cells: int, cell: float, own: float) -> _Spans:
+    """z is busy for `own` seconds at least."""
+    levels = np.arange(0, cells + STRIDE, STRIDE) * cell
+    busy = np.maximum(levels[:-1, None], own), levels[1:, None]
+    return _Spans(cells=cells, seconds=cells * cell, busy=busy, slowest=(levels[None, :-1], levels[None, 1:]))
+
+
+class _Joint:
+    """Which steps are feasible, as far as one joint tells."""
+
+    def __init__(self, problem: Problem, size: int, rooms: Rooms, split: Split, unit: int) -> None:
+        self.number, self.micro_batches = -(-problem.batch_size // size), problem.batch_size / size
+        self.rooms, self.split, self.unit = rooms, split, unit
+        self.devices, self.single_step = problem.num_devices, problem.single_step
+        self.one_f_one_b = set(problem.schedules) <= {"1f1b"}
+        behind = _reached(range(problem.num_units - 1, -1, -1), problem.order.successors)[unit]
+        sides = [other for other in range(problem.num_units) if other != unit]
+        self.sides = only(rooms, sides, self.micro_batches)
+        ahead = [other for other in sides if not behind >> other & 1]
+        self.ahead = only(rooms, ahead, self.micro_batches) if behind else self.sides
+        self.behind = only(rooms, [other for other in sides if behind >> other & 1], self.micro_batches)
+        self.wanted_behind = float(self.behind.work.sum()) * (1 - 1e-9)
+        self.wanted = float(self.sides.work.sum()) * (1 - 1e-9)
+
+    def feasible(self, cells: int) -> bool:
+        """Whether all work may have room within so many cells of the grid."""
+        if self.devices * self.sides.density[cells] < self.wanted:
+            return False
+        return any(self._fits(cells, number) for number in range(len(self.rooms.shares)))
+
+    def _fits(self, cells: int, number: int) -> bool:
+        """The same where z has one of the numbers of replicas."""
+        share, own = self.rooms.shares[number], self._own(number)
+        left = cells * self.rooms.cell - own - float(share.summing[self.unit])
+        most, others = float(self.sides.at(self.sides.full[number], left)), self.devices - share.fewest
+        if left < 0 or most + others * float(self.sides.density[cells]) < self.wanted:
+            return False
+        if share.most >= self.devices and most >= self.wanted:
+            return True
+        spans = _spans(cells, self.rooms.cell, own)
+        inside = self._inside(spans, number)
+        return any(
+            self._packs(inside, *outside)
+            for behind in self._numbers_behind(cells, others, most)
+            for outside in self._outside(spans, others - behind, behind, share.fewest)
+        )
+
+    def _own(self, number: int) -> float:
+        """Seconds that z is busy for at least: those of the joint."""
+        return self.micro_batches * float(self.rooms.shares[number].total[self.unit])
+
+    def _inside(self, spans: _Spans, number: int) -> Array:
+        """Work besides the joint that z has room for; minus infinity where it cannot be busy for so long."""
+        own, summing = self._own(number), float(self.rooms.shares[number].summing[self.unit])
+        waiting = spans.slowest[0] / self.number
+        latest = np.minimum(spans.busy[1], spans.seconds - waiting)
+        left = spans.seconds - self.split.head * waiting - summing
+        room = np.minimum(
+            self.sides.at(self.sides.computing[number], latest - own),
+            self.sides.at(self.sides.full[number], left - own),
+        )
+        return np.where((latest < spans.busy[0] * (1 - 1e-9)) | (left < own * (1 - 1e-9)), -inf, room)
+
+    def _numbers_behind(self, cells: int, others: int, inside: float) -> Iterator[int]:
+        """Numbers of devices behind z for which all work may have room if nothing waits."""
+        ahead, behind = float(self.ahead.density[cells]), float(self.behind.density[cells])
+        for number in range(others + 1):
+            if self._packs(inside, (others - number) * ahead, number * behind):
+                yield number
+
+    def _packs(self, inside: Array | float, ahead: Array | float, behind: Array | float) -> bool:
+        """Whether there is room for all that is behind the joint, and for all else."""
+        following = inside + np.minimum(behind, self.wanted_behind)
+        return bool(np.any((following >= self.wanted_behind) & (following + ahead >= self.wanted)))
+
+    def _waiting(self, spans: _Spans, behind: int, replicas: int) -> Seconds:
+        """Seconds c."""
+        number, (low, high) = self.number, spans.slowest
+        through, most = spans.busy[0] / number, high / number
+        shorter = np.minimum(self.split.share * most + self.split.extra, most / 2)
+        if not self.one_f_one_b:
+            return np.asarray(np.maximum(0.0, through - (number - 1) * shorter))
+        apart = self.single_step and behind != 1 and (behind > 0 or replicas > 1)
+        many = 2 * through - (1 + apart) * most
+        few = through + max(0, number - 2 - apart) * low / (2 * number) - (number - 1) * shorter
+        waiting: Seconds = np.maximum(0.0, np.maximum(through - (1 + apart) * shorter, np.minimum(many, few)))
+        return waiting
+
+    def _outside(self, spans: _Spans, ahead: int, behind: int, replicas: int) -> Iterator[tuple[Array, Array]]:
+        """Work that the stages ahead of z, and those behind it, have room for on so many devices: alternatives."""
+        waiting, following = self._waiting(spans, behind, replicas), self._behind(spans)
+        yield ahead * self._ahead(spans, waiting), behind * following
+        if not self.one_f_one_b:
+            return
+        for low, high in pairwise(np.linspace(0.0, 1.0, SMALL + 1)):
+            short = spans.slowest[1] * (1 - low) / 2
+            dense = self._ahead(spans, waiting - high * spans.slowest[1] / self.number)
+            if ahead:
+                yield self.ahead.at(self.ahead.computing[0], short) + (ahead - 1) * dense, behind * following
+            if behind:
+                yield ahead * dense, self.behind.at(self.behind.computing[0], short) + (behind - 1) * following
+        yield from self._with_two_small(spans, ahead, behind, following)
+
+    def _with_two_small(
+        self, spans: _Spans, ahead: int, behind: int, following: Array
+    ) -> Iterator[tuple[Array, Array]]:
+        half, dense = spans.slowest[1] / 2, self._ahead(spans, np.zeros(1))
+        small_ahead = np.minimum(dense, self.ahead.at(self.ahead.computing_density, half))
+        small_behind = np.minimum(following, self.behind.at(self.behind.computing_density, half))
+        for first, second in ((0, 2), (1, 1), (2, 0)):
+            if first <= ahead and second <= behind:
+                yield (
+                    first * small_ahead + (ahead - first) * dense,
+                    second * small_behind + (behind - second) * following,
+                )
+
+    def _ahead(self, spans: _Spans, waiting: Seconds) -> Array:
+        """Room per device ahead of z, for stages that wait for so long."""
+        computing = self.ahead.at(self.ahead.computing_density, spans.slowest[1])
+        return np.minimum(computing, self.ahead.at(self.ahead.density, spans.seconds - np.maximum(0.0, waiting)))
+
+    def _behind(self, spans: _Spans) -> Array:
+        """Room per device behind z."""
+        waiting = (spans.busy[0] + spans.slowest[0]) / self.number
+        return np.minimum(
+            self.behind.at(self.behind.computing_density, spans.seconds - waiting),
+            self.behind.at(self.behind.density, spans.seconds - self.split.head * waiting),
+        )

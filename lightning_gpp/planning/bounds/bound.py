@@ -1,0 +1,298 @@
+"""A lower bound on the step of every plan of a problem, whatever its stages, replicas and schedule.
+
+For one micro-batch size b, with M micro-batches on K devices, let t_u = f_u + g_u be the forward and backward seconds
+of unit u for b samples (replicas that share b samples take no less in sum), W their sum, p_u the bytes of its weights.
+
+* The devices compute for M W seconds in sum.
+* A device waits for the first forward of all stages ahead of its own, and after its last backward for theirs. Give
+  every unit one path of ancestors, the longest of edges along which gradients come back (as all paths here); let D_u be
+  the units whose path holds u. Weighting a device's units by their seconds, at most T per device, all devices wait for
+  u, if r devices run it, for at least t_u(b / r) (M W(D_u) / T - r) seconds in sum: the work behind u, less that in the
+  stage of u itself.
+* r > 1 replicas of u sum its gradients: 2 (r - 1) p_u / bandwidth seconds in sum, over the links that r devices need.
+  That may overlap with waiting for the last backwards, so one share s of it counts, and 1 - s of them.
+* Between its last forward and its last backward a device waits until that micro-batch has gone through all stages
+  behind and back, and has no more than M - 1 backwards to do meanwhile: c = (M - 1) e T / M seconds at most, with the
+  largest share e = max g_u / t_u of a unit's seconds. Give every unit one path of descendants, the longest, of C_u
+  seconds. Let H be any set of units, for example those for which C_u exceeds c, and H_u those of H whose path holds u.
+  All devices wait for u for at least t_u(b / r) (M W(H_u) / T - r) seconds in sum; c M W(H) / T come off all these.
+* Replicas take r t_u(b / r) seconds in sum instead of t_u, M times: small shares are less efficient.
+
+    K T >= M W - c M W(H) / T + sum_u min_r [ M (r t_u(b / r) - t_u)  +  2 s (r - 1) p_u / bandwidth_r
+                                              + (f_u + (1 - s) g_u)(b / r) max(0, M W(D_u) / T - r)
+                                              + t_u(b / r) max(0, M W(H_u) / T - r) ]
+
+for any s in [0, 1].
+Waiting counts less on slower devices, whose seconds are worth less work: it is divided by the largest slowdown.
+The right side falls with T, so the smallest T that satisfies it bounds the step from below. In addition, some stage has
+to run each unit M times, stages must have room for whole units (`room`), and they wait for the stage of a unit that all
+others are in order with (`joints`). The bound of the problem is the least of those of its micro-batch sizes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+import networkx as nx
+import numpy as np
+
+from lightning_gpp.planning.bounds.bottleneck import Split, joints_of, least_with_joint
+from lightning_gpp.planning.bounds.knapsack import Rooms, Share, least_with_room, rooms_of
+from lightning_gpp.planning.problem.problem import Array, Problem, UnitSeconds
+
+SHARES = (0.0, 0.5, 1.0)
+"""Values of s that are tried; the best one counts."""
+
+MAX_SHARES = 16
+"""Numbers of replicas for which the forward's part of a unit's seconds is looked at."""
+
+
+def lower_bound(problem: Problem) -> float:
+    """Seconds that no plan's step can beat."""
+    bounds = {size: _Bounds(problem, size) for size in problem.sizes}
+    queue = [(_balanced(problem, size), size) for size in problem.sizes]
+    heapify(queue)
+    while True:
+        least, size = heappop(queue)
+        if bounds[size].complete:
+            return least
+        heappush(queue, (bounds[size].better(least), size))
+
+
+def busy_bound(problem: Problem) -> float:
+    """Seconds that no step can beat under any schedule, with any number of stages per device: all devices busy."""
+    return min(_balanced(problem, size) for size in problem.sizes)
+
+
+def bound_of_size(problem: Problem, size: int) -> float:
+    """The same for plans with micro-batches of `size` samples."""
+    bounds, least = _Bounds(problem, size), _balanced(problem, size)
+    while not bounds.complete:
+        least = bounds.better(least)
+    return least
+
+
+def _balanced(problem: Problem, size: int) -> float:
+    """All devices busy all the time."""
+    forward, backward, devices = _fastest(problem, size)
+    return problem.batch_size / size * float(np.sum(forward + backward)) / devices
+
+
+class _Bounds:
+    """The bounds of one size, one after the other: the size with the least one is looked at more closely."""
+
+    def __init__(self, problem: Problem, size: int) -> None:
+        self.problem, self.size = problem, size
+        self.joints = joints_of(problem, np.add(*_fastest(problem, size)[:2]))
+        self.rooms: Rooms | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.rooms is not None and not self.joints
+
+    def better(self, least: float) -> float:
+        """The next bound, or what is known already."""
+        if self.rooms is not None:
+            split = _split(self.problem, self.size)
+            return least_with_joint(self.problem, self.size, self.rooms, split, self.joints.pop(0), least)
+        self.rooms = _rooms(self.problem, self.size)
+        others = _whole(self.problem, self.size), _largest_unit(self.problem, self.size)
+        return max(least, *others, least_with_room(self.rooms, self.problem.num_devices))
+
+
+def _rooms(problem: Problem, size: int) -> Rooms:
+    shares = [
+        Share(
+            fewest=choice.fewest,
+            most=choice.most,
+            forward=choice.forward,
+            backward=choice.backward,
+            summing=choice.summing / choice.fewest,
+        )
+        for choice in (_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size))
+    ]
+    forward, backward, _ = _fastest(problem, size)
+    return rooms_of(problem.batch_size / size, problem.num_devices, shares, forward + backward)
+
+
+def _split(problem: Problem, size: int) -> Split:
+    """Of all shares that stages can have; where these are too many to look at, what holds for any."""
+    if min(problem.max_replicas, problem.num_devices) > MAX_SHARES:
+        return Split(share=0.5, extra=0.0, head=0.0)
+    tables = _tables(problem, size)
+    forward, total = np.array([table.forward for table in tables]), np.array([table.total for table in tables])
+    part = forward / np.maximum(total, 1e-30)
+    weight = float(total.max(axis=0).sum()) / problem.num_devices
+
+    def extra(share: float) -> float:
+        return float(np.maximum(0.0, forward - share * total).max(axis=0).sum())
+
+    share = min(sorted(set(part.max(axis=0).tolist())), key=lambda share: share * weight + extra(share))
+    return Split(share=share, extra=extra(share), head=float(part.min()))
+
+
+def _tables(problem: Problem, size: int) -> list[UnitSeconds]:
+    """Of all shares that stages of up to `MAX_SHARES` replicas can have, and of some smaller ones, on all kinds."""
+    counts = {count for pair in _replica_ranges(problem, size) for count in pair}
+    samples = {share for count in counts for share in (max(1, size // count), -(-size // count))}
+    return [problem.seconds(share, kind) for share in sorted(samples) for kind in range(len(problem.cluster.kinds))]
+
+
+def _backward_share(problem: Problem, size: int) -> float:
+    """The most that a backward takes of a unit's seconds."""
+    tables = _tables(problem, size)
+    return max(float((1 - table.forward / np.maximum(table.total, 1e-30)).max()) for table in tables)
+
+
+def _whole(problem: Problem, size: int) -> float:
+    forward, backward, speed = _fastest(problem, size)
+    total = forward + backward
+    choices = [_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size)]
+    paths = _Paths(problem, total, size)
+    return max(_solve(choices, paths, speed, share) for share in SHARES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What all units cost at least with any number of replicas from `fewest` to some larger one."""
+
+    fewest: int
+    most: int
+    forward: Array
+    backward: Array
+    summing: Array
+    """Device seconds of summing the gradients."""
+
+    extra: Array
+    """Device seconds of a micro-batch beyond those on one device: small shares are less efficient."""
+
+
+def _replica_ranges(problem: Problem, size: int) -> list[tuple[int, int]]:
+    """Numbers of replicas, single ones while they are small, ranges behind."""
+    most = int(min(problem.max_replicas, problem.num_devices))
+    starts = [count for count in range(1, most + 1) if count <= 16 or count & (count - 1) == 0]
+    return list(zip(starts, [start - 1 for start in starts[1:]] + [most], strict=True))
+
+
+def _choice(problem: Problem, size: int, fewest: int, most: int) -> _Choice:
+    forward, backward, _ = _fastest(problem, max(1, size // most))
+    summing = 2 * (fewest - 1) * problem.parameter_bytes / _bandwidth(problem, fewest)
+    alone = np.add(*_fastest(problem, size)[:2])
+    shared = fewest * np.add(*_fastest(problem, max(1, size // fewest))[:2])
+    return _Choice(fewest, most, forward, backward, summing, np.maximum(0.0, shared - alone))
+
+
+def _bandwidth(problem: Problem, replicas: int) -> float:
+    """Of the slowest link that so many devices cannot avoid, wherever they are."""
+    single = [link.bytes_per_second for link in problem.cluster.links.values()]
+    for level in problem.cluster.levels:
+        if max(Counter(level.groups).values()) >= replicas:
+            return max([level.link.bytes_per_second, *single])
+    return max([level.link.bytes_per_second for level in problem.cluster.levels] + single)
+
+
+def _fastest(problem: Problem, size: int) -> tuple[Array, Array, float]:
+    """Seconds of all units on their fastest kind of device, and how many such devices the cluster is worth."""
+    tables = [problem.seconds(size, kind) for kind in range(len(problem.cluster.kinds))]
+    forward = np.min([table.forward for table in tables], axis=0)
+    total = np.min([table.total for table in tables], axis=0)
+    slowdowns = _slowdowns(problem, total, size)
+    worth = sum(1 / slowdowns[problem.cluster.kind(device)] for device in range(problem.num_devices))
+    return np.minimum(forward, total), total - np.minimum(forward, total), worth
+
+
+def _slowdowns(problem: Problem, total: Array, size: int) -> list[float]:
+    """For every kind of device how much slower it is than the fastest, for the unit where it is least so."""
+    tables = [problem.seconds(size, kind) for kind in range(len(problem.cluster.kinds))]
+    return [max(1.0, float(np.min(table.total / np.maximum(total, 1e-30)))) for table in tables]
+
+
+class _Paths:
+    """The longest paths to and from every unit, and the work on them."""
+
+    def __init__(self, problem: Problem, total: Array, size: int) -> None:
+        self.total, self.number = total, problem.batch_size / size  # a shorter last micro-batch counts as its part
+        self.most = -(-problem.batch_size // size)
+        self.slowdown = max(_slowdowns(problem, total, size))
+        order = _returning(problem)
+        self.behind = self.number * _behind(order, total)
+        self.after, self.child = _after(order, total)
+        self.backward_share = _backward_share(problem, size)
+        self.work = self.number * float(total.sum())
+
+    def waiting(self, seconds: float) -> tuple[Array, float]:
+        """For a step of so many seconds: how often each unit is waited for in the middle, and what to take off."""
+        allowed = seconds * (self.most - 1) * self.backward_share / self.number
+        weights = np.where(self.after > allowed, self.total * self.number / seconds, 0.0)
+        often = [0.0] * len(weights)
+        for unit, (child, weight) in enumerate(zip(self.child, weights.tolist(), strict=True)):
+            if child >= 0:
+                often[child] += often[unit] + weight
+        return np.array(often), allowed * float(weights.sum())
+
+
+def _returning(problem: Problem) -> nx.DiGraph:
+    """The graph of units with the edges along which gradients come back: where none do, no backward waits."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(problem.num_units))
+    for value in problem.units.values:
+        if value.num_directions == 2 and value.bytes.at(1) > 0:
+            graph.add_edges_from((value.src, dst) for dst in value.dsts)
+    return graph
+
+
+def _behind(order: nx.DiGraph, total: Array) -> Array:
+    """For every unit the seconds of the units whose longest path of ancestors holds it."""
+    num_units = len(total)
+    parent, length = [-1] * num_units, [0.0] * num_units
+    for unit in range(num_units):
+        for before in order.predecessors(unit):
+            if length[before] + total[before] > length[unit] or parent[unit] < 0:
+                parent[unit], length[unit] = before, length[before] + total[before]
+    behind = np.zeros(num_units)
+    for unit in reversed(range(num_units)):
+        if parent[unit] >= 0:
+            behind[parent[unit]] += behind[unit] + total[unit]
+    return behind
+
+
+def _after(order: nx.DiGraph, total: Array) -> tuple[Array, list[int]]:
+    """For every unit the seconds of its longest path of descendants, and the first unit of it; -1 for sinks."""
+    num_units = len(total)
+    after, child = np.zeros(num_units), [-1] * num_units
+    for unit in reversed(range(num_units)):
+        following = list(order.successors(unit))
+        if following:
+            child[unit] = max(following, key=lambda other: float(after[other] + total[other]))
+            after[unit] = after[child[unit]] + total[child[unit]]
+    return after, child
+
+
+def _solve(choices: list[_Choice], paths: _Paths, num_devices: float, share: float) -> float:
+    """The smallest T of the inequality."""
+    low, high = paths.work / num_devices, paths.work + float(paths.total.sum())
+    for _ in range(20):
+        middle = (low + high) / 2
+        often, allowed = paths.waiting(middle)
+        costs = [
+            paths.number * c.extra
+            + share * c.summing
+            + (c.forward + (1 - share) * c.backward) * np.maximum(0.0, paths.behind / middle - c.most)
+            + (c.forward + c.backward) * np.maximum(0.0, often - c.most)
+            for c in choices
+        ]
+        idle = (float(np.min(costs, axis=0).sum()) - allowed) / paths.slowdown
+        low, high = (middle, high) if num_devices * middle < paths.work + idle else (low, middle)
+    return low
+
+
+def _largest_unit(problem: Problem, size: int) -> float:
+    """Seconds of the unit that takes longest, on as many devices as may share it."""
+    most = int(min(problem.max_replicas, problem.num_devices, size))
+    number = problem.batch_size // size
+    kinds = range(len(problem.cluster.kinds))
+    return number * max(
+        0.0, float(np.min([problem.seconds(-(-size // most), kind).total for kind in kinds], axis=0).max(initial=0.0))
+    )

@@ -1,0 +1,292 @@
+"""The default partitioner: any DAG, any stages, replicas, micro-batch size, schedule and recomputation, jointly.
+
+First shapes come from contiguous cuts of several orders of the units (`seeds`), which are what partitioners of chains
+find, and from GraphPipe's partitioner. The best ones are improved by single changes (`moves`) as long as the step gets
+shorter, and then disturbed and improved again, until the time is up, nothing better was found for long, or the step is
+as short as the lower bound (`bound`) allows. Every candidate is judged by the simulated seconds of its whole step and
+by the memory of every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from heapq import nsmallest
+from math import inf
+from random import Random
+
+from lightning_gpp.planning.bounds.bound import lower_bound
+from lightning_gpp.planning.partitioners.auto.coarse import coarse
+from lightning_gpp.planning.partitioners.auto.moves import moves
+from lightning_gpp.planning.partitioners.auto.orders import orders
+from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, seeds
+from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.partitioners.graphpipe import graphpipe
+from lightning_gpp.planning.problem.answer import Alternative, Answer, Control
+from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
+from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.registry import register
+
+PATIENCE = 150
+"""So many disturbances in a row without a shorter step end the search."""
+
+MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
+"""Units of a first search on larger units, in all and per device, and its share of the time."""
+
+FIRST_SHARE = 0.3
+"""Of the time, for first shapes."""
+
+NUM_STARTS = 6
+"""Shapes that are improved before any is disturbed."""
+
+MAX_UNITS, GRAPHPIPE_SHARE = 300, 0.2
+"""Where there are more units, GraphPipe's partitioner is not asked; and its share of the time where it is."""
+
+MAX_EVALUATIONS = 40_000
+"""Of shapes: where this comes before the time limit, the same model gives the same plan on every machine."""
+
+GOOD_ENOUGH = 1.002
+"""Times the lower bound: nothing is left to be gained."""
+
+Rank = tuple[float, float]
+
+
+@register("auto")
+def auto(problem: Problem, control: Control) -> Answer:
+    """The shortest step found in `control.seconds`, with a lower bound; a good plan after a fraction of that."""
+    search = Search(problem, control, lower_bound(problem))
+    try:
+        search.run(_first_results(search))
+        search.simplify()
+        notes: tuple[str, ...] = ()
+    except KeyboardInterrupt:
+        notes = ("The search was interrupted; this is the best plan so far.",)
+    return search.answer(notes)
+
+
+def _first_results(search: Search) -> list[Shape]:
+    """The results of a search on larger units, where there are many."""
+    problem, control = search.problem, search.control
+    num_pieces = max(MIN_PIECES, PIECES_PER_SLOT * min(problem.num_devices, MAX_SLOTS))
+    if problem.num_units < 1.5 * num_pieces:
+        return []
+    coarser = coarse(problem, num_pieces)
+    seconds = COARSE_SHARE * max(0.0, control.seconds - control.elapsed)
+    first = Search(coarser.problem, Control(seconds=seconds, progress=control.progress), search.bound)
+    try:
+        first.run()
+    finally:
+        search.published = [coarser.refined(shape) for shape in first.published]
+        search.take([*search.published, *(coarser.refined(shape) for shape in first.leaders())])
+    return search.leaders()
+
+
+@dataclass(slots=True)
+class Search:
+    """The state of one search: what is known of which shapes, and the best one.
+
+    `refused` are shapes that are known to be no better than the one they were made from; `published` is what
+    GraphPipe's partitioner found.
+    """
+
+    problem: Problem
+    control: Control
+    bound: float
+    evaluate: Evaluator = field(init=False)
+    known: dict[Shape, Rank] = field(default_factory=dict)
+    refused: set[Shape] = field(default_factory=set)
+    published: list[Shape] = field(default_factory=list)
+    best: Shape | None = None
+    rank: Rank = (inf, inf)
+
+    def __post_init__(self) -> None:
+        self.evaluate = Evaluator(self.problem)
+
+    def take(self, shapes: Iterable[Shape]) -> None:
+        """Judge shapes that were found elsewhere."""
+        for shape in shapes:
+            self._judge(shape)
+
+    def leaders(self) -> list[Shape]:
+        """The best shapes of different sizes and numbers of stages, best first."""
+        chosen: dict[tuple[int, int], Shape] = {}
+        for shape in nsmallest(200, self.known, key=self.known.__getitem__):
+            chosen.setdefault((shape.size, len(shape.groups)), shape)
+        return list(chosen.values())[:NUM_STARTS]
+
+    @property
+    def done(self) -> bool:
+        good = self.rank[0] == 0 and self.rank[1] <= self.bound * GOOD_ENOUGH
+        return good or self.control.expired or self.evaluate.evaluations >= MAX_EVALUATIONS
+
+    def run(self, starts: Sequence[Shape] = ()) -> None:
+        """Improve the given shapes, or the best first ones; then disturb and improve again."""
+        starts = starts or self._starts()
+        for shape in starts:
+            if self.done:
+                return
+            self._improve(shape)
+        random, failures = Random(0), 0
+        while not self.done and self.best is not None and failures < PATIENCE:
+            before = self.rank
+            self._improve(self._disturbed(self.best if random.random() < 0.7 else random.choice(starts), random))
+            failures = 0 if self.rank < before else failures + 1
+
+    def simplify(self) -> None:
+        """Recompute nothing that need not be: off the slowest path it costs no time, but still energy."""
+        if self.best is None or self.problem.recompute is not None:
+            return
+        for stage in range(len(self.best.groups)):
+            flags = tuple(again and index != stage for index, again in enumerate(self.best.recompute))
+            shape = replace(self.best, recompute=flags)
+            rank = self.evaluate(shape.draft()).rank
+            if rank <= self.rank:
+                self.best, self.rank, self.known[shape] = shape, rank, rank
+
+    def _starts(self) -> list[Shape]:
+        self.published = _by_graphpipe(self.problem, self.control)
+        self.take(self.published)
+        began = self.control.elapsed
+        for shape in self._first_shapes():
+            self._judge(shape)
+            if self.control.elapsed - began > FIRST_SHARE * self.control.seconds:
+                break
+        return self.leaders()
+
+    def _first_shapes(self) -> Iterator[Shape]:
+        problem = self.problem
+        weights = problem.seconds(problem.sizes[len(problem.sizes) // 2]).total
+        found = orders(problem, weights)
+        yield from self._cut(_variants(problem, found))
+        if self.best is None:
+            yield from self._cut(replace(cuts, fitting=False) for cuts in _variants(problem, found))
+
+    def _cut(self, variants: Iterable[Cuts]) -> Iterator[Shape]:
+        for cuts in variants:
+            number = -(-self.problem.batch_size // cuts.size)
+            for shape in seeds(self.problem, cuts, partial(self._worth, number)):
+                yield shape
+                if len(set(shape.replicas)) == 1 and shape.replicas[0] > 1:
+                    yield replace(shape, spread=True)
+
+    def _worth(self, number: int, seconds: float) -> bool:
+        """Whether a slowest stage of so many seconds per micro-batch can come near the best step."""
+        return self.rank[0] > 0 or number * seconds < 1.1 * self.rank[1]
+
+    def _judge(self, shape: Shape, limit: float = inf) -> Rank:
+        """Memory first, then seconds; where these are `limit` or more, the shape's may be more still."""
+        if shape not in self.known:
+            rank = self.evaluate(shape.draft(), limit).rank
+            if rank[1] >= limit:
+                self.refused.add(shape)
+                return rank
+            self.known[shape] = rank
+            if rank < self.rank:
+                self.best, self.rank = shape, rank
+                self.control.report(self.control.elapsed / self.control.seconds, rank[1], self.bound)
+        return self.known[shape]
+
+    def _improve(self, shape: Shape) -> None:
+        """Take every change that makes the step shorter, until none does."""
+        rank = self._judge(shape)
+        improved = True
+        while improved and not self.done:
+            improved = False
+            for candidate in moves(self.problem, shape, self._loads(shape)):
+                if self.done:
+                    return
+                if candidate in self.known or candidate in self.refused:
+                    continue
+                found = self._judge(candidate, rank[1] if rank[0] == 0 else inf)
+                if found < (rank[0], rank[1] * (1 - 1e-9)):
+                    shape, rank, improved = candidate, found, True
+                    break
+
+    def _loads(self, shape: Shape) -> list[float]:
+        """For every stage the seconds of its own work in a step."""
+        number = -(-self.problem.batch_size // shape.size)
+        figures = [self.evaluate.figures(stage) for stage in shape.draft().stages]
+        return [number * (entry.forward + entry.again + entry.backward) + entry.all_reduce for entry in figures]
+
+    def _disturbed(self, shape: Shape, random: Random) -> Shape:
+        for _ in range(random.choice((1, 2, 3))):
+            options = list(moves(self.problem, shape, [random.random() for _ in shape.groups]))
+            if options:
+                shape = random.choice(options)
+        return shape
+
+    def answer(self, notes: tuple[str, ...]) -> Answer:
+        draft = self.best.draft() if self.best is not None and self.rank[1] < inf else None
+        return Answer(
+            draft=draft,
+            objective=self.rank[1],
+            objective_name="seconds of a step",
+            states=self.evaluate.evaluations,
+            lower_bound=self.bound,
+            alternatives=tuple(sorted(self._alternatives(), key=lambda entry: entry.seconds)),
+            notes=notes,
+        )
+
+    def _alternatives(self) -> Iterator[Alternative]:
+        """The best shapes of other kinds: of another size, number of stages or recomputation."""
+        for shape in self.published:
+            if shape != self.best and self.known[shape][1] < inf:
+                found = self.evaluate(shape.draft())
+                reason = f"graphpipe's: {self._reason(found)}"
+                yield Alternative(draft=shape.draft(), seconds=found.seconds, reason=reason)
+        kinds = {_kind(self.best)} if self.best else set()
+        for shape, rank in sorted(self.known.items(), key=lambda entry: entry[1]):
+            if rank[1] < inf and _kind(shape) not in kinds and len(kinds) < 6:
+                kinds.add(_kind(shape))
+                draft = shape.draft()
+                found = self.evaluate(draft)
+                yield Alternative(draft=draft, seconds=found.seconds, reason=self._reason(found))
+
+    def _reason(self, evaluation: Evaluation) -> str:
+        if not evaluation.fits:
+            return f"needs {evaluation.excess_bytes / 1e9:.2f} GB more memory than a device has"
+        return f"the step takes {evaluation.seconds / self.rank[1] - 1:.1%} longer"
+
+
+def _by_graphpipe(problem: Problem, control: Control) -> list[Shape]:
+    """What that partitioner finds, where it is quick."""
+    if problem.num_units > MAX_UNITS or problem.num_devices > MAX_SLOTS:
+        return []
+    draft = graphpipe(problem, Control(seconds=GRAPHPIPE_SHARE * control.seconds)).draft
+    shape = None if draft is None else Shape.of(draft)
+    return [] if shape is None else [shape]
+
+
+def _kind(shape: Shape) -> tuple[int, int, bool]:
+    return shape.size, len(shape.groups), any(shape.recompute)
+
+
+def _variants(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
+    """Ways to cut, the most promising first: middle sizes, branches apart; then all others."""
+    widths = _widths(problem)
+    sizes = sorted(problem.sizes, key=lambda size: abs(-(-problem.batch_size // size) - 4 * problem.num_devices**0.5))
+    again = [flag for flag in (False, True) if problem.recompute in (None, flag)]
+    for apart in (True, False):
+        for order in found:
+            for size in sizes:
+                for width in widths:
+                    if width <= size:
+                        for schedule in problem.schedules:
+                            for recompute in again:
+                                yield Cuts(
+                                    order=order,
+                                    size=size,
+                                    width=width,
+                                    apart=apart,
+                                    recompute=recompute,
+                                    schedule=schedule,
+                                    fitting=True,
+                                )
+
+
+def _widths(problem: Problem) -> list[int]:
+    """Devices are taken in groups where there are many."""
+    widths = [1 << shift for shift in range(problem.num_devices.bit_length())]
+    fitting = [w for w in widths if problem.num_devices % w == 0 and problem.num_devices // w <= MAX_SLOTS]
+    return fitting[:1] or [1]

@@ -1,0 +1,217 @@
+"""First shapes: orders of the units cut into contiguous stages, each with replicas, the slowest as fast as possible.
+
+For one order, one micro-batch size and one limit on a stage's seconds, a dynamic programme finds for every number of
+stages s and devices k the longest end of the order that s stages on k devices can run within the limit:
+
+    reach[s][k] = max over r of extend_r(reach[s - 1][k - r])
+
+where extend_r(i) is where a stage with r replicas that begins at i (counted from the sink) must end. The limit rises in
+small steps from perfect balance; for every number of stages the first limit that suffices gives a shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.problem.problem import Array, Problem
+
+FINE, COARSE = 40, 10
+"""Limits on a stage's seconds that are tried up to three times perfect balance, and from there to all work at once."""
+
+BISECTIONS = 4
+"""Halvings of the last step before a limit that suffices: stages are then balanced to a fraction of a percent."""
+
+MAX_SLOTS = 64
+"""More devices are taken in groups of equal size."""
+
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuts:
+    """How an order may be cut.
+
+    Args:
+        order: of all units.
+        size: samples of a micro-batch.
+        width: devices are taken in groups of so many.
+        apart: no stage holds units that nothing connects.
+        recompute: all stages but the step's do.
+        schedule: for the shape.
+        fitting: stages respect the memory, with as many micro-batches in flight as stages follow.
+    """
+
+    order: Sequence[int]
+    size: int
+    width: int = 1
+    apart: bool = False
+    recompute: bool = False
+    schedule: str = "1f1b"
+    fitting: bool = False
+
+
+def replica_counts(most: int) -> list[int]:
+    """Numbers of replicas worth trying: small ones, powers of two and halves between, and all devices."""
+    powers = [base << shift for base in (1, 3) for shift in range(most.bit_length())]
+    return sorted({count for count in [*powers, most, most - 1] if 1 <= count <= most})
+
+
+def seeds(problem: Problem, cuts: Cuts, worth: Callable[[float], bool]) -> Iterator[Shape]:
+    """A shape for every useful number of stages, as long as the seconds of its slowest stage are `worth` it."""
+    table = _Table(problem, cuts)
+    found: set[int] = set()
+    refused = table.balance
+    for limit in table.limits():
+        if not worth(limit):
+            return
+        for num_stages, ends, replicas in table.solve(limit, found):
+            found.add(num_stages)
+            ends, replicas = table.tightened(refused, limit, num_stages) or (ends, replicas)
+            yield _shape(problem, cuts, ends, replicas)
+        if len(found) >= table.most_stages:
+            return
+        refused = limit
+
+
+class _Table:
+    """Prefix sums along the reversed order, one row per number of replicas."""
+
+    def __init__(self, problem: Problem, cuts: Cuts) -> None:
+        self.problem, self.cuts = problem, cuts
+        self.reverse = np.array(list(reversed(cuts.order)))
+        self.num_slots = problem.num_devices // cuts.width
+        most = max(1, int(min(self.num_slots, problem.max_replicas / cuts.width)))
+        self.counts = replica_counts(most)
+        self.most_stages = min(self.num_slots, problem.num_units)
+        self.seconds = [self._prefix(count * cuts.width) for count in self.counts]
+        self.balance = self.seconds[0][-1] / self.num_slots
+        self.borders = _borders(problem, self.reverse) if cuts.apart else None
+        self._room: dict[int, Positions] = {}
+        slots = np.arange(self.num_slots + 1)[None, :] - np.array(self.counts)[:, None]
+        self._before = np.where(slots < 0, self.num_slots + 1, slots)  # where nothing is, behind all slots
+        self._rows = np.arange(len(self.counts))[:, None]
+
+    def limits(self) -> Array:
+        near, far = 3 * self.balance, max(float(row[-1]) for row in self.seconds)
+        fine = np.geomspace(self.balance, near, FINE)
+        return np.concatenate([fine, np.geomspace(near, max(near, far), COARSE + 1)[1:]])
+
+    def _prefix(self, replicas: int) -> Array:
+        """Seconds per micro-batch, the sum of gradients divided over all of them."""
+        problem, size = self.problem, self.cuts.size
+        table = problem.seconds(-(-size // replicas), _slowest(problem))
+        total = table.total + (table.forward if self.cuts.recompute else 0.0)
+        number = -(-problem.batch_size // size)
+        devices = range(replicas)
+        summing = problem.cluster.all_reduce_seconds(devices, 1e9) / 1e9 if replicas > 1 else 0.0
+        each = total + problem.parameter_bytes * summing / number
+        return np.concatenate([[0.0], np.cumsum(each[self.reverse])])
+
+    def _extensions(self, limit: float) -> Positions:
+        """For every number of replicas and position where a stage must end to keep the limit."""
+        rows = [np.searchsorted(row, row + limit * (1 + 1e-9), side="right") - 1 for row in self.seconds]
+        ends = np.stack(rows)
+        return ends if self.borders is None else np.minimum(ends, self.borders)
+
+    def _fitting(self, num_following: int) -> Positions:
+        """The same to keep the memory, with so many stages behind this one."""
+        key = 0 if self.cuts.recompute else num_following
+        if key not in self._room:
+            self._room[key] = np.stack([self._fitting_row(count * self.cuts.width, key) for count in self.counts])
+        return self._room[key]
+
+    def _fitting_row(self, replicas: int, num_following: int) -> Positions:
+        problem = self.problem
+        saved = problem.saved_bytes(-(-self.cuts.size // replicas))
+        needed = (problem.static_bytes + (num_following + 1) * saved)[self.reverse]
+        total = np.concatenate([[0.0], np.cumsum(needed)])
+        return np.searchsorted(total, total + float(problem.memory_bytes.min()), side="right") - 1
+
+    def solve(
+        self, limit: float, known: set[int], most_stages: int | None = None
+    ) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Stages (from the sink) as ends and replicas, for every number of stages not yet known."""
+        reach = np.full(self.num_slots + 1, -1, dtype=np.int64)
+        reach[0] = 0
+        choices: list[Positions] = []
+        extensions = self._extensions(limit)
+        for stage in range(most_stages or self.most_stages):
+            reach, choice = self._step(reach, self._allowed(extensions, stage))
+            choices.append(choice)
+            if reach[-1] >= len(self.reverse) and stage + 1 not in known:
+                yield stage + 1, *self._trace(choices, extensions)
+            if reach.max() < 0:
+                return
+
+    def tightened(self, low: float, high: float, num_stages: int) -> tuple[list[int], list[int]] | None:
+        """Ends and replicas of so many stages for the lowest limit that is found between two."""
+        best = None
+        known = set(range(1, self.most_stages + 1)) - {num_stages}
+        for _ in range(BISECTIONS):
+            middle = (low * high) ** 0.5
+            solved = next(((ends, replicas) for _, ends, replicas in self.solve(middle, known, num_stages)), None)
+            best, low, high = (solved, low, middle) if solved else (best, middle, high)
+        return best
+
+    def _allowed(self, extensions: Positions, stage: int) -> Positions:
+        return np.minimum(extensions, self._fitting(stage)) if self.cuts.fitting else extensions
+
+    def _step(self, reach: Positions, extensions: Positions) -> tuple[Positions, Positions]:
+        """One more stage: for every number of slots how far it reaches, and with which number of replicas."""
+        before = np.append(reach, -1)[self._before]
+        ends = np.where(before >= 0, extensions[self._rows, np.maximum(before, 0)], -1)
+        ends = np.where(ends > before, ends, -1)
+        choice = ends.argmax(axis=0)
+        return np.take_along_axis(ends, choice[None, :], axis=0)[0], choice
+
+    def _trace(self, choices: list[Positions], extensions: Positions) -> tuple[list[int], list[int]]:
+        """From the choices back to the ends and replicas of all stages."""
+        slots, rows = self.num_slots, []
+        for choice in reversed(choices):
+            rows.append(int(choice[slots]))
+            slots -= self.counts[rows[-1]]
+        ends, position = [], 0
+        for stage, row in enumerate(reversed(rows)):
+            position = int(self._allowed(extensions, stage)[row, position])
+            ends.append(position)
+        return ends, [self.counts[row] * self.cuts.width for row in reversed(rows)]
+
+
+def _slowest(problem: Problem) -> int:
+    size = problem.sizes[-1]
+    return max(range(len(problem.cluster.kinds)), key=lambda kind: float(problem.seconds(size, kind).total.sum()))
+
+
+def _borders(problem: Problem, reverse: Positions) -> Positions:
+    """For every position where a stage that begins there must end at the latest so that its units are connected."""
+    num_units = len(reverse)
+    neighbours = [{*problem.order.successors(unit), *problem.order.predecessors(unit)} for unit in map(int, reverse)]
+    borders = np.full(num_units + 1, num_units, dtype=np.int64)
+    for start in range(num_units):
+        inside = {int(reverse[start])}
+        for stop in range(start + 1, num_units):
+            if inside.isdisjoint(neighbours[stop]):
+                borders[start] = stop
+                break
+            inside.add(int(reverse[stop]))
+    return borders
+
+
+def _shape(problem: Problem, cuts: Cuts, ends: list[int], replicas: list[int]) -> Shape:
+    """The stage of the step comes last, also where the order ends with another sink."""
+    reverse, step = list(reversed(cuts.order)), problem.num_units - 1
+    starts = [0, *ends[:-1]]
+    groups = [tuple(sorted(reverse[start:stop])) for start, stop in zip(starts, ends, strict=True)]
+    stages = sorted(zip(groups[::-1], replicas[::-1], strict=True), key=lambda stage: step in stage[0])
+    return Shape(
+        groups=tuple(group for group, _ in stages),
+        replicas=tuple(count for _, count in stages),
+        recompute=tuple(cuts.recompute and step not in group for group, _ in stages),
+        size=cuts.size,
+        schedule=cuts.schedule,
+    )

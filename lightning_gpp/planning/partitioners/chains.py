@@ -1,0 +1,122 @@
+"""What the partitioners that know only chains of stages share: their view of the problem, and how one draft is chosen.
+
+Both are published with one profile per layer and one kind of device; on a mixed cluster the slowest kind and the
+smallest memory stand for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import product
+from math import inf
+
+import networkx as nx
+import numpy as np
+
+from lightning_gpp.planning.problem.answer import Alternative, Answer
+from lightning_gpp.planning.problem.draft import Draft, DraftStage
+from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
+from lightning_gpp.planning.problem.problem import Array, Problem
+from lightning_gpp.planning.problem.realise import folded
+
+OBJECTIVE = "seconds per sample of the slowest stage"
+
+NUM_ALTERNATIVES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The value of a search's objective, and what it stands for."""
+
+    objective: float
+    draft: Draft
+
+
+def slowest_seconds(problem: Problem, num_samples: int) -> tuple[Array, Array]:
+    """Of every unit on the slowest kind of device: of a forward, and of a forward and its backward."""
+    kinds = [problem.seconds(num_samples, kind) for kind in range(len(problem.cluster.kinds))]
+    return reduce(np.maximum, [kind.forward for kind in kinds]), reduce(np.maximum, [kind.total for kind in kinds])
+
+
+def precedence(problem: Problem) -> nx.DiGraph:
+    """The graph of units in which the user's step, the last one, comes after all others that nothing follows."""
+    order = problem.order.copy()
+    last = problem.num_units - 1
+    order.add_edges_from((unit, last) for unit in range(last) if not order.out_degree(unit))
+    return order
+
+
+def gradient_seconds(num_replicas: int, num_bytes: Array, bytes_per_second: float) -> Array:
+    """Of summing gradients over the replicas of a stage, in a ring: every device sends 2(n - 1)/n of the bytes."""
+    return 2 * (num_replicas - 1) / num_replicas * num_bytes / bytes_per_second
+
+
+def levels_of(problem: Problem) -> list[tuple[int, float]]:
+    """The levels of the cluster, innermost first: how many groups of the level below form one, and bytes per second.
+
+    Where groups differ in size or are not made of neighbours, or single pairs of devices have links of their own, all
+    devices are one level with the slowest of all links.
+    """
+    cluster, levels, inner = problem.cluster, [], 1
+    for level in cluster.levels if not cluster.links else ():
+        size = max(level.groups.count(group) for group in set(level.groups))
+        blocks = [set(level.groups[start : start + size]) for start in range(0, cluster.num_devices, size)]
+        if cluster.num_devices % size or size % inner or any(len(block) > 1 for block in blocks):
+            return [(cluster.num_devices, slowest_link(problem))]
+        if size > inner:
+            levels.append((size // inner, level.link.bytes_per_second))
+        inner = size
+    if levels and inner == cluster.num_devices:
+        return levels
+    return [(cluster.num_devices, slowest_link(problem))]
+
+
+def slowest_link(problem: Problem) -> float:
+    """Bytes per second between those two devices that have the least."""
+    cluster = problem.cluster
+    pairs = ((src, dst) for src, dst in product(range(cluster.num_devices), repeat=2) if src != dst)
+    return min((cluster.link(*pair).bytes_per_second for pair in pairs), default=inf)
+
+
+def chained(problem: Problem, stages: Sequence[DraftStage]) -> Draft | None:
+    """The stages as a chain; None where that would be copies of a whole pipeline and the problem allows none."""
+    draft = Draft(stages=tuple(stages), schedule=problem.schedules[0], chained=True)
+    return draft if problem.copies or folded(problem, draft)[1] == 1 else None
+
+
+def choose(problem: Problem, candidates: Sequence[Candidate], states: int) -> Answer:
+    """The candidate whose step is the shortest among those that fit, as the simulation has it."""
+    evaluate = Evaluator(problem)
+    judged = sorted(((evaluate(candidate.draft), candidate) for candidate in candidates), key=lambda pair: pair[0].rank)
+    if not judged or not judged[0][0].fits:
+        return Answer(draft=None, objective_name=OBJECTIVE, states=states, notes=(_reason(judged),))
+    (best, chosen), *others = judged
+    return Answer(
+        draft=chosen.draft,
+        objective=chosen.objective,
+        objective_name=OBJECTIVE,
+        states=states,
+        alternatives=tuple(_alternatives(best, others[:NUM_ALTERNATIVES])),
+    )
+
+
+def _alternatives(best: Evaluation, others: Sequence[tuple[Evaluation, Candidate]]) -> Iterator[Alternative]:
+    for evaluation, candidate in others:
+        if evaluation.fits:
+            reason = f"a step takes {evaluation.seconds / best.seconds - 1:.1%} longer"
+        else:
+            reason = _lack(evaluation)
+        yield Alternative(draft=candidate.draft, seconds=evaluation.seconds, reason=reason)
+
+
+def _reason(judged: Sequence[tuple[Evaluation, Candidate]]) -> str:
+    least = [evaluation for evaluation, _ in judged if evaluation.seconds < inf]
+    if least:
+        return f"The most frugal plan found does not fit: {_lack(least[0])}."
+    return "No chain of stages uses all devices within their memory and the limits on replicas."
+
+
+def _lack(evaluation: Evaluation) -> str:
+    return f"a device lacks {evaluation.excess_bytes / 2**30:.2f} GiB of memory"

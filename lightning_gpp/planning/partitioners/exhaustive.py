@@ -1,0 +1,131 @@
+"""Every plan of a small problem, one after the other: the judge of all other partitioners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations, product
+from math import inf
+
+from lightning_gpp.planning.bounds.bound import lower_bound
+from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.problem.answer import Answer, Control
+from lightning_gpp.planning.problem.draft import flows, stage_of_units
+from lightning_gpp.planning.problem.evaluate import Evaluator
+from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.registry import register
+
+MAX_PLANS = 2_000_000
+"""More are not tried: the partitioner then says how many there would be at least."""
+
+
+@register("exhaustive")
+def exhaustive(problem: Problem, control: Control) -> Answer:
+    """The plan with the shortest simulated step of all that fit the memory; for a handful of units and devices.
+
+    Where the time is up before all were tried, it is the best of those that were, and the notes say so.
+    """
+    evaluate, best, rank = Evaluator(problem), None, (inf, inf)
+    notes: tuple[str, ...] = ()
+    for shape in shapes(problem):
+        draft = shape.draft()
+        found = evaluate(draft).rank
+        if found < rank:
+            best, rank = draft, found
+        if evaluate.evaluations % 1000 == 0:
+            control.report(0.0, rank[1])
+            if control.expired:
+                notes = (f"Not all plans were tried in strategy.search_seconds={control.seconds:g} seconds.",)
+                break
+        if evaluate.evaluations > MAX_PLANS:
+            return _too_many(evaluate.evaluations)
+    return Answer(
+        draft=best,
+        objective=rank[1],
+        objective_name="seconds of a step",
+        states=evaluate.evaluations,
+        lower_bound=lower_bound(problem),
+        notes=notes,
+    )
+
+
+def _too_many(states: int) -> Answer:
+    note = f"There are more than {MAX_PLANS:,} plans; choose partitioner=auto, or larger units."
+    return Answer(draft=None, objective_name="seconds of a step", states=states, notes=(note,))
+
+
+def shapes(problem: Problem) -> Iterator[Shape]:
+    """All plans of the space that `auto` searches."""
+    most = min(problem.num_units, problem.num_devices)
+    for groups in _partitions(problem.num_units, most):
+        if _acyclic(problem, groups):
+            yield from _shapes_of(problem, groups)
+
+
+def _partitions(num_units: int, most: int) -> Iterator[list[list[int]]]:
+    """All ways to put units into at most `most` stages."""
+
+    def extend(groups: list[list[int]], unit: int) -> Iterator[list[list[int]]]:
+        if unit == num_units:
+            yield [list(group) for group in groups]
+            return
+        for group in groups:
+            group.append(unit)
+            yield from extend(groups, unit + 1)
+            group.pop()
+        if len(groups) < most:
+            yield from extend([*groups, [unit]], unit + 1)
+
+    return extend([], 0)
+
+
+def _acyclic(problem: Problem, groups: Sequence[Sequence[int]]) -> bool:
+    pairs = set(flows(problem, stage_of_units(problem.num_units, groups)))
+    remaining = set(range(len(groups)))
+    while remaining:
+        free = {stage for stage in remaining if not any(b == stage and a in remaining for a, b in pairs)}
+        if not free:
+            return False
+        remaining -= free
+    return True
+
+
+def _shapes_of(problem: Problem, groups: Sequence[Sequence[int]]) -> Iterator[Shape]:
+    step = problem.num_units - 1
+    again = [_flags(problem, step in group) for group in groups]
+    for order in _orders(problem, groups):
+        for replicas in _compositions(problem.num_devices, len(groups), problem.max_replicas):
+            for size, schedule, flags in product(problem.sizes, problem.schedules, product(*again)):
+                for spread in (False, True) if len(groups) > 1 and len(set(replicas)) == 1 < replicas[0] else (False,):
+                    yield Shape(
+                        groups=tuple(tuple(groups[index]) for index in order),
+                        replicas=replicas,
+                        recompute=tuple(flags[index] for index in order),
+                        size=size,
+                        schedule=schedule,
+                        spread=spread,
+                    )
+
+
+def _flags(problem: Problem, holds_step: bool) -> tuple[bool, ...]:
+    if holds_step:
+        return (False,)
+    return (False, True) if problem.recompute is None else (problem.recompute,)
+
+
+def _orders(problem: Problem, groups: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Of the stages on the devices, the step's last; one is enough where all devices and links are alike."""
+    step = next(index for index, group in enumerate(groups) if problem.num_units - 1 in group)
+    others = [index for index in range(len(groups)) if index != step]
+    alike = len(problem.cluster.levels) < 2 and problem.cluster.homogeneous and not problem.cluster.links
+    for order in [tuple(others)] if alike else permutations(others):
+        yield (*order, step)
+
+
+def _compositions(total: int, parts: int, most: float) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        if total <= most:
+            yield (total,)
+        return
+    for first in range(1, int(min(most, total - parts + 1)) + 1):
+        for rest in _compositions(total - first, parts - 1, most):
+            yield (first, *rest)

@@ -1,0 +1,222 @@
+"""The dynamic programme for one target: for which pairs (depth, devices) strategies exist, from the sinks backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+
+from lightning_gpp.planning.partitioners.graphpipe.cuts import NONE, Shape
+from lightning_gpp.planning.partitioners.graphpipe.sets import Grid
+from lightning_gpp.planning.partitioners.graphpipe.tables import Counts, Tables
+
+T = TypeVar("T")
+
+Moves: TypeAlias = list[tuple[int, int, Sequence[int], list[tuple[int, int]]]]
+"""Of stages that begin at one cut, by replicas: shift, mask, the ends without and with a mask of their own."""
+
+Entries: TypeAlias = tuple[tuple[int, int], ...]
+"""Where a line ends and what follows there: (parts of the line that are left, pairs of what follows)."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Solution:
+    """Of a line with what follows it: pairs of everything from each part on, and of what follows each end.
+
+    `behind`: device-seconds per sample of what follows the line, where its devices count.
+    """
+
+    shape: Shape
+    entries: Entries
+    values: list[int]
+    following: list[int]
+    behind: float
+
+
+class Way(NamedTuple):
+    """One way to pass a fork whose lines are divided.
+
+    The line of group `through` continues into the stage behind the fork, or all lines end before it; what follows
+    has depth `depth`. `head` is the end of the stage before the fork, a number in `ends`, NONE for a plain one; `same`
+    tells whether the head is of the line that is passed through. `closed`: how many other lines of each group.
+    """
+
+    depth: int
+    through: int
+    passing: Solution
+    head: int
+    same: bool
+    closed: tuple[int, ...]
+    pairs: int
+
+
+@dataclass(slots=True, eq=False)
+class Solver:
+    """Solves for one target, in seconds per sample; `states` counts pairs found."""
+
+    tables: Tables
+    target: float
+    grid: Grid
+    states: int = 0
+    _moves: dict[Shape, list[Moves]] = field(default_factory=dict)
+    _known: dict[tuple[Shape, Entries, float], Solution] = field(default_factory=dict)
+    _closed: dict[tuple[Shape, int], Solution] = field(default_factory=dict)
+    _side_by_side: dict[tuple[tuple[Shape, ...], tuple[int, ...], int], int] = field(default_factory=dict)
+    _all_work: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._all_work = self.tables.work(self.tables.shape)[0]
+
+    def whole(self) -> Solution:
+        """Of the whole graph, which nothing follows."""
+        shape = self.tables.shape
+        return self.solve(shape, ((len(shape), self.grid.bit(0, 0)),))
+
+    def solve(self, shape: Shape, entries: Entries, work: float = 0.0) -> Solution:
+        """A line with what follows it. `work`: device-seconds per sample of what the entries' devices do."""
+        key = shape, entries, work
+        if key not in self._known:
+            self._known[key] = self._solve(shape, entries, work)
+        return self._known[key]
+
+    def _solve(self, shape: Shape, entries: Entries, behind: float) -> Solution:
+        values, following = [0] * (len(shape) + 1), [0] * len(shape.ends)
+        solution = Solution(shape=shape, entries=entries, values=values, following=following, behind=behind)
+        work = self.tables.work(shape)
+        for part, pairs in entries:
+            values[part] |= pairs
+        following[-1] = values[-1]
+        moves = self.moves(shape)
+        for part in reversed(range(len(shape))):
+            values[part] |= _reached(moves[shape.first[part]], following)
+            if shape.groups[part]:
+                for way in self.ways(solution, part):
+                    if way.head == NONE:
+                        values[part] |= way.pairs
+                    else:
+                        following[way.head] |= way.pairs
+            values[part] &= self._affordable(work[part] + behind)
+            if part:
+                following[shape.last[part]] = values[part]
+            self.states += values[part].bit_count()
+        return solution
+
+    def _affordable(self, work: float) -> int:
+        """Pairs that leave enough devices for all other work, even if these never waited: others lead nowhere."""
+        num_devices = self.grid.num_devices
+        most = int(num_devices - (self._all_work - work) / self.target + 1e-6)
+        return self.grid.up_to(most if most < num_devices else num_devices)
+
+    def moves(self, shape: Shape) -> list[Moves]:
+        """By start."""
+        if shape not in self._moves:
+            self._moves[shape] = self._found_moves(shape)
+        return self._moves[shape]
+
+    def _found_moves(self, shape: Shape) -> list[Moves]:
+        costs, plenty = self.tables.costs(shape), self.grid.num_devices
+        places, caps = costs.within(self.target)
+        free = caps >= plenty
+        rows, ends = np.divmod(places, len(shape.ends))
+        without = _by_row(rows[free], ends[free].tolist())
+        tight = ~free
+        limited = _by_row(rows[tight], list(zip(ends[tight].tolist(), caps[tight].tolist(), strict=True)))
+        found: list[Moves] = [[] for _ in shape.starts]
+        for row in sorted({*without, *limited}):
+            option, start = divmod(row, len(shape.starts))
+            replicas = self.tables.options[option].replicas
+            own = [(end, self.grid.mask(replicas, cap)) for end, cap in limited.get(row, ())]
+            mask = self.grid.mask(replicas, plenty)
+            found[start].append((self.grid.width + replicas, mask, without.get(row, []), own))
+        return found
+
+    def ways(self, solution: Solution, part: int) -> Iterator[Way]:
+        """All ways to pass the fork at `part` of a solution whose later parts are solved."""
+        for depth, entries in self._followers(solution, part).items():
+            yield from self._passed(solution, part, depth, entries)
+
+    def _followers(self, solution: Solution, part: int) -> dict[int, list[dict[int, int]]]:
+        """By depth of what follows the fork: for each group, what follows its line by the parts that are left of it."""
+        shape, moves = solution.shape, self.moves(solution.shape)
+        found: dict[int, list[dict[int, int]]] = {}
+        affordable = self._affordable(self.tables.work(shape)[part] + solution.behind)
+
+        def add(group: int, at: int, pairs: int) -> None:
+            for depth, row in self.grid.rows(pairs & affordable):
+                groups = found.setdefault(depth, [{} for _ in shape.groups[part]])
+                groups[group][at] = row << depth * self.grid.width
+
+        add(0, len(shape.branches[part][0]), solution.values[part + 1])
+        for start in shape.tails[part]:
+            cut = shape.starts[start]
+            add(cut.group, cut.at, _reached(moves[start], solution.following))
+        return found
+
+    def _passed(self, solution: Solution, part: int, depth: int, entries: Sequence[dict[int, int]]) -> Iterator[Way]:
+        shape, join, branches = solution.shape, self.grid.join, solution.shape.branches[part]
+        behind = solution.behind + self.tables.work(shape)[part + 1]
+        counts = tuple(len(group) for group in shape.groups[part])
+        for through, follow in enumerate(entries):
+            if not follow:
+                continue
+            passing = self.solve(branches[through], tuple(sorted(follow.items())), behind)
+            rest = _less(counts, through)
+            others = self._beside(branches, rest, depth)
+            yield Way(depth, through, passing, NONE, False, rest, join(passing.values[0], others))
+            for head in shape.heads[part]:
+                cut = shape.ends[head]
+                if cut.group == through:
+                    yield Way(depth, through, passing, head, True, rest, join(passing.values[cut.at], others))
+                if rest[cut.group]:
+                    fewer = _less(rest, cut.group)
+                    headless = self.closed(branches[cut.group], depth).values[cut.at]
+                    beside = join(headless, self._beside(branches, fewer, depth))
+                    yield Way(depth, through, passing, head, False, fewer, join(passing.values[0], beside))
+
+    def closed(self, shape: Shape, depth: int) -> Solution:
+        """A line followed by a stage with `depth` micro-batches in flight, whose devices count elsewhere."""
+        if (shape, depth) not in self._closed:
+            self._closed[shape, depth] = self.solve(shape, ((len(shape), self.grid.bit(depth, 0)),))
+        return self._closed[shape, depth]
+
+    def _beside(self, branches: tuple[Shape, ...], counts: tuple[int, ...], depth: int) -> int:
+        """So many lines of each group side by side, all followed by a stage of that depth."""
+        key = branches, counts, depth
+        if key not in self._side_by_side:
+            result = 1
+            for branch, count in zip(branches, counts, strict=True):
+                for _ in range(count):
+                    result = self.grid.join(result, self.closed(branch, depth).values[0])
+            self._side_by_side[key] = result
+        return self._side_by_side[key]
+
+
+def _by_row(rows: Counts, entries: Sequence[T]) -> dict[int, Sequence[T]]:
+    """The entries of every row that has some; `rows` are ascending."""
+    if not entries:
+        return {}
+    borders = [0, *(np.flatnonzero(rows[1:] != rows[:-1]) + 1).tolist(), len(entries)]
+    return {
+        row: entries[low:high] for row, (low, high) in zip(rows[borders[:-1]].tolist(), pairwise(borders), strict=True)
+    }
+
+
+def _reached(moves: Moves, following: Sequence[int]) -> int:
+    """Pairs of all stages that begin at a cut, with what follows them."""
+    total = 0
+    for shift, mask, free, bound in moves:
+        pairs = 0
+        for end in free:
+            pairs |= following[end]
+        for end, limit in bound:
+            pairs |= following[end] & limit
+        total |= (pairs & mask) << shift
+    return total
+
+
+def _less(counts: tuple[int, ...], group: int) -> tuple[int, ...]:
+    """One line less of a group."""
+    return (*counts[:group], counts[group] - 1, *counts[group + 1 :])

@@ -1,0 +1,250 @@
+"""What every stage costs, for one micro-batch size: seconds per sample, and how many micro-batches fit its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gpp.cluster import Cluster, Link
+from lightning_gpp.planning.partitioners.graphpipe.cuts import (
+    FIXED,
+    INPUT_FIXED,
+    INPUT_PER_SAMPLE,
+    MESSAGES,
+    PER_SAMPLE,
+    RIGID,
+    Shape,
+    shape_of,
+)
+from lightning_gpp.planning.partitioners.graphpipe.lines import Likeness, Line, units_of
+from lightning_gpp.planning.problem.problem import Array, Problem
+
+Counts = NDArray[np.int64]
+
+
+def weakest_link(cluster: Cluster, num_devices: int) -> Link:
+    """What joins `num_devices` neighbouring devices at worst.
+
+    The innermost level whose groups all hold so many; where links of single pairs are given, the weakest of all.
+    """
+    links = [level.link for level in cluster.levels]
+    sizes = [min(np.bincount(np.unique(level.groups, return_inverse=True)[1])) for level in cluster.levels]
+    if not cluster.links:
+        return next((link for link, size in zip(links, sizes, strict=True) if size >= num_devices), links[-1])
+    links.extend(cluster.links.values())
+    return Link(latency=max(x.latency for x in links), bytes_per_second=min(x.bytes_per_second for x in links))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A number of replicas: their share of a micro-batch, the links inside and to neighbours, costs of all units."""
+
+    replicas: int
+    share: int
+    inside: Link
+    between: Link
+    forward: Array
+    backward: Array
+    saved: Array
+
+
+def options_of(problem: Problem, size: int, links: dict[int, Link]) -> list[Option]:
+    """Powers of two; each replica has at least one sample. A neighbour is taken to have as many replicas.
+
+    `links`: what joins so many devices, as far as it is known already.
+    """
+
+    def joining(num_devices: int) -> Link:
+        if num_devices not in links:
+            links[num_devices] = weakest_link(problem.cluster, num_devices)
+        return links[num_devices]
+
+    found, replicas = [], 1
+    while replicas <= min(problem.num_devices, problem.max_replicas, size):
+        share = -(-size // replicas)
+        kinds = [problem.seconds(share, kind) for kind in range(len(problem.cluster.kinds))]
+        option = Option(
+            replicas=replicas,
+            share=share,
+            inside=joining(replicas),
+            between=joining(2 * replicas),
+            forward=np.max([kind.forward for kind in kinds], axis=0),
+            backward=np.max([kind.input_gradient + kind.weight_gradient for kind in kinds], axis=0),
+            saved=problem.saved_bytes(share),
+        )
+        found.append(option)
+        replicas *= 2
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Of all stages of a shape, by [option, start, end].
+
+    Args:
+        seconds: per sample; infinite where there is no such stage, or where it has to recompute.
+        room: micro-batches in flight that fit; 0 if none does.
+        longer: seconds with the forward recomputed in the backward.
+        more_room: micro-batches in flight that fit then.
+        again: whether any stage may recompute.
+    """
+
+    seconds: Array
+    room: Counts
+    longer: Array
+    more_room: Counts
+    again: bool
+    _places: Counts = field(init=False)
+    _columns: list[Array] = field(init=False)
+
+    def __post_init__(self) -> None:
+        places = np.flatnonzero((self.room > 0) | (self.more_room > 0))
+        tables = (self.seconds, self.room, *((self.longer, self.more_room) if self.again else ()))
+        object.__setattr__(self, "_places", places)
+        object.__setattr__(self, "_columns", [table.ravel()[places] for table in tables])
+
+    def within(self, target: float) -> tuple[Counts, Counts]:
+        """Stages of at most so many seconds, as places in the flat tables; micro-batches in flight that fit each."""
+        seconds, room, *recomputed = self._columns
+        limits = np.where(seconds <= target, room, 0)
+        if recomputed:
+            np.maximum(limits, np.where(recomputed[0] <= target, recomputed[1], 0), out=limits)
+        found = np.flatnonzero(limits)
+        return self._places[found], limits[found].astype(np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class Tables:
+    """Costs of one micro-batch size; stages of lines that are alike are computed once."""
+
+    problem: Problem
+    size: int
+    line: Line
+    schedule: str
+    known: dict[tuple[int, ...], Shape] = field(default_factory=dict)
+    """Shapes of the line by what is alike in it: the same for most micro-batch sizes."""
+    links: dict[int, Link] = field(default_factory=dict)
+    """What joins so many neighbouring devices: the same for all sizes."""
+    options: list[Option] = field(init=False)
+    shape: Shape = field(init=False)
+    _costs: dict[Shape, Costs] = field(default_factory=dict, init=False)
+    _work: dict[Shape, list[float]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.options = options_of(self.problem, self.size, self.links)
+        kinds = _unit_kinds(self.problem, self.options)
+        if kinds not in self.known:
+            self.known[kinds] = shape_of(self.line, Likeness(self.problem, kinds), {})
+        self.shape = self.known[kinds]
+
+    @property
+    def num_micro_batches(self) -> int:
+        return -(-self.problem.batch_size // self.size)
+
+    @property
+    def bound(self) -> float:
+        """Seconds per sample that no strategy can beat: all devices busy all the time, each unit as cheap as can be."""
+        return self.work(self.shape)[0] / self.problem.num_devices
+
+    def work(self, shape: Shape) -> list[float]:
+        """From every part on: device-seconds per sample that a line takes at least."""
+        if shape not in self._work:
+            spent = [(entry.forward + entry.backward) * entry.replicas for entry in self.options]
+            least = np.min(spent, axis=0) / self.size
+            parts = [float(least[list(units_of(part))].sum()) for part in shape.line.parts]
+            self._work[shape] = [sum(parts[index:]) for index in range(len(parts) + 1)]
+        return self._work[shape]
+
+    def costs(self, shape: Shape) -> Costs:
+        """Of all stages of a shape."""
+        if shape not in self._costs:
+            self._costs[shape] = self._of(shape)
+        return self._costs[shape]
+
+    def _of(self, shape: Shape) -> Costs:
+        problem, border = self.problem, shape.border
+        forward, backward, saved, (static, parameters, rigid, step) = _sums(shape, problem, self.options)
+        valid = _valid(shape, self.options, border[RIGID] + rigid)
+        share = _column([option.share for option in self.options])
+        transfers = self._transfer(border, share) + self._all_reduce(parameters)
+        seconds = (forward + backward) / self.size + transfers
+        again = valid & (step == 0) & (problem.recompute is not False)  # the user's step is never run twice
+        kept = valid & ((step != 0) | (problem.recompute is not True))
+        free, possible = min(problem.memory_bytes) - static, bool(again.any())
+        received = border[INPUT_PER_SAMPLE] * share + border[INPUT_FIXED] if possible else np.ones_like(saved)
+        return Costs(
+            seconds=np.where(kept, seconds, inf),
+            room=self._room(free, saved) * kept,
+            longer=np.where(again, seconds + forward / self.size, inf),
+            more_room=self._room(free - saved, received) * again if possible else again.astype(np.int64),
+            again=possible,
+        )
+
+    def _transfer(self, border: Array, share: Array) -> Array:
+        """Seconds per sample: the messages of a micro-batch one after the other, each replica sending its share."""
+        latency = _column([option.between.latency for option in self.options])
+        bytes_per_second = _column([option.between.bytes_per_second for option in self.options])
+        num_bytes = border[PER_SAMPLE] * share + border[FIXED]
+        seconds: Array = border[MESSAGES] * latency + num_bytes / bytes_per_second
+        return seconds / self.size
+
+    def _all_reduce(self, parameters: Array) -> Array:
+        """Seconds per sample of the mini-batch, by a ring."""
+        steps = _column([2 * (option.replicas - 1) for option in self.options])
+        latency = _column([option.inside.latency for option in self.options])
+        per_byte = _column([1 / option.replicas / option.inside.bytes_per_second for option in self.options])
+        seconds: Array = steps * (latency + parameters * per_byte)
+        return seconds / self.problem.batch_size
+
+    def _room(self, free: Array, kept: Array) -> Counts:
+        """Micro-batches in flight that fit; all of them counts as any number. `gpipe` has all of them in flight."""
+        most, plenty = self.num_micro_batches, self.problem.num_devices
+        with np.errstate(divide="ignore", invalid="ignore"):
+            room = np.where(kept > 0, np.floor(free / kept), np.where(free >= 0, inf, 0.0))
+        limited = 0.0 if self.schedule == "gpipe" else np.clip(room, 0, plenty)
+        return np.where(room >= most, plenty, limited).astype(np.int64)
+
+
+def _unit_kinds(problem: Problem, options: Sequence[Option]) -> tuple[int, ...]:
+    """Numbers for units, the same for units that cost the same."""
+    rows = [column for option in options for column in (option.forward, option.backward, option.saved)]
+    units = problem.units.units
+    step = [float(index == len(units) - 1) for index in range(len(units))]
+    rigid = [float(not unit.divisible) for unit in units]
+    table = np.array([*rows, problem.parameter_bytes, step, rigid]).T.copy()
+    numbers: dict[bytes, int] = {}
+    return tuple(numbers.setdefault(row.tobytes(), len(numbers)) for row in table)
+
+
+def _column(values: Sequence[float]) -> Array:
+    """One value per option, to be combined with tables by [start, end]."""
+    return np.array(values, dtype=float)[:, None, None]
+
+
+def _sums(shape: Shape, problem: Problem, options: Sequence[Option]) -> tuple[Array, Array, Array, Array]:
+    """Over the units of every stage: forward, backward and saved bytes by option; and what no option changes.
+
+    The latter are static and parameter bytes, and how many units are indivisible, and the step's.
+    """
+    units = list(shape.line.units)
+    rigid = [float(not problem.units.units[unit].divisible) for unit in units]
+    step = [float(unit == problem.num_units - 1) for unit in units]
+    columns = [getattr(option, name)[units] for name in ("forward", "backward", "saved") for option in options]
+    table = np.array([*columns, problem.static_bytes[units], problem.parameter_bytes[units], rigid, step])
+    until, missing = table @ shape.before.T.astype(float), table @ (~shape.after.T).astype(float)
+    sums: Array = np.maximum(until[:, None, :] - missing[:, :, None], 0.0)
+    number = len(options)
+    return sums[:number], sums[number : 2 * number], sums[2 * number : 3 * number], sums[3 * number :]
+
+
+def _valid(shape: Shape, options: Sequence[Option], rigid: Array) -> NDArray[np.bool_]:
+    """At least one whole part in each stage, and replicas only where all can be cut into shares."""
+    starts = np.array([cut.part for cut in shape.starts])[:, None]
+    ends = np.array([cut.part for cut in shape.ends])[None, :]
+    several = np.array([option.replicas > 1 for option in options])[:, None, None]
+    allowed: NDArray[np.bool_] = (starts < ends) & ~(several & (rigid >= 0.5))
+    return allowed

@@ -1,0 +1,43 @@
+"""Orders of parallel and consecutive parts: reads a graph as one, and turns any graph into one by ordering more."""
+
+from lightning_gpp.planning.partitioners.series_parallel.convert import (
+    Conversion,
+    fold_broadcasts,
+    make_series_parallel,
+)
+from lightning_gpp.planning.partitioners.series_parallel.decompose import decompose
+from lightning_gpp.planning.partitioners.series_parallel.tree import (
+    Leaf,
+    Node,
+    Parallel,
+    Series,
+    Tree,
+    critical_path,
+    describe,
+    evaluate,
+    leaves,
+    num_ordered,
+    order_of,
+    parallel,
+    series,
+)
+
+__all__ = [
+    "Conversion",
+    "Leaf",
+    "Node",
+    "Parallel",
+    "Series",
+    "Tree",
+    "critical_path",
+    "decompose",
+    "describe",
+    "evaluate",
+    "fold_broadcasts",
+    "leaves",
+    "make_series_parallel",
+    "num_ordered",
+    "order_of",
+    "parallel",
+    "series",
+]

@@ -1,0 +1,175 @@
+"""Making any graph series-parallel, at the least delay found.
+
+Broadcasts of negligible cost are left to their readers; all else is computed once, and only order is added. The
+plainest conversion makes every depth of the graph wait for all of the depth before (`strata`). Here only the parts that
+are not series-parallel change, and several ways are tried on each of them (`cuts`), strata among them. Series and
+parallel parts need no choice: converting their pieces separately loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import networkx as nx
+
+from lightning_gpp.planning.partitioners.series_parallel.cuts import Cut, cuts, longest_paths
+from lightning_gpp.planning.partitioners.series_parallel.decompose import expand
+from lightning_gpp.planning.partitioners.series_parallel.order import Order, Part, order_from
+from lightning_gpp.planning.partitioners.series_parallel.search import SMALL, Search
+from lightning_gpp.planning.partitioners.series_parallel.tree import (
+    Leaf,
+    Node,
+    Tree,
+    critical_path,
+    order_of,
+    parallel,
+    series,
+)
+
+NEGLIGIBLE = 0.01
+"""Below this share of the mean weight of all nodes, a node costs nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """A series-parallel order that contains the order of a graph.
+
+    Args:
+        tree: of all nodes that were not folded.
+        added: pairs of nodes that the graph does not put in order, and that together with it give the tree's order.
+        price: the tree's critical path over the graph's, at least 1.
+        folded: nodes that are computed again by each of their readers, in topological order.
+    """
+
+    tree: Tree
+    added: tuple[tuple[Node, Node], ...]
+    price: float
+    folded: tuple[Node, ...]
+
+
+def make_series_parallel(
+    graph: nx.DiGraph,
+    weights: Mapping[Node, float] | None = None,
+    *,
+    fraction: float = NEGLIGIBLE,
+    keep: Collection[Node] = (),
+) -> Conversion:
+    """The graph's own tree where it has one; else that of the graph without broadcasts, with order added as needed.
+
+    Args:
+        graph: acyclic.
+        weights: of all nodes, seconds, not negative; 1 each by default.
+        fraction, keep: see `fold_broadcasts`.
+
+    Raises:
+        networkx.NetworkXUnfeasible: the graph has a cycle.
+        ValueError: the graph has no nodes.
+    """
+    weights = dict.fromkeys(graph, 1.0) if weights is None else weights
+    order = order_from(graph)
+    tree = expand(order, order.everything, lambda part: None)
+    if tree is not None:
+        return Conversion(tree=tree, added=(), price=1.0, folded=())
+    graph, folded = fold_broadcasts(graph, weights, fraction=fraction, keep=keep)
+    order = order_from(graph)
+    tree = _convert(order, _integers([weights[node] for node in order.nodes]))
+    return Conversion(tree=tree, added=_added(order, tree), price=_price(order, tree, weights), folded=folded)
+
+
+def fold_broadcasts(
+    graph: nx.DiGraph,
+    weights: Mapping[Node, float],
+    *,
+    fraction: float = NEGLIGIBLE,
+    keep: Collection[Node] = (),
+) -> tuple[nx.DiGraph, tuple[Node, ...]]:
+    """The graph without the nodes that each of their readers may compute again: masks, positions, constants.
+
+    They cost next to nothing, nothing or only such nodes come before them, and several nodes of other kinds read them,
+    directly or through more of them. What only folded nodes come before is folded too, where it costs next to
+    nothing. All other nodes keep their order, for no folded node lies between two of them.
+
+    Args:
+        graph: acyclic.
+        weights: of all nodes, seconds.
+        fraction: of the mean weight, below which a node costs next to nothing.
+        keep: nodes never to fold, such as those with parameters.
+
+    Returns:
+        The graph of the other nodes, and the folded nodes in topological order.
+    """
+    limit = fraction * sum(weights[node] for node in graph) / max(1, len(graph))
+    light: dict[Node, None] = {}
+    for node in nx.topological_sort(graph):
+        if weights[node] < limit and node not in keep and all(other in light for other in graph.pred[node]):
+            light[node] = None
+    readers = _readers(graph, light)
+    folded: dict[Node, None] = {}
+    for node in light:
+        sources = graph.pred[node]
+        if len(readers[node]) > 1 or (sources and all(other in folded for other in sources)):
+            folded[node] = None
+    return graph.subgraph([node for node in graph if node not in folded]), tuple(folded)
+
+
+def _readers(graph: nx.DiGraph, light: Mapping[Node, None]) -> dict[Node, set[Node]]:
+    """For each light node the others that read it, directly or through light nodes only."""
+    readers: dict[Node, set[Node]] = {}
+    for node in reversed(list(light)):
+        readers[node] = set().union(*(readers[other] if other in light else {other} for other in graph.succ[node]))
+    return readers
+
+
+def _integers(weights: Sequence[float]) -> list[int]:
+    """Weights without rounding errors in their sums, to 12 digits of the whole."""
+    total = sum(weights)
+    return [round(weight / total * 2**40) if total else 0 for weight in weights]
+
+
+def _convert(order: Order, weights: Sequence[int]) -> Tree:
+    """The lightest tree found that contains the order."""
+    search = Search(order, weights)
+    tree = expand(order, order.everything, lambda part: search.lightest(_trees(order, part, weights, search)))
+    assert tree is not None
+    return tree
+
+
+def _trees(order: Order, part: Part, weights: Sequence[int], search: Search) -> Iterator[Tree]:
+    """Several trees of a prime part: as strata, and by cuts that differ in their choice among equal bounds."""
+    yield strata(order, part)
+    for rule in (Cut.by_share, Cut.by_number, Cut.by_balance):
+        tree = expand(order, part, partial(_first_cut, order, weights, search, rule))
+        if tree is not None:
+            yield tree
+
+
+def _first_cut(
+    order: Order, weights: Sequence[int], search: Search, rule: Callable[[Cut], tuple[float, ...]], part: Part
+) -> Tree | tuple[Part, Part]:
+    if len(part) <= SMALL:
+        return search.tree(part)
+    return min(cuts(order, part, weights), key=rule).halves()
+
+
+def strata(order: Order, part: Part) -> Tree:
+    """All nodes by their depth, with a full synchronisation between one depth and the next."""
+    depths, _ = longest_paths(order, part, [1] * len(order.nodes))
+    levels: dict[int, list[Tree]] = {}
+    for number in part:
+        levels.setdefault(depths[number], []).append(Leaf(order.nodes[number]))
+    return series(parallel(levels[depth]) for depth in sorted(levels))
+
+
+def _added(order: Order, tree: Tree) -> tuple[tuple[Node, Node], ...]:
+    number = {node: index for index, node in enumerate(order.nodes)}
+    pairs = ((number[lower], number[upper]) for lower, upper in order_of(tree).edges)
+    new = sorted((lower, upper) for lower, upper in pairs if not order.after[lower] >> upper & 1)
+    return tuple((order.nodes[lower], order.nodes[upper]) for lower, upper in new)
+
+
+def _price(order: Order, tree: Tree, weights: Mapping[Node, float]) -> float:
+    heads, _ = longest_paths(order, order.everything, [weights[node] for node in order.nodes])
+    before, after = max(heads.values()), critical_path(tree, weights)
+    return max(1.0, round(after / before, 12)) if before else 1.0  # the rest is rounding

@@ -1,0 +1,330 @@
+"""What a draft is worth: seconds of a whole step, with warm-up, drain and sums of gradients, and bytes of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from math import inf
+
+from lightning_gpp.cluster import Link, Port
+from lightning_gpp.graph import Affine
+from lightning_gpp.planning.problem.draft import (
+    Draft,
+    DraftStage,
+    Flow,
+    Transfer,
+    flows,
+    stage_of_units,
+    transfer,
+    with_chain,
+)
+from lightning_gpp.planning.problem.pipeline_clock import Pipeline, end_times, least_seconds
+from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.realise import folded
+from lightning_gpp.planning.problem.units import Value
+from lightning_gpp.schedules.in_flight import samples_in_flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFigures:
+    """One replica of a stage: seconds and bytes per micro-batch, bytes that stay, seconds of its all-reduce.
+
+    `again`: of running the forward again, before the backward.
+    """
+
+    forward: float
+    again: float
+    backward: float
+    kept_bytes: float
+    working_bytes: float
+    static_bytes: float
+    all_reduce: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A draft's step.
+
+    Args:
+        seconds: of the step; infinite where the stages form a cycle.
+        excess_bytes: the most that a device needs beyond its memory; 0 if all fit.
+        peak_bytes: of a device of each stage.
+        bottleneck: seconds per sample of the slowest stage, forward and backward.
+        in_flight: micro-batches of each stage.
+    """
+
+    seconds: float
+    excess_bytes: float = 0.0
+    peak_bytes: tuple[float, ...] = ()
+    bottleneck: float = inf
+    in_flight: tuple[int, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.excess_bytes <= 0 and self.seconds < inf
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """What searches minimise: first what does not fit, then time."""
+        return (max(0.0, self.excess_bytes), self.seconds) if self.seconds < inf else (inf, inf)
+
+
+@dataclass(slots=True, eq=False)
+class Evaluator:
+    """Evaluates drafts of one problem, and remembers what stages cost."""
+
+    problem: Problem
+    evaluations: int = 0
+    _figures: dict[DraftStage, StageFigures] = field(default_factory=dict)
+    _anywhere: dict[tuple[tuple[int, ...], int, bool, frozenset[int]], StageFigures] = field(default_factory=dict)
+    _transfers: dict[tuple[tuple[int, ...], tuple[int, ...], Affine, int], Transfer] = field(default_factory=dict)
+    _routes: dict[tuple[int, int], tuple[Link, tuple[Port, ...]]] = field(default_factory=dict)
+    _edges: tuple[list[tuple[int, ...]], dict[tuple[int, int], Flow]] = field(default_factory=lambda: ([], {}))
+    _data_seconds: dict[tuple[DraftStage, bool], float] = field(default_factory=dict)
+    _memory: list[float] = field(init=False)
+    _rigid_units: list[int] = field(init=False)
+    _rigid_values: list[Value] = field(init=False)
+
+    def __post_init__(self) -> None:
+        units = self.problem.units
+        self._memory = self.problem.memory_bytes.tolist()
+        self._rigid_units = [index for index, unit in enumerate(units.units) if not unit.divisible]
+        self._rigid_values = [value for value in units.values if not value.sliceable]
+
+    def __call__(self, draft: Draft, limit: float = inf) -> Evaluation:
+        """Evaluate; micro-batch sizes must be the same in all stages.
+
+        A step that is known to take `limit` seconds or more is not simulated: `seconds` is what it takes at least.
+        """
+        self.evaluations += 1
+        edges = self.edges(draft)
+        order = topological_order(edges, len(draft.stages))
+        if not order or not self._divisible(draft):
+            return Evaluation(seconds=inf)
+        position = {stage: index for index, stage in enumerate(order)}
+        stages = [draft.stages[index] for index in order]
+        edges = {(position[a], position[b]): flow for (a, b), flow in edges.items()}
+        if draft.chained:
+            edges = with_chain(edges, len(stages))
+        return self._evaluate(stages, edges, draft.schedule, order, limit, self._copies(draft))
+
+    def _copies(self, draft: Draft) -> bool:
+        return self.problem.copies and folded(self.problem, draft)[1] > 1
+
+    def _divisible(self, draft: Draft) -> bool:
+        """Whether nothing is cut into shares that cannot be cut; copies of a pipeline cut nothing."""
+        if (not self._rigid_values and not self._rigid_units) or self._copies(draft):
+            return True
+        owner = stage_of_units(self.problem.num_units, [stage.units for stage in draft.stages])
+        replicas = [len(stage.devices) for stage in draft.stages]
+        return all(replicas[owner[unit]] == 1 for unit in self._rigid_units) and all(
+            replicas[owner[value.src]] == replicas[owner[dst]] for value in self._rigid_values for dst in value.dsts
+        )
+
+    def edges(self, draft: Draft) -> dict[tuple[int, int], Flow]:
+        """What flows between stages, wherever they are; of the last stages asked for it is known."""
+        units = [stage.units for stage in draft.stages]
+        if units != self._edges[0]:
+            self._edges = units, flows(self.problem, stage_of_units(self.problem.num_units, units))
+        return self._edges[1]
+
+    def _evaluate(
+        self,
+        stages: Sequence[DraftStage],
+        edges: Mapping[tuple[int, int], Flow],
+        schedule: str,
+        order: Sequence[int],
+        limit: float,
+        copies: bool,
+    ) -> Evaluation:
+        """`copies`: of a whole pipeline. Else a last stage with replicas gives the user's step to a stage of its own,
+        which adds one to the depth."""
+        apart = self.problem.single_step and len(stages[-1].devices) > 1 and not copies
+        size = stages[0].micro_batch_size
+        number = -(-self.problem.batch_size // size)
+        counts = [min(number, count + apart) for count in in_flight_counts(len(stages), edges, schedule, number)]
+        figures = [self.figures(stage) for stage in stages]
+        pipeline, busiest = self._pipeline(stages, figures, edges, copies)
+        peaks = [
+            entry.static_bytes + count * entry.kept_bytes + entry.working_bytes
+            for entry, count in zip(figures, counts, strict=True)
+        ]
+        limits = [min(self._memory[device] for device in stage.devices) for stage in stages]
+        place = sorted(range(len(order)), key=order.__getitem__)
+        return Evaluation(
+            seconds=max(
+                number * busiest,
+                _step_seconds(pipeline, counts, number, [entry.all_reduce for entry in figures], limit),
+            ),
+            excess_bytes=float(max(0.0, *(peak - room for peak, room in zip(peaks, limits, strict=True)))),
+            peak_bytes=tuple(peaks[index] for index in place),
+            bottleneck=max(entry.forward + entry.again + entry.backward for entry in figures) / size,
+            in_flight=tuple(counts[index] for index in place),
+        )
+
+    def _pipeline(
+        self,
+        stages: Sequence[DraftStage],
+        figures: Sequence[StageFigures],
+        edges: Mapping[tuple[int, int], Flow],
+        copies: bool,
+    ) -> tuple[Pipeline, float]:
+        """The pipeline, and the seconds per micro-batch in which the busiest port is occupied."""
+        forwards = {(a, b): self._transfer(stages[a], stages[b], flow.forward) for (a, b), flow in edges.items()}
+        backwards = {
+            (a, b): self._transfer(stages[b], stages[a], flow.backward)
+            for (a, b), flow in edges.items()
+            if flow.differentiable
+        }
+        sent, returned = ({pair: entry.seconds for pair, entry in way.items()} for way in (forwards, backwards))
+        busiest = 0.0
+        if self.problem.cluster.contended:
+            busiest = _contend(((forwards, sent), (backwards, returned)))
+        pipeline = Pipeline(
+            forward=[entry.forward for entry in figures],
+            again=[entry.again for entry in figures],
+            backward=[entry.backward for entry in figures],
+            data=[self._data(stage, copies) for stage in stages],
+            sent=sent,
+            returned=returned,
+        )
+        return pipeline, busiest
+
+    def _data(self, stage: DraftStage, copies: bool) -> float:
+        """Until a micro-batch's data have come from device 0, which loads them; copies of a pipeline load their own."""
+        if (stage, copies) not in self._data_seconds:
+            inside = set(stage.units)
+            size = sum(value.bytes.at(stage.share) for value in self.problem.units.data if read_by(value, inside))
+            devices = stage.devices[:1] if copies else stage.devices
+            far = [device for device in devices if device] if size else []
+            seconds = max((self.problem.cluster.link(0, device).seconds(size) for device in far), default=0.0)
+            self._data_seconds[stage, copies] = seconds
+        return self._data_seconds[stage, copies]
+
+    def _transfer(self, src: DraftStage, dst: DraftStage, size: Affine) -> Transfer:
+        key = src.devices, dst.devices, size, src.micro_batch_size
+        if key not in self._transfers:
+            self._transfers[key] = transfer(self._route, *key)
+        return self._transfers[key]
+
+    def _route(self, src: int, dst: int) -> tuple[Link, tuple[Port, ...]]:
+        if (src, dst) not in self._routes:
+            cluster = self.problem.cluster
+            self._routes[src, dst] = cluster.link(src, dst), cluster.ports(src, dst)
+        return self._routes[src, dst]
+
+    def figures(self, stage: DraftStage) -> StageFigures:
+        """What one replica of a stage costs; the slowest kind of its devices counts."""
+        if stage not in self._figures:
+            kinds = frozenset(map(self.problem.cluster.kind, stage.devices))
+            key = stage.units, stage.share, stage.recompute, kinds
+            like = self._anywhere.get(key)
+            if like is None:
+                self._anywhere[key] = stage_figures(self.problem, stage)
+            else:
+                self._anywhere[key] = replace(like, all_reduce=all_reduce_seconds(self.problem, stage))
+            self._figures[stage] = self._anywhere[key]
+        return self._figures[stage]
+
+
+def _contend(ways: Iterable[tuple[Mapping[tuple[int, int], Transfer], dict[tuple[int, int], float]]]) -> float:
+    """Transfers to one stage that share a port follow each other; the busiest port's seconds per micro-batch.
+
+    `ways`: forward and backward, the transfers alone, and their seconds, to which waiting is added.
+    """
+    total: dict[Port, float] = {}
+    for direction, (transfers, seconds) in enumerate(ways):
+        together: dict[tuple[int, Port], float] = {}
+        for pair, (_, ports) in transfers.items():
+            dst = pair[1 - direction]
+            for port, busy in ports.items():
+                together[dst, port] = together.get((dst, port), 0.0) + busy
+                total[port] = total.get(port, 0.0) + busy
+        for pair, (_, ports) in transfers.items():
+            dst = pair[1 - direction]
+            waits = [together[dst, port] - busy for port, busy in ports.items()]
+            seconds[pair] += max(waits, default=0.0)
+    return max(total.values(), default=0.0)
+
+
+def _step_seconds(
+    pipeline: Pipeline, counts: Sequence[int], number: int, all_reduce: Sequence[float], limit: float
+) -> float:
+    least = least_seconds(pipeline, number, all_reduce)
+    if least >= limit:
+        return least
+    return max(end + last for end, last in zip(end_times(pipeline, counts, number), all_reduce, strict=True))
+
+
+def topological_order(edges: Iterable[tuple[int, int]], num_stages: int) -> list[int]:
+    """Stages in an order of their edges that keeps the given one where it can; empty where they form a cycle."""
+    following: list[list[int]] = [[] for _ in range(num_stages)]
+    missing = [0] * num_stages
+    for src, dst in edges:
+        following[src].append(dst)
+        missing[dst] += 1
+    ready = [stage for stage in range(num_stages) if not missing[stage]]
+    order = []
+    while ready:
+        stage = heappop(ready)
+        order.append(stage)
+        for other in following[stage]:
+            missing[other] -= 1
+            if not missing[other]:
+                heappush(ready, other)
+    return order if len(order) == num_stages else []
+
+
+def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:
+    """What one replica of a stage costs; the slowest kind of its devices counts."""
+    units = list(stage.units)
+    kinds = {problem.cluster.kind(device) for device in stage.devices}
+    seconds = [problem.seconds(stage.share, kind) for kind in kinds]
+    forward = max(float(entry.forward[units].sum()) for entry in seconds)
+    backward = max(float((entry.input_gradient + entry.weight_gradient)[units].sum()) for entry in seconds)
+    saved = float(problem.saved_bytes(stage.share)[units].sum())
+    inputs = input_bytes(problem, stage) if stage.recompute else 0.0
+    parameters = float(problem.parameter_bytes[units].sum())
+    return StageFigures(
+        forward=forward,
+        again=forward if stage.recompute else 0.0,
+        backward=backward,
+        kept_bytes=inputs if stage.recompute else saved,
+        working_bytes=saved if stage.recompute else 0.0,
+        static_bytes=parameters * problem.footprint.copies,
+        all_reduce=all_reduce_seconds(problem, stage),
+    )
+
+
+def all_reduce_seconds(problem: Problem, stage: DraftStage) -> float:
+    """Of the gradients of a stage over its replicas."""
+    if len(stage.devices) == 1:
+        return 0.0
+    return problem.cluster.all_reduce_seconds(stage.devices, float(problem.parameter_bytes[list(stage.units)].sum()))
+
+
+def input_bytes(problem: Problem, stage: DraftStage) -> float:
+    """What a stage receives from others per micro-batch, on one replica, data included."""
+    inside = set(stage.units)
+    values = (*problem.units.values, *problem.units.data)
+    read = (value for value in values if value.src not in inside and read_by(value, inside))
+    return sum(value.bytes.at(stage.share) for value in read)
+
+
+def read_by(value: Value, units: Set[int]) -> bool:
+    """Whether one of the units reads the value."""
+    return not units.isdisjoint(value.dsts)
+
+
+def in_flight_counts(
+    num_stages: int, edges: Mapping[tuple[int, int], Flow], schedule: str, num_micro_batches: int
+) -> list[int]:
+    """Micro-batches that each stage, in topological order, has in flight at most."""
+    if schedule == "gpipe":
+        return [num_micro_batches] * num_stages
+    successors: list[list[int]] = [[] for _ in range(num_stages)]
+    for src, dst in edges:
+        successors[src].append(dst)
+    samples = samples_in_flight([1] * num_stages, successors)
+    return [min(count, num_micro_batches) for count in samples]

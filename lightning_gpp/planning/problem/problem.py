@@ -1,0 +1,147 @@
+"""The planning problem: units to be placed on the devices of a cluster, with what every unit costs there.
+
+All partitioners see the model through this one object, so that none of them counts differently from another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gpp.cluster import Cluster
+from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.costs.model import CostModel
+from lightning_gpp.graph import Operator, OperatorGraph
+from lightning_gpp.planning.problem.units import UnitGraph
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSeconds:
+    """Seconds of all units, by unit, for one micro-batch share on one kind of device."""
+
+    forward: Array
+    input_gradient: Array
+    weight_gradient: Array
+
+    @property
+    def total(self) -> Array:
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+@dataclass(kw_only=True, eq=False)
+class Problem:
+    """Units, devices, and the choices that a partitioner has.
+
+    Args:
+        graph: the captured operators.
+        costs: seconds of operators.
+        units: pieces that are never divided.
+        cluster: devices and links.
+        batch_size: samples of the mini-batch.
+        sizes: micro-batch sizes to choose from, ascending. Where one does not divide the mini-batch, the last
+            micro-batch is smaller; drafts are evaluated, and bounded, as if it were whole.
+        schedules: names to choose from.
+        footprint: what a device keeps per byte of parameters.
+        recompute: whether stages may recompute their activations: None leaves it to the partitioner.
+        max_replicas: devices of a stage at most.
+        copies: whether copies of the whole pipeline may share the mini-batch.
+        single_step: the user's step runs on one device, so a last stage with replicas gives it to a stage of its own.
+    """
+
+    graph: OperatorGraph
+    costs: CostModel
+    units: UnitGraph
+    cluster: Cluster
+    batch_size: int
+    sizes: tuple[int, ...]
+    schedules: tuple[str, ...] = ("1f1b",)
+    footprint: Footprint = field(default_factory=Footprint)
+    recompute: bool | None = None
+    max_replicas: float = inf
+    copies: bool = True
+    single_step: bool = True
+    _seconds: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict, init=False)
+    _saved: dict[int, Array] = field(default_factory=dict, init=False)
+
+    @property
+    def num_units(self) -> int:
+        return len(self.units.units)
+
+    @property
+    def num_devices(self) -> int:
+        return self.cluster.num_devices
+
+    def seconds(self, num_samples: int, kind: int = 0) -> UnitSeconds:
+        """Seconds of every unit for `num_samples` samples on devices of a kind (an index into `cluster.kinds`)."""
+        key = num_samples, kind
+        if key not in self._seconds:
+            self._seconds[key] = self._unit_seconds(num_samples, kind)
+        return self._seconds[key]
+
+    def saved_bytes(self, num_samples: int) -> Array:
+        """What autograd keeps of every unit for `num_samples` samples."""
+        if num_samples not in self._saved:
+            units = self.units.units
+            self._saved[num_samples] = np.array([unit.saved_bytes.at(num_samples) for unit in units], dtype=float)
+        return self._saved[num_samples]
+
+    @cached_property
+    def static_bytes(self) -> Array:
+        """Weights, gradients and optimizer state of every unit."""
+        return self.parameter_bytes * self.footprint.copies
+
+    @cached_property
+    def parameter_bytes(self) -> Array:
+        """Weights of every unit; its gradients take the same."""
+        return np.array([unit.parameter_bytes for unit in self.units.units], dtype=float)
+
+    @cached_property
+    def memory_bytes(self) -> Array:
+        """Of every device."""
+        return np.array([device.memory_bytes for device in self.cluster.devices], dtype=float)
+
+    @cached_property
+    def order(self) -> nx.DiGraph:
+        """The graph of units."""
+        return self.units.graph()
+
+    @cached_property
+    def flow_table(self) -> list[tuple[int, tuple[int, ...], tuple[float, float, float, float]]]:
+        """Per unit and set of readers: bytes per sample and fixed bytes of the forward, and those of the backward."""
+        sums: dict[tuple[int, tuple[int, ...]], Array] = {}
+        for value in self.units.values:
+            size = np.array([value.bytes.per_sample, value.bytes.fixed])
+            both = np.concatenate([size, size if value.num_directions == 2 else np.zeros(2)])
+            sums[value.src, value.dsts] = sums.get((value.src, value.dsts), np.zeros(4)) + both
+        return [(src, dsts, tuple(map(float, size))) for (src, dsts), size in sums.items()]  # type: ignore[misc]
+
+    def on(self, units: UnitGraph) -> Problem:
+        """The same problem with other units."""
+        return replace(self, units=units)
+
+    @cached_property
+    def _operators(self) -> tuple[list[Operator], NDArray[np.int64]]:
+        """Operators, and the unit of each; those that several units repeat come several times."""
+        pairs = [(self.graph[name], index) for index, unit in enumerate(self.units.units) for name in unit.operators]
+        return [operator for operator, _ in pairs], np.array([index for _, index in pairs], dtype=np.int64)
+
+    def _unit_seconds(self, num_samples: int, kind: int) -> UnitSeconds:
+        device = self.cluster.kinds[kind]
+        operators, units = self._operators
+        costs = np.array([self.costs.seconds(operator, num_samples, device) for operator in operators]).reshape(-1, 3)
+        columns = np.zeros((3, self.num_units))
+        for column, seconds in zip(columns, costs.T, strict=True):
+            np.add.at(column, units, seconds)
+        return UnitSeconds(*columns)
+
+
+def operator_seconds(graph: OperatorGraph, costs: CostModel, cluster: Cluster, num_samples: int) -> dict[str, float]:
+    """Forward and backward seconds of every operator on the cluster's first kind of device."""
+    return {operator.name: sum(costs.seconds(operator, num_samples, cluster.kinds[0])) for operator in graph}

@@ -1,0 +1,256 @@
+"""Runs the stages of a plan that are slices: each calls the modules of its stage with its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lightning_gpp.errors import PlanError, add_note
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.plan import SOURCE, Edge, Plan
+from lightning_gpp.planning.assignment.assign import assign
+from lightning_gpp.planning.assignment.slices import carried_by, cut_spec, is_cut
+from lightning_gpp.runtime.stage import Around, MicroBatch, Slot, StageModule
+from lightning_gpp.sequence import computing
+from lightning_gpp.slices import Unsliced, slice_name
+from lightning_gpp.stages.step import StepRunner
+
+Tokens = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor `name` of which `part` holds the tokens `[start, stop)`."""
+
+    name: str
+    tokens: Tokens
+
+    @property
+    def part(self) -> str:
+        return slice_name(self.name, self.tokens)
+
+    def of(self, tensor: Tensor, dim: int) -> Tensor:
+        return tensor.narrow(dim, self.tokens[0], self.tokens[1] - self.tokens[0])
+
+
+def innermost(stage: StageModule) -> StageModule:
+    """The stage that all others are around."""
+    return innermost(stage.stage) if isinstance(stage, Around) else stage
+
+
+@dataclass(slots=True, kw_only=True)
+class SlicedStage(Around):
+    """Computes the tokens of one slice.
+
+    Args:
+        stage: computes all tokens.
+        tokens: of this slice.
+        length: of the whole sequence, in tokens.
+        earlier: names of what the slice before carries.
+        later: names of what the next one gets; empty for the last slice.
+        received, sent: tensors that are cut.
+    """
+
+    tokens: Tokens
+    length: int
+    earlier: tuple[str, ...]
+    later: tuple[str, ...]
+    received: tuple[Cut, ...]
+    sent: tuple[Cut, ...]
+
+    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """From the parts of the slice's tokens, and what is carried to it, to the same of its results."""
+        outputs, kept = self._run(values, micro_batch)
+        parts = {cut.part: outputs[cut.name] for cut in self.sent}
+        return {**parts, **dict(zip(self.later, kept, strict=False))}
+
+    def carried(
+        self, values: Mapping[str, Tensor], earlier: Sequence[Tensor], micro_batch: MicroBatch
+    ) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
+        """The stage's results for the slice's tokens, under their own names, and what the slice carries on."""
+        return self._run({**values, **dict(zip(self.earlier, earlier, strict=True))}, micro_batch)
+
+    def _run(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
+        inputs = {**values, **{cut.name: values[cut.part] for cut in self.received}}
+        try:
+            with computing(self.tokens[0], self.length, [values[name] for name in self.earlier]) as kept:
+                return self.stage.forward(inputs, micro_batch), kept
+        except Exception as error:
+            add_note(error, _where(self.tokens))
+            raise
+
+
+def _where(tokens: Tokens) -> str:
+    return (
+        f"It was computing tokens [{tokens[0]}, {tokens[1]}), a slice (strategy.slices). Code that counts tokens must "
+        "ask lightning_gpp.sequence.positions (docs/slicing.md); strategy.slice_modules leaves modules whole."
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class WholeStage(Around):
+    """A stage between slices: puts together what they send, and cuts what they get.
+
+    Args:
+        stage: what it is.
+        dim: the dimension that counts tokens.
+        received: by the tensor's name its parts in order.
+        sent: parts that slices get.
+    """
+
+    dim: int
+    received: Mapping[str, Sequence[Cut]]
+    sent: tuple[Cut, ...]
+
+    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """As the stage's, with parts of tensors beside them."""
+        joined = {name: torch.cat([values[cut.part] for cut in cuts], self.dim) for name, cuts in self.received.items()}
+        outputs = self.stage.forward({**values, **joined}, micro_batch)
+        return {**outputs, **{cut.part: cut.of(outputs[cut.name], self.dim) for cut in self.sent}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutSource:
+    """The user's step up to the network, whose data slices get in parts."""
+
+    source: StepRunner
+    dim: int
+    sent: tuple[Cut, ...]
+
+    def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """All data, and the parts."""
+        values = self.source.inputs(micro_batch)
+        return {**values, **{cut.part: cut.of(values[cut.name], self.dim) for cut in self.sent}}
+
+
+class Slicer:
+    """From stages that are put together, and the tensors between them, to those of a plan with slices.
+
+    Args:
+        graph: of the model.
+        plan: with slices.
+        whole: the same, put together.
+        slots: for every edge of the latter its tensors.
+        uncut: names of tensors of other sequences, which slices get whole.
+
+    Raises:
+        PlanError: the plan lacks edges over which slices carry.
+    """
+
+    def __init__(
+        self, graph: OperatorGraph, plan: Plan, whole: Unsliced, slots: Sequence[Sequence[Slot]], uncut: Collection[str]
+    ) -> None:
+        self.plan, self.whole, self._uncut = plan, whole, uncut
+        self._slots = {(edge.src, edge.dst): slots[i] for i, edge in enumerate(whole.plan.edges)}
+        self._length = max(stage.tokens[1] for stage in plan.stages if stage.tokens is not None)
+        assignment = assign(graph, [stage.modules for stage in whole.plan.stages])
+        self._carried = [carried_by(graph, assignment, stage) for stage in range(len(whole.plan.stages))]
+        self._cuts = [self._cuts_of(edge) for edge in plan.edges]
+        self._check_carrying()
+
+    def slots(self) -> tuple[tuple[Slot, ...], ...]:
+        """For every edge its tensors."""
+        return tuple(self._slots_of(edge, cuts) for edge, cuts in zip(self.plan.edges, self._cuts, strict=True))
+
+    def stages(self, stages: Sequence[StageModule]) -> tuple[StageModule, ...]:
+        """Every stage of the plan, from those that are put together."""
+        return tuple(self._stage(index, stages[number]) for index, number in enumerate(self.whole.numbers))
+
+    def source(self, source: StepRunner) -> CutSource:
+        """The data, and the parts that slices get."""
+        return CutSource(source=source, dim=self.plan.sequence_dim, sent=self._sent(SOURCE))
+
+    def _check_carrying(self) -> None:
+        """A plan that was edited may lack an edge over which slices carry, or have one too many."""
+        present = {(e.src, e.dst) for e in self.plan.edges if e.src != SOURCE and self._ends(e)[0] == self._ends(e)[1]}
+        needed = {
+            pair
+            for number, specs in enumerate(self._carried)
+            for pair in pairwise(self.whole.parts(number) if specs else ())
+        }
+        if present != needed:
+            raise PlanError(
+                f"The plan's edges between slices of a stage are {sorted(present)}, the model carries over "
+                f"{sorted(needed)}. Make a new plan with gpp-plan, or remove strategy.plan."
+            )
+
+    def _stage(self, index: int, stage: StageModule) -> StageModule:
+        tokens = self.plan.stages[index].tokens
+        received = [cut for edge, cuts in self._edges() if edge.dst == index for cut in cuts]
+        sent = self._sent(index)
+        if tokens is not None:
+            parts = self.whole.parts(self.whole.numbers[index])
+            return SlicedStage(
+                stage=stage,
+                tokens=tokens,
+                length=self._length,
+                earlier=self._names(index, tokens[0]) if index != parts[0] else (),
+                later=self._names(index, tokens[1]) if index != parts[-1] else (),
+                received=tuple(received),
+                sent=sent,
+            )
+        if not received and not sent:
+            return stage
+        names = dict.fromkeys(cut.name for cut in received)
+        joined = {name: sorted((c for c in received if c.name == name), key=lambda c: c.tokens) for name in names}
+        return WholeStage(stage=stage, dim=self.plan.sequence_dim, received=joined, sent=sent)
+
+    def _edges(self) -> list[tuple[Edge, tuple[Cut, ...]]]:
+        return list(zip(self.plan.edges, self._cuts, strict=True))
+
+    def _sent(self, index: int) -> tuple[Cut, ...]:
+        return tuple(dict.fromkeys(cut for edge, cuts in self._edges() if edge.src == index for cut in cuts))
+
+    def _ends(self, edge: Edge) -> tuple[int, int]:
+        numbers = self.whole.numbers
+        return (SOURCE if edge.src == SOURCE else numbers[edge.src]), numbers[edge.dst]
+
+    def _tokens(self, edge: Edge) -> Tokens | None:
+        above = None if edge.src == SOURCE else self.plan.stages[edge.src].tokens
+        return above or self.plan.stages[edge.dst].tokens
+
+    def _cuts_of(self, edge: Edge) -> tuple[Cut, ...]:
+        """The tensors of an edge that are cut; what slices of one stage carry is not."""
+        tokens = self._tokens(edge)
+        if tokens is None or edge.artificial:
+            return ()
+        slots = self._slots.get(self._ends(edge), ())
+        return tuple(Cut(slot.name, tokens) for slot in slots if self._is_cut(slot))
+
+    def _is_cut(self, slot: Slot) -> bool:
+        return slot.name not in self._uncut and is_cut(slot.spec, self.plan.sequence_dim, self._length)
+
+    def _slots_of(self, edge: Edge, cuts: Sequence[Cut]) -> tuple[Slot, ...]:
+        ends = self._ends(edge)
+        if edge.artificial:
+            return ()
+        if ends[0] == ends[1]:
+            return self._carried_slots(edge)
+        parts = {cut.name: cut for cut in cuts}
+        return tuple(self._slot(slot, parts.get(slot.name)) for slot in self._slots[ends])
+
+    def _slot(self, slot: Slot, cut: Cut | None) -> Slot:
+        if cut is None:
+            return slot
+        return Slot(cut.part, cut_spec(slot.spec, self.plan.sequence_dim, cut.tokens[1] - cut.tokens[0]))
+
+    def _carried_slots(self, edge: Edge) -> tuple[Slot, ...]:
+        stage = self.plan.stages[edge.src]
+        stop = stage.tokens[1] if stage.tokens is not None else 0
+        specs = self._carried[self.whole.numbers[edge.src]]
+        names = self._names(edge.src, stop)
+        return tuple(Slot(name, cut_spec(spec, dim, stop)) for name, (spec, dim) in zip(names, specs, strict=True))
+
+    def _names(self, index: int, stop: int) -> tuple[str, ...]:
+        """Of what is carried behind token `stop`."""
+        number = self.whole.numbers[index]
+        return tuple(slice_name(f"carried{n}", (0, stop)) for n in range(len(self._carried[number])))
+
+
+def repeated(items: Sequence[tuple[str, ...]], whole: Unsliced) -> tuple[tuple[str, ...], ...]:
+    """What every stage has, for its slices."""
+    return tuple(items[number] for number in whole.numbers)

@@ -1,0 +1,316 @@
+"""The user's step at run time: run up to its network calls for their inputs, and run whole with the calls answered."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from lightning_gpp.capture.batch import batch_size_of, slice_batch
+from lightning_gpp.capture.effects import without_effects
+from lightning_gpp.capture.network import InputKey, Network
+from lightning_gpp.capture.randomness import seed_streams, undisturbed
+from lightning_gpp.capture.recorder import refusal, target_of
+from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, Size
+from lightning_gpp.errors import CaptureError, ShapeError
+from lightning_gpp.graph import TensorSpec
+from lightning_gpp.runtime.stage import LOSS, MicroBatch
+from lightning_gpp.stages.code import variable
+
+
+class Stopped(BaseException):
+    """Ends the step after its last network call; not an Exception, so that user code does not catch it."""
+
+
+Answer = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@functools.cache
+def _answering(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of modules whose calls are answered; it differs from `kind` in nothing else."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)[_ANSWER](self, args, kwargs)
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+_ANSWER: Final = "_gpp_answer"
+
+
+@contextmanager
+def answered(modules: Mapping[str, nn.Module], answer: Answer) -> Iterator[None]:
+    """Within the context, a call of one of the modules is answered by `answer(call number, module, args, kwargs)`."""
+    numbers = itertools.count()
+
+    def numbered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return answer(next(numbers), module, args, kwargs)
+
+    kinds = [(module, type(module)) for module in modules.values()]
+    try:
+        for module, kind in kinds:
+            vars(module)[_ANSWER] = numbered
+            module.__class__ = _answering(kind)  # type: ignore[arg-type]
+        yield
+    finally:
+        for module, kind in kinds:
+            module.__class__ = kind
+            vars(module).pop(_ANSWER, None)
+
+
+class _Holes(TorchFunctionMode):
+    """Answers calls on values that are not here with meta tensors, and notes what real values they are mixed with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holes: dict[int, torch.Tensor] = {}
+        self.calls: list[list[Any]] = []
+        self.targets: list[str] = []
+
+    def add(self, tree: Any) -> Any:
+        self.holes.update({id(leaf): leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)})
+        return tree
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs or {}))
+        if not any(id(leaf) in self.holes for leaf in leaves):
+            return func(*args, **(kwargs or {}))
+        on_meta = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(on_meta, structure)
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            self.calls.append(leaves)
+            self.targets.append(target_of(func, getattr(func, "__name__", str(func))))
+            self.add(result)
+        return result
+
+
+@dataclass(kw_only=True)
+class StepRunner:
+    """Runs the user's step on micro-batches of one mini-batch. `outputs`: what the step returned for each."""
+
+    module: nn.Module
+    returns_loss: bool
+    outputs: list[tuple[MicroBatch, Any]] = field(default_factory=list)
+    _batch: Any = None
+    _invoke: Callable[[Any], Any] | None = None
+    _seed: int = 0
+    _users_streams: ExitStack = field(default_factory=ExitStack)
+
+    def begin(self, batch: Any, invoke: Callable[[Any], Any], seed: int) -> None:
+        """Take this replica's mini-batch. `invoke(samples)` calls the user's step; `seed` of its draws."""
+        self.end()
+        self._batch, self._invoke, self._seed = batch, invoke, seed
+        self._users_streams.enter_context(undisturbed())
+
+    def end(self) -> None:
+        """Let go of the mini-batch; the user's random streams go on from where they were."""
+        self._users_streams.close()
+        self._batch = self._invoke = None
+        self.outputs = []
+
+    def inputs(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Run the step up to its network calls; their tensors, by slot name."""
+        raise TypeError(f"{type(self).__name__} does not say what the inputs of the network are.")
+
+    def whole(self, micro_batch: MicroBatch) -> Any:
+        """Run the step with its modules as they are, unsplit; what it returned. Draws the same random numbers."""
+        self.start_streams(micro_batch)
+        return self.call(micro_batch)
+
+    def finish(self, micro_batch: MicroBatch, output: Any) -> dict[str, torch.Tensor]:
+        """Note what the step returned; `{LOSS: loss}` in training."""
+        self.outputs.append((micro_batch, output))
+        return {LOSS: loss_of(output)} if self.returns_loss else {}
+
+    def call(self, micro_batch: MicroBatch) -> Any:
+        if self._invoke is None:
+            raise CaptureError("The user's step was asked to run without a batch; call begin() first.")
+        total = batch_size_of(self._batch)
+        return self._invoke(slice_batch(self._batch, micro_batch.start, micro_batch.stop, total))
+
+    def start_streams(self, micro_batch: MicroBatch) -> None:
+        """Start the step's own random streams, the same for the source and the step."""
+        seed_streams((self._seed * 1_000_003 + micro_batch.index) % (1 << 63))
+
+
+@dataclass(kw_only=True)
+class UserStep(StepRunner):
+    """The step of a captured network."""
+
+    network: Network
+    specs: list[list[TensorSpec]]
+    input_keys: dict[str, InputKey]
+    input_specs: dict[str, TensorSpec]
+
+    def __post_init__(self) -> None:
+        self._calls = self.network.network_calls()
+        self._modules = {call.path: self.module.get_submodule(call.path) for call in self._calls}
+        self._paths = {id(module): path for path, module in self._modules.items()}
+        self._mixes = len(self._calls) > 1
+        self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
+
+    # --- source
+
+    def inputs(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Run the step up to its last network call; the arguments of these calls, by slot name.
+
+        Raises:
+            CaptureError: the step calls its modules in another way than when it was captured.
+        """
+        found: dict[str, torch.Tensor] = {}
+        holes = _Holes()
+
+        def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = self._expect(number, module)
+            self._take(found, call, number, args, kwargs, holes)
+            if number == len(self._calls) - 1:
+                raise Stopped
+            return holes.add(self._result(call, lambda ref: self._hole(ref, micro_batch.num_samples)))
+
+        self.start_streams(micro_batch)
+        with without_effects([self.module]), answered(self._modules, answer), torch.no_grad():
+            try:
+                with holes if self._mixes else _nothing():
+                    self.call(micro_batch)
+            except Stopped:
+                pass
+        self._take_mixed(found, holes)
+        return self._checked(found, micro_batch)
+
+    def _expect(self, number: int, module: nn.Module) -> ModuleCall:
+        path = self._paths[id(module)]
+        if number >= len(self._calls) or self._calls[number].path != path:
+            wanted = self._calls[number].path if number < len(self._calls) else "nothing"
+            raise refusal(
+                self._calls[min(number, len(self._calls) - 1)].line,
+                f"the step calls {path or 'the module'!r} where it called {wanted!r} when it was captured",
+                "let the step call the same modules in the same order for every batch",
+            )
+        return self._calls[number]
+
+    def _take(
+        self,
+        found: dict[str, torch.Tensor],
+        call: ModuleCall,
+        number: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        holes: _Holes,
+    ) -> None:
+        leaves = pytree.tree_leaves((args, kwargs))
+        captured = pytree.tree_leaves((call.args, call.kwargs))
+        self._compare(captured, leaves, holes, call)
+        for name, key in self.input_keys.items():
+            if key[:2] == ("call", number):
+                found[name] = leaves[key[2]]
+
+    def _compare(self, captured: list[Any], leaves: list[Any], holes: _Holes, call: ModuleCall | Recorded) -> None:
+        """Python values that were captured must be the same now: nothing is frozen silently."""
+        if len(captured) != len(leaves):
+            raise refusal(call.line, "the call has other arguments than when it was captured", "keep them the same")
+        for before, now in zip(captured, leaves, strict=True):
+            frozen = isinstance(before, bool | int | float | str) or before is None
+            if frozen and not isinstance(now, torch.Tensor) and before != now and not isinstance(before, Size):
+                raise refusal(
+                    call.line,
+                    f"an argument was {before!r} when the step was captured and is {now!r} now",
+                    "pass values that change as tensors",
+                )
+
+    def _take_mixed(self, found: dict[str, torch.Tensor], holes: _Holes) -> None:
+        if self._mixes and holes.targets != self.network.step_targets:
+            raise refusal(
+                self._calls[-1].line,
+                f"between its module calls the step called {self.network.step_targets} when it was captured, and "
+                f"{holes.targets} now",
+                "let the step compute the same for every batch, or decide inside a module's forward",
+            )
+        for number, call in self._glue.items():
+            leaves = holes.calls[number]
+            self._compare(pytree.tree_leaves((call.args, call.kwargs)), leaves, holes, call)
+            for name, key in self.input_keys.items():
+                if key[:2] == ("glue", number):
+                    found[name] = leaves[key[2]]
+
+    def _checked(self, found: dict[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        for name, tensor in found.items():
+            spec = self.input_specs[name]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if tuple(tensor.shape) != spec.sizes(micro_batch.num_samples) or dtype != spec.dtype:
+                kind, number, leaf = self.input_keys[name]
+                raise ShapeError(
+                    f"Input {leaf} of {kind} {number} ({self._calls[number].path or 'the module'!r}) has shape "
+                    f"{tuple(tensor.shape)} ({dtype}) for {micro_batch.num_samples} samples; the captured batch had "
+                    f"{tuple(map(str, spec.shape))} ({spec.dtype}) for b samples. Pad to one shape, or give an "
+                    "example batch of this shape (strategy.example_batch)."
+                )
+        return found
+
+    # --- step
+
+    def run(self, micro_batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run the whole step, with its network calls answered from `values`; `{LOSS: loss}` in training.
+
+        Values that the step only handed to its next network calls when it was captured are meta tensors, and so is what
+        the step makes of them; reading them is an error of torch.
+        """
+        holes = _Holes()
+
+        def value(ref: Ref) -> torch.Tensor:
+            known = values.get(variable(ref))
+            return holes.add(self._hole(ref, micro_batch.num_samples)) if known is None else known
+
+        def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._result(self._expect(number, module), value)
+
+        self.start_streams(micro_batch)
+        with answered(self._modules, answer), holes if self._mixes else _nothing():
+            output = self.call(micro_batch)
+        return self.finish(micro_batch, output)
+
+    # --- both
+
+    def _result(self, call: ModuleCall, value: Callable[[Ref], torch.Tensor]) -> Any:
+        return pytree.tree_map(lambda leaf: value(leaf) if isinstance(leaf, Ref) else leaf, call.result)
+
+    def _hole(self, ref: Ref, num_samples: int) -> torch.Tensor:
+        name = variable(ref)
+        spec = self.input_specs[name] if ref.call < 0 else self.specs[ref.call][ref.output]
+        return torch.empty(spec.sizes(num_samples), dtype=getattr(torch, spec.dtype), device="meta")
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss that a training step returned.
+
+    Raises:
+        CaptureError: there is none, or it is not a scalar.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise CaptureError(
+            f"training_step must return the loss as a scalar tensor, or a dict with it under 'loss'; "
+            f"it returned {what}."
+            " A step cannot be skipped by returning None in a pipeline: return a zero loss (for example 0 * loss)."
+        )
+    return loss
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def slots_of(keys: Sequence[InputKey]) -> dict[str, InputKey]:
+    return {f"input{number}": key for number, key in enumerate(keys)}

@@ -1,0 +1,29 @@
+"""The form of a mini-batch: a fingerprint of its structure, and a copy without memory."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_gpp.capture.batch import batch_size_of, map_samples
+
+
+def signature(batch: Any) -> int:
+    """A 63-bit fingerprint of a batch's structure, dtypes and shapes, whatever its number of samples and its values."""
+    total = batch_size_of(batch)
+    one = map_samples(batch, total, lambda tensor: tensor[:1], lambda items: items[:1])
+    leaves, spec = pytree.tree_flatten(one)
+    text = repr([str(spec), *map(_describe, leaves)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__qualname__
+
+
+def outline(batch: Any) -> Any:
+    """The batch with every tensor replaced by one without memory."""
+    return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)

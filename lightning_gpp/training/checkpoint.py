@@ -1,0 +1,116 @@
+"""Checkpoints as one device writes them: whole states under original names, merged on global rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp.errors import CheckpointError
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.optimizers import OptimizerIndex
+from lightning_gpp.training.parameters import Placement, materialise, replace_tensors, tensors_of
+from lightning_gpp.training.shards import cut_like, is_shard, outline, whole_states, whole_values
+
+KEY = "gpp"
+"""Entry of a checkpoint: seed and step counter of the random streams, and the plan's text."""
+
+
+def whole_state(module: nn.Module, placement: Placement, control: Control) -> dict[str, Any]:
+    """The module's state dict. On global rank 0 every entry has values; elsewhere foreign ones are meta tensors.
+
+    All ranks must call it.
+    """
+    tensors = tensors_of(module)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    received = merge(whole_values(tensors, saved_here(placement, control)), control)
+    state = module.state_dict(keep_vars=True)
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            value = outline(value) if is_shard(value) else value
+            state[key] = received.get(names.get(id(state[key]), ""), value.detach())
+    return state
+
+
+def saved_here(placement: Placement, control: Control) -> set[str]:
+    """Names of the parameters and buffers whose values a checkpoint takes from this rank."""
+    return set(placement.held_by(control.device)) if control.pipeline == 0 else set()
+
+
+def merge(mine: Mapping[str, Any], control: Control, num_pipelines: int = 1) -> dict[str, Any]:
+    """On global rank 0 the entries of all ranks of its pipeline, or of the first few; elsewhere one's own. All ranks
+    must call it."""
+    others = range(1, control.num_devices * num_pipelines)
+    if control.rank in others:
+        control.send_tree(dict(mine), dst=0)
+    merged = dict(mine)
+    if control.rank == 0:
+        for rank in others:
+            merged.update(control.receive_tree(src=rank))
+    return merged
+
+
+def whole_optimizer_state(
+    index: OptimizerIndex,
+    tensors: Mapping[str, Tensor],
+    placement: Placement,
+    control: Control,
+    owned: bool = False,
+) -> dict[str, Any]:
+    """The optimizer's state dict in the user's original indexing; complete on global rank 0. All ranks must call it.
+
+    `tensors`: the module's parameters. `owned`: no two ranks step the same one.
+    """
+    state = index.ordered_state()
+    mine = whole_states(state, tensors, state.keys() if owned else saved_here(placement, control))
+    return index.merged(merge(mine, control, control.num_pipelines if owned else 1))
+
+
+def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load a state dict of the whole module into one that may have parts without memory.
+
+    Raises:
+        CheckpointError: keys or shapes do not fit.
+    """
+    tensors = tensors_of(module)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    for key, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and value.is_meta and key in state:
+            materialise(module, [names[id(value)]])
+    own = module.state_dict(keep_vars=True)
+    try:
+        module.load_state_dict({k: cut_like(v, own.get(k)) for k, v in state.items()}, strict=strict)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"The checkpoint does not fit {type(module).__name__} (ckpt_path, strict={strict}). {error} Load a "
+            "checkpoint of the same model, or set `strict_loading = False` on the module."
+        ) from error
+
+
+def make_whole(module: nn.Module, placement: Placement, control: Control) -> None:
+    """Give global rank 0 the values of all parameters and buffers, on the CPU. All ranks must call it."""
+    tensors = tensors_of(module)
+    mine = {name: tensors[name].detach() for name in placement.held_by(control.device)}
+    received = merge(mine if control.pipeline == 0 else {}, control)
+    if control.rank != 0:
+        return
+    swaps = {}
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            swaps[id(tensor)] = (tensor, _filled(tensor, received[name]))
+    replace_tensors(module, swaps)
+
+
+def _filled(tensor: Tensor, values: Tensor) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return values
+    parameter = nn.Parameter(values, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)
+    return parameter
+
+
+def entry(seed: int, step: int, plan: str) -> dict[str, Any]:
+    """What a checkpoint tells a later run of this library."""
+    return {"seed": seed, "step": step, "plan": plan, "torch": str(torch.__version__)}

@@ -1,0 +1,50 @@
+"""What `torch.compile` made of a user's module, and what of it runs in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_gpp._compat import is_compiled, uncompiled
+from lightning_gpp.capture import Capture
+from lightning_gpp.stages import Pipeline
+from lightning_gpp.stages.build import CapturedStage
+from lightning_gpp.stages.declared import Declared
+from lightning_gpp.stages.slices import innermost
+
+
+def compiled_steps(module: pl.LightningModule, steps: tuple[str, ...]) -> Iterator[str]:
+    """Those of the user's steps that are compiled whole, with the network that is to be cut."""
+    for step in steps:
+        function: Callable[..., Any] = getattr(module, step)
+        if uncompiled(function) is not function:
+            yield step
+
+
+def warn_of_cuts(module: nn.Module, captured: Capture | Declared, pipeline: Pipeline) -> None:
+    """Say which compiled modules no stage calls, because stages hold parts of them."""
+    cut = _cut(module, captured, pipeline)
+    if cut:
+        rank_zero_warn(
+            f"{', '.join(cut)}: compiled (torch.compile), but the plan cuts through, so that the parts run as they "
+            "are, not compiled. Compile the parts that stages call whole, or keep the module in one stage "
+            "(strategy.stages)."
+        )
+
+
+def _cut(module: nn.Module, captured: Capture | Declared, pipeline: Pipeline) -> list[str]:
+    if isinstance(captured, Declared):
+        return []
+    stages = map(innermost, pipeline.stages)
+    whole = {path for stage in stages if isinstance(stage, CapturedStage) for path in stage.modules}
+    called = dict.fromkeys(call.path for call in captured.network.modules)
+    compiled = [path for path in called if is_compiled(module.get_submodule(path))]
+    return [path or type(module).__name__ for path in compiled if not any(_inside(path, other) for other in whole)]
+
+
+def _inside(path: str, other: str) -> bool:
+    return not other or path == other or path.startswith(f"{other}.")

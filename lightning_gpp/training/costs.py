@@ -1,0 +1,53 @@
+"""Costs of the user's model for planning, measured on a device of this machine."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lightning_gpp.capture import Capture
+from lightning_gpp.cluster import Cluster
+from lightning_gpp.costs.measured import MeasuredCosts
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.measure.costs import measure_costs
+from lightning_gpp.planning.assignment.micro_batches import resolve_size
+from lightning_gpp.stages.declared import Declared
+from lightning_gpp.training.options import Context, Options
+
+QUARTER: Final = 4
+
+
+def measured_costs(
+    captured: Capture | Declared,
+    module: nn.Module,
+    batch: Any,
+    options: Options,
+    cluster: Cluster,
+    *,
+    device: torch.device,
+    context: Context,
+) -> MeasuredCosts:
+    """What the operators cost on a device of this machine, with the largest micro-batch and with a quarter of it.
+
+    Args:
+        captured: the training step.
+        module: of the step.
+        batch: a mini-batch with values.
+        options: tell the size of micro-batches; a quarter of the mini-batch where they do not.
+        cluster: its first device is of the same kind.
+        device: where to measure.
+        context: in which the step computes.
+
+    Raises:
+        ConfigError: the stages were declared, so there are no operators to measure.
+    """
+    if not isinstance(captured, Capture):
+        raise ConfigError(
+            "strategy.costs=measured needs a captured step, but strategy.stages declares the edges itself (`inputs`). "
+            "Leave `inputs` out, or choose strategy.costs=roofline."
+        )
+    size = resolve_size(captured.batch_size, options.num_micro_batches, options.micro_batch_size, QUARTER)
+    sizes, kind = sorted({max(1, size // QUARTER), size}), cluster.kinds[0]
+    return measure_costs(captured, module, batch, device=kind, sizes=sizes, torch_device=device, context=context)

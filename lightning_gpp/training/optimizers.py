@@ -1,0 +1,202 @@
+"""Optimizers that were configured on the whole module and step one rank's parameters: index, state, merging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_gpp.errors import CheckpointError, ConfigError
+from lightning_gpp.training.shards import local_like
+
+
+class OptimizerIndex:
+    """The parameters of an optimizer by name, in the order and the groups in which the user configured them.
+
+    This is the indexing of the optimizer's state in a checkpoint. Build it before parameters are dropped.
+
+    Raises:
+        ConfigError: the optimizer cannot work on a part of the parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
+        _check(optimizer)
+        self.optimizer = optimizer
+        self.groups: list[list[str]] = []
+        self.labels: list[list[str] | None] = []
+        self._kept: list[list[str]] = []
+        self._add_groups(module)
+
+    def _add_groups(self, module: nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for group in self.optimizer.param_groups[len(self.groups) :]:
+            self.groups.append([_name(parameter, names) for parameter in group["params"]])
+            self.labels.append(group.get("param_names"))
+            self._kept.append(self.groups[-1])
+
+    def refresh(self, module: nn.Module, names: set[str], tensors: Mapping[str, Tensor]) -> None:
+        """Take up groups that a hook has added to the optimizer since; keep of them what is among `names`."""
+        known = len(self.groups)
+        if known < len(self.optimizer.param_groups):
+            self._add_groups(module)
+            self._keep(range(known, len(self.groups)), names, tensors)
+
+    def keep(self, names: set[str], tensors: Mapping[str, Tensor], shards: Mapping[str, Tensor] | None = None) -> None:
+        """Let the optimizer forget all parameters but these, and the state it may have made for them.
+
+        Args:
+            names: of what it steps.
+            tensors: these, as they are now; placing them may have made new ones.
+            shards: parameters of the module of which this rank keeps a part: of their state, too.
+        """
+        self._keep(range(len(self.groups)), names, tensors, shards)
+
+    def _keep(
+        self,
+        numbers: Iterable[int],
+        names: set[str],
+        tensors: Mapping[str, Tensor],
+        shards: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        states = self.optimizer.state
+        for number in numbers:
+            group, known = self.optimizer.param_groups[number], self.groups[number]
+            places = [place for place, name in enumerate(known) if name in names]
+            before = dict(zip(known, group["params"], strict=True))
+            group["params"] = [tensors[known[place]] for place in places]
+            if "param_names" in group:
+                group["param_names"] = [group["param_names"][place] for place in places]
+            for name, parameter in before.items():
+                state = states.pop(parameter, None)
+                if name in names and state is not None:
+                    states[tensors[name]] = _cut(state, (shards or {}).get(name))
+            self._kept[number] = [name for name in known if name in names]
+
+    @property
+    def kept(self) -> set[str]:
+        """Names of the parameters that this rank steps."""
+        return {name for group in self._kept for name in group}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters of the optimizer."""
+        return [name for group in self.groups for name in group]
+
+    def state(self) -> dict[str, Any]:
+        """This rank's state by parameter name."""
+        names = [name for group in self._kept for name in group]
+        state = self.optimizer.state_dict()["state"]
+        return {name: state[place] for place, name in enumerate(names) if place in state}
+
+    def ordered_state(self) -> dict[str, Any]:
+        """The same, in an order that all ranks share."""
+        state = self.state()
+        return {name: state[name] for name in self.names if name in state}
+
+    def put(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Step these parameters instead of those with the same names, with this state."""
+        self.optimizer.state.clear()
+        for group, names in zip(self.optimizer.param_groups, self._kept, strict=True):
+            group["params"] = [tensors[name] for name in names]
+        for name, values in state.items():
+            self.optimizer.state[tensors[name]] = values
+
+    def merged(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The optimizer's state dict as one device would have it, from states by name."""
+        names = [name for group in self.groups for name in group]
+        return {
+            "state": {place: state[name] for place, name in enumerate(names) if name in state},
+            "param_groups": self._merged_groups(),
+        }
+
+    def _merged_groups(self) -> list[dict[str, Any]]:
+        merged, start = [], 0
+        groups = self.optimizer.state_dict()["param_groups"]
+        for group, names, labels in zip(groups, self.groups, self.labels, strict=True):
+            extra = {} if labels is None else {"param_names": labels}
+            merged.append({**group, **extra, "params": list(range(start, start + len(names)))})
+            start += len(names)
+        return merged
+
+    def load(self, full: Mapping[str, Any], shards: Mapping[str, Tensor] | None = None) -> None:
+        """Load this rank's part of a state dict of the whole optimizer.
+
+        Args:
+            full: the state dict.
+            shards: the module's parameters, of which this rank may keep a part.
+
+        Raises:
+            CheckpointError: it is of another optimizer.
+        """
+        self._check_fits(full)
+        names = [name for group in self.groups for name in group]
+        place_of = {name: group["params"][i] for group, known in self._pairs(full) for i, name in enumerate(known)}
+        kept = [name for group in self._kept for name in group]
+        found = {i: full["state"].get(place_of[name]) for i, name in enumerate(kept)}
+        state = {i: _cut(values, (shards or {}).get(kept[i])) for i, values in found.items() if values is not None}
+        if unknown := set(full["state"]) - set(place_of.values()):
+            raise CheckpointError(
+                f"The optimizer state has entries {sorted(unknown)} for only {len(names)} parameters."
+            )
+        self.optimizer.load_state_dict({"state": state, "param_groups": self._local_groups(full)})
+
+    def _local_groups(self, full: Mapping[str, Any]) -> list[dict[str, Any]]:
+        groups, start = [], 0
+        for (group, known), kept in zip(self._pairs(full), self._kept, strict=True):
+            local = {**group, "params": list(range(start, start + len(kept)))}
+            if "param_names" in group:
+                wanted = set(kept)
+                local["param_names"] = [
+                    label for label, name in zip(group["param_names"], known, strict=True) if name in wanted
+                ]
+            groups.append(local)
+            start += len(kept)
+        return groups
+
+    def _pairs(self, full: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
+        return list(zip(full["param_groups"], self.groups, strict=True))
+
+    def _check_fits(self, full: Mapping[str, Any]) -> None:
+        sizes = [len(group["params"]) for group in full.get("param_groups", [])]
+        expected = [len(names) for names in self.groups]
+        if sizes != expected:
+            raise CheckpointError(
+                f"The checkpoint's optimizer has parameter groups of {sizes} parameters, the optimizer of this run "
+                f"({type(self.optimizer).__name__}) has {expected}. Resume with the optimizer that wrote it, or load "
+                "only the weights."
+            )
+
+
+def _cut(state: Mapping[str, Any], shard: Tensor | None) -> dict[str, Any]:
+    return {key: local_like(value, shard) for key, value in state.items()}
+
+
+def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
+    if id(parameter) not in names:
+        raise ConfigError(
+            f"configure_optimizers gave an optimizer a parameter of shape {tuple(parameter.shape)} that is not one of "
+            "the module's. Register it on the module, so that a stage can own it."
+        )
+    return names[id(parameter)]
+
+
+def _check(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError(
+            "configure_optimizers returned L-BFGS, which evaluates the model several times per step and takes inner "
+            "products over all parameters, of which every rank has only its own. Use a first-order optimizer."
+        )
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Memory of an optimizer's state on this rank, in bytes."""
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def clip_by_global_norm(parameters: list[Tensor], clip_val: float, norm: Tensor) -> None:
+    """Scale gradients as `torch.nn.utils.clip_grad_norm_` does, for a norm that was taken over more of them."""
+    torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)

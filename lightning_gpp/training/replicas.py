@@ -1,0 +1,329 @@
+"""What the ranks that hold the same parameters do together in a training run, as the plan's `sharding` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+)
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.gradients import GradientSync
+from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, StageSync, assign_owners
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.optimizers import OptimizerIndex
+from lightning_gpp.training.parameters import Placement, tensors_of
+
+Uses = Mapping[str, tuple[int, ...]]
+"""For every parameter the stages that use it."""
+
+ELEMENTWISE: Final = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop)
+"""Optimizers that treat every element of a parameter alike, so that a shard is stepped as the whole would be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Which rank holds what.
+
+    Args:
+        plan: of training.
+        placement: where parameters live.
+        uses: the stages that use them.
+    """
+
+    plan: Plan
+    placement: Placement
+    uses: Uses
+
+
+class Replicas:
+    """Owns the `StageSync` of a training run, and, with ZeRO-1, the owners of parameters.
+
+    All ranks construct it together, after parameters were placed and before optimizers have any state.
+
+    Args:
+        module: the user's.
+        layout: of the run.
+        indices: of the optimizers, which step afterwards what is this rank's to step.
+        control: who this rank is.
+
+    Attributes:
+        sharding: what is split: the plan's, or "none" where no two ranks hold the same.
+
+    Raises:
+        ConfigError: an optimizer cannot step parts of parameters.
+        PlanError: a parameter that several stages use would be cut.
+    """
+
+    def __init__(
+        self, module: LightningModule, layout: Layout, indices: Sequence[OptimizerIndex], control: Control
+    ) -> None:
+        self.module, self.layout, self.control = module, layout, control
+        self._indices = indices
+        self.sharding = _sharding(layout.plan, control.num_pipelines)
+        self._facts = self._current_facts()
+        self._owned: OwnedParameters | None = None
+        if self.sharding == "zero1":
+            self._owned = self._with_owners()
+        if self.sharding == "fsdp":
+            check_elementwise([index.optimizer for index in indices])
+        self._sync = self._made()
+        for index in indices:
+            index.keep(self._stepped_here(), self._stepped(), tensors_of(module))
+
+    @property
+    def sync(self) -> StageSync:
+        """The current one: a `Forwarded` follows it."""
+        return self._sync
+
+    @property
+    def sharded(self) -> set[str]:
+        """Names of this rank's parameters of which it keeps a part only."""
+        return self._sync.sharded if isinstance(self._sync, ShardedStages) else set()
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of this rank."""
+        return self.layout.plan.stages_on(self.control.device)
+
+    # -- a mini-batch -------------------------------------------------------------------------------------------------
+
+    def begin(self, last: bool) -> None:
+        """Before a mini-batch. `last`: an optimizer step follows."""
+        self._follow()
+        self._sync.last = last
+
+    def agree(self, digest: int) -> bool:
+        """Whether this mini-batch's stages may meet those of the other pipelines where their programs say so.
+
+        They may if all pipelines run the same meetings, which they do not where their mini-batches differ in form or
+        size. All ranks call this, unless nothing will meet.
+
+        Args:
+            digest: of the meetings; 0 if they cannot be as in the program.
+        """
+        if self.control.num_pipelines == 1 or not self.meets:
+            return digest != 0
+        most = torch.tensor([digest, -digest])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control.world)
+        return most[0].item() == -most[1].item() != 0
+
+    @property
+    def meets(self) -> bool:
+        """Whether stages meet in the current mini-batch."""
+        return self.sharding == "fsdp" or self._sync.last
+
+    @contextmanager
+    def gathered(self, training: bool) -> Iterator[None]:
+        """Inside, all parameters of this rank's stages are whole; afterwards their gradients are summed."""
+        for stage in self.stages:
+            self._sync.unshard(stage)
+            self._sync.ready(stage)
+        yield
+        for stage in reversed(self.stages):
+            if training:
+                self._sync.reduce(stage)
+            self._sync.reshard(stage)
+
+    def finish(self) -> None:
+        """After the last mini-batch before a step: gradients become sums over the replicas."""
+        self._sync.sync()
+        known = self._names()
+        self._follow()
+        if self._names() - known:  # given to an optimizer since the mini-batch began
+            self._sum(self._names() - known)
+
+    def grad_norm(self) -> Tensor:
+        """Of the whole model's gradient; all ranks call this."""
+        return self._sync.grad_norm()
+
+    def publish(self, optimizer: Optimizer) -> None:
+        """After a step of an optimizer: all holders get what the owners computed."""
+        for index in self._indices:
+            if index.optimizer is optimizer and self._owned is not None:
+                self._owned.publish(index.names)
+
+    def restore(self) -> None:
+        """Give the module whole parameters again, for good. All ranks call it."""
+        if isinstance(self._sync, ShardedStages):
+            self._sync.restore()
+
+    # -- construction -------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Hooks may have frozen or released parameters, or given an optimizer more of them."""
+        facts = self._current_facts()
+        if facts == self._facts:
+            return
+        for index in self._indices:
+            index.refresh(self.module, self._stepped_here(), self._stepped())
+        self._facts = facts
+        if isinstance(self._sync, ShardedStages):
+            self._sync.refresh(*self._summed())
+        else:
+            self._sync = self._made()
+
+    def _sum(self, names: set[str]) -> None:
+        parameters, holders = self._summed()
+        mine = {name: parameter for name, parameter in parameters.items() if name in names}
+        GradientSync(mine, {name: holders[name] for name in holders if name in names}, self.control.mesh).sync()
+
+    def _names(self) -> set[str]:
+        return {name for index in self._indices for name in index.names}
+
+    def _current_facts(self) -> tuple[object, ...]:
+        trained = bytes(parameter.requires_grad for parameter in self.module.parameters())
+        return trained, *(len(index.optimizer.param_groups) for index in self._indices)
+
+    def _made(self) -> GradientSync | ShardedStages:
+        mesh, uses = self.control.mesh, self.layout.uses
+        parameters, holders = self._summed()
+        if self.sharding == "fsdp":
+            return ShardedStages(self.module, parameters, holders, mesh, stages=uses)
+        return GradientSync(parameters, holders, mesh, stages=uses)
+
+    def _summed(self) -> tuple[dict[str, Parameter], dict[str, list[int]]]:
+        """This rank's parameters, and the holders of all, in the order of registration: those of the optimizers, and
+        what can be sharded though nobody trains it."""
+        wanted = self._names()
+        named = dict(self.module.named_parameters())
+        if self.sharding == "fsdp":
+            wanted |= {name for name, parameter in named.items() if not parameter.requires_grad}
+        here = self.layout.placement.names_on(self.control.device)
+        parameters = {name: parameter for name, parameter in named.items() if name in wanted & here}
+        return parameters, {name: self._holders(name) for name in named if name in wanted}
+
+    def _holders(self, name: str) -> list[int]:
+        mesh, devices = self.control.mesh, self.layout.placement.devices[name]
+        return [mesh.global_rank(device, p) for p in range(self.control.num_pipelines) for device in devices]
+
+    def _stepped(self) -> dict[str, Tensor]:
+        parts = self._sync.stepped if isinstance(self._sync, ShardedStages) else {}
+        return {**tensors_of(self.module), **parts}
+
+    def _stepped_here(self) -> set[str]:
+        return self._owned.owned if self._owned is not None else self.layout.placement.names_on(self.control.device)
+
+    def _with_owners(self) -> OwnedParameters:
+        named = dict(self.module.named_parameters())
+        holders = {name: self._holders(name) for name in named}
+        here = self.layout.placement.names_on(self.control.device)
+        mine = {name: parameter for name, parameter in named.items() if name in here}
+        return OwnedParameters(mine, holders, assign_owners(named, holders), self.control.mesh)
+
+
+class Forwarded:
+    """The `StageSync` of a session, whose stages may have other numbers than those of training.
+
+    Args:
+        replicas: of the run.
+        numbers: for a stage of the session that of training; stages that are missing have nothing to meet for.
+    """
+
+    def __init__(self, replicas: Replicas, numbers: Mapping[int, int]) -> None:
+        self._replicas, self._numbers = replicas, dict(numbers)
+
+    @property
+    def last(self) -> bool:
+        return self._replicas.sync.last
+
+    @last.setter
+    def last(self, last: bool) -> None:
+        self._replicas.sync.last = last
+
+    def unshard(self, stage: int) -> None:
+        if stage in self._numbers:
+            self._replicas.sync.unshard(self._numbers[stage])
+
+    def ready(self, stage: int) -> None:
+        if stage in self._numbers:
+            self._replicas.sync.ready(self._numbers[stage])
+
+    def reshard(self, stage: int) -> None:
+        if stage in self._numbers:
+            self._replicas.sync.reshard(self._numbers[stage])
+
+    def arm(self, stage: int) -> None:
+        if stage in self._numbers:
+            self._replicas.sync.arm(self._numbers[stage])
+
+    def reduce(self, stage: int) -> None:
+        if stage in self._numbers:
+            self._replicas.sync.reduce(self._numbers[stage])
+
+    def sync(self) -> None:
+        self._replicas.sync.sync()
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        return self._replicas.sync.grad_norm(norm_type)
+
+
+def counterparts(plan: Plan, parameters: Sequence[Sequence[str]], layout: Layout) -> dict[int, int] | None:
+    """For the stages of another form of the step, or of another step, those of training that have their parameters.
+
+    Args:
+        plan: of the other step.
+        parameters: that each of its stages uses.
+        layout: of training.
+
+    Returns:
+        None where the parameters of a stage are used by several, or by replicas on other devices.
+    """
+    numbers: dict[int, int] = {}
+    for stage, names in enumerate(parameters):
+        found = {layout.uses[name][0] for name in names if len(layout.uses.get(name, ())) == 1}
+        if len(found) > 1:
+            return None
+        numbers.update(dict.fromkeys([stage], *found) if found else {})
+    same = all(plan.devices_of(stage) == layout.plan.devices_of(number) for stage, number in numbers.items())
+    return numbers if same and len(set(numbers.values())) == len(numbers) else None
+
+
+def check_elementwise(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ConfigError for optimizers that may need a whole parameter to step a part of it."""
+    for optimizer in optimizers:
+        if type(optimizer) not in ELEMENTWISE:
+            known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+            raise ConfigError(
+                f"configure_optimizers returned {type(optimizer).__name__}, and strategy.sharding=fsdp lets each "
+                "replica step a part of every parameter, which is right for optimizers that treat elements one by "
+                f"one: {known}. Use one of these, or strategy.sharding=zero1, which steps whole parameters."
+            )
+
+
+def _sharding(plan: Plan, num_pipelines: int) -> str:
+    idle = idle_sharding(plan, num_pipelines)
+    if idle:
+        rank_zero_warn(idle)
+    return "none" if idle else plan.sharding
+
+
+def idle_sharding(plan: Plan, num_pipelines: int) -> str:
+    """Says so where the plan's sharding has nothing to split; empty where it has, or where there is none."""
+    if plan.sharding == "none" or num_pipelines * max(len(stage.devices) for stage in plan.stages) > 1:
+        return ""
+    return (
+        f"strategy.sharding={plan.sharding} has nothing to split: every stage is held by one process. It is for "
+        "stages on several devices, or strategy.num_pipelines > 1."
+    )

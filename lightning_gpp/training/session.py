@@ -1,0 +1,181 @@
+"""A captured step that runs in stages: one for each of the user's steps and each form of its batches."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp.capture import Capture
+from lightning_gpp.errors import PlanError
+from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.executor import Executor
+from lightning_gpp.runtime.random import RandomStreams
+from lightning_gpp.runtime.stage import Around, MicroBatch, StageModule
+from lightning_gpp.runtime.transport import Transport
+from lightning_gpp.schedules import Program, compile_program
+from lightning_gpp.schedules.actions import COLLECTIVES
+from lightning_gpp.stages import Pipeline, build
+from lightning_gpp.stages.declared import Declared
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.options import Context
+from lightning_gpp.training.parameters import Placement
+from lightning_gpp.training.replicas import Forwarded, Replicas, counterparts
+from lightning_gpp.training.slice_check import checked_slices
+
+log = logging.getLogger(__name__)
+
+DATA_STREAM = -1
+"""The stage number under which the user's step draws its random numbers."""
+
+
+@dataclass(slots=True, eq=False)
+class InContext(Around):
+    """A stage that computes inside a context, for example autocast; its backward runs outside, as torch asks for."""
+
+    context: Context
+
+    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """As the stage's."""
+        with self.context():
+            return self.stage.forward(values, micro_batch)
+
+
+class Session:
+    """Runs a step on mini-batches of one form, of any number of samples.
+
+    Args:
+        capture: the step.
+        plan: its stages.
+        module: the user's module, with the parameters of this rank.
+        placement: where parameters live.
+        control: who this rank is.
+        transport: to the other devices.
+        device: where this rank computes.
+        streams: of random numbers.
+        context: in which modules compute.
+        training: whether backwards run.
+        trace: whether actions are measured.
+        replicas: what ranks with the same parameters do together; None if they have nothing to do.
+        check_slices: compare slices with their whole stage once, in the precision of this type.
+
+    Raises:
+        PlanError: a stage needs parameters that live elsewhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        capture: Capture | Declared,
+        plan: Plan,
+        module: nn.Module,
+        placement: Placement,
+        control: Control,
+        transport: Transport,
+        device: torch.device,
+        streams: RandomStreams,
+        context: Context,
+        training: bool,
+        trace: bool,
+        replicas: Replicas | None = None,
+        check_slices: torch.dtype | None = None,
+    ) -> None:
+        self.capture, self.plan, self.training = capture, plan, training
+        self.pipeline: Pipeline = build(capture, plan, module)
+        _check_placement(self.pipeline, plan, placement, capture.step)
+        self._control, self._transport, self._device = control, transport, device
+        self._streams, self._trace = streams, trace
+        stages: Sequence[StageModule] = self.pipeline.stages
+        if check_slices is not None:
+            stages = checked_slices(stages, plan, check_slices)
+        self._stages = [InContext(stage, context) for stage in stages]
+        self._executors: dict[tuple[int, bool], Executor] = {}
+        self.latest: Executor | None = None
+        self._told: set[int] = set()
+        self._replicas = replicas
+        self._numbers = None if replicas is None else counterparts(plan, self.pipeline.parameters, replicas.layout)
+
+    def executor(self, batch_size: int, together: bool = True) -> Executor:
+        """What runs mini-batches of this many samples; made at the first one. `together`: replicas meet in between."""
+        key = batch_size, together
+        if key not in self._executors:
+            control, replicas = self._control, self._replicas
+            self._executors[key] = Executor(
+                self._program(batch_size, together),
+                control.device,
+                stages=self._stages,
+                slots=self.pipeline.slots,
+                transport=self._transport,
+                source=self.pipeline.source if control.runs_step else None,
+                torch_device=self._device,
+                streams=self._streams,
+                pipeline=control.pipeline,
+                sharding=Forwarded(replicas, self._numbers or {}) if together and replicas is not None else None,
+                trace=self._trace,
+            )
+        return self._executors[key]
+
+    def _program(self, batch_size: int, together: bool) -> Program:
+        if together:
+            return compile_program(self.plan, batch_size, self.training, copies=self._control.num_pipelines)
+        return compile_program(replace(self.plan, sharding="none"), batch_size, self.training, reduce=False)
+
+    def _agreed(self, batch_size: int) -> bool:
+        if self._replicas is None:
+            return True
+        known = self._numbers is not None
+        return self._replicas.agree(_meetings(self.executor(batch_size).program) if known else 0)
+
+    def run(
+        self, batch: Any, invoke: Callable[[Any], Any], batch_size: int, *, loss_weight: float, step: int
+    ) -> list[tuple[MicroBatch, Any]]:
+        """Run all actions of this rank for a mini-batch; what the user's step returned for each micro-batch, in order.
+
+        `batch` and `invoke` count only on the rank that runs the step.
+        """
+        together = self._agreed(batch_size)
+        executor = self.latest = self.executor(batch_size, together)
+        whole = nullcontext() if together or self._replicas is None else self._replicas.gathered(self.training)
+        user_step = self.pipeline.step
+        if self._control.runs_step:
+            user_step.begin(batch, invoke, self._streams.key(DATA_STREAM, self._control.pipeline, 0, step))
+        try:
+            with whole:
+                executor.run(loss_weight=loss_weight, step=step)
+            return sorted(user_step.outputs, key=lambda output: output[0].start)
+        finally:
+            user_step.end()
+
+    def tell_not_split(self) -> None:
+        """Say once which of this rank's backwards the schedule splits in vain."""
+        reasons = {} if self.latest is None else self.latest.not_split
+        for stage in reasons.keys() - self._told:
+            self._told.add(stage)
+            log.warning(
+                "strategy.schedule=%s splits backwards, but that of stage %r is done at once: %s.",
+                *(self.plan.schedule, self.plan.stages[stage].name, reasons[stage]),
+            )
+
+
+def _meetings(program: Program) -> int:
+    """A fingerprint, above 0, of what the replicas of all stages do together, and in which order."""
+    rows = [[i.action for i in row if i.action is not None and i.action.kind in COLLECTIVES] for row in program.devices]
+    return 1 + zlib.crc32(str([[str(action) for action in row] for row in rows]).encode())
+
+
+def _check_placement(pipeline: Pipeline, plan: Plan, placement: Placement, step: str) -> None:
+    for index, stage in enumerate(plan.stages):
+        for name in (*pipeline.parameters[index], *pipeline.buffers[index]):
+            missing = set(stage.devices) - set(placement.devices[name])
+            if missing:
+                raise PlanError(
+                    f"In {step}, stage {stage.name!r} on devices {sorted(stage.devices)} needs {name!r}, which lives "
+                    f"on devices {sorted(placement.devices[name])} since set-up. List its module in the same stage by "
+                    "strategy.stages."
+                )

@@ -1,0 +1,93 @@
+"""Tensors of which every replica keeps a part: whole for checkpoints, cut again when these are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
+
+from lightning_gpp.training.parameters import replace_tensors
+
+
+def is_shard(tensor: Any) -> bool:
+    """Whether this is a part of a tensor."""
+    return isinstance(tensor, DTensor)
+
+
+def whole_values(named: Mapping[str, Tensor], wanted: Collection[str]) -> dict[str, Tensor]:
+    """The whole values of `wanted`; those that had to be gathered are on the CPU.
+
+    All replicas of a shard call this together, with names in the same order; one tensor after the other is gathered.
+    """
+    found = {}
+    for name, tensor in named.items():
+        value = tensor.detach()
+        if isinstance(value, DTensor):
+            whole = value.full_tensor()
+            value = whole.cpu() if name in wanted else whole
+        if name in wanted:
+            found[name] = value
+    return found
+
+
+def whole_states(
+    states: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, Tensor], wanted: Collection[str]
+) -> dict[str, dict[str, Any]]:
+    """The same for the state of an optimizer, by names of parameters; `parameters` are those of the module."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, state in states.items():
+        tensors = {key: _part(value, parameters[name]) for key, value in state.items() if isinstance(value, Tensor)}
+        values = whole_values(tensors, tensors.keys() if name in wanted else ())
+        if name in wanted:
+            found[name] = {key: values.get(key, value) for key, value in state.items()}
+    return found
+
+
+def _part(value: Tensor, pattern: Tensor) -> Tensor:
+    """What an optimizer keeps for each element of a shard is a part, too."""
+    if not isinstance(pattern, DTensor) or value.dim() == 0 or value.shape != pattern.to_local().shape:
+        return value
+    mesh, placements = pattern.device_mesh, pattern.placements
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=pattern.shape, stride=pattern.stride())
+
+
+def local_like(value: Any, pattern: Any) -> Any:
+    """As `cut_like`, as a plain tensor: for the state of an optimizer."""
+    cut = cut_like(value, pattern)
+    return cut.to_local() if isinstance(cut, DTensor) else cut
+
+
+def cut_like(value: Any, pattern: Any) -> Any:
+    """This rank's part of `value` if `pattern`, of the same shape, is a shard; else `value` itself.
+
+    Nothing is sent: every replica has the whole.
+    """
+    if isinstance(value, Tensor) and isinstance(pattern, DTensor) and value.shape == pattern.shape:
+        with torch.no_grad():
+            return distribute_tensor(value.detach(), pattern.device_mesh, pattern.placements, src_data_rank=None)
+    return value
+
+
+def outline(tensor: Tensor) -> Parameter:
+    """A parameter of the same shape without memory."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return Parameter(empty, requires_grad=tensor.requires_grad)
+
+
+@contextmanager
+def without_shards(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters without memory are in the places of shards: for those who only look at shapes."""
+    swaps: dict[int, tuple[Tensor, Tensor]] = {}
+    for parameter in module.parameters():
+        if is_shard(parameter):
+            swaps[id(parameter)] = parameter, outline(parameter)
+    replace_tensors(module, swaps)
+    try:
+        yield
+    finally:
+        replace_tensors(module, {id(new): (new, old) for old, new in swaps.values()})
