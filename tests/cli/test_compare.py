@@ -23,7 +23,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Control, Problem
 from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.planning.assignment.layout_check import misfit
-from lightning_gpp.planning.problem.problem import registry as partitioners
+from lightning_gpp.planning.problem import registry as partitioners
 from lightning_gpp.reports.units import duration
 from lightning_gpp.schedules import Schedule, schedule_names
 from lightning_gpp.schedules.registry import _METHODS, register

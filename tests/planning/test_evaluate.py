@@ -13,8 +13,8 @@ from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request
 from lightning_gpp.planning.partitioners.exhaustive import shapes
+from lightning_gpp.planning.problem import pipeline_clock
 from lightning_gpp.planning.problem.pipeline_clock import Pipeline, end_times
-from lightning_gpp.planning.problem.problem import pipeline_clock
 from lightning_gpp.planning.problem.units import UnitGraph
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE, random_case, simulated
