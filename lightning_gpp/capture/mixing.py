@@ -17,8 +17,11 @@ from lightning_gpp.capture.recording import Recorded, Ref
 from lightning_gpp.graph import TensorSpec
 
 SHAPE_READERS: Final = frozenset(
-    f"{prefix}_{kind}" for kind in ("zeros", "ones", "empty", "full", "tensor") for prefix in ("new",)
-) | {"zeros_like", "ones_like", "empty_like", "full_like"}
+    (
+        *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
+        *("zeros_like", "ones_like", "empty_like", "full_like", "positions"),
+    )
+)
 """Functions that read the shape, dtype and device of their arguments, not their values."""
 
 FIRST_READERS: Final = frozenset({"expand_as", "view_as", "reshape_as", "type_as", "to"})
