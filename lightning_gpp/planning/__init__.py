@@ -1,12 +1,12 @@
 """From a captured model to a plan: by a partitioner, or by hand."""
 
-from lightning_gpp.planning import graphpipe as _graphpipe  # noqa: F401  registers itself
 from lightning_gpp.planning.assignment.devices import count_pipelines, devices_per_pipeline, number_devices
 from lightning_gpp.planning.assignment.estimate import estimate
 from lightning_gpp.planning.assignment.fit import check_model
 from lightning_gpp.planning.assignment.manual import manual
 from lightning_gpp.planning.found import Found, partition
 from lightning_gpp.planning.partitioners import exhaustive as _exhaustive  # noqa: F401  registers itself
+from lightning_gpp.planning.partitioners import graphpipe as _graphpipe  # noqa: F401  registers itself
 from lightning_gpp.planning.partitioners import pipedream as _pipedream  # noqa: F401  registers itself
 from lightning_gpp.planning.partitioners import piper as _piper  # noqa: F401  registers itself
 from lightning_gpp.planning.partitioners.auto import search as _auto  # noqa: F401  registers itself
