@@ -14,7 +14,7 @@ from lightning_gpp.capture import Capture, batch_size_of, slice_batch
 from lightning_gpp.plan import SOURCE, STEP, Plan
 from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
 from lightning_gpp.runtime.stage import LOSS, MicroBatch, StageModule
-from lightning_gpp.stages import build
+from lightning_gpp.stages import Pipeline, build
 
 
 def chain_of(captured: Capture, stages: list[list[str]], micro_batch_size: int = 2) -> Plan:
@@ -29,14 +29,14 @@ def chain_of(captured: Capture, stages: list[list[str]], micro_batch_size: int =
 
 def split_gradients(
     module: nn.Module,
-    captured: Capture,
+    captured: Capture | Pipeline,
     plan: Plan,
     batch: Any,
     step: str = "training_step",
     wrap: Callable[[Sequence[StageModule], Plan], Sequence[StageModule]] | None = None,
 ) -> float:
     """Loss of the split model; gradients go to the module's parameters. Values cross borders as detached leaves."""
-    pipeline = build(captured, plan, module)
+    pipeline = captured if isinstance(captured, Pipeline) else build(captured, plan, module)
     if wrap is not None:
         pipeline = replace(pipeline, stages=tuple(wrap(pipeline.stages, plan)))
     total = batch_size_of(batch)
