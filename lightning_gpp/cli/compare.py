@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
 from lightning_gpp.cli.interrupt import heeded, unheeded
 from lightning_gpp.cli.limit import TimeIsUp, limited
-from lightning_gpp.cli.planning import Task, task_of, with_copies
+from lightning_gpp.cli.planning import Task, applied, final, task_of
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Found, count_pipelines, partitioner_names
+from lightning_gpp.planning import Found, partitioner_names
 from lightning_gpp.planning.assignment.layout_check import misfit
 from lightning_gpp.planning.choice import each_schedule
 from lightning_gpp.planning.copies import INTERRUPTED, partition_copies
 from lightning_gpp.planning.folding import ordered
 from lightning_gpp.planning.problem.registry import partitioner_of
-from lightning_gpp.reports import Outcome, Scheduled, compare_table, schedules_table, search_progress
+from lightning_gpp.reports import Outcome, Prediction, partitioners_table, schedules_table, search_progress
 from lightning_gpp.schedules import schedule_names
-from lightning_gpp.strategy.reporting import simulated
 from lightning_gpp.training.machine import first
 from lightning_gpp.training.planner import check_devices, finished, planned, request_of
 
 PARTITIONERS = tuple(name for name in partitioner_names() if name != "exhaustive")
 """Compared by default: all but the one that is for a handful of units and devices only."""
 
-Row = TypeVar("Row")
+Row = tuple[str, Outcome]
+"""A partitioner or schedule, and its prediction."""
 
 ALL = "all"
 """For `schedules`: every one that is registered."""
@@ -57,7 +57,7 @@ def compare(config: DictConfig) -> None:
 
 def _compare_partitioners(config: DictConfig, check: Callable[[], None]) -> None:
     names = PARTITIONERS if config.partitioners is None else tuple(map(str, config.partitioners))
-    task, outcomes = task_of(config), list[Outcome]()
+    task, rows = task_of(config), list[Row]()
     check()
     for name in names:
         partitioner_of(name)  # after the model's module was imported, which may register one
@@ -68,22 +68,22 @@ def _compare_partitioners(config: DictConfig, check: Callable[[], None]) -> None
         )
     try:
         for name in names:
-            outcomes.append(_partitioned(name, task, float(config.compare_seconds)))
+            rows.append((name, _partitioned(name, task, float(config.compare_seconds))))
             check()
-            _end_if_interrupted(outcomes[-1].found)
+            _end_if_interrupted(rows[-1][1])
     finally:
-        _show(outcomes, compare_table)
+        _show(rows, partitioners_table)
 
 
-def _show(outcomes: list[Row], table: Callable[[list[Row]], str]) -> None:
-    if outcomes:
+def _show(rows: list[Row], table: Callable[[list[Row]], str]) -> None:
+    if rows:
         with unheeded():
-            print(table(outcomes))
+            print(table(rows))
 
 
-def _end_if_interrupted(outcome: Found | GPPError | None) -> None:
-    """A search that keeps the best of what it has found by then takes Ctrl-C for itself."""
-    if isinstance(outcome, Found) and INTERRUPTED in " ".join(outcome.answer.notes):
+def _end_if_interrupted(outcome: Outcome) -> None:
+    """Raise KeyboardInterrupt if Ctrl-C ended the search. An anytime search catches it and keeps its best plan."""
+    if isinstance(outcome, Prediction) and outcome.search and INTERRUPTED in " ".join(outcome.search.notes):
         raise KeyboardInterrupt
 
 
@@ -95,11 +95,11 @@ def _partitioned(name: str, task: Task, seconds: float) -> Outcome:
             request = request_of(subject, task.options, machine, copies=task.copies, progress=progress)
             found = partition_copies(name, subject.graph, request)
             plan = finished(found.plan, subject, task.options)
-            return Outcome(partitioner=name, found=with_copies(task, plan, found))
+            return final(task, plan, found)
     except PlanError as error:
-        return Outcome(partitioner=name, reason=str(error))
+        return str(error)
     except TimeIsUp:
-        return Outcome(partitioner=name, reason=_late(seconds))
+        return _late(seconds)
 
 
 def _late(seconds: float) -> str:
@@ -110,16 +110,16 @@ def _late(seconds: float) -> str:
 
 
 def _compare_schedules(config: DictConfig, check: Callable[[], None]) -> None:
-    task, outcomes = task_of(config), list[tuple[str, Scheduled | str]]()
+    task, rows = task_of(config), list[Row]()
     check()
     names, seconds = schedules_wanted(config.schedules), float(config.compare_seconds)
     given = task.options.plan is not None or task.options.stages is not None
     try:
-        for outcome in _on_given(task, names, seconds) if given else _searched(task, names, seconds):
-            outcomes.append(outcome)
+        for row in _on_given(task, names, seconds) if given else _searched(task, names, seconds):
+            rows.append(row)
             check()
     finally:
-        _show(outcomes, schedules_table)
+        _show(rows, schedules_table)
 
 
 def schedules_wanted(setting: Any) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ def schedules_wanted(setting: Any) -> tuple[str, ...]:
     return names
 
 
-def _searched(task: Task, names: Sequence[str], seconds: float) -> Iterator[tuple[str, Scheduled | str]]:
+def _searched(task: Task, names: Sequence[str], seconds: float) -> Iterator[Row]:
     """Each schedule with the plan that it wants. A search that takes too long is given up, and the next one begun."""
     machine, search = first(task.machine, task.num_devices), None
     with search_progress() as progress:
@@ -147,39 +147,29 @@ def _searched(task: Task, names: Sequence[str], seconds: float) -> Iterator[tupl
                 progress.part(index, len(names), name)
             rest = replace(request, schedules=tuple(names[index:]))
             search = search or each_schedule(task.options.partitioner, task.subject.step.graph, rest)
-            outcome: Found | GPPError | None = None
             try:
                 with limited(seconds):
-                    _, outcome = next(search)
-                    scheduled = _scheduled(task, outcome)
+                    outcome = _scheduled(task, next(search)[1])
             except GPPError as error:
-                outcome, scheduled = error, str(error)
+                outcome = str(error)
             except TimeIsUp:
-                search, scheduled = None, _late(seconds)
-            yield name, scheduled
+                search, outcome = None, _late(seconds)
+            yield name, outcome
             _end_if_interrupted(outcome)
 
 
-def _scheduled(task: Task, outcome: Found | GPPError) -> Scheduled | str:
+def _scheduled(task: Task, outcome: Found | GPPError) -> Outcome:
     if isinstance(outcome, GPPError):
         return str(outcome)
-    found = with_copies(task, finished(outcome.plan, task.subject.step, task.options), outcome)
-    return Scheduled(
-        plan=found.plan,
-        num_pipelines=found.num_pipelines,
-        timeline=found.timeline,
-        memory_bytes=found.memory_bytes,
-        gap=found.gap,
-    )
+    return final(task, finished(outcome.plan, task.subject.step, task.options), outcome)
 
 
-def _on_given(task: Task, names: Sequence[str], seconds: float) -> Iterator[tuple[str, Scheduled | str]]:
+def _on_given(task: Task, names: Sequence[str], seconds: float) -> Iterator[Row]:
     """Each schedule on the user's plan or stages."""
     with search_progress() as progress:
         for index, name in enumerate(names):
             if progress is not None:
                 progress.part(index, len(names), name)
-            outcome: Scheduled | str
             try:
                 with limited(seconds):
                     outcome = _applied(task, name)
@@ -190,7 +180,7 @@ def _on_given(task: Task, names: Sequence[str], seconds: float) -> Iterator[tupl
             yield name, outcome
 
 
-def _applied(task: Task, name: str) -> Scheduled | str:
+def _applied(task: Task, name: str) -> Outcome:
     subject, machine = task.subject.step, task.machine
     plan = planned(subject, replace(task.options, schedule=name), lambda: machine, task.num_devices).plan
     lack = _lack(task, plan)
@@ -202,25 +192,17 @@ def _applied(task: Task, name: str) -> Scheduled | str:
     else:
         costs = machine.costs or Roofline(subject.graph)
         plan = ordered(plan, subject.graph, machine.cluster, costs, machine.footprint, (name,))
-    number = count_pipelines(plan, machine.cluster.num_devices)
-    limits = [device.memory_bytes for device in machine.cluster.devices]
-    return Scheduled(
-        plan=plan,
-        num_pipelines=number,
-        timeline=simulated(plan, subject.graph, machine, number),
-        memory_bytes=tuple(float(min(limits[device :: plan.num_devices])) for device in range(plan.num_devices)),
-        note=_unfit(plan, name),
-    )
+    return replace(applied(task, plan), note=_layout_note(plan, name))
 
 
-def _unfit(plan: Plan, name: str) -> str:
-    """A schedule orders stages that lie otherwise than it wants, too, with less to gain."""
+def _layout_note(plan: Plan, name: str) -> str:
+    """Note for a row whose schedule runs on a layout it was not made for."""
     reason = misfit(plan, name)
-    return reason and f"{reason} The row is what strategy.schedule={name} does with these stages as they lie."
+    return reason and f"{reason} The row is what strategy.schedule={name} does with this layout."
 
 
 def _lack(task: Task, plan: Plan) -> str:
-    """Why stages without devices do not fill those that there are; empty if they do."""
+    """Why stages given without devices do not fill the devices; empty if they do."""
     if task.options.plan is not None or plan.num_devices == task.num_devices:
         return ""
     return (

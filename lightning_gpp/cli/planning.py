@@ -1,4 +1,4 @@
-"""What a run would do, without running it: the plan, and the simulated timeline of one mini-batch."""
+"""gpp-plan: predicts a run without running it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,13 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Found, count_pipelines, devices_per_pipeline
 from lightning_gpp.planning.assignment.layout_check import misfit
-from lightning_gpp.reports import (
-    alternatives_text,
-    graph_svg,
-    graph_text,
-    memory_text,
-    plan_table,
-    schedule_figures,
-    schedule_text,
-    search_progress,
-    search_text,
-    timeline_svg,
-    timeline_text,
-)
-from lightning_gpp.schedules import compile_program
+from lightning_gpp.reports import Prediction, graph_svg, prediction_text, search_progress, timeline_svg
 from lightning_gpp.simulation import Timeline
 from lightning_gpp.strategy import GPPStrategy
 from lightning_gpp.strategy.reporting import simulated
 from lightning_gpp.training.machine import Machine, resolved
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.planner import Planned, check_devices, devices_wanted, planned
+from lightning_gpp.training.planner import check_devices, devices_wanted, planned
 from lightning_gpp.training.replicas import idle_sharding
 
 
@@ -68,38 +55,37 @@ def show(config: DictConfig) -> None:
             "compare schedules=..., or strategy.schedule=... for the schedule of one plan."
         )
     task = task_of(config)
-    result, timeline = _planned(task)
-    plan = result.plan
-    limits = [device.memory_bytes for device in task.machine.cluster.devices]
-    figures = schedule_figures(compile_program(plan, copies=result.num_pipelines), timeline)
-    print(plan_table(plan), graph_text(plan), timeline_text(timeline), sep="\n\n")
-    print("", memory_text(plan, timeline, limits), "", schedule_text(figures), sep="\n")
-    if result.found is not None:
-        print("", search_text(result.found), alternatives_text(result.found), sep="\n")
-    print(*_advice(task, result), *task.subject.notes, sep="\n")
-    _write(config, plan, timeline)
+    prediction = predict(task)
+    print(prediction_text(prediction), *_advice(prediction), *task.subject.notes, sep="\n")
+    _write(config, prediction)
 
 
-def _write(config: DictConfig, plan: Plan, timeline: Timeline) -> None:
+def _write(config: DictConfig, prediction: Prediction) -> None:
     for path in filter(None, (config.output, config.timeline, config.svg, config.graph_svg)):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     if config.output:
-        plan.save(config.output)
+        prediction.plan.save(config.output)
     if config.timeline:
-        timeline.save(config.timeline)
+        prediction.timeline.save(config.timeline)
     if config.svg:
-        Path(config.svg).write_text(timeline_svg(timeline))
+        Path(config.svg).write_text(timeline_svg(prediction.timeline))
     if config.graph_svg:
-        Path(config.graph_svg).write_text(graph_svg(plan))
+        Path(config.graph_svg).write_text(graph_svg(prediction.plan))
 
 
 def make_plan(config: DictConfig) -> tuple[Plan, Timeline]:
     """The plan of a configuration, and its simulated timeline."""
-    result, timeline = _planned(task_of(config))
-    return result.plan, timeline
+    prediction = predict(task_of(config))
+    return prediction.plan, prediction.timeline
 
 
-def _planned(task: Task) -> tuple[Planned, Timeline]:
+def predict(task: Task) -> Prediction:
+    """Plan as the task says, and simulate a mini-batch.
+
+    Raises:
+        ConfigError: the settings contradict each other.
+        PlanError: nothing fits the devices.
+    """
     with search_progress() as progress:
         result = planned(
             task.subject.step,
@@ -109,26 +95,37 @@ def _planned(task: Task) -> tuple[Planned, Timeline]:
             copies=task.copies,
             progress=progress,
         )
-    if result.found is None:
-        check_devices(result.plan, task.num_devices)
-        result = replace(result, num_pipelines=count_pipelines(result.plan, task.machine.cluster.num_devices))
-        return result, simulated(result.plan, task.subject.step.graph, task.machine, result.num_pipelines)
-    found = with_copies(task, result.plan, result.found)
-    return replace(result, found=found, num_pipelines=found.num_pipelines), found.timeline
+    if result.found is not None:
+        return final(task, result.plan, result.found)
+    check_devices(result.plan, task.num_devices)
+    return applied(task, result.plan)
 
 
-def with_copies(task: Task, plan: Plan, found: Found) -> Found:
-    """The same with the copies that the user asked for, which the partitioner does not know, and the final plan."""
+def applied(task: Task, plan: Plan) -> Prediction:
+    """The prediction for a plan that the user gave, with as many pipelines as the machine has devices for."""
+    number = count_pipelines(plan, task.machine.cluster.num_devices)
+    limits = [device.memory_bytes for device in task.machine.cluster.devices]
+    return Prediction(
+        plan=plan,
+        num_pipelines=number,
+        timeline=simulated(plan, task.subject.step.graph, task.machine, number),
+        memory_bytes=tuple(float(min(limits[device :: plan.num_devices])) for device in range(plan.num_devices)),
+    )
+
+
+def final(task: Task, plan: Plan, found: Found) -> Prediction:
+    """The prediction for the final plan of a search, with the number of pipelines that the user asked for."""
+    prediction = Prediction.of(found)
     number = found.num_pipelines if task.copies else task.machine.cluster.num_devices // task.num_devices
     if (number, plan) == (found.num_pipelines, found.plan):
-        return found  # simulated already, which takes seconds for a thousand devices
+        return prediction  # simulated already, which takes seconds for a thousand devices
     timeline = simulated(plan, task.subject.step.graph, task.machine, number)
-    return replace(found, plan=plan, num_pipelines=number, timeline=timeline)
+    return replace(prediction, plan=plan, num_pipelines=number, timeline=timeline)
 
 
-def _advice(task: Task, result: Planned) -> list[str]:
-    """What the schedule and the sharding lack, and how to train with the plan, where that is not obvious."""
-    number, plan = result.num_pipelines, result.plan
+def _advice(prediction: Prediction) -> list[str]:
+    """Drawbacks of schedule and sharding for this plan, and how to train with several pipelines."""
+    number, plan = prediction.num_pipelines, prediction.plan
     reason = misfit(plan, plan.schedule)
     idle = idle_sharding(plan, number)
     notes = [*([f"\n{plan.schedule}: {reason}"] if reason else []), *([f"\n{idle}"] if idle else [])]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import lightning as L
 
-from lightning_gpp.reports import plan_table, timeline_text
+from lightning_gpp.reports import Prediction, run_text, timeline_text
 from lightning_gpp.strategy import GPPStrategy
 
 
@@ -24,10 +24,9 @@ class RunReport(L.Callback):
         strategy = trainer.strategy
         if not isinstance(strategy, GPPStrategy) or strategy.plan is None or not trainer.is_global_zero:
             return
-        timeline = strategy.timeline()
-        text = timeline_text(timeline)
-        print(f"One mini-batch, simulated:\n{text}")
+        prediction = Prediction(plan=strategy.plan, num_pipelines=strategy.num_pipelines, timeline=strategy.timeline())
+        print(f"One mini-batch, simulated:\n{timeline_text(prediction.timeline)}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "timeline.txt").write_text(f"{plan_table(strategy.plan)}\n\n{text}\n")
-        strategy.plan.save(self.folder / "plan.yaml")
-        timeline.save(self.folder / "timeline.json")
+        (self.folder / "timeline.txt").write_text(f"{run_text(prediction)}\n")
+        prediction.plan.save(self.folder / "plan.yaml")
+        prediction.timeline.save(self.folder / "timeline.json")

@@ -1,50 +1,38 @@
-"""Schedules side by side, each with its plan."""
+"""Partitioners, or schedules, side by side: one row for the prediction of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
-from lightning_gpp.plan import Plan
-from lightning_gpp.reports.schedule import DeviceFigures, schedule_figures
+from lightning_gpp.reports.prediction import Prediction
+from lightning_gpp.reports.schedule import DeviceFigures
 from lightning_gpp.reports.table import markdown
-from lightning_gpp.reports.units import distance, duration, percent, size
-from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import Timeline
+from lightning_gpp.reports.units import count, distance, duration, percent, size
 
+Outcome = Prediction | str
+"""A prediction, or the reason why there is none."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduled:
-    """A plan in the order of its schedule.
+PARTITIONERS: Final = (
+    "partitioner",
+    "pipelines",
+    "stages",
+    "depth",
+    "micro-batch",
+    "step",
+    "samples/s",
+    "of the best",
+    "idle",
+    "peak memory",
+    "search",
+    "states",
+    "gap",
+)
+"""Stages, depth and micro-batch size (samples) are those of one pipeline, the peak memory that of the device with the
+highest; "search" is its duration. "of the best" is the throughput relative to the highest among those that fit the
+memory; "gap" the distance of the step time from the partitioner's lower bound."""
 
-    Args:
-        plan: of one pipeline.
-        num_pipelines: copies of it that share the work.
-        timeline: simulated, with what all copies do together.
-        memory_bytes: limit of every device of the pipeline.
-        note: what there is to say of it, below the table.
-        gap: by how much the step may exceed the best possible one under its schedule; None if not known.
-    """
-
-    plan: Plan
-    num_pipelines: int
-    timeline: Timeline
-    memory_bytes: tuple[float, ...]
-    note: str = ""
-    gap: float | None = None
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.plan.batch_size * self.num_pipelines / self.timeline.makespan
-
-    @property
-    def excess_bytes(self) -> float:
-        """By how much the device that lacks most exceeds its memory; 0 where all fit."""
-        pairs = zip(self.timeline.peak_bytes, self.memory_bytes, strict=True)
-        return max(0.0, *(peak - limit for peak, limit in pairs))
-
-
-SCHEDULES = (
+SCHEDULES: Final = (
     "schedule",
     "stages per device",
     "pipelines",
@@ -59,48 +47,74 @@ SCHEDULES = (
     "messages",
     "gathers/sums",
 )
-"""Of the best: of the most samples per second among those that fit the memory. Gap: distance from a lower bound on
-all plans under the schedule. Bubble: mean over devices. The others
-are those of the device with the most: micro-batches in flight, of all its stages; messages of one mini-batch, sent and
-received, and their bytes; gatherings of parameters and sums of gradients."""
+"""The gap is that to a lower bound on all plans under the schedule, the bubble a mean over the devices. The others are
+those of the device with the most: micro-batches in flight, over all its stages; messages of one mini-batch, sent and
+received, with their bytes; all-gathers of parameters and reductions of gradients."""
 
 
-def schedules_table(outcomes: Sequence[tuple[str, Scheduled | str]]) -> str:
-    """One row per schedule; below, the reasons of those that have no plan, and notes on others.
-
-    Args:
-        outcomes: names, each with its plan, or why it has none.
-    """
-    found = [outcome for _, outcome in outcomes if isinstance(outcome, Scheduled)]
-    best = max((entry.samples_per_second for entry in found if not entry.excess_bytes), default=0.0)
-    rows = [_row(name, outcome, best) for name, outcome in outcomes]
-    said = [(name, outcome if isinstance(outcome, str) else outcome.note) for name, outcome in outcomes]
-    below = [f"{name}: {words}" for name, words in said if words]
-    return "\n".join([*markdown(SCHEDULES, rows), *([""] if below else []), *below])
+def partitioners_table(outcomes: Sequence[tuple[str, Outcome]]) -> str:
+    """One row per partitioner; below, the reasons of those that found no plan."""
+    return _table(PARTITIONERS, outcomes, _partitioner)
 
 
-def _row(name: str, outcome: Scheduled | str, best: float) -> list[str]:
-    if isinstance(outcome, str):
-        return [name, *["-"] * (len(SCHEDULES) - 1)]
-    plan, rate = outcome.plan, outcome.samples_per_second
+def schedules_table(outcomes: Sequence[tuple[str, Outcome]]) -> str:
+    """One row per schedule; below, the reasons of those that have no plan, and notes on others."""
+    return _table(SCHEDULES, outcomes, _schedule)
+
+
+def _table(
+    header: Sequence[str], outcomes: Sequence[tuple[str, Outcome]], cells: Callable[[Prediction, str], list[str]]
+) -> str:
+    predictions = [outcome for _, outcome in outcomes if isinstance(outcome, Prediction)]
+    best = max((entry.samples_per_second for entry in predictions if not entry.excess_bytes), default=0.0)
+
+    def row(name: str, outcome: Outcome) -> list[str]:
+        if isinstance(outcome, str):
+            return [name, *["-"] * (len(header) - 1)]
+        return [name, *cells(outcome, f"{outcome.samples_per_second / best:.3f}" if best else "-")]
+
+    remarks = [(name, outcome if isinstance(outcome, str) else outcome.note) for name, outcome in outcomes]
+    below = [f"{name}: {remark}" for name, remark in remarks if remark]
+    return "\n".join([*markdown(header, [row(*entry) for entry in outcomes]), *([""] if below else []), *below])
+
+
+def _partitioner(prediction: Prediction, ratio: str) -> list[str]:
+    plan, search = prediction.plan, prediction.search
     return [
-        name,
-        _range(len(plan.stages_on(device)) for device in range(plan.num_devices)),
-        str(outcome.num_pipelines),
-        _range(len(plan.intervals(stage)) for stage in range(len(plan.stages))),
-        duration(outcome.timeline.makespan),
-        f"{rate:.4g}",
-        f"{rate / best:.3f}" if best else "-",
-        distance(outcome.gap),
-        percent(outcome.timeline.bubble_fraction),
-        _memory(outcome),
-        *_most(schedule_figures(compile_program(plan, copies=outcome.num_pipelines), outcome.timeline)),
+        str(prediction.num_pipelines),
+        str(len(plan.stages)),
+        str(plan.depth),
+        _range(stage.micro_batch_size for stage in plan.stages),
+        duration(prediction.seconds),
+        f"{prediction.samples_per_second:.4g}",
+        ratio,
+        percent(prediction.timeline.bubble_fraction),
+        _memory(prediction),
+        duration(search.seconds) if search else "-",
+        count(search.states) if search else "-",
+        distance(prediction.gap),
     ]
 
 
-def _memory(outcome: Scheduled) -> str:
-    lacking = outcome.excess_bytes
-    return size(max(outcome.timeline.peak_bytes)) + (f", {size(lacking)} TOO MUCH" if lacking else "")
+def _schedule(prediction: Prediction, ratio: str) -> list[str]:
+    plan = prediction.plan
+    return [
+        _range(len(plan.stages_on(device)) for device in range(plan.num_devices)),
+        str(prediction.num_pipelines),
+        _range(len(plan.intervals(stage)) for stage in range(len(plan.stages))),
+        duration(prediction.seconds),
+        f"{prediction.samples_per_second:.4g}",
+        ratio,
+        distance(prediction.gap),
+        percent(prediction.timeline.bubble_fraction),
+        _memory(prediction),
+        *_most(prediction.figures),
+    ]
+
+
+def _memory(prediction: Prediction) -> str:
+    excess = prediction.excess_bytes
+    return size(max(prediction.timeline.peak_bytes)) + (f", {size(excess)} TOO MUCH" if excess else "")
 
 
 def _most(figures: Sequence[DeviceFigures]) -> tuple[str, str, str]:

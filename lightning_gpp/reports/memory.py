@@ -1,20 +1,20 @@
-"""The memory that devices need at their peak, against what they have."""
+"""Peak memory of every device beside its memory limit, as bars."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_gpp.plan import Plan
+from lightning_gpp.reports.prediction import Prediction
 from lightning_gpp.reports.units import percent, size
-from lightning_gpp.simulation import Timeline
 
 BAR = 40
 
 
 @dataclass(slots=True)
 class _Row:
-    """Neighbouring devices with the same stages, whose peaks and limits look the same; the highest of these peaks."""
+    """Neighbouring devices with the same stages whose peaks and limits look the same, and the highest of the peaks."""
 
     devices: list[int]
     stages: tuple[int, ...]
@@ -26,37 +26,28 @@ class _Row:
         return self.stages, size(self.peak), size(self.limit), self.peak <= self.limit
 
 
-def memory_text(plan: Plan, timeline: Timeline, memory_bytes: Sequence[float]) -> str:
-    """One bar per device, full where the device is full; neighbours that are alike share a line.
-
-    Args:
-        plan: tells which stages a device holds.
-        timeline: tells what a device needs at its peak.
-        memory_bytes: of every device.
-    """
-    rows = list(_rows(plan, timeline, memory_bytes))
+def memory_text(prediction: Prediction) -> str:
+    """One bar per device, full at the memory limit; neighbours that are alike share a line."""
+    plan, rows = prediction.plan, list(_rows(prediction))
     labels = [_label(row.devices) for row in rows]
     figures = [f"{size(row.peak)} of {size(row.limit)}" for row in rows]
-    indent, column = max(map(len, labels)), max(map(len, figures))
+    indent, column = max(map(len, labels), default=0), max(map(len, figures), default=0)
     return "\n".join(
         f"{label.rjust(indent)} |{_bar(row)}| {figure.ljust(column)}  {_verdict(row)}  {_names(plan, row)}"
         for label, figure, row in zip(labels, figures, rows, strict=True)
     )
 
 
-def _rows(plan: Plan, timeline: Timeline, memory_bytes: Sequence[float]) -> Iterator[_Row]:
-    current: _Row | None = None
-    for device, (peak, limit) in enumerate(zip(timeline.peak_bytes, memory_bytes, strict=False)):
-        row = _Row([device], plan.stages_on(device), peak, limit)
-        if current is not None and current.shown == row.shown:
-            current.devices.append(device)
-            current.peak = max(current.peak, peak)
-            continue
-        if current is not None:
-            yield current
-        current = row
-    if current is not None:
-        yield current
+def _rows(prediction: Prediction) -> list[_Row]:
+    rows: list[_Row] = []
+    for device, (peak, limit) in enumerate(zip(prediction.timeline.peak_bytes, prediction.memory_bytes, strict=False)):
+        row = _Row([device], prediction.plan.stages_on(device), peak, limit)
+        if rows and rows[-1].shown == row.shown:
+            rows[-1].devices.append(device)
+            rows[-1].peak = max(rows[-1].peak, peak)
+        else:
+            rows.append(row)
+    return rows
 
 
 def _label(devices: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
-from lightning_gpp.reports import Scheduled, Traffic, schedule_figures, schedule_text, schedules_table
+from lightning_gpp.reports import Prediction, Traffic, schedule_figures, schedule_text, schedules_table
 from lightning_gpp.schedules import Kind, compile_program
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
 from tests.strategies import chain, plan_of, plans, towers
@@ -81,14 +81,14 @@ def test_what_is_sent_is_received_and_what_is_in_flight_takes_memory(plan: Plan)
         assert entry.peak_bytes <= entry.in_flight  # one byte each, empty shares none
 
 
-def scheduled(plan: Plan, memory_bytes: float = 100) -> Scheduled:
+def predicted(plan: Plan, memory_bytes: float) -> Prediction:
     limits = (memory_bytes,) * plan.num_devices
-    return Scheduled(plan=plan, num_pipelines=1, timeline=timeline_of(plan), memory_bytes=limits)
+    return Prediction(plan=plan, timeline=timeline_of(plan), memory_bytes=limits)
 
 
 def test_the_table_of_schedules() -> None:
-    few, many = scheduled(towers(2, 2, 4), 3), scheduled(towers(2, 2, 4, schedule="gpipe"), 3)
-    table = schedules_table([("1f1b", replace(few, gap=0.125)), ("gpipe", many), ("other", "It cannot.")])
+    few, many = predicted(towers(2, 2, 4), 3), predicted(towers(2, 2, 4, schedule="gpipe"), 3)
+    table = schedules_table([("1f1b", replace(few, lower_bound=16.0)), ("gpipe", many), ("other", "It cannot.")])
     header, _, *rows = ([cell.strip() for cell in line.split("|")] for line in table.splitlines()[:5])
     cells = [dict(zip(header, row, strict=True)) for row in rows]
     assert [row["peak memory"] for row in cells] == ["3 B", "4 B, 1 B TOO MUCH", "-"]

@@ -8,14 +8,14 @@ from dataclasses import replace
 from rich.console import Console
 
 from lightning_gpp.cluster import preset
-from lightning_gpp.planning import Found, Request, manual, partition
+from lightning_gpp.planning import Request, manual, partition
 from lightning_gpp.reports import (
-    Outcome,
+    Prediction,
     alternatives_text,
-    compare_table,
     graph_svg,
     graph_text,
     memory_text,
+    partitioners_table,
     search_progress,
     search_text,
 )
@@ -35,15 +35,19 @@ TOWERS = manual(
 )
 
 
-def found() -> Found:
+def prediction() -> Prediction:
     request = Request(cluster=preset("summit"), batch_size=64, seconds=0.3)
-    return partition("auto", graphs.two_towers(), request)
+    return Prediction.of(partition("auto", graphs.two_towers(), request))
+
+
+def on_towers(*peaks: float) -> Prediction:
+    timeline = Timeline(stages=("a",), devices=((),) * len(peaks), peak_bytes=peaks)
+    return Prediction(plan=TOWERS, timeline=timeline, memory_bytes=(2.0**31,) * len(peaks))
 
 
 def test_memory_bars_share_a_line_where_devices_are_alike() -> None:
-    peaks = (2.0**20, 2.0**30, 2.0**30, 2.0**30, 3 * 2.0**30, 2.0**30)
-    timeline = Timeline(stages=("a",), devices=((),) * 6, peak_bytes=peaks)
-    assert memory_text(TOWERS, timeline, [2.0**31] * 6).splitlines() == [
+    towers = on_towers(2.0**20, 2.0**30, 2.0**30, 2.0**30, 3 * 2.0**30, 2.0**30)
+    assert memory_text(towers).splitlines() == [
         f"   device 0 |{'.' * 40}| 1 MiB of 2 GiB  0 %  head",
         f"devices 1-3 |{'#' * 20}{'.' * 20}| 1 GiB of 2 GiB  50 %  image_tower",
         f"   device 4 |{'!' * 40}| 3 GiB of 2 GiB  1 GiB TOO MUCH  text_tower",
@@ -52,44 +56,37 @@ def test_memory_bars_share_a_line_where_devices_are_alike() -> None:
 
 
 def test_peaks_that_look_the_same_share_a_bar() -> None:
-    peaks = (2.0**20, 2.0**30, 2.0**30 + 1, 2.0**30 - 1, 2.0**30, 2.0**30)
-    timeline = Timeline(stages=("a",), devices=((),) * 6, peak_bytes=peaks)
-    lines = memory_text(TOWERS, timeline, [2.0**31] * 6).splitlines()
+    lines = memory_text(on_towers(2.0**20, 2.0**30, 2.0**30 + 1, 2.0**30 - 1, 2.0**30, 2.0**30)).splitlines()
     assert lines[1].startswith("devices 1-3 |")
     assert "1 GiB of 2 GiB" in lines[1]
 
 
 def test_figures_of_a_search() -> None:
-    plan = found()
+    plan = prediction()
+    assert plan.search is not None
     text = search_text(plan)
     assert f"{plan.samples_per_second:.4g} samples/s" in text
-    assert f"{plan.answer.states} states" in text
+    assert f"{plan.search.states} states" in text
     assert f"at most {100 * (plan.gap or 0):.1f} % longer than the best possible one" in text
-    unknown = replace(plan, answer=replace(plan.answer, lower_bound=0.0, notes=("Mind the gap.",)))
-    assert "none is known" in search_text(unknown)
-    assert search_text(unknown).endswith("Mind the gap.")
+    search = replace(plan.search, notes=("Mind the gap.",))
+    unknown = search_text(replace(plan, lower_bound=0.0, alternatives=(), search=search))
+    assert "none is known" in unknown
+    assert unknown.endswith("Mind the gap.")
+    assert search_text(replace(plan, search=None)) == ""
 
 
 def test_runners_up_say_why_they_lost() -> None:
-    plan = found()
+    plan = prediction()
     lines = alternatives_text(plan).splitlines()[1:]
     assert len(lines) == len(plan.alternatives) > 1
     assert all(entry.reason in line for entry, line in zip(plan.alternatives, lines, strict=True))
-    assert alternatives_text(replace(plan, answer=replace(plan.answer, alternatives=()))) == ""
+    assert alternatives_text(replace(plan, alternatives=())) == ""
 
 
 def test_partitioners_side_by_side() -> None:
-    plan = found()
-    slow = replace(
-        plan, partitioner="slow", num_pipelines=1, plan=replace(plan.plan, batch_size=plan.plan.batch_size // 2)
-    )
-    table = compare_table(
-        [
-            Outcome(partitioner="auto", found=plan),
-            Outcome(partitioner="slow", found=slow),
-            Outcome(partitioner="none", reason="It does not fit: 3 GB too much."),
-        ]
-    )
+    plan = prediction()
+    slow = replace(plan, num_pipelines=1, plan=replace(plan.plan, batch_size=plan.plan.batch_size // 2))
+    table = partitioners_table([("auto", plan), ("slow", slow), ("none", "It does not fit: 3 GB too much.")])
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[:5]]
     ratio = rows[0].index("of the best")
     assert [row[ratio] for row in rows[2:]] == ["1.000", f"{0.5 / plan.num_pipelines:.3f}", "-"]

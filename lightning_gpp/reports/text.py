@@ -1,0 +1,30 @@
+"""The text of a prediction: everything, or the part that a run folder keeps."""
+
+from __future__ import annotations
+
+from lightning_gpp.reports.graph import graph_text
+from lightning_gpp.reports.memory import memory_text
+from lightning_gpp.reports.prediction import Prediction
+from lightning_gpp.reports.schedule import schedule_text
+from lightning_gpp.reports.search import search_text
+from lightning_gpp.reports.table import plan_table
+from lightning_gpp.reports.timeline import timeline_text
+
+
+def prediction_text(prediction: Prediction) -> str:
+    """Plan, stage graph, timeline, memory, devices and search, with an empty line between them."""
+    plan, timeline = prediction.plan, prediction.timeline
+    sections = (
+        plan_table(plan),
+        graph_text(plan),
+        timeline_text(timeline),
+        memory_text(prediction),
+        schedule_text(prediction.figures),
+        search_text(prediction),
+    )
+    return "\n\n".join(filter(None, sections))
+
+
+def run_text(prediction: Prediction) -> str:
+    """Plan and timeline."""
+    return f"{plan_table(prediction.plan)}\n\n{timeline_text(prediction.timeline)}"
