@@ -1,0 +1,154 @@
+"""The files that a reader passes: of one training step, and of making one plan.
+
+    python benchmarks/journey.py [step | plan]
+
+The step is that of rank 0 of three, in a steady state, from the hook before the mini-batch to the one after it: four
+micro-batches of the two-tower example, with each tower on a device of its own. The plan is one that the partitioner
+`auto` finds for the same model and as many devices, after the model was captured.
+
+A file counts if one of its functions runs. A change of file is a call or return of one of the package's functions that
+follows one in another file. `--all` lists which file follows which, and how often.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+import torch
+import torch.multiprocessing as multiprocessing
+from overhead import free_port
+
+import lightning_gpp
+from gpp_examples.two_tower import CaptionedDigits, TwoTower
+from lightning_gpp.capture import capture
+from lightning_gpp.cluster import preset
+from lightning_gpp.planning import Request, partition
+
+NUM_RANKS = 3
+STEADY = 4
+"""The mini-batch that is counted: earlier ones make what later ones use."""
+
+STAGES = [
+    {"modules": ["image_tower"], "devices": [2]},
+    {"modules": ["text_tower"], "devices": [1]},
+    {"modules": ["head", "@step"], "devices": [0]},
+]
+ROOT = f"{Path(lightning_gpp.__file__).parent}{os.sep}"
+
+
+class Journey:
+    """The files of the package in the order in which their functions were called and returned."""
+
+    def __init__(self) -> None:
+        self.passed: list[str] = []
+
+    def start(self) -> None:
+        sys.setprofile(self._note)
+
+    def stop(self) -> None:
+        sys.setprofile(None)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def _note(self, frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event in ("call", "return") and code.co_filename.startswith(ROOT):
+            self.passed.append(code.co_filename.removeprefix(ROOT))
+
+    @property
+    def changes(self) -> Counter[tuple[str, str]]:
+        """How often a file follows another one."""
+        return Counter((before, after) for before, after in pairwise(self.passed) if before != after)
+
+    def row(self, name: str) -> str:
+        return f"| {name} | {len(set(self.passed))} | {self.changes.total()} |"
+
+
+class Steady(L.Callback):
+    """Counts one mini-batch."""
+
+    def __init__(self) -> None:
+        self.journey = Journey()
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == STEADY:
+            self.journey.start()
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        self.journey.stop()
+
+
+def step(rank: int, port: int, show_all: bool) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    os.environ.update(
+        LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(NUM_RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    steady = Steady()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=NUM_RANKS,
+        strategy=lightning_gpp.GPPStrategy(stages=STAGES, num_micro_batches=4),
+        max_steps=STEADY + 2,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[steady],
+    )
+    trainer.fit(TwoTower(), CaptionedDigits(batch_size=16))
+    if rank == 0:
+        report("a training step", steady.journey, show_all)
+
+
+def plan(show_all: bool) -> None:
+    data = CaptionedDigits(batch_size=16)
+    data.setup("fit")
+    captured = capture(TwoTower(), next(iter(data.train_dataloader())))
+    request = Request(cluster=preset("cpu_host", 1, NUM_RANKS), batch_size=captured.batch_size, seconds=2.0)
+    journey = Journey()
+    with journey.counted():
+        partition("auto", captured.graph, request)
+    report("a plan", journey, show_all)
+
+
+def report(name: str, journey: Journey, show_all: bool) -> None:
+    print(journey.row(name))
+    if show_all:
+        print("\n".join(f"{count:6} {before} -> {after}" for (before, after), count in journey.changes.most_common()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("journey", choices=("step", "plan", "both"), nargs="?", default="both")
+    parser.add_argument("--all", action="store_true", help="which file follows which")
+    arguments = parser.parse_args()
+    print("| | files | changes of file |\n|---|---|---|", flush=True)
+    if arguments.journey != "plan":
+        multiprocessing.spawn(step, (free_port(), arguments.all), nprocs=NUM_RANKS)
+    if arguments.journey != "step":
+        plan(arguments.all)
+
+
+if __name__ == "__main__":
+    main()
