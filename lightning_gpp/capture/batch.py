@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.errors import ShapeError
 
 

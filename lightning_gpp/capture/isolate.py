@@ -12,7 +12,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_gpp._compat import FakeTensorMode, uncompiled, wraps_compiled
+from lightning_gpp._compat.torch import FakeTensorMode, forget_compiled_call, uncompiled, wraps_compiled
 from lightning_gpp.graph import OperatorGraph
 
 _CONTAINERS = (list, dict, set, tuple)
@@ -53,8 +53,8 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
 
 def _uncompile(owner: nn.Module, memo: dict[int, Any]) -> None:
     """Give a copied module plain methods where it has compiled ones, which compute with the original's parameters."""
+    forget_compiled_call(memo[id(owner)])
     replica = vars(memo[id(owner)])
-    replica.pop("_compiled_call_impl", None)
     for name, value in vars(owner).items():
         plain = uncompiled(value)
         if plain is not value and isinstance(plain, types.MethodType) and id(plain.__self__) in memo:

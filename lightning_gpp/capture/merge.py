@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.network import Network
 from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Size

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from lightning_gpp._compat.torch import FLASH_ATTENTION_FOR_CPU, TorchDispatchMode, pytree, storage_id
 
 if TYPE_CHECKING:
     from lightning_gpp.capture.recorder import Recorder
@@ -34,12 +34,12 @@ class Meter(TorchDispatchMode):
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Hook for tensors that autograd keeps: notes their memory; states and checkpointed regions do not count."""
         recorder = self._recorder
-        call, storage = recorder.current, tensor.untyped_storage()
-        if call is not None and call.checkpoint is None and storage._cdata not in recorder.state_storages:
+        call, storage = recorder.current, storage_id(tensor)
+        if call is not None and call.checkpoint is None and storage not in recorder.state_storages:
             recorder.keep(tensor)
-            holder = _holder(tensor, recorder.sources.get(storage._cdata, ()))
+            holder = _holder(tensor, recorder.sources.get(storage, ()))
             if holder is None:
-                call.saved[storage._cdata] = storage.nbytes()
+                call.saved[storage] = tensor.untyped_storage().nbytes()
             else:
                 call.saved[id(holder)] = _addressed_bytes(holder)
         return tensor
@@ -69,10 +69,10 @@ def _addressed_bytes(tensor: torch.Tensor) -> int:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    packet = func._overloadpacket
+    packet = func.overloadpacket
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=result))
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+    if packet is FLASH_ATTENTION_FOR_CPU:
         return float(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     if func.is_view:
         return 0.0

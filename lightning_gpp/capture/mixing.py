@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from torch.utils import _pytree as pytree
-
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.network import Network
 from lightning_gpp.capture.recording import Recorded, Ref
 from lightning_gpp.graph import TensorSpec

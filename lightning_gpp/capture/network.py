@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.recorder import Recorder, refusal
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref
 from lightning_gpp.graph import Affine

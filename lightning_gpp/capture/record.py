@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torchmetrics
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from lightning_gpp._compat import FakeTensorMode, autograd_function_calls, checkpoint_regions
+from lightning_gpp._compat.lightning import set_trainer, trainer_of
+from lightning_gpp._compat.torch import FakeTensorMode, autograd_function_calls, checkpoint_regions, pytree
 from lightning_gpp.capture.batch import map_samples
 from lightning_gpp.capture.isolate import isolated_copy
 from lightning_gpp.capture.meter import Meter
@@ -85,7 +85,7 @@ def record(
     with torch.set_grad_enabled(step == "training_step"), context():
         recorder = Recorder(num_samples)
         recorder.watch(replica)
-        _observe(replica, getattr(module, "_trainer", None), run_time, recorder)
+        _observe(replica, trainer_of(module), run_time, recorder)
         fake = _fake_batch(batch, total, num_samples, mode, device)
         with _recording(recorder, mode):
             for leaf in pytree.tree_leaves(fake):
@@ -163,7 +163,7 @@ def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Reco
         if isinstance(metric, torchmetrics.Metric | torchmetrics.MetricCollection):
             _note_uses(metric, recorder)
     if hasattr(replica, "log_dict"):
-        vars(replica)["_trainer"] = _ObservedTrainer(trainer, run_time, recorder)
+        set_trainer(replica, _ObservedTrainer(trainer, run_time, recorder))
         vars(replica).update(log=log, log_dict=log, print=_Swallow())
 
 

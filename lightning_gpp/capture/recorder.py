@@ -19,9 +19,8 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from lightning_gpp._compat import FakeTensor
+from lightning_gpp._compat.torch import FakeTensor, pytree, storage_id, version
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import Context, ModuleCall, ModuleRef, Recorded, Recording, Ref, StateRef
 from lightning_gpp.errors import CaptureError
@@ -93,7 +92,7 @@ class Recorder(TorchFunctionMode):
         for tensor, name in names_of(module):
             self._states[id(tensor)] = name
             self.keep(tensor)  # a forward may replace its buffer: the freed one's identity would go to another tensor
-            self.state_storages.add(tensor.untyped_storage()._cdata)
+            self.state_storages.add(storage_id(tensor))
         for path, child in module.named_modules():
             self._paths[id(child)] = path
             child.register_forward_pre_hook(functools.partial(self._enter, path), with_kwargs=True, prepend=True)
@@ -168,13 +167,13 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         call = self._begin(function, target, args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        versions = [tensor._version for tensor in tensors]
+        versions = [version(tensor) for tensor in tensors]
         outer, self.current, paused, self._paused = self.current, call, self._paused, True
         try:
             result = run()
         finally:
             self.current, self._paused = outer, paused
-        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        changed = [t for t, before in zip(tensors, versions, strict=True) if version(t) != before]
         if target.endswith("__set__") and isinstance(args[0], torch.Tensor):
             changed.append(args[0])
         self._finish(call, result, changed)
@@ -209,12 +208,12 @@ class Recorder(TorchFunctionMode):
         for number, tensor in enumerate([*outputs, *aliases]):
             self._add_output(call, number, tensor)
             if not self.network[-1]:
-                self.sources.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+                self.sources.setdefault(storage_id(tensor), []).append(tensor)
         call.result = self.refs(result)
 
     def _aliases(self, changed: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Known values that share memory with a changed tensor and are not returned."""
-        storages = {tensor.untyped_storage()._cdata for tensor in changed}
+        storages = {storage_id(tensor) for tensor in changed}
         returned = {id(tensor) for tensor in outputs}
         return [t for storage in storages for t in self._storages.get(storage, ()) if id(t) not in returned]
 
@@ -224,7 +223,7 @@ class Recorder(TorchFunctionMode):
             return
         if id(tensor) not in self._values:
             self._alive.append(tensor)
-            self._storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+            self._storages.setdefault(storage_id(tensor), []).append(tensor)
         self._values[id(tensor)] = Ref(call.index, number)
 
     def batch_tensor(self, tensor: torch.Tensor) -> None:

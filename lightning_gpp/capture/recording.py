@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.graph import Affine
 
 

@@ -14,9 +14,9 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
-from lightning_gpp._compat import attach_data, transferred
+from lightning_gpp._compat.lightning import attach_data, transferred
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture import Capture
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.footprint import Footprint

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import Recorded, Ref, Size, StateRef

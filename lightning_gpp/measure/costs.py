@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture import Capture, batch_size_of
 from lightning_gpp.capture.randomness import undisturbed
 from lightning_gpp.capture.record import step_arguments

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from lightning_gpp._compat.torch import buffers_of, version
+
 SMALL: Final = 1 << 16
 """Tensors of at most this many elements are taken to change in every forward: batch norm changes its running
 statistics, a few numbers per channel, without a trace in their version counters. For larger ones the counter tells."""
@@ -31,7 +33,7 @@ class Copied:
     copy: Tensor
 
     def is_still(self, tensor: Any) -> bool:
-        return tensor is self.tensor and _version(self.tensor) == self.version
+        return tensor is self.tensor and version(self.tensor) == self.version
 
     @property
     def is_small(self) -> bool:
@@ -54,7 +56,9 @@ class ModuleState:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._namespaces: list[Namespace] = [space for module in modules for space in (vars(module), module._buffers)]
+        self._namespaces: list[Namespace] = [
+            space for module in modules for space in (vars(module), buffers_of(module))
+        ]
         self._copied: dict[int, Copied] = {}
 
     def look(self) -> Found:
@@ -93,7 +97,7 @@ class ModuleState:
         if key not in copied:
             known = self._copied.get(key)
             if known is None or known.is_small or not known.is_still(tensor):
-                known = Copied(tensor, _version(tensor), tensor.clone())
+                known = Copied(tensor, version(tensor), tensor.clone())
             copied[key] = known
         return copied[key]  # the same for all names of a tied tensor
 
@@ -108,7 +112,3 @@ def _restore(found: Found) -> None:
             if key not in copies:
                 copies[key] = one.copy if one.is_small else one.copy.clone()
             space[name] = copies[key]
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_gpp._compat.torch import TorchDispatchMode
 
 
 class Neutral(TorchDispatchMode):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lightning_gpp._compat.torch import version
 from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import check_promises
 from lightning_gpp.runtime.module_state import Found, ModuleState
@@ -30,7 +31,7 @@ class RecomputedForward(ComputeForward):
     def run(self) -> None:
         self.state.enter(self.stage)
         self.inputs = self._inputs(self.saved)
-        self.versions = {name: tensor._version for name, tensor in self.inputs.items()}
+        self.versions = {name: version(tensor) for name, tensor in self.inputs.items()}
         self.found = self.modules.look()
         outputs = self.forward(self.inputs, self.micro_batch)
         check_promises(outputs, self.promised, self.owner)
@@ -51,7 +52,7 @@ class RecomputedForward(ComputeForward):
         self.inputs, self.versions, self.found = {}, {}, Found([], [])
 
     def _check_inputs(self) -> None:
-        changed = [name for name, tensor in self.inputs.items() if tensor._version != self.versions[name]]
+        changed = [name for name, tensor in self.inputs.items() if version(tensor) != self.versions[name]]
         if changed:
             raise GPPError(
                 f"{self.owner} cannot be recomputed: its inputs {changed} were changed in place since its forward. "

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from lightning_gpp.runtime.backward import run_backward
+from lightning_gpp._compat.torch import run_backward
 from lightning_gpp.runtime.split_plan import (
     Graph,
     Group,

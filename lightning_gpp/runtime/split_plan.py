@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
+from lightning_gpp._compat.torch import saves_tensors
 from lightning_gpp.runtime.split_products import PRODUCTS, is_open
 
 PARAMETER: Final = "AccumulateGrad"
@@ -270,7 +271,7 @@ class _Planner:
 
     def _saves(self, number: int) -> bool:
         node = self._nodes[number]
-        return isinstance(node, BackwardCFunction) or any(name.startswith("_raw_saved") for name in dir(node))
+        return isinstance(node, BackwardCFunction) or saves_tensors(node)
 
 
 def _parents_first(children: list[list[int]]) -> list[int]:

@@ -1,6 +1,6 @@
 """Products: the nodes of an autograd graph whose gradients of parameters can wait, and how these are computed later.
 
-They are computed from what the node saved (`_saved_*`, see "Saved tensors" in torch's notes on autograd), by the same
+They are computed from what the node saved (see "Saved tensors" in torch's notes on autograd), by the same
 kernels on the same operands as in the node itself (torch's `derivatives.yaml`), so that they equal its own bit for bit.
 What a product needs for this is one operand and the gradient that arrives; the rest of the graph may go.
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from lightning_gpp._compat.torch import saved, saved_unread, version
 from lightning_gpp.errors import GPPError
 
 Formula = Callable[["Operand", Tensor], Tensor]
@@ -31,14 +32,14 @@ class Operand:
 
     def __init__(self, tensor: Tensor, by_columns: bool = False) -> None:
         self.tensor = tensor.detach()  # without the graph
-        self.version, self.by_columns = tensor._version, by_columns
+        self.version, self.by_columns = version(tensor), by_columns
 
     def get(self) -> Tensor:
         """Raises GPPError if it was changed in place since, as autograd would."""
-        if self.tensor._version != self.version:
+        if version(self.tensor) != self.version:
             raise GPPError(
                 "One of the variables needed for gradient computation has been modified by an inplace operation: an "
-                f"operand of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; expected version "
+                f"operand of shape {tuple(self.tensor.shape)} is at version {version(self.tensor)}; expected version "
                 f"{self.version} instead. It is needed until the weight gradients are computed: change a clone() of it."
             )
         return self.tensor
@@ -74,14 +75,11 @@ class Matrices:
     """
 
     def __init__(self, first: str, second: str, *, offset: int, formulas: tuple[Formula, Formula]) -> None:
-        self.raw = (f"_raw_saved_{first}", f"_raw_saved_{second}")
-        self._saved = (f"_saved_{first}", f"_saved_{second}")
-        self._sizes = (f"_saved_{first}_sym_sizes", f"_saved_{second}_sym_sizes")
-        self._strides = (f"_saved_{first}_sym_strides", f"_saved_{second}_sym_strides")
+        self.operands = (first, second)
         self._offset, self._formulas = offset, formulas
 
     def fits(self, node: Any) -> bool:
-        return not self._offset or (node._saved_alpha == 1 and node._saved_beta == 1)
+        return not self._offset or (saved(node, "alpha") == 1 and saved(node, "beta") == 1)
 
     def later(self, node: Any, wanted: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
         """What computes the wanted gradients from the one that arrives. Does not keep the node.
@@ -98,25 +96,30 @@ class Matrices:
 
     def _other(self, node: Any, which: int) -> Operand:
         """The operand that the gradient of this one is made of."""
-        sizes, strides = getattr(node, self._sizes[which], None), getattr(node, self._strides[which], None)
-        by_columns = bool(sizes and strides and strides[0] == 1 and strides[1] == sizes[0])
-        return Operand(getattr(node, self._saved[1 - which]), by_columns)
+        return Operand(saved(node, self.operands[1 - which]), _is_by_columns(node, self.operands[which]))
+
+
+def _is_by_columns(node: Any, name: str) -> bool:
+    """True for an operand that is a transposed matrix; nodes do not save the sizes of batches of matrices."""
+    try:
+        sizes, strides = saved(node, f"{name}_sym_sizes"), saved(node, f"{name}_sym_strides")
+    except AttributeError:
+        return False
+    return bool(sizes and strides[0] == 1 and strides[1] == sizes[0])
 
 
 class Convolution:
     """Convolutions of all kinds."""
 
-    raw = ("_raw_saved_input", "_raw_saved_weight")
+    operands = ("input", "weight")
+    settings = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
     def fits(self, node: Any) -> bool:
         return True
 
     def later(self, node: Any, wanted: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
-        image, weight = Operand(node._saved_input), Operand(node._saved_weight)
-        rest = (
-            *(node._saved_bias_sym_sizes_opt, node._saved_stride, node._saved_padding, node._saved_dilation),
-            *(node._saved_transposed, node._saved_output_padding, node._saved_groups, [i in wanted for i in range(3)]),
-        )
+        image, weight = Operand(saved(node, "input")), Operand(saved(node, "weight"))
+        rest = [*(saved(node, name) for name in self.settings), [i in wanted for i in range(3)]]
 
         def gradients(gradient: Tensor) -> list[Tensor]:
             every = torch.ops.aten.convolution_backward(gradient, image.get(), weight.get(), *rest)
@@ -141,11 +144,8 @@ PRODUCTS: Final[Mapping[str, Matrices | Convolution]] = {
 def is_open(node: Node) -> bool:
     """Whether what a product saved can be read at no cost: not where hooks would have to compute it first, as those of
     an activation checkpoint do, which moreover allow this only once."""
-    for name in PRODUCTS[type(node).__name__].raw:
-        saved = getattr(node, name).data
-        if not (saved is None or isinstance(saved, Tensor)):
-            return False
-    return True
+    values = [saved_unread(node, name) for name in PRODUCTS[type(node).__name__].operands]
+    return all(value is None or isinstance(value, Tensor) for value in values)
 
 
 class Later:

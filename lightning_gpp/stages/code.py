@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.merge import Opaque
 from lightning_gpp.capture.network import Network
 from lightning_gpp.capture.recorder import refusal

@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import batch_size_of, slice_batch
 from lightning_gpp.capture.effects import without_effects
 from lightning_gpp.capture.network import InputKey, Network

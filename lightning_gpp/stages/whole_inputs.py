@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp._compat import FakeTensorMode
+from lightning_gpp._compat.torch import FakeTensorMode
 from lightning_gpp.capture.captured import Capture
 from lightning_gpp.capture.isolate import isolated_copy
 from lightning_gpp.graph import OperatorGraph, TensorSpec

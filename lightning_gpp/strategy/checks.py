@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_gpp._compat import uses_dataloader_iter
+from lightning_gpp._compat.lightning import uses_dataloader_iter
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.compiled import compiled_steps
 

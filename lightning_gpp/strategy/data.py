@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpp._compat import forget_indices
+from lightning_gpp._compat.lightning import forget_indices
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.control import Control
 

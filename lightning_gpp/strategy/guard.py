@@ -7,7 +7,7 @@ import threading
 
 import lightning.pytorch as pl
 
-from lightning_gpp._compat import disable_sigterm_broadcast
+from lightning_gpp._compat.lightning import disable_sigterm_broadcast
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import exit_now
 from lightning_gpp.failure.stop_flag import StopFlag

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_gpp._compat import forward_cache, set_forward_cache
+from lightning_gpp._compat.lightning import forward_cache, set_forward_cache
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.control import Control
 

@@ -7,10 +7,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
-from lightning_gpp._compat import metric_state, reset_metric
+from lightning_gpp._compat.lightning import metric_state, reset_metric
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.training.control import Control
 
 _SYNC_ATTRIBUTES = ("process_group", "distributed_available_fn")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from lightning_gpp._compat import LAUNCHER, default_backend, init_process_group
+from lightning_gpp._compat.lightning import LAUNCHER, default_backend, init_process_group
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import bind_to_parent, release_from_parent
 from lightning_gpp.training.control import Control

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
-from lightning_gpp import _compat
+from lightning_gpp._compat import lightning as _compat
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.checks import check_callbacks, check_module, check_precision

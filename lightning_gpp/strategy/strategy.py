@@ -21,10 +21,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gpp._compat import (
+from lightning_gpp._compat.lightning import (
     current_hook,
     gather_over,
     keep_sigterm_handler,
+    layer_sync,
     reduce_over,
     set_rank_zero,
     subprocess_launcher,
@@ -298,7 +299,7 @@ class GPPStrategy(ParallelStrategy):
         if self.accelerator is None or self.model is None or self._control is None:
             raise ConfigError("The strategy was set up without an accelerator, a module or processes; use a Trainer.")
         self.accelerator.setup(trainer)
-        check_layer_sync(self._layer_sync)
+        check_layer_sync(layer_sync(self))
         self.model = self.precision_plugin.convert_module(self.model)
         self._run = Run(self, trainer, self._control, self._resumed, self._known)
         if trainer.state.fn == TrainerFn.FITTING:

@@ -6,8 +6,8 @@ import hashlib
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import batch_size_of, map_samples
 
 

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_gpp._compat import is_compiled, uncompiled
+from lightning_gpp._compat.torch import is_compiled, uncompiled
 from lightning_gpp.capture import Capture
 from lightning_gpp.stages import Pipeline
 from lightning_gpp.stages.build import CapturedStage

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.runtime.mesh import Mesh
 
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_gpp._compat.lightning import set_trainer, trainer_of
+from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.errors import SelfCheckError
@@ -37,8 +39,7 @@ TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-3, torch.bfloat16: 0
 def refuses_check(module: nn.Module, plan: Plan) -> str:
     """Why a comparison would fail although all is well; empty if it may be made."""
     replicated = any(len(stage.devices) > 1 for stage in plan.stages)
-    norms = (nn.modules.batchnorm._BatchNorm,)
-    if replicated and any(isinstance(part, norms) for part in module.modules()):
+    if replicated and any(isinstance(part, BatchNorm) for part in module.modules()):
         return "BatchNorm in replicated stages normalises each replica's share by itself"
     if any(parameter.is_meta for parameter in module.parameters()):
         return "the model is on the meta device"
@@ -90,7 +91,8 @@ def self_check(
 def _copy(module: nn.Module, device: torch.device) -> nn.Module:
     copied = private_copy(module)
     if hasattr(copied, "log_dict"):
-        vars(copied).update(log=_ignore, log_dict=_ignore, _trainer=getattr(module, "_trainer", None))
+        vars(copied).update(log=_ignore, log_dict=_ignore)
+        set_trainer(copied, trainer_of(module))
     return copied.to(device)
 
 

@@ -1,98 +1,19 @@
-"""Every private name of torch and Lightning that this library uses, each with the reason, so that an upgrade has one
-place to look at."""
+"""Private names of Lightning and torchmetrics. Lightning is imported inside the functions, so that importing this
+module does not load it."""
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
-import torch.utils.checkpoint as _checkpoint
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # torch.export stands on it; no public name yet
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
-# --- torch: recording ---
+from lightning_gpp._compat.torch import pytree
 
-
-@contextmanager
-def checkpoint_regions(enter: Callable[[], None], leave: Callable[[], None]) -> Iterator[None]:
-    """Announce every activation-checkpointed region; inside the context regions run without checkpointing."""
-    plain = (_checkpoint.CheckpointFunction, _checkpoint._checkpoint_without_reentrant_generator)
-
-    class Reentrant:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            enter()
-            try:
-                return function(*args)
-            finally:
-                leave()
-
-    def non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
-        enter()
-        try:
-            yield
-        finally:
-            leave()
-
-    _checkpoint.CheckpointFunction = Reentrant  # type: ignore[misc, assignment]
-    _checkpoint._checkpoint_without_reentrant_generator = non_reentrant
-    try:
-        yield
-    finally:
-        _checkpoint.CheckpointFunction, _checkpoint._checkpoint_without_reentrant_generator = plain  # type: ignore[misc]
-
-
-@contextmanager
-def autograd_function_calls(handler: Callable[..., Any]) -> Iterator[None]:
-    """Route `SomeFunction.apply(...)` of custom autograd functions to `handler(cls, plain_apply, args, kwargs)`."""
-    plain = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return handler(cls, functools.partial(plain.__func__, cls), args, kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = plain  # type: ignore[method-assign]
-
-
-# --- torch: what torch.compile made ---
-
-
-def uncompiled(function: Any) -> Any:
-    """What `torch.compile` was given, if it made this function; else the function."""
-    while getattr(function, "_torchdynamo_wrapper_id", None) == id(function):
-        function = function._torchdynamo_orig_callable
-    inline = getattr(function, "__code__", None)  # torch puts a function of its own around those of torch.nn
-    is_torchs = inline is not None and inline.co_filename.endswith("external_utils.py")
-    return function.__wrapped__ if is_torchs else function
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calls of a module run what `torch.compile` made: of it, in its place, or of its forward."""
-    forward = vars(module).get("forward")
-    in_place = vars(module).get("_compiled_call_impl") is not None
-    return in_place or wraps_compiled(module) or uncompiled(forward) is not forward
-
-
-def wraps_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module is what `torch.compile(module)` returned. Copies of it are made right by torch."""
-    from torch._dynamo import OptimizedModule  # takes a second to load, and was loaded if there is one
-
-    return isinstance(module, OptimizedModule)
-
-
-# --- Lightning: imported inside the functions, so that what needs torch alone does not load Lightning ---
-
-
-LAUNCHER = "GPP_LAUNCHER_PID"
-"""Environment variable by which processes that the launcher started know their parent."""
+LAUNCHER: Final = "GPP_LAUNCHER_PID"
+"""Environment variable that tells the processes which the launcher started the process id of their parent."""
 
 
 def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) -> Any:
@@ -111,14 +32,14 @@ def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) ->
 
 
 def init_process_group(environment: Any, backend: str, **kwargs: Any) -> None:
-    """As DDPStrategy does it, environment variables included."""
+    """Initialise torch.distributed as DDPStrategy does, environment variables included."""
     from lightning.fabric.utilities.distributed import _init_dist_connection
 
     _init_dist_connection(environment, backend, **kwargs)
 
 
 def default_backend(device: torch.device) -> str:
-    """NCCL for CUDA, gloo for CPU, as Lightning decides it."""
+    """Lightning's choice of a process group backend: NCCL for CUDA, gloo for CPUs."""
     from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
 
     return str(_get_default_process_group_backend_for_device(device))
@@ -168,19 +89,20 @@ def _closure_repeated() -> Exception:
     )
 
 
-def keep_batch(batch: Any, dataloader_idx: int = 0) -> Any:
-    return batch
-
-
 def bypass_batch_hooks(module: Any) -> None:
     """Let the batch-transfer hooks of `module` be skipped: this rank has placeholders instead of batches.
 
     The loops call a private method that calls the user's hook; there is no public place before it.
     """
-    module._on_before_batch_transfer = keep_batch
+    module._on_before_batch_transfer = _keep_batch
+
+
+def _keep_batch(batch: Any, dataloader_idx: int = 0) -> Any:
+    return batch
 
 
 def restore_batch_hooks(module: Any) -> None:
+    """Undo `bypass_batch_hooks`."""
     vars(module).pop("_on_before_batch_transfer", None)
 
 
@@ -189,6 +111,21 @@ def transferred(module: Any, batch: Any, device: torch.device) -> Any:
     batch = module.trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
+
+
+def trainer_of(module: Any) -> Any:
+    """The trainer of a LightningModule, None if it has none; `module.trainer` raises then."""
+    return getattr(module, "_trainer", None)
+
+
+def set_trainer(module: Any, trainer: Any) -> None:
+    """Attach anything that stands in for a trainer; the public setter accepts trainers only."""
+    vars(module)["_trainer"] = trainer
+
+
+def layer_sync(strategy: Any) -> Any:
+    """The plugin by which `Trainer(sync_batchnorm=True)` converts modules, or None."""
+    return strategy._layer_sync
 
 
 def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:
@@ -222,27 +159,18 @@ def on_epoch_end_reached(trainer: Any, function: Callable[[], None]) -> None:
 
 
 def restore_epoch_end(trainer: Any) -> None:
+    """Undo `on_epoch_end_reached`."""
     vars(trainer._logger_connector).pop("epoch_end_reached", None)
 
 
 def current_hook(module: Any) -> str | None:
-    """Name of the hook that Lightning is running on `module`."""
+    """The name of the hook that Lightning is running on `module`, None between hooks."""
     name: str | None = module._current_fx_name
     return name
 
 
-@contextmanager
-def running_hook(module: Any, name: str | None) -> Iterator[None]:
-    """`self.log` asks which hook it is called from."""
-    previous, module._current_fx_name = module._current_fx_name, name
-    try:
-        yield
-    finally:
-        module._current_fx_name = previous
-
-
 def uses_dataloader_iter(step: Callable[..., Any]) -> bool:
-    """Whether a step takes the iterator instead of a batch, as the loops find out."""
+    """True if a step takes the data loader's iterator instead of a batch, by the rule of Lightning's loops."""
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
     return bool(is_param_in_hook_signature(step, "dataloader_iter", explicit=True))
@@ -264,29 +192,31 @@ def disable_sigterm_broadcast(trainer: Any) -> None:
 
 
 def optimizer_to_device(optimizer: Any, device: torch.device) -> None:
+    """Move the state of an optimizer."""
     from lightning.fabric.utilities.optimizer import _optimizer_to_device
 
     _optimizer_to_device(optimizer, device)
 
 
 def reset_metric(metric: Any, value: Any, count: int) -> None:
-    """Say that a torchmetrics object has been updated elsewhere, and what its last batch gave."""
+    """Tell a torchmetrics object that it was updated elsewhere, `count` times, and the value of its last batch."""
     metric._update_count = count
     metric._computed = None
     metric._forward_cache = value
 
 
 def metric_state(metric: Any) -> tuple[dict[str, Any], int]:
-    """State of a torchmetrics object by name, and how often it was updated."""
+    """The state of a torchmetrics object by name, and its number of updates."""
     return {name: getattr(metric, name) for name in metric._defaults}, int(metric._update_count)
 
 
 def forward_cache(metric: Any) -> Any:
-    """What a torchmetrics object's last batch gave."""
+    """The value of a torchmetrics object's last batch."""
     return metric._forward_cache
 
 
 def set_forward_cache(metric: Any, value: Any) -> None:
+    """Set the value of a torchmetrics object's last batch."""
     metric._forward_cache = value
 
 
@@ -298,14 +228,14 @@ def reduce_over(tensor: torch.Tensor, group: Any, reduce_op: Any) -> torch.Tenso
 
 
 def gather_over(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
-    """Lightning's own gathering, with gradients where wanted."""
+    """Lightning's own all-gather; gradients flow back through it if `sync_grads`."""
     from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
 
     return _all_gather_ddp_if_available(tensor, group, sync_grads=sync_grads)
 
 
 def forget_indices(batch_sampler: Any) -> None:
-    """Let prediction writers find no indices of samples, where a loader's batch sampler is never iterated."""
+    """Empty the sample indices that prediction writers read from a batch sampler which is never iterated."""
     from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 
     if isinstance(batch_sampler, _IndexBatchSamplerWrapper):
@@ -313,11 +243,12 @@ def forget_indices(batch_sampler: Any) -> None:
 
 
 def first_training_batch(trainer: Any, peek: Callable[[Any], Any] | None) -> Any:
-    """Set the training data loaders up now instead of when the loop starts, and `peek` at each one's first batch."""
-    from torch.utils._pytree import tree_unflatten
+    """Set up the training data loaders now instead of when the loop starts, and `peek` at the first batch of each.
 
+    Returns None if there is no training data, or no `peek`.
+    """
     trainer.fit_loop.setup_data()
     combined = trainer.fit_loop._combined_loader
     if combined is None or peek is None:
         return None
-    return tree_unflatten([peek(loader) for loader in combined.flattened], combined._spec)
+    return pytree.tree_unflatten([peek(loader) for loader in combined.flattened], combined._spec)

@@ -1,0 +1,159 @@
+"""Private names of torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.utils.checkpoint as _checkpoint
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # torch.export stands on it; no public name yet
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+pytree: Final = _pytree
+"""Maps functions over nested containers of tensors, with the containers that users have registered."""
+
+BatchNorm: Final = _BatchNorm
+"""Base class of all batch norms, which have no public one in common."""
+
+FLASH_ATTENTION_FOR_CPU: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""The attention of CPUs, which torch's own table of FLOPs lacks."""
+
+_COMPILED_IN_PLACE: Final = "_compiled_call_impl"
+
+# --- tensors and modules
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; always 0 for tensors made in inference mode, which do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identity of the memory a tensor is in, for fake tensors, too, as long as some tensor uses it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """The dictionary of a module's own buffers, for writing."""
+    return module._buffers
+
+
+# --- autograd
+
+
+def run_backward(
+    roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor | GradientEdge] = ()
+) -> None:
+    """`torch.autograd.backward` without its checks, which take longer than the backward of a small stage.
+
+    The engine checks again, and sums a gradient over the dimensions in which its operand was broadcast.
+
+    Args:
+        roots: the edges at which the backward starts.
+        gradients: one for each root.
+        inputs: the tensors and edges that get a gradient; by default all that can be reached.
+    """
+    _engine_run_backward(
+        tuple(roots), tuple(gradients), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def saved(node: Node, name: str) -> Any:
+    """The value that a node of an autograd graph saved under a name, unpacked; AttributeError if it has none."""
+    return getattr(node, f"_saved_{name}")
+
+
+def saved_unread(node: Node, name: str) -> Any:
+    """The same without unpacking: the tensor, None, or what a `saved_tensors_hooks` packed."""
+    return getattr(node, f"_raw_saved_{name}").data
+
+
+def saves_tensors(node: Node) -> bool:
+    """True if a node of torch's own saved tensors of the forward."""
+    return any(name.startswith("_raw_saved") for name in dir(node))
+
+
+# --- recorded calls
+
+
+@contextmanager
+def checkpoint_regions(enter: Callable[[], None], leave: Callable[[], None]) -> Iterator[None]:
+    """Announce every activation-checkpointed region; inside the context regions run without checkpointing."""
+    plain = (_checkpoint.CheckpointFunction, _checkpoint._checkpoint_without_reentrant_generator)
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            enter()
+            try:
+                return function(*args)
+            finally:
+                leave()
+
+    def non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
+        enter()
+        try:
+            yield
+        finally:
+            leave()
+
+    _checkpoint.CheckpointFunction = Reentrant  # type: ignore[misc, assignment]
+    _checkpoint._checkpoint_without_reentrant_generator = non_reentrant
+    try:
+        yield
+    finally:
+        _checkpoint.CheckpointFunction, _checkpoint._checkpoint_without_reentrant_generator = plain  # type: ignore[misc]
+
+
+@contextmanager
+def autograd_function_calls(handler: Callable[..., Any]) -> Iterator[None]:
+    """Route `SomeFunction.apply(...)` of custom autograd functions to `handler(cls, plain_apply, args, kwargs)`."""
+    plain = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return handler(cls, functools.partial(plain.__func__, cls), args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = plain  # type: ignore[method-assign]
+
+
+# --- compiled functions and modules
+
+
+def uncompiled(function: Any) -> Any:
+    """The function that `torch.compile` was given, if it made this one; otherwise the function itself."""
+    while getattr(function, "_torchdynamo_wrapper_id", None) == id(function):
+        function = function._torchdynamo_orig_callable
+    inline = getattr(function, "__code__", None)  # torch puts a function of its own around those of torch.nn
+    is_torchs = inline is not None and inline.co_filename.endswith("external_utils.py")
+    return function.__wrapped__ if is_torchs else function
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """True if calls of a module run compiled code: of the module, wrapped or in place, or of its forward."""
+    forward = vars(module).get("forward")
+    in_place = vars(module).get(_COMPILED_IN_PLACE) is not None
+    return in_place or wraps_compiled(module) or uncompiled(forward) is not forward
+
+
+def wraps_compiled(module: torch.nn.Module) -> bool:
+    """True if `torch.compile(module)` returned this module. torch itself copies such modules correctly."""
+    from torch._dynamo import OptimizedModule  # takes a second to load, and is loaded already if there is one
+
+    return isinstance(module, OptimizedModule)
+
+
+def forget_compiled_call(module: nn.Module) -> None:
+    """Undo `module.compile()` for a copied module: its compiled call computes with the original's parameters."""
+    vars(module).pop(_COMPILED_IN_PLACE, None)

@@ -1,0 +1,442 @@
+"""Every private name of Lightning and torchmetrics does what the library needs of it: an upgrade that breaks one fails
+here first. Trainers are real ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning_utilities.core.rank_zero import rank_zero_only as shared_rank_zero_only
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_gpp._compat import lightning as compat
+from lightning_gpp.errors import ConfigError
+from tests.distributed import run_distributed
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_epochs": 1,
+}
+
+
+class Line(L.LightningModule):
+    """One weight; the loss is the mean of `weight * x`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.events: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.weight * batch).mean()
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class At(L.Callback):
+    """Calls a function of the trainer in a hook."""
+
+    def __init__(self, **functions: Callable[[L.Trainer], None]) -> None:
+        for hook, function in functions.items():
+            setattr(self, hook, lambda trainer, *_, function=function, **__: function(trainer))
+
+
+def loader(num_batches: int = 2) -> DataLoader[Tensor]:
+    return DataLoader(torch.ones(2 * num_batches, 1), batch_size=2)
+
+
+def fit(module: L.LightningModule, data: Any = None, **hooks: Callable[[L.Trainer], None]) -> L.Trainer:
+    trainer = L.Trainer(**QUIET, callbacks=[At(**hooks)])
+    trainer.fit(module, data or loader())
+    return trainer
+
+
+# --- processes
+
+LAUNCHED = """
+import os, pathlib, sys
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning_gpp._compat.lightning import LAUNCHER, subprocess_launcher
+
+if "LOCAL_RANK" in os.environ:
+    pathlib.Path(sys.argv[1]).write_text(f"{os.environ['LOCAL_RANK']} {os.environ[LAUNCHER]}")
+else:
+    launcher = subprocess_launcher(LightningEnvironment(), 2, 1)
+    launcher.launch(lambda: [process.wait() for process in launcher.procs])
+    print(os.getpid(), LAUNCHER in os.environ)
+"""
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
+    """Local rank and parent that the second process found; process id of the first, and what it kept of the launch."""
+    folder = tmp_path_factory.mktemp("launched")
+    script, note = folder / "script.py", folder / "note"
+    script.write_text(LAUNCHED)
+    ended = subprocess.run([sys.executable, script, note], capture_output=True, text=True, check=True)
+    return note.read_text().split(), ended.stdout.split()
+
+
+def test_subprocess_launcher(launched: tuple[list[str], list[str]]) -> None:
+    (local_rank, _), _ = launched
+    assert local_rank == "1"
+
+
+def test_launcher(launched: tuple[list[str], list[str]]) -> None:
+    (_, parent), (process_id, kept) = launched
+    assert parent == process_id
+    assert kept == "False"
+
+
+@pytest.fixture
+def no_group_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("no_group_left")
+def test_init_process_group() -> None:
+    compat.init_process_group(LightningEnvironment(), "gloo", global_rank=0, world_size=1)
+    assert dist.get_backend() == "gloo"
+    assert os.environ["MASTER_PORT"]
+
+
+def test_default_backend() -> None:
+    assert compat.default_backend(torch.device("cpu")) == "gloo"
+    assert compat.default_backend(torch.device("cuda", 1)) == "nccl"
+
+
+def test_set_rank_zero() -> None:
+    before = [function.rank for function in (rank_zero_only, shared_rank_zero_only)]
+    compat.set_rank_zero(3)
+    try:
+        assert [function(lambda: "ran")() for function in (rank_zero_only, shared_rank_zero_only)] == [None, None]
+    finally:
+        compat.set_rank_zero(0)
+    assert [function(lambda: "ran")() for function in (rank_zero_only, shared_rank_zero_only)] == ["ran", "ran"]
+    for function, rank in zip((rank_zero_only, shared_rank_zero_only), before, strict=True):
+        function.rank = rank
+
+
+def reduced_and_gathered(rank: int) -> tuple[list[float], list[float], list[float]]:
+    tensor = torch.tensor([float(rank)], requires_grad=True)
+    group = dist.group.WORLD
+    means = compat.reduce_over(torch.tensor([float(rank)]), group, "mean")
+    gathered = compat.gather_over(tensor, group, sync_grads=True)
+    (gathered.sum() * (rank + 1)).backward()
+    assert tensor.grad is not None
+    return means.tolist(), gathered.flatten().tolist(), tensor.grad.tolist()
+
+
+def test_reduce_over() -> None:
+    assert [means for means, _, _ in run_distributed(2, reduced_and_gathered)] == [[0.5], [0.5]]
+
+
+def test_gather_over() -> None:
+    results = run_distributed(2, reduced_and_gathered)
+    assert [(gathered, gradient) for _, gathered, gradient in results] == [([0, 1], [3]), ([0, 1], [3])]
+
+
+# --- optimization
+
+
+class Pipelined(Line):
+    """Computes gradients in its step, as a pipeline does."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.weight.grad = torch.full_like(self.weight, 10) if self.weight.grad is None else self.weight.grad + 10
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.weight.grad is not None
+        self.events.append(self.weight.grad.item())
+
+
+def test_install_automatic_optimization() -> None:
+    module = Pipelined()
+    trainer = fit(module, on_train_start=compat.install_automatic_optimization)
+    assert module.events == [11, 11]
+    assert trainer.global_step == 2
+    plain = Pipelined()
+    fit(plain)
+    assert plain.events == [1, 1], "Lightning's own closure erases what the step computed"
+
+
+def test_closures_run_once() -> None:
+    class Repeated(Line):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+    with pytest.raises(ConfigError, match="closure more than once"):
+        fit(Repeated(), on_train_start=compat.install_automatic_optimization)
+
+
+def test_optimizer_to_device() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], momentum=0.9)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    compat.optimizer_to_device(optimizer, torch.device("meta"))
+    assert optimizer.state[weight]["momentum_buffer"].is_meta
+
+
+# --- data
+
+
+class Hooked(Line):
+    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        self.events.append("before")
+        return batch + 1
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        self.events.append("after")
+        return batch * 2
+
+
+def test_bypass_batch_hooks() -> None:
+    module = Hooked()
+    fit(module, on_train_start=lambda trainer: compat.bypass_batch_hooks(module))
+    assert "before" not in module.events
+
+
+def test_restore_batch_hooks() -> None:
+    module = Hooked()
+    compat.bypass_batch_hooks(module)
+    compat.restore_batch_hooks(module)
+    fit(module)
+    assert module.events == ["before", "after", "before", "after"]
+
+
+def test_attach_data() -> None:
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> DataLoader[Tensor]:
+            return loader()
+
+    trainer, module, data = L.Trainer(**QUIET), Line(), Data()
+    compat.attach_data(trainer, module, data)
+    assert module.trainer is trainer
+    assert data.trainer is trainer
+    assert trainer.lightning_module is module
+
+
+def test_transferred() -> None:
+    trainer, module = L.Trainer(**QUIET, precision="64-true"), Hooked()
+    compat.attach_data(trainer, module, None)
+    batch = compat.transferred(module, torch.ones(1), torch.device("meta"))
+    assert batch.is_meta
+    assert batch.dtype == torch.float64
+    assert module.events == ["before", "after"]
+
+
+def test_first_training_batch() -> None:
+    seen: list[Any] = []
+
+    def peek(trainer: L.Trainer) -> None:
+        seen.append(compat.first_training_batch(trainer, lambda loader: next(iter(loader)).shape[0]))
+        seen.append(compat.first_training_batch(trainer, None))
+
+    class Both(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch["a"] + batch["b"][0], batch_idx)
+
+    fit(Both(), {"a": loader(), "b": [loader()]}, on_fit_start=peek)
+    assert seen == [{"a": 2, "b": [2]}, None]
+
+
+def test_forget_indices() -> None:
+    seen: list[Any] = []
+
+    def forget(trainer: L.Trainer) -> None:
+        sampler = trainer.predict_dataloaders.batch_sampler
+        seen.append(list(sampler.seen_batch_indices))
+        compat.forget_indices(sampler)
+        seen.append(sampler.seen_batch_indices)
+
+    trainer = L.Trainer(**QUIET, callbacks=[At(on_predict_epoch_end=forget)])
+    trainer.predict(Line(), loader())
+    assert seen == [[[0, 1], [2, 3]], []]
+    compat.forget_indices(loader().batch_sampler)  # one that keeps no indices
+
+
+def test_uses_dataloader_iter() -> None:
+    class TakesIterator(Line):
+        def training_step(self, dataloader_iter: Any) -> None: ...
+
+    assert compat.uses_dataloader_iter(TakesIterator().training_step)
+    assert not compat.uses_dataloader_iter(Line().training_step)
+
+
+# --- modules and trainers
+
+
+class StandIn:
+    """Not a trainer."""
+
+
+def test_trainer_of() -> None:
+    module = Line()
+    assert compat.trainer_of(module) is None
+    assert compat.trainer_of(nn.Linear(1, 1)) is None
+    trainer = fit(module)
+    assert compat.trainer_of(module) is trainer
+
+
+def test_set_trainer() -> None:
+    module, stand_in = Line(), StandIn()
+    compat.set_trainer(module, stand_in)
+    assert module.trainer is stand_in
+
+
+def test_layer_sync() -> None:
+    for sync_batchnorm in (False, True):
+        trainer = L.Trainer(**QUIET, strategy="ddp", sync_batchnorm=sync_batchnorm)
+        assert (compat.layer_sync(trainer.strategy) is not None) == sync_batchnorm
+
+
+def test_current_hook() -> None:
+    class Asking(Line):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.events.append(compat.current_hook(self))
+            return super().training_step(batch, batch_idx)
+
+    module = Asking()
+    fit(module)
+    assert module.events == ["training_step", "training_step"]
+    assert compat.current_hook(module) is None
+
+
+class Validated(Line):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("value", 1.0)
+
+
+def validated(prepare: Callable[[L.Trainer, list[str]], None]) -> list[str]:
+    events: list[str] = []
+    trainer = L.Trainer(**QUIET, callbacks=[At(on_validation_epoch_end=lambda _: events.append("hook"))])
+    prepare(trainer, events)
+    trainer.validate(Validated(), loader(), verbose=False)
+    assert trainer.callback_metrics["value"] == 1
+    return events
+
+
+def test_on_epoch_end_reached() -> None:
+    def prepare(trainer: L.Trainer, events: list[str]) -> None:
+        compat.on_epoch_end_reached(trainer, lambda: events.append("reached"))
+
+    *before, last = validated(prepare)
+    assert set(before) == {"reached"}
+    assert last == "hook"
+
+
+def test_restore_epoch_end() -> None:
+    def prepare(trainer: L.Trainer, events: list[str]) -> None:
+        compat.on_epoch_end_reached(trainer, lambda: events.append("reached"))
+        compat.restore_epoch_end(trainer)
+
+    assert validated(prepare) == ["hook"]
+
+
+# --- signals
+
+
+@pytest.fixture
+def received() -> Iterator[list[int]]:
+    """Signals that the process gets, in a handler installed before the run."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_disable_sigterm_broadcast(received: list[int]) -> None:
+    told: list[bool] = []
+
+    def terminate(trainer: L.Trainer) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        told.append(trainer.received_sigterm)
+
+    trainer = L.Trainer(**QUIET, callbacks=[At(on_train_start=terminate)])
+    compat.disable_sigterm_broadcast(trainer)
+    trainer.fit(Line(), loader())
+    assert received == [signal.SIGTERM], "the handler from before is still called"
+    assert told == [False], "Lightning's own, which broadcasts, is not"
+
+
+@pytest.mark.usefixtures("received")
+def test_keep_sigterm_handler() -> None:
+    def mine(number: int, frame: Any) -> None: ...
+
+    def keep(trainer: L.Trainer) -> None:
+        signal.signal(signal.SIGTERM, mine)
+        compat.keep_sigterm_handler(trainer)
+
+    fit(Line(), on_train_end=keep)
+    assert signal.getsignal(signal.SIGTERM) is mine
+
+
+# --- metrics
+
+
+def test_reset_metric() -> None:
+    metric = MeanMetric()
+    metric(torch.tensor(2.0))
+    assert metric.compute() == 2
+    metric.update(torch.tensor(4.0))
+    compat.reset_metric(metric, torch.tensor(7.0), 5)
+    assert metric.update_count == 5
+    assert metric.compute() == 3, "computed again"
+    assert compat.forward_cache(metric) == 7
+
+
+def test_metric_state() -> None:
+    metric = MeanMetric()
+    metric.update(torch.tensor([2.0, 4.0]))
+    state, count = compat.metric_state(metric)
+    assert {name: value.item() for name, value in state.items()} == {"mean_value": 6, "weight": 2}
+    assert count == 1
+
+
+def test_forward_cache() -> None:
+    metric = MeanMetric()
+    assert metric(torch.tensor(3.0)) == compat.forward_cache(metric) == 3
+
+
+def test_set_forward_cache() -> None:
+    class Logging(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.mean.update(batch)
+            compat.set_forward_cache(self.mean, torch.tensor(7.0))
+            self.log("mean", self.mean, on_step=True, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    trainer = fit(Logging())
+    assert trainer.callback_metrics["mean_step"] == 7
+    assert trainer.callback_metrics["mean_epoch"] == 1

@@ -1,0 +1,274 @@
+"""Every private name of torch does what the library needs of it: an upgrade that breaks one fails here first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from lightning_gpp._compat.torch import (
+    FLASH_ATTENTION_FOR_CPU,
+    BatchNorm,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    autograd_function_calls,
+    buffers_of,
+    checkpoint_regions,
+    forget_compiled_call,
+    is_compiled,
+    pytree,
+    run_backward,
+    saved,
+    saved_unread,
+    saves_tensors,
+    storage_id,
+    uncompiled,
+    version,
+    wraps_compiled,
+)
+
+
+class Operators(TorchDispatchMode):
+    """Collects the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.overloadpacket)
+        return func(*args, **(kwargs or {}))
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+# --- names
+
+
+def test_pytree() -> None:
+    tree = {"a": [torch.ones(1), 2], "b": Pair(3, (4,))}
+    leaves, spec = pytree.tree_flatten(tree)
+    assert leaves == pytree.tree_leaves(tree)
+    assert leaves[1:] == [2, 3, 4]
+    assert pytree.tree_unflatten(leaves, spec)["b"] == Pair(3, (4,))
+    assert pytree.tree_map(str, {"a": [1], "b": Pair(3, None)}) == {"a": ["1"], "b": Pair("3", "None")}
+    assert pytree.tree_map_only(int, lambda number: -number, ["x", 1]) == ["x", -1]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm1d])
+def test_batch_norm(norm: type[nn.Module]) -> None:
+    assert issubclass(norm, BatchNorm)
+    assert not issubclass(nn.LayerNorm, BatchNorm)
+
+
+def test_flash_attention_for_cpu() -> None:
+    query = torch.randn(1, 1, 4, 8)
+    with Operators() as operators:
+        nn.functional.scaled_dot_product_attention(query, query, query)
+    assert FLASH_ATTENTION_FOR_CPU in operators.seen
+    assert FLASH_ATTENTION_FOR_CPU not in flop_registry, "torch counts it now: the entry can go"
+
+
+def test_fake_tensor_mode() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        huge = torch.empty(1 << 40) + torch.ones(1)
+    assert huge.shape == (1 << 40,)
+
+
+def test_fake_tensor() -> None:
+    with FakeTensorMode():
+        assert isinstance(torch.empty(1), FakeTensor)
+    assert not isinstance(torch.empty(1), FakeTensor)
+
+
+def test_torch_dispatch_mode() -> None:
+    with Operators() as operators:
+        torch.ones(2).sum()
+    assert operators.seen == [torch.ops.aten.ones, torch.ops.aten.sum]
+
+
+# --- tensors and modules
+
+
+def test_version() -> None:
+    tensor = torch.zeros(2)
+    before = version(tensor)
+    tensor[0].add_(1)
+    assert version(tensor) == before + 1
+    with torch.inference_mode():
+        assert version(torch.zeros(2).add_(1)) == 0
+
+
+def test_storage_id() -> None:
+    with FakeTensorMode():
+        for tensor in (torch.zeros(4), torch.zeros(4, device="meta")):
+            assert storage_id(tensor[1:]) == storage_id(tensor) != storage_id(tensor.clone())
+
+
+def test_buffers_of() -> None:
+    norm = nn.BatchNorm1d(2)
+    buffers_of(norm)["running_mean"] = torch.ones(2)
+    assert norm.running_mean is not None
+    assert norm.running_mean.tolist() == [1, 1]
+    assert buffers_of(nn.Sequential(norm)) == {}
+
+
+# --- autograd
+
+
+def test_run_backward() -> None:
+    x, weight = torch.randn(3, 2, requires_grad=True), torch.randn(2, requires_grad=True)
+    out = x * weight
+    run_backward([get_gradient_edge(out)], [torch.ones(3, 2)], [weight])
+    assert x.grad is None
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, x.detach().sum(0))
+    run_backward([get_gradient_edge(x + weight)], [torch.ones(3, 2)])
+    assert torch.equal(weight.grad, x.detach().sum(0) + 3), "accumulated, and summed over the broadcast dimension"
+
+
+def test_run_backward_reaches_edges() -> None:
+    x = torch.randn(2, requires_grad=True)
+    middle = x * 2
+    arrived: list[Tensor] = []
+    edge = get_gradient_edge(middle)
+    edge.node.register_prehook(lambda gradients: arrived.append(gradients[0]))
+    run_backward([get_gradient_edge(middle * 3)], [torch.ones(2)], [GradientEdge(edge.node, 0)])
+    assert x.grad is None
+    assert [gradient.tolist() for gradient in arrived] == [[3, 3]]
+
+
+def product() -> tuple[Tensor, Tensor, Any]:
+    first, second = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    return first, second, torch.addmm(torch.zeros(4), first, second.t()).grad_fn
+
+
+def test_saved() -> None:
+    first, second, node = product()
+    assert torch.equal(saved(node, "mat1"), first)
+    assert torch.equal(saved(node, "mat2"), second.t())
+    assert saved(node, "alpha") == saved(node, "beta") == 1
+    assert saved(node, "mat2_sym_sizes") == (3, 4)
+    assert saved(node, "mat2_sym_strides") == (1, 3)
+    with pytest.raises(AttributeError):
+        saved(node, "mat3")
+
+
+def test_saved_of_convolutions() -> None:
+    image, convolution = torch.randn(1, 2, 5, requires_grad=True), nn.Conv1d(2, 4, 3, stride=2, padding=1, groups=2)
+    node = convolution(image).grad_fn
+    names = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    settings = [saved(node, name) for name in names]
+    gradient = torch.randn_like(convolution(image))
+    operands = (saved(node, "input"), saved(node, "weight"))
+    every = torch.ops.aten.convolution_backward(gradient, *operands, *settings, [False, True, False])
+    convolution(image).backward(gradient)
+    assert torch.equal(every[1], convolution.weight.grad)
+
+
+def test_saved_unread() -> None:
+    first, _, node = product()
+    assert torch.equal(saved_unread(node, "mat1"), first)
+    with saved_tensors_hooks(lambda tensor: "packed", lambda packed: first):
+        _, _, node = product()
+    assert saved_unread(node, "mat1") == "packed"
+    frozen = torch.addmm(torch.zeros(4), first, torch.randn(3, 4)).grad_fn
+    assert saved_unread(frozen, "mat1") is None
+
+
+def test_saves_tensors() -> None:
+    first, _, node = product()
+    assert saves_tensors(node)
+    assert not saves_tensors((first + 1).grad_fn)
+
+
+# --- recorded calls
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_regions(use_reentrant: bool) -> None:
+    events: list[str] = []
+
+    def region(x: Tensor) -> Tensor:
+        events.append("run")
+        return x.sin()
+
+    x = torch.ones(1, requires_grad=True)
+    with checkpoint_regions(lambda: events.append("enter"), lambda: events.append("leave")):
+        checkpoint(region, x, use_reentrant=use_reentrant).backward()
+    assert events == ["enter", "run", "leave"], "without checkpointing nothing runs again"
+    checkpoint(region, x, use_reentrant=use_reentrant).backward()
+    assert events == ["enter", "run", "leave", "run", "run"]
+
+
+def test_autograd_function_calls() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 2 * gradient
+
+    calls: list[type] = []
+
+    def handler(cls: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        calls.append(cls)
+        return apply(*args, **kwargs)
+
+    with autograd_function_calls(handler):
+        assert Double.apply(torch.ones(1)).item() == 2
+    Double.apply(torch.ones(1))
+    assert calls == [Double]
+
+
+# --- compiled functions and modules
+
+
+def test_uncompiled() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x
+
+    assert uncompiled(function) is function
+    assert uncompiled(torch.compile(function, backend="eager")) is function
+    assert uncompiled(torch.compile(nn.functional.gelu, backend="eager")) is nn.functional.gelu
+    assert uncompiled(None) is None
+
+
+def compiled_modules() -> list[nn.Module]:
+    in_place, replaced = nn.Linear(1, 1), nn.Linear(1, 1)
+    in_place.compile(backend="eager")
+    replaced.forward = torch.compile(replaced.forward, backend="eager")  # type: ignore[method-assign]
+    return [in_place, replaced, torch.compile(nn.Linear(1, 1), backend="eager")]  # type: ignore[list-item]
+
+
+def test_is_compiled() -> None:
+    assert [is_compiled(module) for module in compiled_modules()] == [True, True, True]
+    assert not is_compiled(nn.Linear(1, 1))
+
+
+def test_wraps_compiled() -> None:
+    assert [wraps_compiled(module) for module in compiled_modules()] == [False, False, True]
+
+
+def test_forget_compiled_call() -> None:
+    module = nn.Linear(1, 1)
+    module.compile(backend="eager")
+    copied = copy.copy(module)
+    vars(copied).update(vars(module))
+    forget_compiled_call(copied)
+    assert not is_compiled(copied)
+    assert is_compiled(module)
+    forget_compiled_call(nn.Linear(1, 1))
