@@ -19,7 +19,7 @@ from benchmarks.workloads.recommendation import WIDTH, candle_uno
 from benchmarks.workloads.workload import Built
 from lightning_gpp.capture import capture
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem
-from lightning_gpp.schedules.in_flight import in_flight_samples
+from lightning_gpp.schedules.warm_up import in_flight_samples
 
 MINI_BATCH = 64
 """Of the case study, where the paper gives none."""

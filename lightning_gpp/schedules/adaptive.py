@@ -14,9 +14,11 @@ from typing import Final
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.local_search import Played, improved, played
-from lightning_gpp.schedules.memory import SLACK, limits_of, peaks_of
-from lightning_gpp.schedules.merge import merge
+from lightning_gpp.schedules.device_orders import device_orders
+from lightning_gpp.schedules.fixed_order import FixedOrder, in_order
+from lightning_gpp.schedules.list_scheduling import SLACK
+from lightning_gpp.schedules.local_search import improved
+from lightning_gpp.schedules.memory import limits_of, peaks_of
 from lightning_gpp.schedules.registry import orders_of, register
 from lightning_gpp.schedules.work import Work, work_of
 
@@ -45,32 +47,32 @@ def adaptive(plan: Plan, batch_size: int) -> Schedule:
     work = work_of(plan, batch_size)
     small = len(work.seconds) <= LARGE
     orders = list(_orders(work, (*BEGINNINGS, *MORE) if small else BEGINNINGS))
-    room = [limit * SLACK for limit in limits_of(work)]
+    limits = [limit * SLACK for limit in limits_of(work)]
 
-    def rank(order: Played) -> tuple[bool, float]:
-        excess = any(peak > limit for peak, limit in zip(peaks_of(work, order.rows), room, strict=True))
+    def rank(order: FixedOrder) -> tuple[bool, float]:
+        excess = any(peak > limit for peak, limit in zip(peaks_of(work, order.rows), limits, strict=True))
         return excess, order.makespan
 
-    best = improved(work, min(orders, key=rank), room, tries=PLAYED // max(1, len(work.seconds)))
+    best = improved(min(orders, key=rank), limits, tries=PLAYED // max(1, len(work.seconds)))
     return work.order(best.rows)
 
 
-def _orders(work: Work, names: tuple[str, ...]) -> Iterator[Played]:
+def _orders(work: Work, names: tuple[str, ...]) -> Iterator[FixedOrder]:
     """The orders of these schedules, all backwards split."""
     for name in names:
         try:
             schedule = _schedule(replace(work.plan, schedule=name), work.batch_size)
         except ScheduleError:
             continue
-        order = played(work, [[part for action in row for part in _halves(action)] for row in schedule.devices])
-        if order is not None:
+        order = in_order(work.tasks, [[half for action in row for half in _halves(action)] for row in schedule.devices])
+        if not order.deadlocks:
             yield order
 
 
 def _schedule(plan: Plan, batch_size: int) -> Schedule:
     """Nothing needs to be interleaved where a schedule orders devices."""
     orders = orders_of(plan, batch_size)
-    return orders if isinstance(orders, Schedule) else merge(plan, orders, batch_size)[0]
+    return orders if isinstance(orders, Schedule) else device_orders(plan, orders, batch_size)[0]
 
 
 def _halves(action: Action) -> tuple[Action, ...]:

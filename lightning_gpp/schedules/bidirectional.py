@@ -15,10 +15,10 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.in_flight import in_flight_samples
-from lightning_gpp.schedules.local_search import played
-from lightning_gpp.schedules.memory import SLACK
-from lightning_gpp.schedules.paced import Pace, due_times, paced
+from lightning_gpp.schedules.due_dates import Pace, by_due_date, due_dates
+from lightning_gpp.schedules.fixed_order import in_order
+from lightning_gpp.schedules.list_scheduling import SLACK
+from lightning_gpp.schedules.warm_up import in_flight_samples
 from lightning_gpp.schedules.work import Work, links, work_of
 
 PACES: Final = (Pace(0.5, 2.0), Pace(0.25, 2.0), Pace(0.5, 3.0))
@@ -40,9 +40,9 @@ def bidirectional_order(plan: Plan, batch_size: int) -> Schedule:
     """
     work, chain = _work(plan, batch_size), plan.chained()
     trials = _with_room(work) if chain == plan else _beside(work, _work(chain, batch_size))
-    runs = [run for run in (played(work, paced(*trial)) for trial in trials) if run is not None]
-    least = min(run.makespan for run in runs) * SLACK
-    best = next(run for run in runs if run.makespan <= least)
+    orders = [order for trial in trials if not (order := in_order(work.tasks, by_due_date(*trial))).deadlocks]
+    least = min(order.makespan for order in orders) * SLACK
+    best = next(order for order in orders if order.makespan <= least)
     return Schedule(tuple(map(tuple, best.rows)))
 
 
@@ -58,7 +58,7 @@ _Trial = tuple[Work, Sequence[float], Mapping[Action, float]]
 
 def _with_room(work: Work) -> Iterator[_Trial]:
     room = work.limits or _room(work)
-    return ((each, room, due_times(each, pace)) for each in _simpler(work) for pace in PACES)
+    return ((each, room, due_dates(each, pace)) for each in _simpler(work) for pace in PACES)
 
 
 def _beside(work: Work, chain: Work) -> Iterator[_Trial]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
+from lightning_gpp.schedules.modulo_slots import line
 from lightning_gpp.schedules.registry import register
-from lightning_gpp.schedules.slots import line
 
 # A chain of four stages on two devices, 0 and 2 on the first, 1 and 3 on the second; four micro-batches. `2F1` is the
 # forward of micro-batch 1 in stage 2.

@@ -18,9 +18,9 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
+from lightning_gpp.schedules.compaction import compacted, fastest
 from lightning_gpp.schedules.memory import fits, peaks_of, rooms
 from lightning_gpp.schedules.nominal_times import DueRows, actions, by_due_times, coarse_numbers, levels
-from lightning_gpp.schedules.squeeze import fastest, squeezed
 from lightning_gpp.schedules.work import Work, is_extra, turns, work_of
 
 
@@ -54,7 +54,7 @@ def squeezed_blocks(plan: Plan, batch_size: int, blocks: Sequence[Block]) -> Sch
         layouts = _leanest(work, block)
         if fits(work, layouts[0].peaks):
             break
-    runs = (run for layout in layouts for run in squeezed(work, layout.rows, rooms(work, layout.peaks)))
+    runs = (run for layout in layouts for run in compacted(work, layout.rows, rooms(work, layout.peaks)))
     return work.order(fastest(work, runs).rows)
 
 

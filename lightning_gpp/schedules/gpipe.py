@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.merge import StageOrders
+from lightning_gpp.schedules.device_orders import StageOrders
 from lightning_gpp.schedules.registry import register
 
 # Two arms 0 and 1 that join in 2, four micro-batches; each stage on its own device. The arms work at the same time.

@@ -7,7 +7,7 @@ SC 2023. W waves are 2W stages per device.
 from __future__ import annotations
 
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules.merge import Orders
+from lightning_gpp.schedules.device_orders import Orders
 from lightning_gpp.schedules.one_f_one_b import one_f_one_b
 from lightning_gpp.schedules.registry import register
 

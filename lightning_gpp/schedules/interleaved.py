@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.merge import Orders
+from lightning_gpp.schedules.device_orders import Orders
+from lightning_gpp.schedules.modulo_slots import backward_slots, forward_slots, line, period
 from lightning_gpp.schedules.one_f_one_b import one_f_one_b
 from lightning_gpp.schedules.registry import register
-from lightning_gpp.schedules.slots import backward_slots, forward_slots, line, period
 
 # A chain of four stages on two devices, 0 and 2 on the first, 1 and 3 on the second; four micro-batches in two groups.
 # `2F1` is the forward of micro-batch 1 in stage 2.

@@ -13,7 +13,7 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Schedule
-from lightning_gpp.schedules.filling import Policy, fill, forwards_ahead
+from lightning_gpp.schedules.bubble_filling import Preference, fill, forwards_ahead
 from lightning_gpp.schedules.registry import register
 from lightning_gpp.schedules.work import work_of
 
@@ -38,4 +38,4 @@ def layerpipe(plan: Plan, batch_size: int) -> Schedule:
     the busiest devices leave their W to the end of the step. Keeps to `plan.memory_bytes` where it can; where they are
     not known, to twice what the device that needs most keeps under 1F1B.
     """
-    return fill(work_of(plan, batch_size), [Policy(ahead=forwards_ahead(plan, DISTANCE))], share=DISTANCE)
+    return fill(work_of(plan, batch_size), [Preference(ahead=forwards_ahead(plan, DISTANCE))], share=DISTANCE)

@@ -1,100 +1,30 @@
-"""Improves an order: swaps neighbours on the path that decides how long the step takes, as long as that helps."""
+"""Local search over orders: swaps neighbours on the critical path."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Final
 
-from lightning_gpp.schedules.memory import SLACK
-from lightning_gpp.schedules.tasks import Numbered, Rows
-from lightning_gpp.schedules.work import Work
-
-_NOTHING: Final = -1
-"""In place of a task's number."""
-
-_NumberRows = Sequence[Sequence[int]]
-"""For every device the numbers of its tasks, in order."""
+from lightning_gpp.schedules.fixed_order import NOTHING, FixedOrder, NumberRows, run_order
+from lightning_gpp.schedules.list_scheduling import SLACK
+from lightning_gpp.schedules.memory import peak
+from lightning_gpp.schedules.task_graph import TaskGraph
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """An order, and how long it takes.
-
-    Args:
-        tasks: that it orders.
-        order: for every device their numbers.
-        makespan: when all are done, in seconds.
-        last: the number of the one that is done last; `_NOTHING` where there is none.
-        cause: for every task whose end decided when it started; `_NOTHING` if it started at once.
-    """
-
-    tasks: Numbered
-    order: _NumberRows
-    makespan: float
-    last: int
-    cause: Sequence[int]
-
-    @property
-    def rows(self) -> Rows:
-        """For every device its actions."""
-        return [[self.tasks.actions[task] for task in row] for row in self.order]
-
-
-def played(work: Work, rows: Rows) -> Played | None:
-    """When the actions of an order start and end; None if they wait for each other in a circle."""
-    numbers = work.tasks.numbers
-    return _play(work.tasks, [[numbers[device, action] for action in row] for device, row in enumerate(rows)])
-
-
-def _play(tasks: Numbered, order: _NumberRows) -> Played | None:
-    follower, missing = [_NOTHING for _ in tasks.missing], list(tasks.missing)
-    for row in order:
-        for task, following in zip(row, row[1:], strict=False):
-            follower[task] = following
-            missing[following] += 1
-    start, cause = [0.0 for _ in missing], [_NOTHING for _ in missing]
-    ready = deque(task for row in order for task in row if not missing[task])
-    makespan, last, done = 0.0, _NOTHING, 0
-    while ready:
-        task = ready.popleft()
-        done += 1
-        end = start[task] + tasks.seconds[task]
-        if end > makespan or last == _NOTHING:
-            makespan, last = end, task
-        readers = tasks.readers[task]
-        if follower[task] != _NOTHING:
-            readers = [(follower[task], 0.0), *readers]
-        for reader, travel in readers:
-            if end + travel > start[reader] or cause[reader] == _NOTHING:
-                start[reader], cause[reader] = end + travel, task
-            missing[reader] -= 1
-            if not missing[reader]:
-                ready.append(reader)
-    if done < len(missing):
-        return None
-    return Played(tasks=tasks, order=order, makespan=makespan, last=last, cause=cause)
-
-
-def improved(work: Work, order: Played, room: Sequence[float], tries: int) -> Played:
-    """The shortest order that swaps lead to, none of which makes the step longer or exceeds the room of its device.
+def improved(order: FixedOrder, limits: Sequence[float], tries: int) -> FixedOrder:
+    """The shortest order that swaps lead to; none lengthens the step or exceeds the memory limit of its device.
 
     A swap that changes nothing may open the way for one that does; no order is visited twice.
 
     Args:
-        work: of the plan.
         order: to begin with.
-        room: of every device.
-        tries: orders that are played at most.
+        limits: memory limit of every device.
+        tries: maximum number of orders to run.
     """
-    takes = [work.takes[task] for task in work.tasks.numbers]
     known = {_key(order.order)}
-    found: Played | None = order
-    while found is not None:
-        order, found = found, None
-        for rows in _swapped(order, takes, room):
+    better: FixedOrder | None = order
+    while better is not None:
+        order, better = better, None
+        for rows in _swapped(order, limits):
             key = _key(rows)
             if key in known:
                 continue
@@ -102,19 +32,19 @@ def improved(work: Work, order: Played, room: Sequence[float], tries: int) -> Pl
                 return order
             tries -= 1
             known.add(key)
-            other = _play(work.tasks, rows)
-            if other is not None and other.makespan <= order.makespan * SLACK:
-                found = other
+            other = run_order(order.tasks, rows)
+            if not other.deadlocks and other.makespan <= order.makespan * SLACK:
+                better = other
                 break
     return order
 
 
-def _key(order: _NumberRows) -> int:
+def _key(order: NumberRows) -> int:
     return hash(tuple(map(tuple, order)))
 
 
-def _swapped(order: Played, takes: Sequence[float], room: Sequence[float]) -> Iterator[_NumberRows]:
-    """Orders with two neighbours on the longest path in each other's place."""
+def _swapped(order: FixedOrder, limits: Sequence[float]) -> Iterator[NumberRows]:
+    """Orders with two neighbours on the critical path swapped."""
     actions, rows = order.tasks.actions, order.order
     for device, index in _neighbours(order):
         row = list(rows[device])
@@ -122,21 +52,19 @@ def _swapped(order: Played, takes: Sequence[float], room: Sequence[float]) -> It
         if (first.stage, first.micro_batch) == (second.stage, second.micro_batch):
             continue
         row[index], row[index + 1] = row[index + 1], row[index]
-        if _peak(takes, row) <= max(room[device], _peak(takes, rows[device])):
+        if _peak(order.tasks, row) <= max(limits[device], _peak(order.tasks, rows[device])):
             yield [*rows[:device], row, *rows[device + 1 :]]
 
 
-def _peak(takes: Sequence[float], row: Sequence[int]) -> float:
-    return max(accumulate((takes[task] for task in row), initial=0.0))
+def _peak(tasks: TaskGraph, row: Sequence[int]) -> float:
+    return peak(tasks.takes[task] for task in row)
 
 
-def _neighbours(order: Played) -> Iterator[tuple[int, int]]:
-    """Pairs on one device, by device and place of the first, of which the second waited for nothing but the first."""
+def _neighbours(order: FixedOrder) -> Iterator[tuple[int, int]]:
+    """Device, and index of the first task, of neighbours on the critical path."""
     devices = order.tasks.devices
     place = {task: index for row in order.order for index, task in enumerate(row)}
-    task = order.last
-    while task != _NOTHING:
+    for task in order.critical_path():
         before = order.cause[task]
-        if before != _NOTHING and devices[before] == devices[task] and place[before] + 1 == place[task]:
+        if before != NOTHING and devices[before] == devices[task] and place[before] + 1 == place[task]:
             yield devices[task], place[before]
-        task = before

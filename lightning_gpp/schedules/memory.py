@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
-from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.schedules.actions import Kind
 from lightning_gpp.schedules.one_f_one_b import warm_up
-from lightning_gpp.schedules.tasks import Rows
+from lightning_gpp.schedules.task_graph import Rows
 from lightning_gpp.schedules.work import Work, turns
 
-SLACK: Final = 1 + 1e-9
-"""Sums of bytes, or of seconds, that differ by rounding alone are the same."""
+
+def peak(changes: Iterable[float]) -> float:
+    """The most bytes that a device holds, from the bytes that it allocates or frees (negative) one after the other."""
+    return max(accumulate(changes, initial=0.0))
 
 
 def peaks_of(work: Work, rows: Rows) -> list[float]:
-    """The most bytes that every device keeps if it follows its order."""
-    return [peak_of(work, device, row) for device, row in enumerate(rows)]
-
-
-def peak_of(work: Work, device: int, row: Sequence[Action]) -> float:
-    """The most bytes that a device keeps."""
-    held = peak = 0.0
-    for action in row:
-        held += work.takes[device, action]
-        peak = max(peak, held)
-    return peak
+    """Peak memory of every device if it follows its order."""
+    return [peak(work.takes[device, action] for action in row) for device, row in enumerate(rows)]
 
 
 def needs_of(work: Work) -> dict[tuple[int, int], float]:

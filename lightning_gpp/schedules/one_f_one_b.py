@@ -9,16 +9,14 @@ image; the rule below was reconstructed from the figures in its text and from th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-from lightning_gpp.plan import SOURCE, Plan
+from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.alternating import alternating
-from lightning_gpp.schedules.in_flight import in_flight_samples
-from lightning_gpp.schedules.merge import StageOrders
+from lightning_gpp.schedules.deadlock_free import without_deadlock
+from lightning_gpp.schedules.device_orders import StageOrders
 from lightning_gpp.schedules.registry import register
 from lightning_gpp.schedules.seq_1f1b import in_slices
+from lightning_gpp.schedules.warm_up import in_flight_samples
 from lightning_gpp.slices import is_sliced
 
 # Two arms, 0 -> 1 and 2, that join in 3; four micro-batches; each stage on its own device. Depths 3, 2, 2, 1 are the
@@ -51,91 +49,4 @@ def warm_up(plan: Plan, batch_size: int) -> dict[int, int]:
     for stage, samples in in_flight_samples(plan).items():
         wanted = samples // plan.stages[stage].micro_batch_size
         counts[stage] = min(wanted, len(plan.intervals(stage, batch_size)))
-    return without_stall(plan, batch_size, counts)
-
-
-def without_stall(plan: Plan, batch_size: int, counts: Mapping[int, int]) -> dict[int, int]:
-    """Raise warm-ups by as little as it takes for the orders to run to their end.
-
-    The rule of `in_flight_samples` looks at one edge at a time. Along several edges, sizes that do not divide each
-    other add up (10 -> {9, 8} -> 1 -> 4 with 93 samples): a backward may need, by way of a join, a forward that comes
-    after it in the same order. Such plans are rare: 92 of 8 million random ones with sizes up to 13.
-
-    Orders are played until all stages wait; then a stage whose next forward is waited for takes it first, as if its
-    warm-up had been larger from the start; and so on. With all forwards first, nothing waits, so this ends.
-    """
-    progress = _Progress(plan, batch_size, dict(counts))
-    while not progress.run():
-        progress.warm_up[progress.culprit()] += 1
-    return progress.warm_up
-
-
-@dataclass(slots=True)
-class _Progress:
-    """How many forwards and backwards each stage has done. The order follows from the counts alone: before backward
-    number m come the forwards up to number m + warm-up - 1."""
-
-    plan: Plan
-    batch_size: int
-    warm_up: dict[int, int]
-    forwards: list[int] = field(init=False)
-    backwards: list[int] = field(init=False)
-    before: list[list[int]] = field(init=False)
-    after: list[list[int]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        stages = range(len(self.plan.stages))
-        edges = [edge for edge in self.plan.edges if edge.src != SOURCE]
-        self.forwards, self.backwards = [0 for _ in stages], [0 for _ in stages]
-        self.before = [[edge.src for edge in edges if edge.dst == stage] for stage in stages]
-        self.after = [[edge.dst for edge in edges if edge.src == stage and edge.differentiable] for stage in stages]
-
-    def run(self) -> bool:
-        """Go on until nothing moves; whether all stages came to their end."""
-        stages = range(len(self.plan.stages))
-        moved = True
-        while moved:
-            moved = False
-            for stage in stages:
-                moved |= self._advance(stage)
-        return all(self.backwards[stage] == self._number(stage) for stage in stages)
-
-    def culprit(self) -> int:
-        """The stage nearest to a sink that waits for a backward while a successor waits for its next forward."""
-        depths = self.plan.depths()
-        guilty = [
-            before
-            for stage in depths
-            if self._forward_next(stage)
-            for before in self.before[stage]
-            if not self._forward_next(before) and self._lacks(stage, before)
-        ]
-        return min(guilty, key=lambda stage: (depths[stage], stage))
-
-    def _advance(self, stage: int) -> bool:
-        moved = False
-        while self._ready(stage):
-            done = self.forwards if self._forward_next(stage) else self.backwards
-            done[stage] += 1
-            moved = True
-        return moved
-
-    def _ready(self, stage: int) -> bool:
-        if self._forward_next(stage):
-            return not any(self._lacks(stage, before) for before in self.before[stage])
-        needed = self._samples(stage, self.backwards[stage] + 1)
-        done = [self._samples(after, self.backwards[after]) for after in self.after[stage]]
-        return self.backwards[stage] < self._number(stage) and min(done, default=needed) >= needed
-
-    def _forward_next(self, stage: int) -> bool:
-        return self.forwards[stage] < min(self._number(stage), self.backwards[stage] + self.warm_up[stage])
-
-    def _lacks(self, stage: int, before: int) -> bool:
-        needed = self._samples(stage, self.forwards[stage] + 1)
-        return self._samples(before, self.forwards[before]) < needed
-
-    def _number(self, stage: int) -> int:
-        return -(-self.batch_size // self.plan.stages[stage].micro_batch_size)
-
-    def _samples(self, stage: int, micro_batches: int) -> int:
-        return min(micro_batches * self.plan.stages[stage].micro_batch_size, self.batch_size)
+    return without_deadlock(plan, batch_size, counts)

@@ -9,7 +9,7 @@ from lightning_gpp.plan import SOURCE, Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.lowering import reads_data
 from lightning_gpp.schedules.messages import derive_messages
-from lightning_gpp.schedules.tasks import Task
+from lightning_gpp.schedules.task_graph import Task
 
 LEAD: Final = 2
 """Micro-batches by which data are ahead of the first stage that reads them."""

@@ -10,9 +10,9 @@ from typing import Final
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import RELEASES, Action, Kind, Schedule
-from lightning_gpp.schedules.check_orders import check_orders
 from lightning_gpp.schedules.collectives import with_collectives
-from lightning_gpp.schedules.merge import Orders, merge
+from lightning_gpp.schedules.device_orders import Orders, device_orders
+from lightning_gpp.schedules.order_check import check_orders
 from lightning_gpp.schedules.passes import with_data, with_recomputation
 
 Generator = Callable[[Plan, int], Orders]
@@ -102,7 +102,7 @@ def make_schedule(
     """
     total = plan.batch_size if batch_size is None else batch_size
     orders = orders_of(plan, batch_size)
-    schedule, started = merge(plan, orders if training else _forwards(orders), total, training)
+    schedule, started = device_orders(plan, orders if training else _forwards(orders), total, training)
     schedule = with_data(plan, schedule, started, total, training)
     return with_collectives(plan, with_recomputation(plan, schedule), replicated, training, apart=apart)
 

@@ -12,8 +12,8 @@ from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.alternating import alternating
-from lightning_gpp.schedules.in_flight import slices_ahead
-from lightning_gpp.schedules.merge import StageOrders, merge
+from lightning_gpp.schedules.device_orders import StageOrders, device_orders
+from lightning_gpp.schedules.warm_up import slices_ahead
 from lightning_gpp.slices import unsliced
 
 # A chain of two stages, two micro-batches in two slices: `F1b` is the forward of slice b of micro-batch 1. A backward
@@ -66,7 +66,7 @@ def without_stall_in_slices(plan: Plan, batch_size: int, warm_up: Mapping[int, i
     while True:
         orders = {first: lane(first, count) for first, count in counts.items()}
         try:
-            merge(plan, orders, batch_size)
+            device_orders(plan, orders, batch_size)
         except ScheduleError:
             if all(2 * count >= len(orders[first]) for first, count in counts.items()):
                 raise

@@ -7,12 +7,14 @@ of actions per rank. Played on a clock of units it tells when a stage at some le
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.schedules.fixed_order import in_order
 from lightning_gpp.schedules.nominal_times import coarse_numbers, levels
+from lightning_gpp.schedules.task_graph import Task, task_graph
 
 Order = Callable[[int, int, int], Sequence[Action]]
 """From rank, number of ranks and number of micro-batches to what the rank does; stages are those of the chain."""
@@ -34,7 +36,7 @@ class Template:
         self._numbers = coarse_numbers(plan, batch_size)
         # An order needs enough micro-batches to fill the pipeline: those beyond the plan's are left out afterwards.
         ranks, enough = length // 2, max(length, *(row[-1] + 1 for row in self._numbers))
-        self._start = played([list(order(rank, ranks, enough)) for rank in range(ranks)], length)
+        self._start = start_times([list(order(rank, ranks, enough)) for rank in range(ranks)], length)
 
     def time(self, action: Action) -> float:
         """When the template starts an action, or the whole backward that holds it."""
@@ -74,36 +76,32 @@ def numbered(steps: Sequence[str], stages: tuple[int, int]) -> list[Action]:
     return done
 
 
-def played(rows: Sequence[Sequence[Action]], length: int) -> Mapping[Action, float]:
-    """When every action starts if all ranks follow their lists and communication takes no time.
+def start_times(rows: Sequence[Sequence[Action]], length: int) -> Mapping[Action, float]:
+    """Start of every action if all ranks follow their orders and messages take no time.
 
     Args:
-        rows: of every rank.
-        length: of the chain, in stages.
+        rows: order of every rank.
+        length: number of stages of the chain.
     """
-    starts: dict[Action, float] = {}
-    ends: dict[Action, float] = {}
-    position, free = [0 for _ in rows], [0.0 for _ in rows]
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(rows):
-            while position[rank] < len(row) and all(need in ends for need in _needs(row[position[rank]], length, ends)):
-                action = row[position[rank]]
-                arrival = max((ends[need] for need in _needs(action, length, ends)), default=0.0)
-                starts[action] = max(free[rank], arrival)
-                free[rank] = ends[action] = starts[action] + _UNITS[action.kind]
-                position[rank] += 1
-                moved = True
-    return starts
+    rank_of = {action: rank for rank, row in enumerate(rows) for action in row}
+    inputs = {action: need for action in rank_of if (need := _input(action, length, rank_of)) is not None}
+    tasks = {(rank, action): action for action, rank in rank_of.items()}
+    readers: dict[Task, list[tuple[Task, float]]] = {task: [] for task in tasks}
+    for action, need in inputs.items():
+        readers[rank_of[need], need].append(((rank_of[action], action), 0.0))
+    graph = task_graph(
+        {task: _UNITS[action.kind] for task, action in tasks.items()},
+        readers,
+        {task: int(action in inputs) for task, action in tasks.items()},
+    )
+    return dict(zip(rank_of, in_order(graph, rows).start, strict=True))
 
 
-def _needs(action: Action, length: int, ends: Mapping[Action, float]) -> list[Action]:
-    """What an action waits for: its neighbour in the chain."""
+def _input(action: Action, length: int, present: Collection[Action]) -> Action | None:
+    """The action of the neighbouring stage that an action waits for; None if there is none."""
     if action.kind is Kind.FORWARD:
-        return [action._replace(stage=action.stage - 1)] if action.stage else []
+        return action._replace(stage=action.stage - 1) if action.stage else None
     if action.kind is Kind.WEIGHT or action.stage == length - 1:
-        return []
+        return None
     after = action._replace(stage=action.stage + 1)
-    kinds = (Kind.INPUT, Kind.BACKWARD)
-    return [next((a for kind in kinds if (a := after._replace(kind=kind)) in ends), after)]
+    return next(a for kind in (Kind.INPUT, Kind.BACKWARD) if (a := after._replace(kind=kind)) in present)

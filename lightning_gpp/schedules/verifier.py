@@ -22,10 +22,10 @@ from typing import Final
 from lightning_gpp.errors import VerificationError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES, Action, Kind
-from lightning_gpp.schedules.check_orders import FIRST
 from lightning_gpp.schedules.collectives import check_collectives
 from lightning_gpp.schedules.coverage import check_coverage
 from lightning_gpp.schedules.lowering import difference, required_actions
+from lightning_gpp.schedules.order_check import FIRST
 from lightning_gpp.schedules.program import Message, Op, Program, describe
 from lightning_gpp.schedules.replay import replay
 

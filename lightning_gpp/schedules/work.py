@@ -14,7 +14,7 @@ from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.messages import derive_messages, samples_of
-from lightning_gpp.schedules.tasks import Numbered, Readers, Rows, Task, numbered
+from lightning_gpp.schedules.task_graph import Readers, Rows, Task, TaskGraph, task_graph
 
 _MAKERS: Final = {Kind.INPUT: Kind.FORWARD, Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}
 """What comes before an action of a kind, of the same micro-batch."""
@@ -45,11 +45,11 @@ class Work:
     limits: tuple[float, ...]
     readers: Readers
     missing: Mapping[Task, int]
-    tasks: Numbered = field(init=False)
-    """The same seconds, readers and missing tasks, by number."""
+    tasks: TaskGraph = field(init=False)
+    """The same seconds, bytes, readers and missing tasks, by number."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tasks", numbered(self.seconds, self.readers, self.missing))
+        object.__setattr__(self, "tasks", task_graph(self.seconds, self.readers, self.missing, self.takes))
 
     def loads(self) -> list[float]:
         """For every device the seconds of its tasks."""

@@ -6,8 +6,8 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv 2401.10241
 from __future__ import annotations
 
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules.hand_split import split_orders
-from lightning_gpp.schedules.merge import StageOrders
+from lightning_gpp.schedules.device_orders import StageOrders
+from lightning_gpp.schedules.handcrafted import split_orders
 from lightning_gpp.schedules.registry import register
 
 # A chain of three stages, six micro-batches. Stages start and stop at different times, but none waits in between.

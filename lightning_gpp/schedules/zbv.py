@@ -10,10 +10,10 @@ from itertools import chain
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Schedule
 from lightning_gpp.schedules.building_blocks import squeezed_blocks
+from lightning_gpp.schedules.compaction import compact, compacted, fastest
 from lightning_gpp.schedules.memory import fits, peaks_of, rooms
 from lightning_gpp.schedules.nominal_times import actions, by_due_times
 from lightning_gpp.schedules.registry import register
-from lightning_gpp.schedules.squeeze import fastest, play, squeezed
 from lightning_gpp.schedules.template import Template, numbered
 from lightning_gpp.schedules.v_half import V_HALF
 from lightning_gpp.schedules.v_min import V_MIN
@@ -40,7 +40,7 @@ def zbv(plan: Plan, batch_size: int) -> Schedule:
     if not fits(work, peaks):
         return squeezed_blocks(plan, batch_size, (V_HALF, V_MIN))
     room = rooms(work, peaks)
-    runs = chain([play(work, full, room)], squeezed(work, actions(rows, weights=False), room))
+    runs = chain([compact(work, full, room)], compacted(work, actions(rows, weights=False), room))
     return work.order(fastest(work, runs).rows)
 
 

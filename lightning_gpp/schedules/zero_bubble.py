@@ -15,10 +15,10 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Kind, Schedule
-from lightning_gpp.schedules.filling import Policy, fill, forwards_ahead
+from lightning_gpp.schedules.bubble_filling import Preference, fill, forwards_ahead
 from lightning_gpp.schedules.registry import register
 from lightning_gpp.schedules.seq_1f1b import lanes
-from lightning_gpp.schedules.tasks import Task
+from lightning_gpp.schedules.task_graph import Task
 from lightning_gpp.schedules.work import Work, work_of
 
 LEADS: Final = (1, 1.25, 1.5, 1.75, 2, 2.1, 2.25, 2.5, 3)
@@ -48,7 +48,7 @@ def zero_bubble(plan: Plan, batch_size: int) -> Schedule:
     return fill(
         work,
         (
-            Policy(ahead=ahead, forwards_first=forwards_first, patient=patient)
+            Preference(ahead=ahead, forwards_first=forwards_first, patient=patient)
             for ahead, (forwards_first, patient) in product(_leads(plan, work), CHOICES)
         ),
     )

@@ -12,7 +12,8 @@ from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.timed import timed
 from lightning_gpp.schedules import Action, Kind, compile_program, schedule_names
-from lightning_gpp.schedules.local_search import improved, played
+from lightning_gpp.schedules.fixed_order import in_order
+from lightning_gpp.schedules.local_search import improved
 from lightning_gpp.schedules.memory import peaks_of
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.schedules.work import work_of
@@ -58,19 +59,19 @@ def test_swaps_shorten_an_order() -> None:
         [Action(stage, kind, number) for stage in plan.stages_on(device) for number in range(4) for kind in kinds]
         for device in range(3)
     ]
-    order = played(work, rows)
-    assert order is not None
-    better = improved(work, order, room=(3.0,) * 3, tries=5000)
+    order = in_order(work.tasks, rows)
+    assert not order.deadlocks
+    better = improved(order, limits=(3.0,) * 3, tries=5000)
     assert better.makespan < order.makespan
     assert max(peaks_of(work, better.rows)) <= 3
-    narrow = improved(work, order, room=(1.0,) * 3, tries=5000)
+    narrow = improved(order, limits=(1.0,) * 3, tries=5000)
     assert max(peaks_of(work, narrow.rows)) == 1
 
 
-def test_orders_that_wait_in_a_circle_are_not_played() -> None:
+def test_an_order_that_deadlocks() -> None:
     plan = plan_of([(0, 1)], (1, 1), 1, devices=[(0,), (0,)])
     rows = [[Action.parse(text) for text in ("1F0", "0F0", "1I0", "1W0", "0I0", "0W0")]]
-    assert played(work_of(plan, 1), rows) is None
+    assert in_order(work_of(plan, 1).tasks, rows).deadlocks
 
 
 def test_it_keeps_to_the_memory() -> None:

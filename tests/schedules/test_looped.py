@@ -16,7 +16,7 @@ from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Figures, Plan
 from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.schedules import Action, Kind, compile_program, in_flight, make_schedule
-from lightning_gpp.schedules.slots import group_size, period, weights
+from lightning_gpp.schedules.modulo_slots import group_size, period, weights
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
 from tests.strategies import chain, plan_of, plans, towers
 

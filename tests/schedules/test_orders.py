@@ -18,8 +18,9 @@ from lightning_gpp.schedules import (
     register,
     schedule_names,
 )
-from lightning_gpp.schedules.in_flight import in_flight_samples
-from lightning_gpp.schedules.one_f_one_b import warm_up, without_stall
+from lightning_gpp.schedules.deadlock_free import without_deadlock
+from lightning_gpp.schedules.one_f_one_b import warm_up
+from lightning_gpp.schedules.warm_up import in_flight_samples
 from tests.strategies import chain, plan_of, towers
 
 UNEQUAL_ARMS = [(0, 1), (1, 2), (2, 4), (0, 3), (3, 4)]
@@ -130,11 +131,11 @@ def test_the_shortest_warm_up_that_does_not_stall(
     sizes: tuple[int, ...], batch_size: int, counts: tuple[int, ...]
 ) -> None:
     plan = chain(sizes, batch_size)
-    assert tuple(without_stall(plan, batch_size, dict.fromkeys(range(len(sizes)), 1)).values()) == counts
+    assert tuple(without_deadlock(plan, batch_size, dict.fromkeys(range(len(sizes)), 1)).values()) == counts
     fewest = min(
         sum(tried)
         for tried in product(*(range(1, number + 1) for number in counts))
-        if without_stall(plan, batch_size, dict(enumerate(tried))) == dict(enumerate(tried))
+        if without_deadlock(plan, batch_size, dict(enumerate(tried))) == dict(enumerate(tried))
     )
     assert fewest == sum(counts)
 
@@ -178,7 +179,7 @@ def test_own_schedule_that_waits_in_a_circle() -> None:
     def circle(plan: Plan, batch_size: int) -> dict[int, tuple[Action, ...]]:
         return {0: _order(0, "F0 B0 F1 B1"), 1: _order(1, "F0 F1 B0 B1")}
 
-    with pytest.raises(ScheduleError, match=r"'test_circle' \(strategy.schedule\) wait for each other.*device 0: 1F1"):
+    with pytest.raises(ScheduleError, match=r"'test_circle' \(strategy.schedule\) deadlock; .*device 0: 1F1"):
         make_schedule(chain((1, 1), 2, "test_circle"))
 
 

@@ -14,9 +14,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, in_flight, make_schedule
+from lightning_gpp.schedules.compaction import WINDOWS, compact
 from lightning_gpp.schedules.memory import peaks_of
 from lightning_gpp.schedules.registry import method_of, orders_of
-from lightning_gpp.schedules.squeeze import WINDOWS, play
 from lightning_gpp.schedules.work import work_of
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
 from tests.strategies import plan_of, plans
@@ -188,7 +188,7 @@ def seconds_of(plan: Plan, ordered: Plan) -> float:
     """Until the slowest device is done, with the times of one plan and the order of the other."""
     orders = orders_of(ordered)
     assert isinstance(orders, Schedule)
-    return play(work_of(plan, plan.batch_size), orders.devices, [float("inf")] * plan.num_devices).busy
+    return compact(work_of(plan, plan.batch_size), orders.devices, [float("inf")] * plan.num_devices).busy
 
 
 @settings(max_examples=15, deadline=None)
@@ -326,6 +326,6 @@ def test_squeezing_keeps_to_the_room_of_the_order(plan: Plan, window: int, patie
             ready += [reader] * (not missing[reader])
     room = peaks_of(work, rows)
     free = [[action for action in row if action.kind is not Kind.WEIGHT] for row in rows]
-    run = play(work, data.draw(st.sampled_from([rows, free])), room, window, patient)
+    run = compact(work, data.draw(st.sampled_from([rows, free])), room, window, patient)
     assert [sorted(map(str, row)) for row in run.rows] == [sorted(map(str, row)) for row in rows]
     assert all(peak <= limit * (1 + 1e-6) for peak, limit in zip(peaks_of(work, run.rows), room, strict=True))

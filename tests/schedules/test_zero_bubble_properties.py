@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Figures, Plan, Stage
 from lightning_gpp.schedules import Kind, compile_program, in_flight, make_schedule
-from lightning_gpp.schedules.filling import Policy, fill
+from lightning_gpp.schedules.bubble_filling import Preference, fill
 from lightning_gpp.schedules.work import work_of
 from lightning_gpp.simulation import Link, StageCost, StageCosts, Timeline, simulate
 from tests.strategies import chain, plan_of, plans
@@ -117,7 +117,7 @@ def test_what_lacks_room_goes_on_from_now() -> None:
     ]
     stages = tuple(replace(stage, figures=entry) for stage, entry in zip(plan.stages, figures, strict=True))
     work = work_of(replace(plan, stages=stages, memory_bytes=(1, 1, 1)), 8)
-    schedule = fill(work, [Policy(ahead=[3] * 4)])
+    schedule = fill(work, [Preference(ahead=[3] * 4)])
     assert sum(map(len, schedule.devices)) == 3 * (4 + 2 + 8 + 3)
 
 

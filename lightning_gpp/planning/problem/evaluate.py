@@ -23,7 +23,7 @@ from lightning_gpp.planning.problem.pipeline_clock import Pipeline, end_times, l
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.realise import folded
 from lightning_gpp.planning.problem.units import Value
-from lightning_gpp.schedules.in_flight import samples_in_flight
+from lightning_gpp.schedules.warm_up import samples_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,10 @@ from collections.abc import Collection
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.alternating import alternating
-from lightning_gpp.schedules.in_flight import action_samples, in_flight_samples, slice_samples, slices_ahead
-from lightning_gpp.schedules.merge import StageOrders
-from lightning_gpp.schedules.one_f_one_b import without_stall
+from lightning_gpp.schedules.deadlock_free import without_deadlock
+from lightning_gpp.schedules.device_orders import StageOrders
 from lightning_gpp.schedules.seq_1f1b import backwards_of, forwards_of, lanes, without_stall_in_slices
+from lightning_gpp.schedules.warm_up import action_samples, in_flight_samples, slice_samples, slices_ahead
 from lightning_gpp.schedules.work import whole_stages
 from lightning_gpp.slices import is_sliced
 
@@ -44,7 +44,7 @@ def _in_micro_batches(plan: Plan, batch_size: int, lead: int) -> StageOrders:
     samples = {stage: int(number) for stage, number in samples_ahead(plan, lead).items()}
     numbers = [len(plan.intervals(stage, batch_size)) for stage in range(len(sizes))]
     counts = {stage: min(number, samples[stage] // sizes[stage]) for stage, number in enumerate(numbers)}
-    warm_up, most = without_stall(plan, batch_size, counts), max(samples.values())
+    warm_up, most = without_deadlock(plan, batch_size, counts), max(samples.values())
     return {
         stage: _order(plan, [stage], batch_size, warm_up[stage], (most - samples[stage]) // sizes[stage])
         for stage in range(len(sizes))

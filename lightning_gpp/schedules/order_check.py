@@ -8,8 +8,8 @@ from typing import Final
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
+from lightning_gpp.schedules.device_orders import Orders, StageOrders
 from lightning_gpp.schedules.lowering import difference
-from lightning_gpp.schedules.merge import Orders, StageOrders
 
 _SPLIT: Final = (Kind.INPUT, Kind.WEIGHT)
 

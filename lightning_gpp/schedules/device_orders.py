@@ -1,0 +1,102 @@
+"""From the orders of stages to the order of every device, by list scheduling.
+
+A device has lanes, each an order to keep: one per stage if the schedule orders stages and leaves their interleaving to
+the scheduler, a single one if it orders devices. Durations are nominal: a sample takes one unit per action.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from lightning_gpp.errors import ScheduleError
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules.actions import Action, Kind, Schedule
+from lightning_gpp.schedules.clock import Clock
+from lightning_gpp.schedules.list_scheduling import Priorities, list_schedule
+from lightning_gpp.schedules.messages import samples_of
+from lightning_gpp.schedules.task_graph import Task, TaskGraph, task_graph
+from lightning_gpp.schedules.work import links
+
+StageOrders = Mapping[int, tuple[Action, ...]]
+"""For every stage its actions, each micro-batch once, in the order in which a replica runs them. Stages on the same
+devices may share one order, under the number of one of them."""
+
+Orders = StageOrders | Schedule
+"""The result of a generator: the order of every stage, or of every device."""
+
+_URGENCY: Final = {Kind.BACKWARD: 0, Kind.INPUT: 0, Kind.FORWARD: 1, Kind.WEIGHT: 2}
+
+Lanes = Sequence[Sequence[tuple[Action, ...]]]
+"""For every device its orders."""
+
+
+def device_orders(
+    plan: Plan, orders: Orders, batch_size: int | None = None, training: bool = True
+) -> tuple[Schedule, dict[Task, float]]:
+    """The order of every device, and the nominal time at which each of its actions starts.
+
+    Of several actions that could start, input gradients come first (they free memory, and others wait for them), then
+    forwards, then weight gradients; then the stage nearest to a sink, then the earlier samples.
+
+    Raises:
+        ScheduleError: the orders deadlock in any interleaving.
+    """
+    total = plan.batch_size if batch_size is None else batch_size
+    lanes = _lanes(plan, orders, total)
+    tasks, depths = _tasks(plan, lanes, total, training), plan.depths()
+    clock = Clock(plan.num_devices, tasks)
+    policy = Priorities(
+        clock=clock,
+        lanes=[[deque(tasks.numbers[device, a] for a in lane) for lane in own] for device, own in enumerate(lanes)],
+        ranks=[(_URGENCY.get(a.kind, 0), depths[a.stage], a.micro_batch) for a in tasks.actions],
+    )
+    list_schedule(clock, policy)
+    _check_end(plan, tasks, policy.waiting())
+    return Schedule(tuple(map(tuple, clock.rows))), dict(zip(tasks.numbers, clock.began, strict=True))
+
+
+def _lanes(plan: Plan, orders: Orders, batch_size: int) -> Lanes:
+    if isinstance(orders, Schedule):
+        return [[actions] for actions in orders.devices]
+    return [
+        [
+            _of_replica(plan, orders[stage], stage, device, batch_size)
+            for stage in plan.stages_on(device)
+            if stage in orders
+        ]
+        for device in range(plan.num_devices)
+    ]
+
+
+def _of_replica(plan: Plan, order: tuple[Action, ...], stage: int, device: int, batch_size: int) -> tuple[Action, ...]:
+    if not plan.stages[stage].round_robin:
+        return order
+    mine = set(plan.micro_batches(stage, device, batch_size))
+    return tuple(action for action in order if action.micro_batch in mine)
+
+
+def _tasks(plan: Plan, lanes: Lanes, batch_size: int, training: bool) -> TaskGraph:
+    samples = {
+        (device, stage): samples_of(plan, stage, device, batch_size)
+        for device in range(plan.num_devices)
+        for stage in plan.stages_on(device)
+    }
+    seconds: dict[Task, float] = {
+        (device, action): samples[device, action.stage][action.micro_batch]
+        for device, own in enumerate(lanes)
+        for lane in own
+        for action in lane
+    }
+    missing, readers = links(plan, batch_size, seconds, training=training, travels=False)
+    return task_graph(seconds, readers, missing)
+
+
+def _check_end(plan: Plan, tasks: TaskGraph, waiting: Sequence[int]) -> None:
+    heads = [f"device {tasks.devices[task]}: {tasks.actions[task]}" for task in waiting]
+    if heads:
+        raise ScheduleError(
+            f"The orders of schedule {plan.schedule!r} (strategy.schedule) deadlock; next actions: "
+            f"{'; '.join(heads)}. Run more forwards before the first backward."
+        )
