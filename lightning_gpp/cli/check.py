@@ -11,9 +11,6 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.planning import partitioner_names
-from lightning_gpp.schedules import schedule_names
-from lightning_gpp.training.options import AUTO
 
 EXTERNAL_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Environment variables that say: the processes of this run were started from outside, not by Lightning."""
@@ -23,14 +20,10 @@ def check(config: DictConfig) -> None:
     """Refuse what cannot work.
 
     Raises:
-        ConfigError: a `_target_` does not exist or does not take one of the keys beside it, or a name is unknown.
+        ConfigError: a `_target_` does not exist or does not take one of the keys beside it.
     """
     for path, node in targets(config):
         check_target(path, node)
-    for key, allowed in (("schedule", (*schedule_names(), AUTO)), ("partitioner", partitioner_names())):
-        name = config.strategy.get(key)
-        if name is not None and name not in allowed:
-            raise ConfigError(f"strategy.{key}={name!r} does not exist. Choose one of: {', '.join(allowed)}.")
 
 
 def targets(config: DictConfig, path: str = "") -> Iterator[tuple[str, DictConfig]]:

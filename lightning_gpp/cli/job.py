@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 from hydra.utils import instantiate
+from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 
@@ -48,7 +49,7 @@ def _finish(config: DictConfig) -> None:
 
 
 def build(config: DictConfig) -> Job:
-    """Seed, then build data module, model and trainer.
+    """Seed, then build strategy, data module, model and trainer; the strategy first, as it checks its options.
 
     Raises:
         ConfigError: the configuration names something that does not exist.
@@ -56,15 +57,16 @@ def build(config: DictConfig) -> Job:
     check(config)
     if config.seed is not None:
         L.seed_everything(config.seed, workers=True, verbose=False)
+    strategy = instantiate(config.strategy)
     datamodule = instantiate(config.data)
     model = instantiate(config.model)
-    return Job(trainer=build_trainer(config), model=model, datamodule=datamodule)
+    return Job(trainer=build_trainer(config, strategy), model=model, datamodule=datamodule)
 
 
-def build_trainer(config: DictConfig) -> L.Trainer:
+def build_trainer(config: DictConfig, strategy: Strategy) -> L.Trainer:
     trainer: L.Trainer = instantiate(
         config.trainer,
-        strategy=instantiate(config.strategy),
+        strategy=strategy,
         callbacks=_all(config.callbacks),
         logger=_all(config.logger) or False,
     )

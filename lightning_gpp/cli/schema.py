@@ -2,46 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import types
+from collections.abc import Iterator
+from dataclasses import field, make_dataclass
+from typing import Any, Literal, Union, get_args, get_origin
 
 from hydra.core.config_store import ConfigStore
 
+from lightning_gpp.option import options_of
+from lightning_gpp.training.options import Options
 
-@dataclass
-class StrategySchema:
-    """One field for each argument of `GPPStrategy` that a user sets; `configs/strategy/gpp.yaml` explains them."""
-
-    _target_: str
-    _convert_: str
-    schedule: str | None
-    num_micro_batches: int | None
-    micro_batch_size: int | None
-    stages: Any
-    plan: str | None
-    partitioner: str
-    search_seconds: float
-    cluster: Any
-    costs: str
-    max_replicas: int | None
-    stages_per_device: int | None
-    sharding: str
-    num_pipelines: int | None
-    chain_baseline: bool
-    recompute: Any
-    slices: Any
-    slice_dim: int
-    slice_modules: Any
-    loss_reduction: str
-    self_check: Any
-    example_batch: Any
-    trace: bool
-    seed: int | None
-    timeout: float
-    failure_timeout: float
-    process_group_backend: str | None
+_PRIMITIVES = (bool, int, float, str)
 
 
 def register() -> None:
     """Make the types known to Hydra as `strategy/gpp_schema`."""
-    ConfigStore.instance().store(group="strategy", name="gpp_schema", node=StrategySchema)
+    keys = [("_target_", str), ("_convert_", str)]
+    keys += [(definition.name, key_type(definition.kind)) for definition in options_of(Options)]
+    schema = make_dataclass("StrategySchema", [(name, kind, field()) for name, kind in keys])
+    ConfigStore.instance().store(group="strategy", name="gpp_schema", node=schema)
+
+
+def key_type(kind: Any) -> Any:
+    """The type of a configuration's key for an option of this type, as far as Hydra has one; else Any.
+
+    Only YAML's values count, of which a key has one type or any: `Plan | str | Path | None` is an optional str.
+    """
+    members = set(_members(kind))
+    found = [primitive for primitive in _PRIMITIVES if primitive in members]
+    if len(found) != 1 or dict in members:
+        return Any
+    return found[0] | None if type(None) in members else found[0]
+
+
+def _members(kind: Any) -> Iterator[Any]:
+    """The types of a union's values; dict stands for every container."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        for argument in arguments:
+            yield from _members(argument)
+    elif origin is Literal:
+        yield from map(type, arguments)
+    elif hasattr(kind, "__metadata__"):
+        yield from _members(arguments[0])
+    else:
+        yield kind if origin is None else dict

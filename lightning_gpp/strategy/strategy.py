@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -32,10 +27,12 @@ from lightning_gpp._compat.lightning import (
 )
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.failure.monitor import FailureMonitor
+from lightning_gpp.option import documents, takes_fields_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import devices_per_pipeline
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.simulation import Timeline
+from lightning_gpp.strategy.arguments import Arguments
 from lightning_gpp.strategy.checks import check_layer_sync
 from lightning_gpp.strategy.data import Placeholder, distribute
 from lightning_gpp.strategy.guard import FailureGuard
@@ -44,55 +41,16 @@ from lightning_gpp.strategy.reporting import simulated
 from lightning_gpp.strategy.run import Run
 from lightning_gpp.training.checkpoint import KEY, entry, load_state, whole_state
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.machine import ClusterSpec, checked
-from lightning_gpp.training.options import Options, StageSpec, load_plan, seconds
+from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
 from lightning_gpp.training.planner import devices_wanted
 
 log = logging.getLogger(__name__)
 
 
+@documents(Options)
 class GPPStrategy(ParallelStrategy):
     """Train an unmodified LightningModule as a pipeline of stages that form a directed acyclic graph.
-
-    Args:
-        schedule: name of the order of actions, e.g. "1f1b" or "zero_bubble" (`schedule_names()` has all); "auto"
-            simulates all and takes the fastest that fits. Default: that of the `plan`, else "1f1b".
-        num_micro_batches: into how many micro-batches a mini-batch is cut. Default: what the partitioner finds best;
-            with `stages` twice the stages on the longest path, at most one per sample.
-        micro_batch_size: samples of a micro-batch; instead of `num_micro_batches`.
-        stages: manual placement. A mapping from module path to stage number, or a list of mappings with the keys
-            `modules` (paths), and if wanted `name`, `devices` (numbers inside one pipeline), `micro_batch_size` and
-            `recompute`.
-            The module "@step" stands for the user's step (the loss); without it the step joins the sink.
-        plan: a Plan, or the path of a saved one; instead of `stages` and `partitioner`.
-        partitioner: name of the algorithm that finds stages where neither `stages` nor `plan` is given.
-        search_seconds: how long it may search.
-        cluster: the devices and links to plan for: a Cluster, its settings (as in `configs/cluster`), the path of a
-            YAML file with them, or a preset's name. Rank r of the job is its device r. Default: the present machine.
-        costs: seconds of operators: "roofline" computes them, "measured" times the model's blocks on rank 0's device.
-        max_replicas: devices that may share one stage at most. Default: any number.
-        stages_per_device: stages that every device has, each on one device. Default: what the schedule is made for.
-        sharding: what the ranks that hold the same stage split beside samples: "none", "zero1" (optimizer state) or
-            "fsdp" (parameters and gradients too). "none" leaves it at what a given `plan` says.
-        num_pipelines: copies of the whole pipeline (data parallel). Default: number of processes / devices of the plan.
-        chain_baseline: force the stages to run as a chain, the sequential baseline.
-        recompute: stages that keep only their inputs between forward and backward of a micro-batch, and compute their
-            forward again: True for all but the one that runs the user's step, False for none, or a list of their
-            names. Default: what the plan (or `stages`) says, else none.
-        slices: into how many slices micro-batches are cut along the sequence, or the tokens of each, for models that
-            say what they carry from token to token (`lightning_gpp.sequence`). Default: none, or the plan's.
-        slice_dim: the dimension of tensors between stages that counts tokens.
-        slice_modules: paths of modules that may be cut. Default: all that can.
-        loss_reduction: how the user's loss combines over samples: "mean" or "sum".
-        self_check: compare one micro-batch of the split model with the unsplit one before training. "auto": for models
-            below 50 million parameters.
-        example_batch: a mini-batch to capture the step with. Default: the first one of the data loader.
-        trace: write what each device did and when, as Perfetto JSON, into `trainer.default_root_dir`.
-        seed: of the random streams of the stages. Default: `seed_everything`'s, else drawn by rank zero.
-        timeout: seconds (or timedelta) until a collective operation gives up.
-        failure_timeout: seconds (or timedelta) until all processes have ended after one of them failed.
-        process_group_backend: of torch.distributed. Default: NCCL for CUDA devices, gloo for CPUs.
 
     Raises:
         ConfigError: a setting cannot work, whatever the model.
@@ -101,69 +59,16 @@ class GPPStrategy(ParallelStrategy):
 
     strategy_name = "gpp"
 
-    def __init__(
-        self,
-        schedule: str | None = None,
-        num_micro_batches: int | None = None,
-        micro_batch_size: int | None = None,
-        stages: StageSpec | None = None,
-        plan: Plan | str | Path | None = None,
-        partitioner: str = "auto",
-        search_seconds: float = 10.0,
-        cluster: ClusterSpec = None,
-        costs: Literal["roofline", "measured"] = "roofline",
-        max_replicas: int | None = None,
-        stages_per_device: int | None = None,
-        sharding: Literal["none", "zero1", "fsdp"] = "none",
-        num_pipelines: int | None = None,
-        chain_baseline: bool = False,
-        recompute: bool | Sequence[str] | None = None,
-        slices: int | Sequence[int] | None = None,
-        slice_dim: int = 1,
-        slice_modules: Sequence[str] | None = None,
-        loss_reduction: Literal["mean", "sum"] = "mean",
-        self_check: bool | Literal["auto"] = "auto",
-        example_batch: Any = None,
-        trace: bool = False,
-        seed: int | None = None,
-        timeout: float | timedelta = 1800.0,
-        failure_timeout: float | timedelta = 60.0,
-        process_group_backend: str | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        accelerator: Accelerator | None = None,
-    ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self.options = Options(
-            schedule=schedule,
-            num_micro_batches=num_micro_batches,
-            micro_batch_size=micro_batch_size,
-            stages=stages,
-            plan=load_plan(plan),
-            partitioner=partitioner,
-            search_seconds=search_seconds,
-            cluster=checked(cluster),
-            costs=costs,
-            max_replicas=max_replicas,
-            stages_per_device=stages_per_device,
-            sharding=sharding,
-            num_pipelines=num_pipelines,
-            chain_baseline=chain_baseline,
-            recompute=recompute,
-            slices=slices,
-            slice_dim=slice_dim,
-            slice_modules=slice_modules,
-            loss_reduction=loss_reduction,
-            self_check=self_check,
-            example_batch=example_batch,
-            trace=trace,
-            seed=seed,
-            timeout=seconds("timeout", timeout),
-            failure_timeout=seconds("failure_timeout", failure_timeout),
+    @takes_fields_of(Arguments)
+    def __init__(self, given: Arguments) -> None:
+        super().__init__(
+            given.accelerator,
+            given.parallel_devices,
+            given.cluster_environment,
+            given.checkpoint_io,
+            given.precision_plugin,
         )
-        self.process_group_backend = process_group_backend
+        self.options: Options = given
         self._num_nodes = 1
         self._control: Control | None = None
         self._monitor: FailureMonitor | None = None
@@ -234,7 +139,7 @@ class GPPStrategy(ParallelStrategy):
         self.set_world_ranks()
         if self.cluster_environment is None:
             raise ConfigError("The strategy has no cluster environment yet; it gets one from the trainer.")
-        join(self.cluster_environment, self.process_group_backend, self.root_device, self.options.timeout)
+        join(self.cluster_environment, self.options.process_group_backend, self.root_device, self.options.timeout)
         if self._control is None:
             num_devices = devices_per_pipeline(self.world_size, self.num_pipelines)
             mesh = Mesh(num_devices, self.num_pipelines, self.global_rank, timeout=self.options.timeout)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_gpp.cluster import CLUSTERS, Cluster, Node, cluster_of, load, preset
-from lightning_gpp.cluster.names import did_you_mean
+from lightning_gpp.cluster import CLUSTERS, Cluster, Node, preset
 from lightning_gpp.costs.footprint import OPTIMIZER_STATES, PRECISIONS, Footprint
 from lightning_gpp.costs.model import CostModel
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.detect import detect
 from lightning_gpp.measure.memory import memory_bytes
-
-ClusterSpec: TypeAlias = "Cluster | Mapping[str, Any] | str | Path | None"
-"""A cluster, the settings of one, the name of a preset, or the path of a YAML file; None is the present machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,31 +32,11 @@ class Machine:
     costs: CostModel | None = None
 
 
-def checked(cluster: ClusterSpec) -> Cluster | str | None:
-    """The cluster, or the name of a preset, whose number of nodes the job will tell.
-
-    Raises:
-        ConfigError: there is no such preset or file, or the settings are wrong.
-    """
-    if cluster is None or isinstance(cluster, Cluster):
-        return cluster
-    if isinstance(cluster, Mapping):
-        return cluster_of(cluster)
-    name = str(cluster)
-    if name in CLUSTERS:
-        return name
-    if Path(name).suffix in (".yaml", ".yml"):
-        return load(name)
-    raise ConfigError(
-        f"strategy.cluster={name!r} is neither the name of a cluster nor a YAML file.{did_you_mean(name, CLUSTERS)}"
-    )
-
-
 def resolved(cluster: Cluster | str | None, num_devices: int, num_nodes: int = 1, device_type: str = "cpu") -> Cluster:
     """The first `num_devices` devices: rank r of the job is device r of the cluster.
 
     Args:
-        cluster: of `checked`; None is the present machine.
+        cluster: the name of a preset, whose nodes follow from the job, or a cluster; None is the present machine.
         num_devices: of the job.
         num_nodes: machines of the job.
         device_type: "cuda" or "cpu"; counts for the present machine.

@@ -32,7 +32,8 @@ from lightning_gpp.slices import is_sliced, unsliced
 from lightning_gpp.stages.declared import Declared, declare, is_declared
 from lightning_gpp.stages.whole_inputs import with_whole_inputs
 from lightning_gpp.training.machine import Machine, first, resolved
-from lightning_gpp.training.options import AUTO, DEFAULT, Context, Options, StageSpec, placement_of, schedules_of
+from lightning_gpp.training.option_values import AUTO, without_inputs
+from lightning_gpp.training.options import DEFAULT, Context, Options, StageSpec, schedules_of
 
 TRAINING = "training_step"
 
@@ -179,7 +180,7 @@ def finished(plan: Plan, captured: Subject, options: Options) -> Plan:
 
 
 def _by_hand(captured: Subject, options: Options, stages: StageSpec, machine: Machine) -> Plan:
-    schedules, placement = schedules_of(options), placement_of(stages)
+    schedules, placement = schedules_of(options), without_inputs(stages)
     plan = manual(
         captured.graph,
         placement,
@@ -304,7 +305,7 @@ def devices_wanted(options: Options, world_size: int) -> int:
         return options.plan.num_devices
     if options.stages is None:
         return world_size
-    entries = read(placement_of(options.stages))
+    entries = read(without_inputs(options.stages))
     listed = [device for entry in entries for device in entry.devices or ()]
     if listed:
         return 1 + max(listed)

@@ -7,11 +7,13 @@ import re
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException, HydraException
+from hydra.errors import ConfigCompositionException, HydraException, InstantiationException
 from omegaconf import OmegaConf
 
 from lightning_gpp.cli.app import config_folder, explain
 from lightning_gpp.cli.check import check
+from lightning_gpp.cli.job import build
+from lightning_gpp.cli.strategy_file import strategy_yaml
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.strategy import GPPStrategy
 from tests.cli.commands import composed
@@ -32,12 +34,11 @@ def test_the_plan_command_composes() -> None:
     assert composed("experiment=two_tower", name="plan").output is None
 
 
-def test_every_setting_of_the_strategy_is_a_key_with_a_comment() -> None:
+def test_the_strategy_file_is_written_from_the_options() -> None:
     text = (config_folder() / "strategy" / "gpp.yaml").read_text()
-    keys = dict(re.findall(r"^(\w+):[^#\n]*(#.*)?$", text, re.MULTILINE))
-    arguments = set(inspect.signature(GPPStrategy).parameters) - SET_BY_LIGHTNING
-    assert arguments == set(keys) - {"defaults", "_target_", "_convert_"}
-    assert {key for key in arguments if not keys[key]} == {"stages"}  # its comment is above it
+    assert text == strategy_yaml(), "python -m lightning_gpp.cli.strategy_file writes it again"
+    keys = re.findall(r"^# .*\n(\w+):", text, re.MULTILINE)
+    assert set(keys) - {"defaults"} == set(inspect.signature(GPPStrategy).parameters) - SET_BY_LIGHTNING
 
 
 def test_defaults_are_those_of_the_strategy() -> None:
@@ -82,8 +83,6 @@ def test_a_wrong_key_or_type_is_refused_at_composition(override: str, message: s
         ("+strategy.shedule=gpipe", "strategy.shedule: .*GPPStrategy has no argument.*Keys of strategy: .*schedule"),
         ("+trainer.max_epoch=1", "trainer.max_epoch: lightning.Trainer has no argument.*max_epochs"),
         ("+callbacks.run_report.file=x", "callbacks.run_report.file: .*RunReport has no argument.*folder"),
-        ("strategy.schedule=fastest", "strategy.schedule='fastest' does not exist. Choose one of: 1f1b, "),
-        ("strategy.partitioner=best", "strategy.partitioner='best' does not exist. Choose one of: auto"),
         (
             "model._target_=gpp_examples.two_tower.Three",
             "model._target_=gpp_examples.two_tower.Three cannot be imported",
@@ -93,6 +92,19 @@ def test_a_wrong_key_or_type_is_refused_at_composition(override: str, message: s
 def test_a_wrong_name_is_refused_before_anything_is_built(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(composed("experiment=two_tower", override))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("strategy.schedule=fastest", "strategy.schedule is 'fastest'; it must be one of auto, 1f1b, .*register"),
+        ("strategy.partitioner=best", "strategy.partitioner is 'best'; it must be one of auto, .*register"),
+        ("strategy.num_pipelines=0", "strategy.num_pipelines is 0; it must be a whole number >= 1, or null"),
+    ],
+)
+def test_an_option_is_refused_before_data_and_model_are_built(override: str, message: str) -> None:
+    with pytest.raises(InstantiationException, match=message):
+        build(composed("experiment=two_tower", "~data", "~model", override))
 
 
 def test_a_list_of_objects_is_checked_too() -> None:

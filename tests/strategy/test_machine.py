@@ -15,7 +15,8 @@ from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.measure.memory import memory_bytes
 from lightning_gpp.planning import manual
 from lightning_gpp.strategy.reporting import simulated
-from lightning_gpp.training.machine import Machine, checked, first, footprint_of, present, resolved
+from lightning_gpp.training.machine import Machine, first, footprint_of, present, resolved
+from lightning_gpp.training.option_values import cluster_given
 from tests.planning import graphs
 from tests.strategy import harness
 from tests.strategy.harness import loader, make_module
@@ -53,9 +54,9 @@ def test_the_hungriest_of_several_optimizers_counts() -> None:
 
 
 def test_a_preset_gets_the_nodes_that_the_job_needs() -> None:
-    cluster = resolved(checked("dgx_h100"), 12)
+    cluster = resolved(cluster_given("dgx_h100"), 12)
     assert [cluster.node_of(device) for device in range(12)] == [0] * 8 + [1] * 4
-    host = resolved(checked("cpu_host"), 6, num_nodes=2)
+    host = resolved(cluster_given("cpu_host"), 6, num_nodes=2)
     assert [host.node_of(device) for device in range(6)] == [0, 0, 0, 1, 1, 1]
 
 
@@ -63,10 +64,10 @@ def test_a_cluster_is_a_file_a_mapping_or_itself(tmp_path: Path) -> None:
     (tmp_path / "lab.yaml").write_text("preset: t4_box\nnum_nodes: 2\n")
     wanted = preset("t4_box", 2)
     for given in (tmp_path / "lab.yaml", str(tmp_path / "lab.yaml"), {"preset": "t4_box", "num_nodes": 2}, wanted):
-        assert checked(given) == wanted
+        assert cluster_given(given) == wanted
     assert resolved(wanted, 8) is wanted
     assert resolved(wanted, 5) == wanted.subset(range(5))
-    assert checked(None) is None
+    assert cluster_given(None) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,195 @@
+"""An option of the strategy is defined once, as a field of a dataclass; all else that knows options derives from it.
+
+The field's type, default, help text and allowed values become an argument of `GPPStrategy` and its documentation, a
+typed key of the configuration with a comment, a line of the commands' help, and the check of what a user gives.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.validation import conforms, shown
+
+Given = TypeVar("Given", contravariant=True)
+Kept = TypeVar("Kept", covariant=True)
+Self = TypeVar("Self")
+Made = TypeVar("Made")
+Arguments = ParamSpec("Arguments")
+
+
+class Converted(Protocol[Given, Kept]):
+    """The type of an option that a user gives in one form and that is kept in another, as type checkers see it."""
+
+    def __get__(self, instance: object, owner: Any = None, /) -> Kept: ...
+
+    def __set__(self, instance: object, value: Given, /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """The definition of one option.
+
+    Args:
+        name: the argument, and the key of the configuration.
+        kind: the type of what a user may give.
+        default: of the argument.
+        help: what the option does; one text for the documentation of the argument and the comment of the key.
+        section: heading under which this option and those after it stand.
+        allowed: the allowed values in words; by default the words for the type.
+        convert: from what a user gives to what is kept. Raises GPPError for a value that is not allowed; without it a
+            value is checked against the type.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+    section: str
+    allowed: str
+    convert: Callable[[Any], Any] | None
+
+    def keep(self, value: Any) -> Any:
+        """The checked value in the form in which it is kept.
+
+        Raises:
+            ConfigError: the value is not allowed.
+        """
+        if self.convert is not None:
+            return self.convert(value)
+        if not conforms(value, self.kind):
+            raise refusal(self.name, value, self.allowed)
+        return value
+
+
+def refusal(name: str, value: object, allowed: str) -> ConfigError:
+    """The error for a value of an option that is not allowed."""
+    return ConfigError(f"strategy.{name} is {shown(value)}; it must be {allowed}.")
+
+
+def option(
+    default: Any, help: str, *, section: str = "", allowed: str = "", convert: Callable[[Any], Any] | None = None
+) -> Any:
+    """Define an option as the field of a dataclass; the arguments are those of `Option`."""
+    definition = {"help": help, "section": section, "allowed": allowed, "convert": convert}
+    return field(default=default, metadata=definition)
+
+
+def options_of(owner: type) -> tuple[Option, ...]:
+    """The options that a dataclass defines, in its order."""
+    kinds = get_type_hints(owner, include_extras=True)
+    return tuple(
+        _definition(entry.name, kinds[entry.name], entry.default, entry.metadata)
+        for entry in fields(owner)
+        if "help" in entry.metadata
+    )
+
+
+def _definition(name: str, kind: Any, default: Any, metadata: Mapping[str, Any]) -> Option:
+    kind = _given(kind)
+    return Option(**{"name": name, "kind": kind, "default": default, **metadata, "allowed": _allowed(kind, metadata)})
+
+
+def _given(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is Converted else kind
+
+
+def _allowed(kind: Any, metadata: Mapping[str, Any]) -> str:
+    return str(metadata["allowed"] or in_words(kind))
+
+
+def settle(instance: object) -> None:
+    """Check all options of a new instance, and convert them to the forms in which they are kept.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+    for definition in options_of(type(instance)):
+        object.__setattr__(instance, definition.name, definition.keep(getattr(instance, definition.name)))
+
+
+def in_words(kind: Any) -> str:
+    """The values that a type allows, for messages and documentation: `"mean" | "sum"` is "one of 'mean', 'sum'"."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return ", or ".join(in_words(argument) for argument in arguments)
+    if origin is Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(repr, arguments))
+    if hasattr(kind, "__metadata__"):
+        return " ".join([in_words(arguments[0]), *map(_bound, kind.__metadata__)])
+    return _WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")
+
+
+_WORDS: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    Sequence[str]: "a list of text",
+}
+
+
+def _bound(bound: Ge | Gt) -> str:
+    return f">= {bound.ge}" if isinstance(bound, Ge) else f"> {bound.gt}"
+
+
+def takes_fields_of(
+    made: Callable[Arguments, Made],
+) -> Callable[[Callable[[Self, Made], None]], Callable[Concatenate[Self, Arguments], None]]:
+    """Turn `__init__(self, options)` into one with the fields of a dataclass as its arguments.
+
+    Type checkers, editors and `inspect.signature` see the arguments with their types and defaults.
+    """
+
+    def decorate(init: Callable[[Self, Made], None]) -> Callable[Concatenate[Self, Arguments], None]:
+        @wraps(init)
+        def constructor(self: Self, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+            init(self, made(*args, **kwargs))
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [own, *_parameters(made)]
+        constructor.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+        return constructor
+
+    return decorate
+
+
+def _parameters(made: Any) -> list[inspect.Parameter]:
+    kinds = get_type_hints(made)
+    parameters = inspect.signature(made).parameters.values()
+    return [parameter.replace(annotation=_given(kinds[parameter.name])) for parameter in parameters]
+
+
+def documents(owner: type) -> Callable[[type[Made]], type[Made]]:
+    """Add the options of `owner` to the docstring of a class that takes them, as its arguments."""
+
+    def decorate(documented: type[Made]) -> type[Made]:
+        text, raises, errors = (inspect.getdoc(documented) or "").partition("Raises:")
+        documented.__doc__ = f"{text}{arguments_text(owner)}\n\n{raises}{errors}"
+        return documented
+
+    return decorate
+
+
+def arguments_text(owner: type, width: int = 116) -> str:
+    """The section `Args` of a docstring, with all options of a dataclass."""
+    wrapped = (
+        textwrap.fill(
+            f"{definition.name}: {definition.help}",
+            width,
+            initial_indent=" " * 4,
+            subsequent_indent=" " * 8,
+            break_on_hyphens=False,
+        )
+        for definition in options_of(owner)
+    )
+    return "\n".join(["Args:", *wrapped])

@@ -1,0 +1,121 @@
+"""Options that are kept in another form than they are given, or whose allowed values are registered at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from lightning_gpp.cluster import CLUSTERS, Cluster, cluster_of, load
+from lightning_gpp.cluster.names import did_you_mean
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.option import refusal
+from lightning_gpp.plan import Plan
+from lightning_gpp.planning import partitioner_names
+from lightning_gpp.planning.assignment.placement import KEYS, Placement, read
+from lightning_gpp.schedules.registry import schedule_names
+
+AUTO: Final = "auto"
+"""The name of the schedule that leaves the choice to the planner: the fastest one that fits."""
+
+ClusterSpec: TypeAlias = Cluster | Mapping[str, Any] | str | Path | None
+"""A cluster, the settings of one, the name of a preset, or the path of a YAML file; None is the present machine."""
+
+_YEAR: Final = 365 * 24 * 3600
+
+
+def loaded_plan(plan: Any) -> Plan | None:
+    """The plan itself, or the one in a file.
+
+    Raises:
+        ConfigError: it is neither.
+        PlanError: the file cannot be read, or holds no plan.
+    """
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, str | Path):
+        return Plan.load(plan)
+    raise refusal("plan", plan, "a Plan, the path of a saved one, or null")
+
+
+def cluster_given(cluster: Any) -> Cluster | str | None:
+    """The cluster, or the name of a preset, whose number of nodes the job will tell.
+
+    Raises:
+        ConfigError: there is no such preset or file, or the settings are wrong.
+    """
+    if cluster is None or isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, Mapping):
+        return cluster_of(cluster)
+    name = str(cluster)
+    if name in CLUSTERS:
+        return name
+    if Path(name).suffix in (".yaml", ".yml"):
+        return load(name)
+    raise ConfigError(
+        f"strategy.cluster={name!r} is neither the name of a cluster nor a YAML file.{did_you_mean(name, CLUSTERS)}"
+    )
+
+
+def stages_given(stages: Any) -> Placement | None:
+    """The stages themselves, once they have been read.
+
+    Raises:
+        ConfigError: they are in none of the forms.
+    """
+    if stages is None:
+        return None
+    if isinstance(stages, str) or not isinstance(stages, Mapping | Sequence):
+        raise refusal("stages", stages, "a mapping from module path to stage number, a list of stages, or null")
+    read(without_inputs(stages))
+    return stages
+
+
+def without_inputs(stages: Placement) -> Placement:
+    """The stages without the edges that the user may have declared."""
+    if isinstance(stages, Mapping):
+        return stages
+    return [{key: value for key, value in _mapping(entry).items() if key != "inputs"} for entry in stages]
+
+
+def _mapping(entry: Any) -> Mapping[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"strategy.stages: {entry!r} is not a mapping with the keys {', '.join(KEYS)}, inputs.")
+    return entry
+
+
+def schedule_given(name: Any) -> str | None:
+    """The name of a registered schedule, "auto", or None."""
+    return None if name is None else _registered("schedule", name, (AUTO, *schedule_names()), "schedules")
+
+
+def partitioner_given(name: Any) -> str:
+    """The name of a registered partitioner."""
+    return _registered("partitioner", name, partitioner_names(), "planning")
+
+
+def _registered(option: str, name: Any, names: Sequence[str], package: str) -> str:
+    if isinstance(name, str) and name in names:
+        return name
+    raise refusal(
+        option,
+        name,
+        f"one of {', '.join(names)}; or add your own with @lightning_gpp.{package}.register(...) before the trainer "
+        "starts",
+    )
+
+
+def duration(option: str) -> Callable[[Any], timedelta]:
+    """The conversion of an option that is given in seconds or as a timedelta, and is not zero."""
+
+    def convert(value: Any) -> timedelta:
+        if isinstance(value, bool) or not isinstance(value, int | float | timedelta):
+            raise ConfigError(f"strategy.{option} is {value!r}; give seconds as a number, or a datetime.timedelta.")
+        seconds = value.total_seconds() if isinstance(value, timedelta) else value
+        if not 0 < seconds <= _YEAR:
+            raise refusal(option, value, f"more than 0 seconds, and at most a year ({_YEAR} seconds)")
+        return timedelta(seconds=seconds)
+
+    return convert

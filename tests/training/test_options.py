@@ -1,0 +1,111 @@
+"""An option is defined once: arguments, their documentation, types of the configuration and checks follow from it."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from datetime import timedelta
+from typing import Annotated, Any, Literal
+
+import pytest
+from annotated_types import Ge, Gt
+
+from lightning_gpp import ConfigError, GPPStrategy
+from lightning_gpp.cli.schema import key_type
+from lightning_gpp.cluster import Cluster, preset
+from lightning_gpp.option import in_words, options_of
+from lightning_gpp.plan import Plan
+from lightning_gpp.training.options import Options
+
+
+def test_every_field_is_an_option_with_a_help_text_and_a_default_that_it_accepts() -> None:
+    options = options_of(Options)
+    assert [definition.name for definition in options] == [field.name for field in fields(Options)]
+    for definition in options:
+        assert definition.help.endswith(".")
+        definition.keep(definition.default)
+
+
+def test_options_are_the_arguments_of_the_strategy_and_stand_in_its_documentation() -> None:
+    parameters = inspect.signature(GPPStrategy).parameters
+    for definition in options_of(Options):
+        assert parameters[definition.name].default == definition.default
+        assert f"    {definition.name}: {definition.help.split()[0]}" in str(GPPStrategy.__doc__)
+    assert parameters["timeout"].annotation == float | timedelta
+    assert parameters["schedule"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_what_is_given_is_kept_in_one_form() -> None:
+    options = GPPStrategy(timeout=5, failure_timeout=timedelta(seconds=7), cluster={"preset": "summit"}).options
+    assert (options.timeout, options.failure_timeout) == (timedelta(seconds=5), timedelta(seconds=7))
+    assert options.cluster == preset("summit")
+    assert replace(options, schedule="gpipe").timeout == timedelta(seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trace": "yes"}, "strategy.trace is 'yes'; it must be true or false"),
+        ({"chain_baseline": 1}, "strategy.chain_baseline is 1; it must be true or false"),
+        ({"seed": 1.5}, "strategy.seed is 1.5; it must be a whole number, or null"),
+        ({"num_pipelines": True}, "strategy.num_pipelines is True; it must be a whole number >= 1, or null"),
+        ({"process_group_backend": 3}, "strategy.process_group_backend is 3; it must be text, or null"),
+        ({"plan": 3}, "strategy.plan is 3; it must be a Plan, the path of a saved one, or null"),
+        ({"stages": 3}, "strategy.stages is 3; it must be a mapping from module path"),
+        ({"cluster": 3}, "strategy.cluster='3' is neither the name of a cluster nor a YAML file"),
+        ({"partitioner": ["auto"]}, r"strategy.partitioner is \['auto'\]; it must be one of auto, "),
+        ({"search_seconds": float("nan")}, "strategy.search_seconds is nan; it must be more than 0 seconds"),
+        ({"timeout": float("nan")}, "strategy.timeout is nan; it must be more than 0 seconds"),
+        ({"failure_timeout": float("inf")}, "strategy.failure_timeout is inf; .* at most a year"),
+        ({"slices": []}, r"strategy.slices is \[\]; it must be a whole number >= 1, or the tokens"),
+        ({"recompute": "x" * 1000}, r"strategy.recompute is 'x{30,50}\.\.\.x+'; it must be true, false, a list"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_key_and_what_is_allowed(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GPPStrategy(**settings)
+
+
+def test_an_argument_that_does_not_exist() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shedule'"):
+        GPPStrategy(shedule="gpipe")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Annotated[int, Ge(1)] | None, "a whole number >= 1, or null"),
+        (Annotated[float, Gt(0)], "a number > 0"),
+        (Literal["mean", "sum"], "one of 'mean', 'sum'"),
+        (bool | Literal["auto"], "true or false, or 'auto'"),
+        (Sequence[str] | None, "a list of text, or null"),
+        (Plan | None, "a Plan, or null"),
+    ],
+)
+def test_allowed_values_follow_from_the_type(kind: Any, words: str) -> None:
+    assert in_words(kind) == words
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        (Annotated[int, Ge(1)] | None, int | None),
+        (Literal["mean", "sum"], str),
+        (float | timedelta, float),
+        (Plan | str | None, str | None),
+        (Cluster | dict[str, Any] | str | None, Any),
+        (bool | Literal["auto"], Any),
+        (bool, bool),
+    ],
+)
+def test_types_of_the_configuration_follow_from_the_type(kind: Any, key: Any) -> None:
+    assert key_type(kind) == key
+
+
+def test_options_load_neither_torch_nor_lightning_nor_hydra() -> None:
+    code = "import sys, lightning_gpp.training.options; print({'torch', 'lightning', 'hydra'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert found.strip() == "set()"
