@@ -1,4 +1,5 @@
 """All private names of torch and Lightning that this library uses, so that an upgrade has one place to look at.
 
-The two are apart because the runtime knows torch alone. Every name has a test in `tests/compat`.
+Only the strategy imports Lightning, so the names of torch and those of modules, which may be Lightning's, are apart.
+Every name has a test in `tests/compat`.
 """

@@ -113,16 +113,6 @@ def transferred(module: Any, batch: Any, device: torch.device) -> Any:
     return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
 
 
-def trainer_of(module: Any) -> Any:
-    """The trainer of a LightningModule, None if it has none; `module.trainer` raises then."""
-    return getattr(module, "_trainer", None)
-
-
-def set_trainer(module: Any, trainer: Any) -> None:
-    """Attach anything that stands in for a trainer; the public setter accepts trainers only."""
-    vars(module)["_trainer"] = trainer
-
-
 def layer_sync(strategy: Any) -> Any:
     """The plugin by which `Trainer(sync_batchnorm=True)` converts modules, or None."""
     return strategy._layer_sync

@@ -16,7 +16,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_gpp._compat.lightning import set_trainer, trainer_of
+from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
 from lightning_gpp._compat.torch import FakeTensorMode, autograd_function_calls, checkpoint_regions, pytree
 from lightning_gpp.capture.batch import map_samples
 from lightning_gpp.capture.isolate import isolated_copy

@@ -9,12 +9,11 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
-import lightning
 import torch
 import torchmetrics
 from torch import nn
@@ -25,10 +24,17 @@ from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import Context, ModuleCall, ModuleRef, Recorded, Recording, Ref, StateRef
 from lightning_gpp.errors import CaptureError
 
+
+def _folders(package: str) -> Sequence[str]:
+    """The folders of a package, which is not imported for it; none if it is not installed."""
+    spec = find_spec(package)
+    return (spec.submodule_search_locations if spec is not None else None) or ()
+
+
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero"}
+_PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_gpp")
 _LIBRARY = (
-    *(f"{Path(str(package.__file__)).parent}{os.sep}" for package in (torch, lightning, torchmetrics)),
-    f"{Path(__file__).parents[1]}{os.sep}",
+    *(f"{folder}{os.sep}" for package in _PACKAGES for folder in _folders(package)),
     str(contextlib.__file__),
     "<",
 )

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_gpp._compat import lightning as compat
+from lightning_gpp._compat import lightning_module
 from lightning_gpp.errors import ConfigError
 from tests.distributed import run_distributed
 
@@ -299,15 +300,15 @@ class StandIn:
 
 def test_trainer_of() -> None:
     module = Line()
-    assert compat.trainer_of(module) is None
-    assert compat.trainer_of(nn.Linear(1, 1)) is None
+    assert lightning_module.trainer_of(module) is None
+    assert lightning_module.trainer_of(nn.Linear(1, 1)) is None
     trainer = fit(module)
-    assert compat.trainer_of(module) is trainer
+    assert lightning_module.trainer_of(module) is trainer
 
 
 def test_set_trainer() -> None:
     module, stand_in = Line(), StandIn()
-    compat.set_trainer(module, stand_in)
+    lightning_module.set_trainer(module, stand_in)
     assert module.trainer is stand_in
 
 
