@@ -22,7 +22,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
-from lightning_gpp.capture import capture
+from lightning_gpp.capture import capture_step
 from lightning_gpp.plan import STEP
 from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
 from lightning_gpp.runtime import DistributedTransport, Executor, Mesh, pairs_of
@@ -114,7 +114,7 @@ def with_torch(rank: int) -> Result | None:
 
 def with_ours(rank: int) -> Result | None:
     model, batch = model_and_batch()
-    captured = capture(model, batch)
+    captured = capture_step(model, batch)
     drafts = [
         StageDraft(
             name=part, modules=(part,) if part != "head" else ("head", STEP), devices=(3 - i,), micro_batch_size=2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_gpp.capture import capture
+from lightning_gpp.capture import capture_step
 
 
 class Block(nn.Module):
@@ -64,7 +64,7 @@ def main() -> None:
         batch = torch.zeros(8, 2049, dtype=torch.long)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
-    captured = capture(module, batch)
+    captured = capture_step(module, batch)
     seconds = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     parameters = sum(parameter.numel() for parameter in module.parameters()) / 1e9

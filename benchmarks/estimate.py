@@ -29,8 +29,8 @@ from examples_by_name import EXAMPLES, model_and_batch
 from processes import load, run
 from saved_bytes import SavedBytes
 
-from lightning_gpp.capture import Capture, capture
-from lightning_gpp.cluster import Cluster, Device, preset
+from lightning_gpp.capture import Capture, capture_step
+from lightning_gpp.cluster import Cluster, Device, preset_cluster
 from lightning_gpp.costs.model import CostModel
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.measure.calibrate import calibrate
@@ -86,14 +86,14 @@ class Measured:
 
 def case_of(name: str, machine: Device) -> Case:
     model, batch = model_and_batch(name)
-    captured = capture(model, batch)
+    captured = capture_step(model, batch)
     plan = plan_of(name, captured)
     size = plan.stages[0].micro_batch_size
     with tempfile.TemporaryDirectory() as cache:
         sizes = (size, captured.batch_size)
         measured = measure_costs(captured, model, batch, device=machine, sizes=sizes, cache=cache)
     roofline = Roofline(captured.graph)
-    host = preset("cpu_host", num_devices=plan.num_devices)
+    host = preset_cluster("cpu_host", num_devices=plan.num_devices)
     here = replace(host, devices=(machine,) * plan.num_devices)
     sources: tuple[tuple[str, CostModel, Cluster], ...] = (
         ("roofline, preset", roofline, host),
@@ -134,7 +134,7 @@ class Runner:
     def __init__(self, rank: int, name: str) -> None:
         self.rank = rank
         self.model, self.batch = model_and_batch(name)
-        captured = capture(self.model, self.batch)
+        captured = capture_step(self.model, self.batch)
         self.plan, self.batch_size = plan_of(name, captured), captured.batch_size
         silence(self.model)
         self.pipeline: Pipeline = build(captured, self.plan, self.model)

@@ -32,8 +32,8 @@ from overhead import free_port
 
 import lightning_gpp
 from gpp_examples.two_tower import CaptionedDigits, TwoTower
-from lightning_gpp.capture import capture
-from lightning_gpp.cluster import preset
+from lightning_gpp.capture import capture_step
+from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.planning import Request, partition
 
 NUM_RANKS = 3
@@ -124,8 +124,8 @@ def step(rank: int, port: int, show_all: bool) -> None:
 def plan(show_all: bool) -> None:
     data = CaptionedDigits(batch_size=16)
     data.setup("fit")
-    captured = capture(TwoTower(), next(iter(data.train_dataloader())))
-    request = Request(cluster=preset("cpu_host", 1, NUM_RANKS), batch_size=captured.batch_size, seconds=2.0)
+    captured = capture_step(TwoTower(), next(iter(data.train_dataloader())))
+    request = Request(cluster=preset_cluster("cpu_host", 1, NUM_RANKS), batch_size=captured.batch_size, seconds=2.0)
     journey = Journey()
     with journey.counted():
         partition("auto", captured.graph, request)

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from processes import load, run
 from torch import Tensor, nn
 
-from lightning_gpp.capture import capture
-from lightning_gpp.cluster import preset
+from lightning_gpp.capture import capture_step
+from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.graph import Affine, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
@@ -106,10 +106,10 @@ def example(name: str, num_devices: int) -> Case:
     from examples_by_name import model_and_batch
 
     model, batch = model_and_batch(name)
-    graph = capture(model, batch)
+    graph = capture_step(model, batch)
     placement = [{"modules": modules} for modules in PLACEMENTS[name, num_devices]]
     plan = manual(graph.graph, placement, batch_size=graph.batch_size, num_micro_batches=NUM_MICRO_BATCHES)
-    cluster = preset("cpu_host", num_devices=num_devices)
+    cluster = preset_cluster("cpu_host", num_devices=num_devices)
     costs = estimate(graph.graph, plan, cluster, Roofline(graph.graph))
     plan = replace(plan, edges=tuple(replace(edge, bytes=MESSAGE_BYTES) for edge in plan.edges))
     return Case(name=name, plan=plan, costs=scaled(plan, costs))
@@ -132,7 +132,7 @@ def branches(num_devices: int, schedule: str) -> Case:
     edges = (*sources, *(Edge(src=src, dst=dst, bytes=MESSAGE_BYTES) for src, dst in pairs))
     plan = Plan(stages=stages, edges=edges, batch_size=NUM_MICRO_BATCHES, schedule=schedule)
     cost = StageCost(forward=Affine(0, SHORTEST_ACTION), backward=Affine(0, 2 * SHORTEST_ACTION))
-    cluster = preset("cpu_host", num_devices=num_devices)
+    cluster = preset_cluster("cpu_host", num_devices=num_devices)
     return Case(name="branches", plan=plan, costs=StageCosts(stages=(cost,) * num_devices, cluster=cluster))
 
 

@@ -1,9 +1,12 @@
-"""Graph pipeline parallelism for PyTorch Lightning: trains an unmodified, branching LightningModule in stages."""
+"""Graph pipeline parallelism for PyTorch Lightning: trains an unmodified, branching LightningModule in stages.
+
+The names below are the public interface, documented in `docs/api.md`; everything else is internal.
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_gpp import _registration
 from lightning_gpp.errors import (
@@ -14,52 +17,106 @@ from lightning_gpp.errors import (
     PeerFailure,
     PlanError,
     ScheduleError,
-    SelfCheckError,
-    ShapeError,
-    VerificationError,
 )
 
 if TYPE_CHECKING:
-    from lightning_gpp.capture import Capture
-    from lightning_gpp.plan import Edge, Plan, Stage
+    from lightning_gpp import sequence
+    from lightning_gpp.capture import Capture, capture_step
+    from lightning_gpp.cluster import Cluster, Device, Link, Node, load_cluster, preset_cluster
+    from lightning_gpp.graph import Affine, OperatorGraph
+    from lightning_gpp.plan import Edge, Figures, Plan, Stage
+    from lightning_gpp.planning import (
+        Answer,
+        Control,
+        Draft,
+        DraftStage,
+        Problem,
+        Request,
+        estimate,
+        partition,
+        register_partitioner,
+    )
+    from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, register_schedule
+    from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
     from lightning_gpp.strategy import GPPStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Action",
+    "Affine",
+    "Answer",
     "Capture",
     "CaptureError",
     "CheckpointError",
+    "Cluster",
     "ConfigError",
+    "Control",
+    "Device",
+    "Draft",
+    "DraftStage",
     "Edge",
+    "Figures",
     "GPPError",
     "GPPStrategy",
+    "Kind",
+    "Link",
+    "Node",
+    "OperatorGraph",
     "PeerFailure",
     "Plan",
     "PlanError",
+    "Problem",
+    "Request",
+    "Schedule",
     "ScheduleError",
-    "SelfCheckError",
-    "ShapeError",
     "Stage",
-    "VerificationError",
+    "StageCost",
+    "StageCosts",
+    "Timeline",
     "__version__",
+    "capture_step",
+    "compile_program",
+    "estimate",
+    "load_cluster",
+    "partition",
+    "preset_cluster",
+    "register_partitioner",
+    "register_schedule",
+    "sequence",
+    "simulate",
 ]
 
-_LAZY = {
-    "GPPStrategy": "lightning_gpp.strategy",
-    "Capture": "lightning_gpp.capture",
-    "Edge": "lightning_gpp.plan",
-    "Plan": "lightning_gpp.plan",
-    "Stage": "lightning_gpp.plan",
+_ORIGINS: Final = {
+    "capture": ("Capture", "capture_step"),
+    "cluster": ("Cluster", "Device", "Link", "Node", "load_cluster", "preset_cluster"),
+    "graph": ("Affine", "OperatorGraph"),
+    "plan": ("Edge", "Figures", "Plan", "Stage"),
+    "planning": (
+        *("Answer", "Control", "Draft", "DraftStage", "Problem", "Request"),
+        *("estimate", "partition", "register_partitioner"),
+    ),
+    "schedules": ("Action", "Kind", "Schedule", "compile_program", "register_schedule"),
+    "simulation": ("StageCost", "StageCosts", "Timeline", "simulate"),
+    "strategy": ("GPPStrategy",),
 }
-"""Loaded at first use, so that planning does not load torch, nor the runtime Lightning."""
+"""Names by the module they come from, which is loaded at their first use: planning does not load torch, and nothing but
+the strategy loads Lightning."""
+
+_MODULES: Final = {name: module for module, names in _ORIGINS.items() for name in names}
 
 _registration.register()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name == "sequence":
+        return importlib.import_module("lightning_gpp.sequence")
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
+    value = getattr(importlib.import_module(f"lightning_gpp.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

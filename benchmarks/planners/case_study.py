@@ -17,7 +17,7 @@ from benchmarks.planners.paper import BATCH_SIZES, HARDWARE, NUM_DEVICES
 from benchmarks.workloads import graph
 from benchmarks.workloads.recommendation import WIDTH, candle_uno
 from benchmarks.workloads.workload import Built
-from lightning_gpp.capture import capture
+from lightning_gpp.capture import capture_step
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem
 from lightning_gpp.schedules.warm_up import in_flight_samples
 
@@ -128,7 +128,7 @@ def in_flight() -> Iterator[str]:
 
 
 def _problem(built: Built, num_devices: int, batch_size: int) -> Problem:
-    return HARDWARE.problem(capture(*built).graph, num_devices, batch_size)
+    return HARDWARE.problem(capture_step(*built).graph, num_devices, batch_size)
 
 
 def _stage_of_candle(module: str) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import exp, inf, log
 
 from benchmarks.workloads import graph
-from lightning_gpp.cluster import Cluster, preset
+from lightning_gpp.cluster import Cluster, preset_cluster
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.graph import Affine, OperatorGraph
@@ -40,7 +40,7 @@ class Hardware:
 
     def cluster(self, num_devices: int) -> Cluster:
         """Nodes of four V100 of 16 GB."""
-        base = preset("summit", num_nodes=-(-num_devices // 4))
+        base = preset_cluster("summit", num_nodes=-(-num_devices // 4))
         device = replace(
             base.devices[0],
             peak_flops={"float32": self.flops},

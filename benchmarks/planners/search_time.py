@@ -22,7 +22,7 @@ from benchmarks.planners.common import problem_of, search, table, verdict
 from benchmarks.planners.paper import HARDWARE, LAYERS, SAMPLES_PER_DEVICE
 from benchmarks.planners.published import pipedream_in_loops, piper_in_loops
 from benchmarks.workloads import WORKLOADS, graph
-from lightning_gpp.cluster import preset
+from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.planning import Answer, Control, Found, Problem, Request, partition
 from lightning_gpp.planning.problem.registry import Partitioner, partitioner_of
 
@@ -164,7 +164,7 @@ def auto(options: Options) -> Iterator[str]:
         cluster, num_nodes, sizes = CLUSTERS[model]
         for batch_size in sizes:
             request = Request(
-                cluster=preset(cluster, num_nodes=num_nodes), batch_size=batch_size, seconds=options.seconds
+                cluster=preset_cluster(cluster, num_nodes=num_nodes), batch_size=batch_size, seconds=options.seconds
             )
             found = partition("auto", graph(model), request)
             gaps[model] = _search_gap(found)
@@ -198,7 +198,7 @@ def large(options: Options) -> Iterator[str]:
     """About 2,500 operators on 1,024 devices; memory is the peak of this whole process, torch included."""
     model, batch_size = "vision_audio_language", 8192
     num_operators = len(list(graph(model)))
-    request = Request(cluster=preset("dgx_h100", num_nodes=128), batch_size=batch_size, seconds=options.seconds)
+    request = Request(cluster=preset_cluster("dgx_h100", num_nodes=128), batch_size=batch_size, seconds=options.seconds)
     began = time.perf_counter()
     found = partition("auto", graph(model), request)
     total, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_gpp.capture import Capture, capture
+from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
@@ -104,7 +104,7 @@ def measure(rank: int, counts: Sequence[int], schedules: Sequence[str], micro_ba
     torch.manual_seed(0)
     model = Model()
     batch = (torch.randn(micro_batches, TOKENS, WIDTH), torch.randn(micro_batches, TOKENS, WIDTH))
-    captured = capture(model, batch)
+    captured = capture_step(model, batch)
     for block in model.blocks:
         block.awake = False
     if rank == 0:

@@ -16,7 +16,7 @@ from benchmarks.workloads.recommendation import candle_uno, dlrm
 from benchmarks.workloads.transformers import case_study, mmt
 from benchmarks.workloads.unet import unet
 from benchmarks.workloads.workload import Built, Workload
-from lightning_gpp.capture import capture
+from lightning_gpp.capture import capture_step
 from lightning_gpp.graph import OperatorGraph
 
 __all__ = ["WORKLOADS", "Built", "Workload", "build", "graph"]
@@ -46,4 +46,4 @@ def build(name: str) -> Built:
 @cache
 def graph(name: str) -> OperatorGraph:
     """The operators of a workload's training step; the same object every time, so leave it as it is."""
-    return capture(*build(name)).graph
+    return capture_step(*build(name)).graph

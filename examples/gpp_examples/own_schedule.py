@@ -9,7 +9,7 @@ On the command line, import it in the module of your LightningModule, and say `s
 from __future__ import annotations
 
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules import Action, Kind, register
+from lightning_gpp.schedules import Action, Kind, register_schedule
 
 # Two stages in a chain, three micro-batches.
 #
@@ -18,7 +18,7 @@ from lightning_gpp.schedules import Action, Kind, register
 #   stage 1      F0  F1  F2  B2  B1  B0
 
 
-@register("last_first")
+@register_schedule("last_first")
 def last_first(plan: Plan, batch_size: int) -> dict[int, tuple[Action, ...]]:
     """For every stage the order of its forwards and backwards; several stages of a device are interleaved for us."""
     return {stage: _order(stage, len(plan.intervals(stage, batch_size))) for stage in range(len(plan.stages))}

@@ -1,6 +1,6 @@
 """What a step computes: a recording of it on fake tensors, as a graph of operators."""
 
 from lightning_gpp.capture.batch import batch_size_of, slice_batch
-from lightning_gpp.capture.captured import Capture, capture
+from lightning_gpp.capture.captured import Capture, capture_step
 
-__all__ = ["Capture", "batch_size_of", "capture", "slice_batch"]
+__all__ = ["Capture", "batch_size_of", "capture_step", "slice_batch"]

@@ -46,7 +46,7 @@ class Capture:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def capture(
+def capture_step(
     module: nn.Module,
     batch: Any,
     *,

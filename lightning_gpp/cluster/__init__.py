@@ -5,8 +5,8 @@ from __future__ import annotations
 from lightning_gpp.cluster.cluster import Cluster, Level, Node, Port
 from lightning_gpp.cluster.device import Device
 from lightning_gpp.cluster.link import Link
-from lightning_gpp.cluster.load import cluster_of, load
-from lightning_gpp.cluster.presets import CLUSTERS, DEVICES, Machine, preset
+from lightning_gpp.cluster.load import cluster_of, load_cluster
+from lightning_gpp.cluster.presets import CLUSTERS, DEVICES, Machine, preset_cluster
 
 __all__ = [
     "CLUSTERS",
@@ -19,6 +19,6 @@ __all__ = [
     "Node",
     "Port",
     "cluster_of",
-    "load",
-    "preset",
+    "load_cluster",
+    "preset_cluster",
 ]

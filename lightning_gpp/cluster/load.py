@@ -27,7 +27,7 @@ from lightning_gpp.cluster.cluster import Cluster, Node
 from lightning_gpp.cluster.device import Device
 from lightning_gpp.cluster.link import Link
 from lightning_gpp.cluster.names import check_keys, one_of
-from lightning_gpp.cluster.presets import DEVICES, check_counts, first, preset
+from lightning_gpp.cluster.presets import DEVICES, check_counts, first, preset_cluster
 from lightning_gpp.errors import ConfigError
 
 Settings: TypeAlias = Mapping[str, Any]
@@ -40,7 +40,7 @@ _OF_DEVICE: Final = tuple(field.name for field in fields(Device))
 _TEXTS: Final = ("name", "source")
 
 
-def load(path: str | Path) -> Cluster:
+def load_cluster(path: str | Path) -> Cluster:
     """The cluster that a YAML file describes; without a `name`, it is called as the file is.
 
     Raises:
@@ -71,7 +71,7 @@ def cluster_of(settings: Settings) -> Cluster:
     num_devices = None if num_devices is None else _integer(num_devices, "cluster.num_devices")
     check_counts(num_nodes, num_devices)
     if "preset" in settings:
-        return preset(settings["preset"], num_nodes, num_devices)
+        return preset_cluster(settings["preset"], num_nodes, num_devices)
     cluster = _written_out(settings, num_nodes)
     return cluster if num_devices is None else first(cluster, num_devices)
 

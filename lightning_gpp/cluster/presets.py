@@ -218,7 +218,7 @@ _MACHINES: Final = (
 CLUSTERS: Final[dict[str, Machine]] = {machine.name: machine for machine in _MACHINES}
 
 
-def preset(name: str, num_nodes: int = 1, num_devices: int | None = None) -> Cluster:
+def preset_cluster(name: str, num_nodes: int = 1, num_devices: int | None = None) -> Cluster:
     """The cluster of this name with `num_nodes` nodes, or only the first `num_devices` devices of it.
 
     A host with CPUs has as many devices (processes) as asked for; spread evenly over its nodes.

@@ -14,7 +14,7 @@ from lightning_gpp.planning.problem.answer import Alternative, Answer, Control
 from lightning_gpp.planning.problem.draft import Draft, DraftStage
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.registry import partitioner_names, register
+from lightning_gpp.planning.problem.registry import partitioner_names, register_partitioner
 from lightning_gpp.planning.request import Request
 
 __all__ = [
@@ -36,5 +36,5 @@ __all__ = [
     "number_devices",
     "partition",
     "partitioner_names",
-    "register",
+    "register_partitioner",
 ]

@@ -22,7 +22,7 @@ from lightning_gpp.schedules import zero_bubble as _zero_bubble  # noqa: F401  r
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.lowering import lower
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
-from lightning_gpp.schedules.registry import flights, in_flight, make_schedule, register, schedule_names
+from lightning_gpp.schedules.registry import flights, in_flight, make_schedule, register_schedule, schedule_names
 from lightning_gpp.schedules.verifier import stands_at_meetings, verify
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
     "in_flight",
     "lower",
     "make_schedule",
-    "register",
+    "register_schedule",
     "schedule_names",
     "verify",
 ]

@@ -19,7 +19,7 @@ from lightning_gpp.schedules.fixed_order import FixedOrder, in_order
 from lightning_gpp.schedules.list_scheduling import SLACK
 from lightning_gpp.schedules.local_search import improved
 from lightning_gpp.schedules.memory import limits_of, peaks_of
-from lightning_gpp.schedules.registry import orders_of, register
+from lightning_gpp.schedules.registry import orders_of, register_schedule
 from lightning_gpp.schedules.work import Work, work_of
 
 BEGINNINGS: Final = ("1f1b", "zb_h1", "zb_h2", "zero_bubble", "layerpipe", "interleaved", "breadth_first")
@@ -41,7 +41,7 @@ PLAYED: Final = 30_000
 #   stage 2          F0  I0  W0  F1  I1  W1  F2  I2  W2      F3  I3  W3
 
 
-@register("adaptive")
+@register_schedule("adaptive")
 def adaptive(plan: Plan, batch_size: int) -> Schedule:
     """The shortest order that keeps to the plan's memory, or to what 1F1B needs where that is not known."""
     work = work_of(plan, batch_size)

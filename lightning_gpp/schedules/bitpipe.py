@@ -16,7 +16,7 @@ from __future__ import annotations
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Schedule
 from lightning_gpp.schedules.bidirectional import bidirectional_order
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 
 # A chain of four stages on two devices, two micro-batches. Micro-batch 0 goes to device 1 and back, micro-batch 1 to
 # device 0 and back. `2F0` is the forward of stage 2; a backward takes two units.
@@ -26,7 +26,7 @@ from lightning_gpp.schedules.registry import register
 #   device 1   0F1 1F0 2F0 3F1 3B1---- 2B0---- 1B0---- 0B1----
 
 
-@register("bitpipe", placement="zigzag", stages_per_device=2, bidirectional=True)
+@register_schedule("bitpipe", placement="zigzag", stages_per_device=2, bidirectional=True)
 def bitpipe(plan: Plan, batch_size: int) -> Schedule:
     """The order of Chimera over stages that are folded forth and back."""
     return bidirectional_order(plan, batch_size)

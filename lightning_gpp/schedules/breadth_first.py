@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.modulo_slots import line
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 
 # A chain of four stages on two devices, 0 and 2 on the first, 1 and 3 on the second; four micro-batches. `2F1` is the
 # forward of micro-batch 1 in stage 2.
@@ -17,7 +17,7 @@ from lightning_gpp.schedules.registry import register
 #   device 1       1F0  1F1  1F2  1F3  3F0  3F1  3F2  3F3  3B0  3B1  3B2  3B3  1B0  1B1  1B2  1B3
 
 
-@register("breadth_first", stages_per_device=2)
+@register_schedule("breadth_first", stages_per_device=2)
 def breadth_first(plan: Plan, batch_size: int) -> Schedule:
     """All forwards of a device stage by stage, the farthest from the sink first, then all backwards the other way.
 

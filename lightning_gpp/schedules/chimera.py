@@ -18,7 +18,7 @@ from __future__ import annotations
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Schedule
 from lightning_gpp.schedules.bidirectional import bidirectional_order
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 
 # A chain of four stages, four micro-batches. Even ones run from device 0 to device 3, odd ones (') from 3 to 0, so
 # device 0 holds stage 0 of the even ones and stage 3 of the odd ones. A backward takes two units.
@@ -30,7 +30,7 @@ from lightning_gpp.schedules.registry import register
 #   device 3   F1' F3'     F0  B0----- F2  B2-----     B1'----         B3'----
 
 
-@register("chimera", bidirectional=True)
+@register_schedule("chimera", bidirectional=True)
 def chimera(plan: Plan, batch_size: int) -> Schedule:
     """Forwards and backwards of both pipelines, so that each fills the gaps of the other."""
     return bidirectional_order(plan, batch_size)

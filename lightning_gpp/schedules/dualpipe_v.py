@@ -8,7 +8,7 @@ from __future__ import annotations
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Schedule
 from lightning_gpp.schedules.nominal_times import actions, by_due_times
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.template import Template, numbered
 from lightning_gpp.schedules.work import work_of
 
@@ -19,7 +19,7 @@ from lightning_gpp.schedules.work import work_of
 #   device 1      F0  f0  F1  f1  F2  b0      f2  B0      F3  b1      f3  B1      b2      B2      i3  I3  w3  W3
 
 
-@register("dualpipe_v", placement="zigzag", stages_per_device=2)
+@register_schedule("dualpipe_v", placement="zigzag", stages_per_device=2)
 def dualpipe_v(plan: Plan, batch_size: int) -> Schedule:
     """The published order; backwards are split only where a device would wait otherwise, at both ends.
 

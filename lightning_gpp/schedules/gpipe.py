@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.device_orders import StageOrders
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 
 # Two arms 0 and 1 that join in 2, four micro-batches; each stage on its own device. The arms work at the same time.
 #
@@ -15,7 +15,7 @@ from lightning_gpp.schedules.registry import register
 #   stage 2      F0  F1  F2  F3  B0  B1  B2  B3
 
 
-@register("gpipe")
+@register_schedule("gpipe")
 def gpipe(plan: Plan, batch_size: int) -> StageOrders:
     """All forwards, then all backwards, on every stage. Keeps every micro-batch in flight.
 

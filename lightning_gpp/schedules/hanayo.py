@@ -9,7 +9,7 @@ from __future__ import annotations
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.device_orders import Orders
 from lightning_gpp.schedules.one_f_one_b import one_f_one_b
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 
 # A chain of four stages on two devices, 0 and 3 on the first, 1 and 2 on the second: one wave; four micro-batches.
 # `2F1` is the forward of micro-batch 1 in stage 2.
@@ -19,7 +19,7 @@ from lightning_gpp.schedules.registry import register
 #   device 1       1F0  2F0  1F1  2F1  2B0  1F2  1B0  2F2  2B1  1F3  1B1  2F3  2B2  1B2  2B3  1B3
 
 
-@register("hanayo", placement="zigzag", stages_per_device=2)
+@register_schedule("hanayo", placement="zigzag", stages_per_device=2)
 def hanayo(plan: Plan, batch_size: int) -> Orders:
     """The waves come from the placement: each stage runs 1F1B by its depth, and where a device could run several
     actions it takes a backward first, then the forward that is nearest to the sink. More waves shorten the bubble; with

@@ -16,7 +16,7 @@ from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.device_orders import Orders
 from lightning_gpp.schedules.modulo_slots import backward_slots, forward_slots, line, period
 from lightning_gpp.schedules.one_f_one_b import one_f_one_b
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 
 # A chain of four stages on two devices, 0 and 2 on the first, 1 and 3 on the second; four micro-batches in two groups.
 # `2F1` is the forward of micro-batch 1 in stage 2.
@@ -26,7 +26,7 @@ from lightning_gpp.schedules.registry import register
 #   device 1       1F0  1F1  3F0  3B0  3F1  3B1  1F2  1B0  1F3  1B1  3F2  3B2  3F3  3B3  1B2  1B3
 
 
-@register("interleaved", stages_per_device=2)
+@register_schedule("interleaved", stages_per_device=2)
 def interleaved(plan: Plan, batch_size: int) -> Orders:
     """Forwards and backwards in turn on every device, after a warm-up; with one stage per device this is 1F1B."""
     devices = range(plan.num_devices)

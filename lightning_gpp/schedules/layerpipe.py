@@ -14,7 +14,7 @@ from typing import Final
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Schedule
 from lightning_gpp.schedules.bubble_filling import Preference, fill, forwards_ahead
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.work import work_of
 
 DISTANCE: Final = 2
@@ -30,7 +30,7 @@ DISTANCE: Final = 2
 #   stage 2          F0  I0  F1  I1  F2  I2  F3  I3  F4  I4  W0  W1  W2  W3  W4
 
 
-@register("layerpipe")
+@register_schedule("layerpipe")
 def layerpipe(plan: Plan, batch_size: int) -> Schedule:
     """A multiprocessor schedule: each device takes gradients of inputs, then forwards, and never idles with W to do.
 

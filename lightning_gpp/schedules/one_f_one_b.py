@@ -14,7 +14,7 @@ from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.alternating import alternating
 from lightning_gpp.schedules.deadlock_free import without_deadlock
 from lightning_gpp.schedules.device_orders import StageOrders
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.seq_1f1b import in_slices
 from lightning_gpp.schedules.warm_up import in_flight_samples
 from lightning_gpp.slices import is_sliced
@@ -29,7 +29,7 @@ from lightning_gpp.slices import is_sliced
 #   stage 3          F0  B0  F1  B1  F2  B2  F3  B3
 
 
-@register("1f1b")
+@register_schedule("1f1b")
 def one_f_one_b(plan: Plan, batch_size: int) -> StageOrders:
     """Warm-up forwards, then one backward and one forward in turn, then the remaining backwards, on every stage."""
     if is_sliced(plan):

@@ -40,7 +40,7 @@ class Method:
 _METHODS: Final[dict[str, Method]] = {}
 
 
-def register(
+def register_schedule(
     name: str, *, placement: str = "looped", stages_per_device: int = 1, bidirectional: bool = False
 ) -> Callable[[Generator], Generator]:
     """Make a generator of orders available as `strategy.schedule=name`; the other arguments are those of `Method`.
@@ -144,7 +144,7 @@ def method_of(name: str) -> Method:
         allowed = ", ".join(schedule_names())
         raise ScheduleError(
             f"strategy.schedule={name!r} is not a schedule. Choose one of: {allowed}; or add your own with "
-            "@lightning_gpp.schedules.register(...) before the trainer starts."
+            "@lightning_gpp.register_schedule(...) before the trainer starts."
         ) from None
 
 

@@ -10,7 +10,7 @@ from typing import Final
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Schedule
 from lightning_gpp.schedules.building_blocks import Block, squeezed_blocks
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.v_min import V_MIN
 
 V_HALF: Final = Block(forward=(2, 1), backward=(1, 2), gaps=(0, 3))
@@ -24,7 +24,7 @@ V_HALF: Final = Block(forward=(2, 1), backward=(1, 2), gaps=(0, 3))
 #   device 2                   F   f                           i       I
 
 
-@register("v_half", placement="zigzag", stages_per_device=2)
+@register_schedule("v_half", placement="zigzag", stages_per_device=2)
 def v_half(plan: Plan, batch_size: int) -> Schedule:
     """The squeezed block; V-Min where `plan.memory_bytes` has no room for it."""
     return squeezed_blocks(plan, batch_size, (V_HALF, V_MIN))

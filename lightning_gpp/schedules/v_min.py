@@ -10,7 +10,7 @@ from typing import Final
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Schedule
 from lightning_gpp.schedules.building_blocks import Block, squeezed_blocks
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 
 V_MIN: Final = Block(forward=(1, 1), backward=(1, 1), gaps=(0, 2, 4))
 """1 + 1 cells per stage either way: 2/6 of the memory of 1F1B, and (p + 4) // 3 micro-batches with p devices."""
@@ -22,7 +22,7 @@ V_MIN: Final = Block(forward=(1, 1), backward=(1, 1), gaps=(0, 2, 4))
 #   device 1       F   f           i   I
 
 
-@register("v_min", placement="zigzag", stages_per_device=2)
+@register_schedule("v_min", placement="zigzag", stages_per_device=2)
 def v_min(plan: Plan, batch_size: int) -> Schedule:
     """The squeezed block, the least memory of all schedules of a V. Uneven times cost it more than others."""
     return squeezed_blocks(plan, batch_size, (V_MIN,))

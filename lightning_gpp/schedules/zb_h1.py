@@ -8,7 +8,7 @@ from __future__ import annotations
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.device_orders import StageOrders
 from lightning_gpp.schedules.handcrafted import split_orders
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 
 # A chain of three stages, five micro-batches. Every stage keeps up to three of them, the last one two for W only.
 #
@@ -18,7 +18,7 @@ from lightning_gpp.schedules.registry import register
 #   stage 2          F0  I0  F1  I1  F2  I2  W0  F3  I3  W1  F4  I4  W2  W3  W4
 
 
-@register("zb_h1")
+@register_schedule("zb_h1")
 def zb_h1(plan: Plan, batch_size: int) -> StageOrders:
     """1F1B with W later, by as many micro-batches as the stage has fewer in flight than the deepest one.
 

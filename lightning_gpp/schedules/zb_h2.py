@@ -8,7 +8,7 @@ from __future__ import annotations
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.device_orders import StageOrders
 from lightning_gpp.schedules.handcrafted import split_orders
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 
 # A chain of three stages, six micro-batches. Stages start and stop at different times, but none waits in between.
 #
@@ -18,7 +18,7 @@ from lightning_gpp.schedules.registry import register
 #   stage 2          F0  I0  F1  I1  F2  I2  F3  I3  F4  I4  W0  F5  I5  W1  W2  W3  W4  W5
 
 
-@register("zb_h2")
+@register_schedule("zb_h2")
 def zb_h2(plan: Plan, batch_size: int) -> StageOrders:
     """A warm-up of 2d - 1 micro-batches on a stage of depth d, and W so late that every stage keeps the same number.
 

@@ -13,7 +13,7 @@ from lightning_gpp.schedules.building_blocks import squeezed_blocks
 from lightning_gpp.schedules.compaction import compact, compacted, fastest
 from lightning_gpp.schedules.memory import fits, peaks_of, rooms
 from lightning_gpp.schedules.nominal_times import actions, by_due_times
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.template import Template, numbered
 from lightning_gpp.schedules.v_half import V_HALF
 from lightning_gpp.schedules.v_min import V_MIN
@@ -26,7 +26,7 @@ from lightning_gpp.schedules.work import work_of
 #   device 1      F0  f0  F1  f1  i0  w0  F2  I0  W0  f2  i1  w1  F3  I1  W1  f3  i2  w2  I2  i3  I3  W2  w3  W3
 
 
-@register("zbv", placement="zigzag", stages_per_device=2)
+@register_schedule("zbv", placement="zigzag", stages_per_device=2)
 def zbv(plan: Plan, batch_size: int) -> Schedule:
     """The published order, or that order squeezed with the plan's own times if it is faster; as much memory as 1F1B.
 

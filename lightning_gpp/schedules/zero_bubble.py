@@ -16,7 +16,7 @@ from typing import Final
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Kind, Schedule
 from lightning_gpp.schedules.bubble_filling import Preference, fill, forwards_ahead
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.seq_1f1b import lanes
 from lightning_gpp.schedules.task_graph import Task
 from lightning_gpp.schedules.work import Work, work_of
@@ -37,7 +37,7 @@ CHOICES: Final = ((False, True), (False, False), (True, False))
 #   stage 3          F0  I0  F1  I1  F2  I2  W0  F3  I3  W1  W2  W3
 
 
-@register("zero_bubble")
+@register_schedule("zero_bubble")
 def zero_bubble(plan: Plan, batch_size: int) -> Schedule:
     """The best of several runs of a clock that fills waits with gradients of parameters.
 

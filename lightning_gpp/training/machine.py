@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
-from lightning_gpp.cluster import CLUSTERS, Cluster, Node, preset
+from lightning_gpp.cluster import CLUSTERS, Cluster, Node, preset_cluster
 from lightning_gpp.costs.footprint import OPTIMIZER_STATES, PRECISIONS, Footprint
 from lightning_gpp.costs.model import CostModel
 from lightning_gpp.errors import ConfigError
@@ -49,7 +49,7 @@ def resolved(cluster: Cluster | str | None, num_devices: int, num_nodes: int = 1
     if isinstance(cluster, str):
         machine = CLUSTERS[cluster]
         num_nodes = num_nodes if machine.any_count else -(-num_devices // machine.count)
-        return preset(cluster, num_nodes, num_devices)
+        return preset_cluster(cluster, num_nodes, num_devices)
     if num_devices > cluster.num_devices:
         raise ConfigError(
             f"The cluster {cluster.name!r} (strategy.cluster) has {cluster.num_devices} devices, the job needs "

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from lightning_gpp.cluster import CLUSTERS, Cluster, cluster_of, load
+from lightning_gpp.cluster import CLUSTERS, Cluster, cluster_of, load_cluster
 from lightning_gpp.cluster.names import did_you_mean
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.option import refusal
@@ -53,7 +53,7 @@ def cluster_given(cluster: Any) -> Cluster | str | None:
     if name in CLUSTERS:
         return name
     if Path(name).suffix in (".yaml", ".yml"):
-        return load(name)
+        return load_cluster(name)
     raise ConfigError(
         f"strategy.cluster={name!r} is neither the name of a cluster nor a YAML file.{did_you_mean(name, CLUSTERS)}"
     )
@@ -88,21 +88,21 @@ def _mapping(entry: Any) -> Mapping[str, Any]:
 
 def schedule_given(name: Any) -> str | None:
     """The name of a registered schedule, "auto", or None."""
-    return None if name is None else _registered("schedule", name, (AUTO, *schedule_names()), "schedules")
+    return None if name is None else _registered("schedule", name, (AUTO, *schedule_names()))
 
 
 def partitioner_given(name: Any) -> str:
     """The name of a registered partitioner."""
-    return _registered("partitioner", name, partitioner_names(), "planning")
+    return _registered("partitioner", name, partitioner_names())
 
 
-def _registered(option: str, name: Any, names: Sequence[str], package: str) -> str:
+def _registered(option: str, name: Any, names: Sequence[str]) -> str:
     if isinstance(name, str) and name in names:
         return name
     raise refusal(
         option,
         name,
-        f"one of {', '.join(names)}; or add your own with @lightning_gpp.{package}.register(...) before the trainer "
+        f"one of {', '.join(names)}; or add your own with @lightning_gpp.register_{option}(...) before the trainer "
         "starts",
     )
 

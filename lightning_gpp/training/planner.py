@@ -11,7 +11,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_gpp.capture import Capture, capture
+from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
@@ -58,7 +58,7 @@ def captured_step(
     stages = options.stages
     if is_declared(stages) and isinstance(stages, Sequence):
         return declare(module, batch, [dict(entry) for entry in stages], step=step)
-    captured = capture(module, batch, step=step, context=context, device=device)
+    captured = capture_step(module, batch, step=step, context=context, device=device)
     plan = known or options.plan
     slicing = options.slicing or (slicing_of(plan) if plan is not None else None)
     if slicing is None or step != TRAINING:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_gpp.capture import capture
+from lightning_gpp.capture import capture_step
 from lightning_gpp.errors import CaptureError, PlanError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
@@ -108,7 +108,7 @@ def test_declared_stages_equal_the_whole() -> None:
 
 def test_the_same_model_cannot_be_captured() -> None:
     with pytest.raises(CaptureError, match="declare the stages yourself"):
-        capture(TowersWithNorm().double(), zoo.batch())
+        capture_step(TowersWithNorm().double(), zoo.batch())
 
 
 @pytest.mark.parametrize(

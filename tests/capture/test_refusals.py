@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gpp.capture import capture
+from lightning_gpp.capture import capture_step
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.stages import build
 from tests.capture import zoo
@@ -147,7 +147,7 @@ REFUSED = [
 
 def _split(kind: type[Base]) -> None:
     module = kind().double()
-    captured = capture(module, zoo.batch())
+    captured = capture_step(module, zoo.batch())
     build(captured, chain_of(captured, kind.stages), module)
 
 
@@ -168,9 +168,9 @@ def test_whole_modules_may_read_what_they_like(kind: type[Base]) -> None:
     module = kind().double()
     if kind is Epoch:
         with pytest.raises(CaptureError):
-            capture(module, zoo.batch())
+            capture_step(module, zoo.batch())
         return
-    captured = capture(module, zoo.batch())
+    captured = capture_step(module, zoo.batch())
     build(captured, chain_of(captured, [[""]]), module)
 
 
@@ -187,7 +187,7 @@ class Scaled(Base):
 def test_an_argument_that_changed_is_noticed() -> None:
     module = Scaled().double()
     module.log = lambda *_: None
-    captured = capture(module, zoo.batch())
+    captured = capture_step(module, zoo.batch())
     plan = chain_of(captured, module.stages)
     split_gradients(module, captured, plan, zoo.batch())
     module.factor = 3.0
@@ -197,7 +197,7 @@ def test_an_argument_that_changed_is_noticed() -> None:
 
 def test_another_shape_is_noticed() -> None:
     module = zoo.SharedMask().double()
-    captured = capture(module, zoo.batch())
+    captured = capture_step(module, zoo.batch())
     plan = chain_of(captured, module.stages)
     batch: dict[str, Any] = zoo.batch()
     batch["mask"] = batch["mask"][:, :1]
@@ -212,14 +212,14 @@ class NoLoss(Base):
 
 def test_a_step_without_loss_is_refused() -> None:
     module = NoLoss().double()
-    captured = capture(module, zoo.batch())
+    captured = capture_step(module, zoo.batch())
     with pytest.raises(CaptureError, match="must return the loss as a scalar tensor.*NoneType"):
         split_gradients(module, captured, chain_of(captured, module.stages), zoo.batch())
 
 
 def test_no_training_step() -> None:
     with pytest.raises(CaptureError, match="Linear has no method 'training_step'"):
-        capture(nn.Linear(2, 2), zoo.batch())
+        capture_step(nn.Linear(2, 2), zoo.batch())
 
 
 class Window(Base):
@@ -234,7 +234,7 @@ class Window(Base):
 
 def test_a_decision_between_module_calls_is_noticed() -> None:
     module = Window().double()
-    captured = capture(module, zoo.batch())
+    captured = capture_step(module, zoo.batch())
     plan = chain_of(captured, module.stages)
     split_gradients(module, captured, plan, zoo.batch())
     module.window = True

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_gpp.capture import Capture, capture
+from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.graph import Affine
 
 
@@ -172,7 +172,7 @@ def said_kept(captured: Capture, num_samples: int) -> float:
 def test_networks(name: str) -> None:
     network, inputs = NETWORKS[name]
     model = Model(network())
-    captured = capture(model, (inputs(4), torch.zeros(4)))
+    captured = capture_step(model, (inputs(4), torch.zeros(4)))
     assert captured.graph["step"].saved_bytes == Affine()
     for num_samples in (1, 2, 5, 16):
         expected = really_kept(model, (inputs(num_samples), torch.zeros(num_samples)))
@@ -184,7 +184,7 @@ def test_networks(name: str) -> None:
 def test_losses(name: str) -> None:
     create, inputs, labels = LOSSES[name]
     model = create()
-    captured = capture(model, (inputs(4), labels(4)))
+    captured = capture_step(model, (inputs(4), labels(4)))
     assert captured.graph["step"].saved_bytes.at(8) > 0
     for num_samples in (1, 2, 5, 16):
         expected = really_kept(model, (inputs(num_samples), labels(num_samples)))
@@ -194,14 +194,14 @@ def test_losses(name: str) -> None:
 def test_a_metric_keeps_nothing() -> None:
     plain, logging = Model(nn.Linear(5, 7), F.cross_entropy), WithMetric(nn.Linear(5, 7))
     batch = numbers(5)(8), classes(7)(8)
-    captured = capture(logging, batch)
-    assert captured.graph["step"].saved_bytes == capture(plain, batch).graph["step"].saved_bytes
+    captured = capture_step(logging, batch)
+    assert captured.graph["step"].saved_bytes == capture_step(plain, batch).graph["step"].saved_bytes
     assert said_kept(captured, 8) == really_kept(logging, batch)
 
 
 def test_parts_of_one_projection_count_as_the_projection() -> None:
     """Once, by the operator that keeps the first part."""
-    graph = capture(Model(Attention()), (numbers(10, 16)(4), torch.zeros(4))).graph
+    graph = capture_step(Model(Attention()), (numbers(10, 16)(4), torch.zeros(4))).graph
     kept = {operator.target: operator.saved_bytes for operator in graph}
     projection, mixed, logsumexp = (Affine(4 * 10 * size) for size in (48, 16, 2))
     assert kept["scaled_dot_product_attention"] == projection + mixed + logsumexp
@@ -210,7 +210,7 @@ def test_parts_of_one_projection_count_as_the_projection() -> None:
 def test_evaluation_keeps_nothing() -> None:
     model = Model(nn.Linear(5, 7), F.cross_entropy)
     model.validation_step = model.training_step  # type: ignore[method-assign]
-    captured = capture(model, (numbers(5)(4), classes(7)(4)), step="validation_step")
+    captured = capture_step(model, (numbers(5)(4), classes(7)(4)), step="validation_step")
     assert said_kept(captured, 8) == 0
 
 
@@ -228,7 +228,7 @@ class Towers(L.LightningModule):
 
 def test_slices_of_the_batch_count_as_they_are_sent() -> None:
     """Stages get copies of the slices, not the memory of the batch."""
-    graph = capture(Towers(), torch.rand(4, 12)).graph
+    graph = capture_step(Towers(), torch.rand(4, 12)).graph
     kept = [operator.saved_bytes for operator in graph if operator.target == "linear"]
     assert kept == [Affine(4 * 3), Affine(4 * 8)]
     assert graph["step"].saved_bytes == Affine(4 + 4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_gpp.capture import capture
+from lightning_gpp.capture import capture_step
 from lightning_gpp.runtime import Mesh
 from lightning_gpp.runtime.sharding import ShardedStages
 from lightning_gpp.stages import build
@@ -29,7 +29,7 @@ def _error(kind: type[zoo.Base], mesh: Mesh) -> tuple[float, int]:
     for owner in module.modules():
         if hasattr(owner, "log_dict"):
             vars(owner)["log"] = lambda *_, **__: None
-    captured = capture(module, zoo.batch())
+    captured = capture_step(module, zoo.batch())
     plan = chain_of(captured, kind.stages, 3)
     loss, reference = whole_gradients(module, plan, zoo.batch())
     parameters = dict(module.named_parameters())

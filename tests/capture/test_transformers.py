@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_gpp.capture import capture
+from lightning_gpp.capture import capture_step
 from tests.capture.inprocess import assert_transparent, chain_of
 from tests.models import MODELS
 
@@ -15,6 +15,6 @@ pytest.importorskip("transformers")
 def test_split_equals_whole(name: str) -> None:
     module, batch, stages = MODELS[name]()
     module = module.double()
-    captured = capture(module, batch)
+    captured = capture_step(module, batch)
     micro_batch_size = 8 if name == "clip" else 3
     assert_transparent(module, captured, chain_of(captured, stages, micro_batch_size), batch)

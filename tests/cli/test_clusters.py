@@ -19,7 +19,7 @@ from lightning_gpp.cli.planning import device_type, make_plan, show, task_of
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Control, Problem
-from lightning_gpp.planning.problem.registry import _PARTITIONERS, register
+from lightning_gpp.planning.problem.registry import _PARTITIONERS, register_partitioner
 from tests.cli.commands import command, composed
 from tests.planning import graphs
 
@@ -37,7 +37,7 @@ def graph_json(tmp_path: Path) -> str:
 def stubborn() -> Iterator[None]:
     """A partitioner that neither ends nor keeps what it has when it is interrupted."""
 
-    @register("stubborn")
+    @register_partitioner("stubborn")
     def search(problem: Problem, control: Control) -> Answer:
         raise KeyboardInterrupt
 

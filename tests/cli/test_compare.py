@@ -26,7 +26,7 @@ from lightning_gpp.planning.assignment.layout_check import misfit
 from lightning_gpp.planning.problem import registry as partitioners
 from lightning_gpp.reports.units import duration
 from lightning_gpp.schedules import Schedule, schedule_names
-from lightning_gpp.schedules.registry import _METHODS, register
+from lightning_gpp.schedules.registry import _METHODS, register_schedule
 from tests.cli.commands import ROOT, command, composed
 from tests.strategies import chain, towers
 
@@ -38,8 +38,8 @@ STAGES = "strategy.stages={mean_tower: 0, error_tower: 1, worst_tower: 2, trunk:
 def folded() -> Iterator[None]:
     """1F1B, made for two stages on each device that lie forth and back."""
     method = _METHODS["1f1b"]
-    register("folded", placement="zigzag", stages_per_device=2)(method.generate)
-    register("twofold", bidirectional=True)(method.generate)
+    register_schedule("folded", placement="zigzag", stages_per_device=2)(method.generate)
+    register_schedule("twofold", bidirectional=True)(method.generate)
     yield
     del _METHODS["folded"], _METHODS["twofold"]
 
@@ -202,11 +202,11 @@ def test_the_word_schedule() -> None:
 def stubborn() -> Iterator[None]:
     """A schedule during which the user presses Ctrl-C, and one that takes its time."""
 
-    @register("stubborn")
+    @register_schedule("stubborn")
     def interrupted(plan: Plan, batch_size: int) -> Schedule:
         raise KeyboardInterrupt
 
-    @register("slow")
+    @register_schedule("slow")
     def slow(plan: Plan, batch_size: int) -> Schedule:
         time.sleep(60)
         raise AssertionError
@@ -228,7 +228,7 @@ def test_ctrl_c_keeps_the_rows_so_far(stages: tuple[str, ...], capsys: pytest.Ca
 
 
 def test_ctrl_c_during_a_search_that_keeps_its_best_ends_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
-    @partitioners.register("hurried")
+    @partitioners.register_partitioner("hurried")
     def search(problem: Problem, control: Control) -> Answer:
         answer = partitioners.partitioner_of("auto")(problem, control)
         return replace(answer, notes=(*answer.notes, "The search was interrupted."))
@@ -246,13 +246,13 @@ def test_ctrl_c_during_a_search_that_keeps_its_best_ends_the_comparison(capsys: 
 def lost() -> Iterator[None]:
     """Schedules during which the user presses Ctrl-C, of which nothing is left, or another error."""
 
-    @register("dropping")
+    @register_schedule("dropping")
     def dropping(plan: Plan, batch_size: int) -> Schedule:
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         return _METHODS["1f1b"].generate(plan, batch_size)
 
-    @register("importing")
+    @register_schedule("importing")
     def importing(plan: Plan, batch_size: int) -> Schedule:
         try:
             signal.raise_signal(signal.SIGINT)
@@ -281,7 +281,7 @@ def test_ctrl_c_during_the_search_of_a_partitioner(capsys: pytest.CaptureFixture
     """It keeps the best that it has found by then; the comparison ends."""
     once = iter([True])
 
-    @partitioners.register("hurried")
+    @partitioners.register_partitioner("hurried")
     def search(problem: Problem, control: Control) -> Answer:
         def press(*_: object) -> None:
             if next(once, False):
@@ -302,9 +302,9 @@ MARKED = """
 import time
 from pathlib import Path
 from lightning_gpp.cli.plan import main
-from lightning_gpp.schedules.registry import register
+from lightning_gpp.schedules.registry import register_schedule
 
-@register("marked")
+@register_schedule("marked")
 def marked(plan, batch_size):
     Path("reached").touch()
     time.sleep(60)

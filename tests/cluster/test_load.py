@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_gpp.cluster import CLUSTERS, DEVICES, Link, cluster_of, load, preset
+from lightning_gpp.cluster import CLUSTERS, DEVICES, Link, cluster_of, load_cluster, preset_cluster
 from lightning_gpp.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "cluster"
@@ -32,14 +32,14 @@ def test_every_preset_is_written_out_in_a_file() -> None:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_files_and_presets_agree(name: str) -> None:
-    assert load(CONFIGS / f"{name}.yaml") == preset(name)
+    assert load_cluster(CONFIGS / f"{name}.yaml") == preset_cluster(name)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_the_number_of_nodes_can_be_overridden(name: str) -> None:
     settings = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    assert cluster_of({**settings, "num_nodes": 3, "num_devices": None}) == preset(name, 3)
-    assert cluster_of({**settings, "num_nodes": 2, "num_devices": 5}) == preset(name, 2, 5)
+    assert cluster_of({**settings, "num_nodes": 3, "num_devices": None}) == preset_cluster(name, 3)
+    assert cluster_of({**settings, "num_nodes": 2, "num_devices": 5}) == preset_cluster(name, 2, 5)
 
 
 def test_the_comments_of_the_host_are_its_figures() -> None:
@@ -49,7 +49,7 @@ def test_the_comments_of_the_host_are_its_figures() -> None:
     source = {"source": DEVICES["cpu"].source}
     assert [d.peak_flops for d in written_out.devices] == [DEVICES["cpu"].peak_flops] * 8
     assert {**_fields(written_out.devices[0]), **source} == _fields(DEVICES["cpu"])
-    assert written_out.levels == preset("cpu_host", 2).levels
+    assert written_out.levels == preset_cluster("cpu_host", 2).levels
 
 
 def _fields(device: object) -> dict[str, object]:
@@ -88,7 +88,7 @@ def test_links_alone_can_join_the_nodes() -> None:
 def test_a_file_names_its_cluster(tmp_path: Path) -> None:
     path = tmp_path / "desk.yaml"
     path.write_text("nodes: [{device: l4}]")
-    assert load(path).name == "desk"
+    assert load_cluster(path).name == "desk"
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def test_files_that_cannot_be_read(tmp_path: Path, content: str, message: str) -
     path = tmp_path / "desk.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        load(path)
+        load_cluster(path)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml cannot be read as YAML: .*No such file"):
-        load(tmp_path / "none.yaml")
+        load_cluster(tmp_path / "none.yaml")
 
 
 DEVICE = {"name": "x", "memory_bytes": 1e9, "peak_flops": {"float32": 1e12}, "peak_bytes_per_second": 1e9}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_gpp.cluster import CLUSTERS, DEVICES, Cluster, preset
+from lightning_gpp.cluster import CLUSTERS, DEVICES, Cluster, preset_cluster
 from lightning_gpp.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def test_every_device_has_a_source_and_plausible_peaks(device: object) -> None:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_links_within_a_node_are_better_than_between_nodes(name: str) -> None:
-    cluster = preset(name, num_nodes=3)
+    cluster = preset_cluster(name, num_nodes=3)
     count = cluster.num_devices // 3
     inside, between = cluster.link(0, count - 1), cluster.link(count - 1, count)
     assert cluster.name == name
@@ -46,18 +46,18 @@ def test_links_within_a_node_are_better_than_between_nodes(name: str) -> None:
     ],
 )
 def test_bandwidths_of_one_direction(name: str, count: int, inside: float, between: float) -> None:
-    cluster = preset(name, num_nodes=2)
+    cluster = preset_cluster(name, num_nodes=2)
     assert cluster.num_devices == 2 * count
     assert cluster.link(0, 1).bytes_per_second == inside
     assert cluster.link(0, count).bytes_per_second == between
 
 
 def test_a_builder_makes_what_its_name_makes() -> None:
-    assert {name: build(2) for name, build in CLUSTERS.items()} == {name: preset(name, 2) for name in CLUSTERS}
+    assert {name: build(2) for name, build in CLUSTERS.items()} == {name: preset_cluster(name, 2) for name in CLUSTERS}
 
 
 def test_only_the_first_devices() -> None:
-    cluster = preset("dgx_h100", num_nodes=2, num_devices=10)
+    cluster = preset_cluster("dgx_h100", num_nodes=2, num_devices=10)
     assert [cluster.node_of(device) for device in range(10)] == [0] * 8 + [1] * 2
 
 
@@ -65,20 +65,20 @@ def test_a_host_has_as_many_processes_as_asked_for() -> None:
     def nodes(cluster: Cluster) -> list[int]:
         return [cluster.node_of(device) for device in range(cluster.num_devices)]
 
-    assert nodes(preset("cpu_host", num_devices=6)) == [0] * 6
-    assert nodes(preset("cpu_host", num_nodes=2, num_devices=5)) == [0, 0, 0, 1, 1]
+    assert nodes(preset_cluster("cpu_host", num_devices=6)) == [0] * 6
+    assert nodes(preset_cluster("cpu_host", num_nodes=2, num_devices=5)) == [0, 0, 0, 1, 1]
 
 
 def test_a_thousand_devices_take_no_time() -> None:
-    assert preset("dgx_h100", num_nodes=128).link(0, 1023).bytes_per_second == 50e9
+    assert preset_cluster("dgx_h100", num_nodes=128).link(0, 1023).bytes_per_second == 50e9
 
 
 def test_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.preset='dgx_h10': .* Did you mean dgx_h100 or .*There are: cpu_"):
-        preset("dgx_h10")
+        preset_cluster("dgx_h10")
     with pytest.raises(ConfigError, match=r"cluster\.num_nodes=0 must be 1 or more"):
-        preset("summit", num_nodes=0)
+        preset_cluster("summit", num_nodes=0)
     with pytest.raises(ConfigError, match=r"cluster\.num_devices=0 must be 1 or more"):
-        preset("summit", num_devices=0)
+        preset_cluster("summit", num_devices=0)
     with pytest.raises(ConfigError, match=r"cluster\.num_devices=5, but 'summit' has 4 devices. Raise cluster.num_n"):
-        preset("summit", num_devices=5)
+        preset_cluster("summit", num_devices=5)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from gpp_examples.feature_towers import BreastCancer, FeatureTowers
 from gpp_examples.gpt_text import GPT, PythonTopics
 from gpp_examples.two_tower import CAPTION_BYTES, WORDS, CaptionedDigits, TwoTower, caption
-from lightning_gpp.capture import capture
+from lightning_gpp.capture import capture_step
 
 EXAMPLES = {
     "two_tower": (TwoTower, CaptionedDigits),
@@ -87,7 +87,7 @@ def test_every_step_is_captured_with_what_it_reads(
     example: tuple[L.LightningModule, L.LightningDataModule], step: str
 ) -> None:
     model, data = example
-    captured = capture(model, next(iter(data.train_dataloader())), step=step)
+    captured = capture_step(model, next(iter(data.train_dataloader())), step=step)
     (logits,) = captured.network.needed
     assert captured.network.calls[logits.call].outputs[logits.output][0][0] > 0
 

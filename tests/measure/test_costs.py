@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_gpp.capture import Capture, capture
+from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.cluster import DEVICES
 from lightning_gpp.costs.measured import MeasuredCosts
 from lightning_gpp.costs.model import CostModel, Seconds
@@ -71,7 +71,7 @@ def batch(num_samples: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def captured(module: nn.Module) -> Capture:
-    return capture(module, batch())
+    return capture_step(module, batch())
 
 
 def seconds_of(costs: CostModel, capture: Capture, num_samples: int, prefix: str = "") -> list[float]:
@@ -211,9 +211,9 @@ def test_real_times_serve_a_planner(measure: Any) -> None:
 
 
 def _cluster() -> Any:
-    from lightning_gpp.cluster import preset
+    from lightning_gpp.cluster import preset_cluster
 
-    return preset("cpu_host", num_devices=2)
+    return preset_cluster("cpu_host", num_devices=2)
 
 
 def test_nothing_of_the_users_changes(measure: Any) -> None:
@@ -286,7 +286,7 @@ def test_autocast_is_measured_as_it_was_captured(tmp_path: Path, clock: list[tup
     measure_costs(captured(model), model, batch(), **options)
     full = list(clock)
     clock.clear()
-    measure_costs(capture(model, batch(), context=low), model, batch(), context=low, **options)
+    measure_costs(capture_step(model, batch(), context=low), model, batch(), context=low, **options)
     assert sorted(clock) == sorted(full)  # all blocks are others
 
 
@@ -305,7 +305,7 @@ def test_a_block_runs_in_the_context(tmp_path: Path) -> None:
 
     model = Model()
     model.layers = nn.ModuleList([Typed()])
-    taken = capture(model, batch(), context=low)
+    taken = capture_step(model, batch(), context=low)
     costs = measure_costs(taken, model, batch(), device=CPU, sizes=(2,), num_pieces=1, cache=tmp_path, context=low)
     assert set(seen) == {torch.bfloat16}
     assert seconds_of(costs, taken, 2)[0] > 0

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_gpp.capture import Capture, capture, slice_batch
+from lightning_gpp.capture import Capture, capture_step, slice_batch
 from lightning_gpp.plan import SOURCE, STEP, Plan
 from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
 from lightning_gpp.planning.assignment.layout import both_ways, laid_out
@@ -138,7 +138,7 @@ def subject(model: str, bfloat16: bool) -> tuple[nn.Module, Capture]:
     """The model, captured."""
     dtype = torch.float32 if bfloat16 else torch.float64
     module = made(model, dtype)
-    return module, capture(module, data(model, BATCH, dtype), context=context_of(bfloat16))
+    return module, capture_step(module, data(model, BATCH, dtype), context=context_of(bfloat16))
 
 
 def context_of(bfloat16: bool) -> Callable[[], AbstractContextManager[Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpp.capture import Capture, batch_size_of, capture, slice_batch
+from lightning_gpp.capture import Capture, batch_size_of, capture_step, slice_batch
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, RandomStreams, pairs_of
 from lightning_gpp.schedules import compile_program
@@ -27,7 +27,7 @@ def run_layouts(rank: int, name: str, layouts: Mapping[str, Layout]) -> None:
     found = subject(name)
     for label, layout in layouts.items():
         batch = _part(found.batch, rank, layout)
-        captured = capture(found.module, batch)
+        captured = capture_step(found.module, batch)
         for schedule in SCHEDULES:
             plan = plan_of(captured, found, layout, schedule)
             run = Rank(rank, found, captured, plan, layout)
@@ -38,7 +38,7 @@ def run_layouts(rank: int, name: str, layouts: Mapping[str, Layout]) -> None:
 def run_steps(rank: int, name: str, layout: Layout, num_steps: int) -> None:
     """Adam steps with clipping by the global norm: every parameter of this rank, to 1e-9 relative."""
     found = subject(name)
-    captured = capture(found.module, found.batch)
+    captured = capture_step(found.module, found.batch)
     run = Rank(rank, found, captured, plan_of(captured, found, layout, "1f1b"), layout)
     reference = copy.deepcopy(found.module)
     ours = torch.optim.Adam(run.parameters.values(), lr=1e-3)

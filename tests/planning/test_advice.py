@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_gpp.cluster import Cluster, Device, Link, preset
+from lightning_gpp.cluster import Cluster, Device, Link, preset_cluster
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.errors import PlanError
-from lightning_gpp.planning import Answer, Control, Problem, Request, partition, register
+from lightning_gpp.planning import Answer, Control, Problem, Request, partition, register_partitioner
 from lightning_gpp.planning.advice import advice, repeated, searched
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from tests.planning import graphs
@@ -87,7 +87,7 @@ def test_more_devices_than_pieces() -> None:
 
 
 def test_another_partitioner_that_finds_one() -> None:
-    @register("finds nothing")
+    @register_partitioner("finds nothing")
     def finds_nothing(problem: Problem, control: Control) -> Answer:
         return Answer(draft=None, objective_name="nothing", states=0, notes=("It never looked.",))
 
@@ -96,7 +96,7 @@ def test_another_partitioner_that_finds_one() -> None:
 
 
 def test_repeated_clusters_keep_their_links() -> None:
-    cluster = preset("dgx_h100", 2)
+    cluster = preset_cluster("dgx_h100", 2)
     larger = repeated(cluster, 2)
     assert larger.num_devices == 32
     for src, dst in ((0, 1), (0, 8), (17, 18), (17, 30)):

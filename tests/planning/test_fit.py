@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gpp.cluster import preset
+from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
@@ -11,7 +11,9 @@ from tests.planning import graphs
 
 
 def planned(graph: OperatorGraph, num_devices: int) -> Plan:
-    request = Request(cluster=preset("cpu_host", num_devices=num_devices), batch_size=12, model="abc", max_replicas=1)
+    request = Request(
+        cluster=preset_cluster("cpu_host", num_devices=num_devices), batch_size=12, model="abc", max_replicas=1
+    )
     return partition("graphpipe", graph, request).plan
 
 

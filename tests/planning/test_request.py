@@ -8,10 +8,10 @@ import pytest
 
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.planning import Control, Evaluator, Request, partitioner_names, register
+from lightning_gpp.planning import Control, Evaluator, Request, partitioner_names
 from lightning_gpp.planning.partitioners import exhaustive
 from lightning_gpp.planning.partitioners.exhaustive import shapes
-from lightning_gpp.planning.problem.registry import partitioner_of
+from lightning_gpp.planning.problem.registry import partitioner_of, register_partitioner
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE
 from tests.planning.problems import random_problem
@@ -69,7 +69,7 @@ def test_partitioners_by_name() -> None:
     with pytest.raises(ConfigError, match=r"partitioner='best' does not exist. Choose one of: auto, .*register"):
         partitioner_of("best")
     with pytest.raises(ConfigError, match="A partitioner named 'auto' is registered already"):
-        register("auto")(partitioner_of("auto"))
+        register_partitioner("auto")(partitioner_of("auto"))
 
 
 def test_every_plan_is_tried_once() -> None:

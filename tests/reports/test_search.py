@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from lightning_gpp.cluster import preset
+from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.planning import Request, manual, partition
 from lightning_gpp.reports import (
     Prediction,
@@ -36,7 +36,7 @@ TOWERS = manual(
 
 
 def prediction() -> Prediction:
-    request = Request(cluster=preset("summit"), batch_size=64, seconds=0.3)
+    request = Request(cluster=preset_cluster("summit"), batch_size=64, seconds=0.3)
     return Prediction.of(partition("auto", graphs.two_towers(), request))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gpp.capture import Capture, capture
+from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.errors import GPPError, PlanError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
@@ -172,7 +172,7 @@ def test_nothing_but_memory_changes(
     batch, found = rows(*widths), []
     for recompute in (False, True):
         module = make().double()
-        captured = capture(module, batch)
+        captured = capture_step(module, batch)
         plan = make_plan(captured.graph, drafts(stages, recompute), batch_size=SAMPLES, schedule=schedule)
         assert [stage.recompute for stage in plan.stages].count(True) == recompute * (len(stages) - 1)
         found.append((train(module, captured, batch, plan), state_of(module)))
@@ -228,7 +228,7 @@ def test_the_second_run_is_under_the_same_autocast() -> None:
     batch, gradients = [tensor.float() for tensor in rows(4, 3)], []
     for recompute in (False, True):
         module = Towers()
-        captured = capture(module, batch, context=context)
+        captured = capture_step(module, batch, context=context)
         plan = make_plan(captured.graph, drafts(TOWER_STAGES, recompute), batch_size=SAMPLES)
         assert any(spec.dtype == "bfloat16" for operator in captured.graph for spec in operator.outputs)
         train(module, captured, batch, plan, context)

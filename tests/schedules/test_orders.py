@@ -15,7 +15,7 @@ from lightning_gpp.schedules import (
     compile_program,
     in_flight,
     make_schedule,
-    register,
+    register_schedule,
     schedule_names,
 )
 from lightning_gpp.schedules.deadlock_free import without_deadlock
@@ -165,17 +165,17 @@ def _order(stage: int, text: str) -> tuple[Action, ...]:
 
 
 def test_own_schedule() -> None:
-    @register("test_backward_at_once")
+    @register_schedule("test_backward_at_once")
     def backward_at_once(plan: Plan, batch_size: int) -> dict[int, tuple[Action, ...]]:
         return {0: _order(0, "F0 F1 B0 B1"), 1: _order(1, "F0 B0 F1 B1")}
 
     assert rows(chain((1, 1), 2, "test_backward_at_once")) == ["0: 1F0 1B0 1F1 1B1", "1: 0F0 0F1 0B0 0B1"]
     with pytest.raises(ScheduleError, match="'test_backward_at_once' is registered already"):
-        register("test_backward_at_once")(backward_at_once)
+        register_schedule("test_backward_at_once")(backward_at_once)
 
 
 def test_own_schedule_that_waits_in_a_circle() -> None:
-    @register("test_circle")
+    @register_schedule("test_circle")
     def circle(plan: Plan, batch_size: int) -> dict[int, tuple[Action, ...]]:
         return {0: _order(0, "F0 B0 F1 B1"), 1: _order(1, "F0 F1 B0 B1")}
 
@@ -184,7 +184,7 @@ def test_own_schedule_that_waits_in_a_circle() -> None:
 
 
 def test_own_schedule_that_forgets_a_micro_batch() -> None:
-    @register("test_forgets")
+    @register_schedule("test_forgets")
     def forgets(plan: Plan, batch_size: int) -> dict[int, tuple[Action, ...]]:
         return {0: _order(0, "F0 B0")}
 
@@ -193,7 +193,7 @@ def test_own_schedule_that_forgets_a_micro_batch() -> None:
 
 
 def test_own_schedule_with_a_backward_too_early() -> None:
-    @register("test_early")
+    @register_schedule("test_early")
     def early(plan: Plan, batch_size: int) -> dict[int, tuple[Action, ...]]:
         return {0: _order(0, "B0 F0")}
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpp import GPPStrategy
-from lightning_gpp.capture import capture
+from lightning_gpp.capture import capture_step
 from lightning_gpp.errors import PlanError
 from lightning_gpp.planning.assignment.manual import manual
 from lightning_gpp.schedules.messages import derive_messages
@@ -83,7 +83,7 @@ def piped(rank: int, strategy: dict[str, Any], devices: int, settings: dict[str,
 
 
 def captured() -> Any:
-    return capture(Module(), next(iter(DataLoader(data(), batch_size=16))))
+    return capture_step(Module(), next(iter(DataLoader(data(), batch_size=16))))
 
 
 @pytest.mark.parametrize("self_check", [True, False])

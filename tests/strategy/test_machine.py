@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_gpp import GPPStrategy
-from lightning_gpp.cluster import Cluster, preset
+from lightning_gpp.cluster import Cluster, preset_cluster
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.measure.memory import memory_bytes
 from lightning_gpp.planning import manual
@@ -62,7 +62,7 @@ def test_a_preset_gets_the_nodes_that_the_job_needs() -> None:
 
 def test_a_cluster_is_a_file_a_mapping_or_itself(tmp_path: Path) -> None:
     (tmp_path / "lab.yaml").write_text("preset: t4_box\nnum_nodes: 2\n")
-    wanted = preset("t4_box", 2)
+    wanted = preset_cluster("t4_box", 2)
     for given in (tmp_path / "lab.yaml", str(tmp_path / "lab.yaml"), {"preset": "t4_box", "num_nodes": 2}, wanted):
         assert cluster_given(given) == wanted
     assert resolved(wanted, 8) is wanted
@@ -85,7 +85,7 @@ def test_no_such_cluster(cluster: Any, message: str) -> None:
 
 def test_a_cluster_with_fewer_devices_than_the_job() -> None:
     with pytest.raises(ConfigError, match=r"'summit' \(strategy.cluster\) has 4 devices, the job needs 5"):
-        resolved(preset("summit"), 5)
+        resolved(preset_cluster("summit"), 5)
 
 
 def test_the_present_machine_shares_its_memory_among_processes() -> None:
@@ -137,7 +137,7 @@ def test_rank_0_measures_and_searches_for_all(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_first_devices_of_a_machine() -> None:
-    cluster: Cluster = preset("t4_box", 2)
+    cluster: Cluster = preset_cluster("t4_box", 2)
     machine = Machine(cluster=cluster)
     assert first(machine, 8) is machine
     assert first(machine, 3).cluster.num_devices == 3
@@ -146,8 +146,8 @@ def test_the_first_devices_of_a_machine() -> None:
 def test_a_plan_is_not_simulated_on_fewer_devices() -> None:
     graph = graphs.two_towers()
     plan = manual(graph, {"image_tower": 0, "text_tower": 1, "head": 2}, batch_size=4)
-    machine = Machine(cluster=preset("t4_box", num_devices=2))
+    machine = Machine(cluster=preset_cluster("t4_box", num_devices=2))
     with pytest.raises(PlanError, match="The plan needs 3 devices, the cluster 't4_box' has 2"):
         simulated(plan, graph, machine)
-    twice = simulated(plan, graph, Machine(cluster=preset("t4_box", 2)), num_pipelines=2)
-    assert twice.makespan > simulated(plan, graph, Machine(cluster=preset("t4_box"))).makespan
+    twice = simulated(plan, graph, Machine(cluster=preset_cluster("t4_box", 2)), num_pipelines=2)
+    assert twice.makespan > simulated(plan, graph, Machine(cluster=preset_cluster("t4_box"))).makespan

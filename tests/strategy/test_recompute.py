@@ -14,7 +14,7 @@ import yaml
 from torch import nn
 
 from lightning_gpp import ConfigError, GPPStrategy, PlanError
-from lightning_gpp.capture import Capture, capture
+from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.reports import plan_table
 from lightning_gpp.training.planner import evaluation_plan, plan_for, recomputing, refitted
@@ -31,7 +31,7 @@ LISTED = [
 def captured(step: str = "training_step") -> Capture:
     module = make_module()
     module.log = lambda *_, **__: None  # type: ignore[assignment, method-assign]
-    return capture(module, make_data(8)[:], step=step)
+    return capture_step(module, make_data(8)[:], step=step)
 
 
 def recomputed(plan: Plan) -> list[str]:

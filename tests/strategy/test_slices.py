@@ -13,8 +13,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from lightning_gpp import ConfigError, GPPStrategy, PlanError, SelfCheckError
-from lightning_gpp.capture import Capture, capture
+from lightning_gpp import ConfigError, GPPStrategy, PlanError
+from lightning_gpp.capture import Capture, capture_step
+from lightning_gpp.errors import SelfCheckError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.sequence import causal_attention, positions
 from lightning_gpp.slices import is_sliced, unsliced
@@ -261,7 +262,7 @@ def test_leaving_such_modules_whole_is_right() -> None:
 
 
 def captured(step: str = "training_step", module: nn.Module | None = None) -> Capture:
-    return capture(module or model(), batches()[0], step=step)
+    return capture_step(module or model(), batches()[0], step=step)
 
 
 def planned(**settings: Any) -> Plan:
@@ -335,7 +336,7 @@ def test_a_model_that_says_nothing() -> None:
     module = harness.make_module()
     module.log = lambda *_, **__: None  # type: ignore[assignment, method-assign]
     with pytest.raises(ConfigError, match=r"does not say what a token needs .*lightning_gpp.sequence"):
-        plan_for(capture(module, harness.make_data(8)[:]), options, 2)
+        plan_for(capture_step(module, harness.make_data(8)[:]), options, 2)
 
 
 def test_a_plan_without_what_is_carried() -> None:

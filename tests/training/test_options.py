@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt
 
 from lightning_gpp import ConfigError, GPPStrategy
 from lightning_gpp.cli.schema import key_type
-from lightning_gpp.cluster import Cluster, preset
+from lightning_gpp.cluster import Cluster, preset_cluster
 from lightning_gpp.option import in_words, options_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.training.options import Options
@@ -41,7 +41,7 @@ def test_options_are_the_arguments_of_the_strategy_and_stand_in_its_documentatio
 def test_what_is_given_is_kept_in_one_form() -> None:
     options = GPPStrategy(timeout=5, failure_timeout=timedelta(seconds=7), cluster={"preset": "summit"}).options
     assert (options.timeout, options.failure_timeout) == (timedelta(seconds=5), timedelta(seconds=7))
-    assert options.cluster == preset("summit")
+    assert options.cluster == preset_cluster("summit")
     assert replace(options, schedule="gpipe").timeout == timedelta(seconds=5)
 
 

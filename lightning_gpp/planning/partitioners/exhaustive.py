@@ -12,13 +12,13 @@ from lightning_gpp.planning.problem.answer import Answer, Control
 from lightning_gpp.planning.problem.draft import flows, stage_of_units
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.registry import register
+from lightning_gpp.planning.problem.registry import register_partitioner
 
 MAX_PLANS = 2_000_000
 """More are not tried: the partitioner then says how many there would be at least."""
 
 
-@register("exhaustive")
+@register_partitioner("exhaustive")
 def exhaustive(problem: Problem, control: Control) -> Answer:
     """The plan with the shortest simulated step of all that fit the memory; for a handful of units and devices.
 

@@ -36,14 +36,14 @@ from lightning_gpp.planning.partitioners.spans import Spans
 from lightning_gpp.planning.problem.answer import Answer, Control
 from lightning_gpp.planning.problem.draft import DraftStage
 from lightning_gpp.planning.problem.problem import Array, Problem
-from lightning_gpp.planning.problem.registry import register
+from lightning_gpp.planning.problem.registry import register_partitioner
 from lightning_gpp.planning.problem.topology import side_by_side
 
 Placed = list[tuple[int, int, tuple[int, ...]]]
 """Stages from first to last: start, stop, devices. The last stage is on device 0."""
 
 
-@register("pipedream")
+@register_partitioner("pipedream")
 def pipedream(problem: Problem, control: Control) -> Answer:
     """The chain of stages whose slowest stage is the fastest. States are cells of A, and what each was compared to."""
     return search(problem, control, Level)

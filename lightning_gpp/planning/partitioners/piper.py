@@ -44,14 +44,14 @@ from lightning_gpp.planning.partitioners.downsets import Downsets, downsets
 from lightning_gpp.planning.problem.answer import Answer, Control
 from lightning_gpp.planning.problem.draft import DraftStage
 from lightning_gpp.planning.problem.problem import Array, Problem
-from lightning_gpp.planning.problem.registry import register
+from lightning_gpp.planning.problem.registry import register_partitioner
 from lightning_gpp.planning.problem.topology import side_by_side
 
 MAX_DOWNSETS: Final = 40_000
 MAX_COUNTED: Final = 200_000
 
 
-@register("piper")
+@register_partitioner("piper")
 def piper(problem: Problem, control: Control) -> Answer:
     """The chain of stages whose slowest stage is the fastest. States are cells of A, and what each was compared to."""
     return search(problem, control, Search)

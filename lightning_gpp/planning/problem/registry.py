@@ -14,7 +14,7 @@ Partitioner = Callable[[Problem, Control], Answer]
 _PARTITIONERS: Final[dict[str, Partitioner]] = {}
 
 
-def register(name: str) -> Callable[[Partitioner], Partitioner]:
+def register_partitioner(name: str) -> Callable[[Partitioner], Partitioner]:
     """Make a partitioner available as `strategy.partitioner=name`.
 
     Raises:
@@ -44,6 +44,6 @@ def partitioner_of(name: str) -> Partitioner:
     if name not in _PARTITIONERS:
         raise ConfigError(
             f"strategy.partitioner={name!r} does not exist. Choose one of: {', '.join(partitioner_names())}; or add "
-            "your own with @lightning_gpp.planning.register(...) before the trainer starts."
+            "your own with @lightning_gpp.register_partitioner(...) before the trainer starts."
         )
     return _PARTITIONERS[name]

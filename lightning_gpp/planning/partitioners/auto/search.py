@@ -26,7 +26,7 @@ from lightning_gpp.planning.partitioners.graphpipe import graphpipe
 from lightning_gpp.planning.problem.answer import Alternative, Answer, Control
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.registry import register
+from lightning_gpp.planning.problem.registry import register_partitioner
 
 PATIENCE = 150
 """So many disturbances in a row without a shorter step end the search."""
@@ -52,7 +52,7 @@ GOOD_ENOUGH = 1.002
 Rank = tuple[float, float]
 
 
-@register("auto")
+@register_partitioner("auto")
 def auto(problem: Problem, control: Control) -> Answer:
     """The shortest step found in `control.seconds`, with a lower bound; a good plan after a fraction of that."""
     search = Search(problem, control, lower_bound(problem))

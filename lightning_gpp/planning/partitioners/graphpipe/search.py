@@ -18,7 +18,7 @@ from lightning_gpp.planning.problem.answer import Alternative, Answer, Control
 from lightning_gpp.planning.problem.draft import Draft, DraftStage
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.registry import register
+from lightning_gpp.planning.problem.registry import register_partitioner
 from lightning_gpp.planning.problem.topology import Devices, layouts, side_by_side
 
 PRECISION = 1e-3
@@ -57,7 +57,7 @@ class _Size:
     seconds: float = inf
 
 
-@register("graphpipe")
+@register_partitioner("graphpipe")
 def graphpipe(problem: Problem, control: Control) -> Answer:
     """The strategy whose slowest stage is fastest, at the micro-batch size with the shortest step; see the package."""
     conversion = converted(problem)
