@@ -1,4 +1,4 @@
-"""Who computes what in which order: schedules by name, and their way to a verified program."""
+"""Schedules: the order of every device's actions, by name, and the way from there to a verified program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.lowering import lower
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 from lightning_gpp.schedules.registry import flights, in_flight, make_schedule, register_schedule, schedule_names
-from lightning_gpp.schedules.verifier import stands_at_meetings, verify
+from lightning_gpp.schedules.verifier import collective_deadlock, verify
 
 __all__ = [
     "Action",
@@ -46,31 +46,31 @@ __all__ = [
 def compile_program(
     plan: Plan, batch_size: int | None = None, training: bool = True, *, copies: int = 1, reduce: bool = True
 ) -> Program:
-    """Order, lower and verify: the one way to a program that runs.
+    """Make a program: order, lower and verify.
 
     Args:
         plan: names the schedule.
         batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
         training: forwards and backwards; forwards only if False.
-        copies: of the pipeline, which hold the same stages.
-        reduce: whether gradients are summed over ranks; not before the last of several accumulated mini-batches.
+        copies: number of pipeline replicas.
+        reduce: whether gradients are reduced over ranks; False before the last of several accumulated mini-batches.
 
     Raises:
-        ScheduleError: the schedule is unknown, cannot run, or breaks its promise of micro-batches in flight.
+        ScheduleError: the schedule is unknown, cannot run, or exceeds the micro-batches in flight that it promised.
         PlanError: tensors that cannot be cut would have to be.
     """
-    replicated = {i for i, stage in enumerate(plan.stages) if len(stage.devices) * copies > 1 and _sums(stage)}
+    replicated = {i for i, stage in enumerate(plan.stages) if len(stage.devices) * copies > 1 and _reduces(stage)}
     schedule = make_schedule(plan, batch_size, training, replicated=replicated)
     if not reduce:
         schedule = schedule.without(Kind.REDUCE)
     program = lower(plan, schedule, batch_size, training)
-    if stands_at_meetings(program):
+    if collective_deadlock(program):
         schedule = make_schedule(plan, batch_size, training, replicated=replicated, apart=True)
         program = lower(plan, schedule if reduce else schedule.without(Kind.REDUCE), batch_size, training)
     verify(program, flights(schedule) if training else {})
     return program
 
 
-def _sums(stage: Stage) -> bool:
-    """Whether a stage sums gradients: of slices, which share their parameters, the first one does, the last to end."""
+def _reduces(stage: Stage) -> bool:
+    """Whether a stage reduces gradients. Of slices, which share parameters, the first does: its backward ends last."""
     return stage.tokens is None or not stage.tokens[0]

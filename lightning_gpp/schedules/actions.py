@@ -1,4 +1,4 @@
-"""Actions and schedules: for every device an ordered list of computing steps, with torch's text notation (`2F0`)."""
+"""Actions and schedules. A schedule is the order of actions on every device, in torch's text notation (`2F0`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightning_gpp.errors import ScheduleError
 
 
 class Kind(Enum):
-    """What an action does. Actions of the last three kinds belong to a stage, not to a micro-batch: their number counts
-    them on a device."""
+    """The kind of an action. Actions of the last three kinds belong to a stage, not to a micro-batch: their number
+    counts them on a device."""
 
     DATA = "D"
     """Run the user's step up to the inputs of the network (on the sink's devices)."""
@@ -21,24 +21,24 @@ class Kind(Enum):
     RECOMPUTE = "R"
     """Run the forward again, for the backward of a stage that keeps only its inputs."""
     BACKWARD = "B"
-    """The full backward: what INPUT and WEIGHT do, in one."""
+    """The full backward: input and weight gradients in one."""
     INPUT = "I"
-    """Gradients of a stage's inputs, which other stages wait for."""
+    """Input gradients: those of a stage's inputs, which other stages wait for."""
     WEIGHT = "W"
-    """Gradients of a stage's parameters, for which there is time until the end of the step."""
+    """Weight gradients: those of a stage's parameters, which can wait until the end of the step."""
     UNSHARD = "U"
-    """Start to gather a stage's parameters from its replicas."""
+    """Start the all-gather of a stage's parameters."""
     RESHARD = "S"
-    """Drop what was gathered."""
+    """Free the gathered parameters."""
     REDUCE = "G"
-    """Start to sum a stage's gradients over its replicas."""
+    """Start the all-reduce, or reduce-scatter, of a stage's gradients."""
 
     __hash__ = object.__hash__
     """Members are single objects; programs look actions up by the hundred thousand, and the default is slow."""
 
 
 COLLECTIVES: Final = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)
-"""Kinds that the replicas of a stage do together, in no micro-batch."""
+"""Kinds in which all replicas of a stage take part, outside of micro-batches."""
 
 RELEASES: Final = (Kind.BACKWARD, Kind.WEIGHT)
 """Kinds after which a micro-batch is no longer in flight on its stage."""
@@ -86,7 +86,7 @@ class Schedule:
         return cls.of(rows)
 
     def without(self, kind: Kind) -> Schedule:
-        """The same schedule, its actions of one kind left out."""
+        """The same schedule without the actions of one kind."""
         return Schedule(tuple(tuple(a for a in actions if a.kind is not kind) for actions in self.devices))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""From a schedule to a program: messages, and the instructions that move them."""
+"""Lowering: inserts messages, and the instructions that move them, into a schedule."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def lower(
 ) -> Program:
     """Insert all communication into a schedule.
 
-    A message is sent right after the action that makes it and waited for right before the action that reads it. Its
+    A message is sent right after the action that produces it and waited for right before the action that reads it. Its
     buffer is posted `lookahead` actions before that one, so that it can arrive while the device computes; earlier if a
     later message from the same device needs it, because messages between two devices match by order alone. Posts
-    never wait, so a receiver holds nothing up: a program can hang only if the schedule itself does.
+    never wait, so receivers delay nobody: a program can deadlock only if the schedule does.
 
     Args:
-        plan: what is computed where.
+        plan: the plan.
         schedule: the order of actions on every device.
         batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
         training: whether the schedule holds backwards.
@@ -60,7 +60,7 @@ def lower(
 def required_actions(
     plan: Plan, device: int, batch_size: int, training: bool, split: Split = frozenset()
 ) -> list[Action]:
-    """What a device has to compute for one mini-batch, each action once; in no order."""
+    """The actions that a device has to run for one mini-batch, in no order."""
     actions = []
     for stage in plan.stages_on(device):
         data = (Kind.DATA,) if stage == plan.step_stage and reads_data(plan) else ()
@@ -71,7 +71,7 @@ def required_actions(
 
 
 def reads_data(plan: Plan) -> bool:
-    """Whether the user's step does anything in front of the network."""
+    """Whether the network has inputs from the user's step, so that there are data actions."""
     return any(edge.src == SOURCE for edge in plan.edges)
 
 
@@ -87,9 +87,9 @@ def _backward_kinds(plan: Plan, stage: int, split: bool) -> tuple[Kind, ...]:
 
 
 def difference(required: Iterable[Action], present: Iterable[Action]) -> str:
-    """In words, the actions that are missing or too many; empty if none is."""
-    wanted, found = Counter(required), Counter(present)
-    missing, extra = (" ".join(map(str, part)) for part in (wanted - found, found - wanted))
+    """The actions that are missing or too many, in words; empty if there are none."""
+    wanted, given = Counter(required), Counter(present)
+    missing, extra = (" ".join(map(str, part)) for part in (wanted - given, given - wanted))
     parts = [f"lacks {missing}"] * bool(missing) + [f"has one too many of {extra}"] * bool(extra)
     return " and ".join(parts)
 
@@ -108,7 +108,7 @@ def _check_schedule(plan: Plan, schedule: Schedule, batch_size: int, training: b
 
 
 def _links(schedule: Schedule, messages: tuple[Message, ...]) -> tuple[Links, Links]:
-    """Messages read and made by each action. Made ones in the order in which they will be read."""
+    """Messages that each action reads, and those that it produces, in the order in which they will be read."""
     position = _positions(schedule)
     inputs: dict[tuple[int, Action], list[int]] = {task: [] for task in position}
     outputs: dict[tuple[int, Action], list[int]] = {task: [] for task in position}

@@ -1,8 +1,8 @@
-"""Which tensors travel: derived from sample intervals, the same rule for every shape of plan.
+"""Messages between stages, derived from sample intervals by one rule for every shape of plan.
 
 The parts of a stage, one for each micro-batch and replica, tile the samples of the mini-batch. An edge of the stage
-graph moves the common refinement of the tilings of both its ends. Different micro-batch sizes, different numbers of
-replicas, fan-in and fan-out are all this one rule.
+graph moves the common refinement of the tilings of its two ends. This covers different micro-batch sizes, different
+numbers of replicas, fan-in and fan-out.
 
     producer, b=4, 1 replica    |       0       |       1       |
     consumer, b=6, 2 replicas   |     0     |     0     |   1   |   1   |  (replicas 0, 1, 0, 1)
@@ -34,7 +34,7 @@ class Part:
 
 
 def parts_of(plan: Plan, stage: int, batch_size: int) -> list[Part]:
-    """All parts of a stage (SOURCE included), by samples: together they tile the mini-batch."""
+    """All parts of a stage, or of SOURCE, by samples: together they tile the mini-batch."""
     parts = []
     for number, interval in enumerate(plan.intervals(stage, batch_size)):
         for device in plan.devices_of(stage):
@@ -51,10 +51,10 @@ def samples_of(plan: Plan, stage: int, device: int, batch_size: int) -> list[int
 
 
 def derive_messages(plan: Plan, batch_size: int, training: bool, split: Split = frozenset()) -> tuple[Message, ...]:
-    """All messages of one mini-batch, those that stay on their device included, by edge, forward ones first.
+    """All messages of one mini-batch, including those that stay on their device; by edge, forward ones first.
 
     Raises:
-        PlanError: an edge whose tensors cannot be cut joins stages with other micro-batches or replicas.
+        PlanError: an edge whose tensors cannot be cut joins stages with different micro-batches or replicas.
     """
     messages: list[Message] = []
     for index, edge in enumerate(plan.edges):
@@ -73,7 +73,7 @@ def carries_gradient(edge: Edge) -> bool:
 
 
 def forward_action(plan: Plan, stage: int, micro_batch: int) -> Action:
-    """The action that makes a stage's outputs: its forward, or the data action for SOURCE."""
+    """The action that produces a stage's outputs: its forward, or the data action for SOURCE."""
     if stage == SOURCE:
         return Action(plan.step_stage, Kind.DATA, micro_batch)
     return Action(stage, Kind.FORWARD, micro_batch)
@@ -90,7 +90,7 @@ def _common(left: list[Part], right: list[Part]) -> Iterator[tuple[Part, Part]]:
 
 
 def gradient_action(stage: int, micro_batch: int, split: Split) -> Action:
-    """The action that makes the gradients of a stage's inputs, out of those of its outputs."""
+    """The action that computes a stage's input gradients from its output gradients."""
     return Action(stage, Kind.INPUT if (stage, micro_batch) in split else Kind.BACKWARD, micro_batch)
 
 
@@ -121,7 +121,7 @@ def message_between(
 def _check_uncut(plan: Plan, edge: Edge, pairs: list[tuple[Part, Part]]) -> None:
     if all((upper.start, upper.stop) == (lower.start, lower.stop) for upper, lower in pairs):
         return
-    reason = "known only when they are there" if edge.dynamic else "not one index per sample"
+    reason = "known only at run time" if edge.dynamic else "not one index per sample"
     raise PlanError(
         f"{_end(plan, edge.src)} sends tensors to {_end(plan, edge.dst)} whose sizes are {reason}, so they cannot be "
         "cut into other micro-batches. Give both stages the same micro_batch_size and the same number of devices "

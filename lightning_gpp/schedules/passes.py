@@ -1,4 +1,4 @@
-"""What every schedule gets, whatever its order: recomputation, and the data just in time."""
+"""Passes that every schedule gets: recomputation, and data actions just in time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lightning_gpp.schedules.messages import derive_messages
 from lightning_gpp.schedules.task_graph import Task
 
 LEAD: Final = 2
-"""Micro-batches by which data are ahead of the first stage that reads them."""
+"""Micro-batches by which data actions are ahead of the first stage that reads them."""
 
 
 def with_recomputation(plan: Plan, schedule: Schedule) -> Schedule:
-    """Run recomputed stages again right before their backwards, unless the schedule says when.
+    """Insert recomputations right before the backwards of recomputed stages, unless the schedule states them.
 
-    That is in front of the backward's wait for its gradients, which it fills.
+    They run before the backward waits for its gradients, and so fill that wait.
     """
     again = {stage for stage in range(len(plan.stages)) if plan.stages[stage].recompute}
     placed = {action for actions in schedule.devices for action in actions if action.kind is Kind.RECOMPUTE}
@@ -36,22 +36,24 @@ def with_recomputation(plan: Plan, schedule: Schedule) -> Schedule:
 def with_data(
     plan: Plan, schedule: Schedule, started: Mapping[Task, float], batch_size: int, training: bool
 ) -> Schedule:
-    """Run the user's step up to the network for every micro-batch, a little before the first stage reads it.
+    """Insert the data action of every micro-batch a little before the first stage reads it.
 
-    What stands in front of a data action was started before the actions that read its data, and so cannot wait for it.
+    All actions in front of a data action start before those that read its data, so none of them waits for it.
     """
     if not reads_data(plan):
         return schedule
     rows = list(schedule.devices)
-    for device, due in _due(plan, started, batch_size, training).items():
-        rows[device] = _woven(device, rows[device], due, started)
+    for device, deadlines in _deadlines(plan, started, batch_size, training).items():
+        rows[device] = _woven(device, rows[device], deadlines, started)
     return Schedule(tuple(rows))
 
 
-def _due(plan: Plan, started: Mapping[Task, float], batch_size: int, training: bool) -> dict[int, dict[Action, float]]:
-    """For every device of the step its data actions in order, and when they have to be there."""
+def _deadlines(
+    plan: Plan, started: Mapping[Task, float], batch_size: int, training: bool
+) -> dict[int, dict[Action, float]]:
+    """For every device of the user's step its data actions in order, each with the latest nominal time."""
     lead = LEAD * plan.stages[plan.step_stage].micro_batch_size
-    due: dict[int, dict[Action, float]] = {
+    deadlines: dict[int, dict[Action, float]] = {
         device: {
             Action(plan.step_stage, Kind.DATA, number): max(started.values(), default=0)
             for number in plan.micro_batches(plan.step_stage, device, batch_size)
@@ -60,13 +62,13 @@ def _due(plan: Plan, started: Mapping[Task, float], batch_size: int, training: b
     }
     for message in derive_messages(plan, batch_size, training=False):
         if plan.edges[message.edge].src == SOURCE:
-            row = due[message.src]
+            row = deadlines[message.src]
             row[message.producer] = min(row[message.producer], started[message.dst, message.consumer] - lead)
-    return {device: _monotone(row) for device, row in due.items()}
+    return {device: _monotone(row) for device, row in deadlines.items()}
 
 
 def _monotone(row: dict[Action, float]) -> dict[Action, float]:
-    """Each no later than those after it."""
+    """The same times, none later than those after it."""
     latest: dict[Action, float] = {}
     for action in reversed(row):
         latest[action] = min([row[action], *list(latest.values())[-1:]])
@@ -74,12 +76,12 @@ def _monotone(row: dict[Action, float]) -> dict[Action, float]:
 
 
 def _woven(
-    device: int, actions: tuple[Action, ...], due: Mapping[Action, float], started: Mapping[Task, float]
+    device: int, actions: tuple[Action, ...], deadlines: Mapping[Action, float], started: Mapping[Task, float]
 ) -> tuple[Action, ...]:
     result: list[Action] = []
-    waiting = list(due)
+    waiting = list(deadlines)
     for action in actions:
-        while waiting and due[waiting[0]] <= started.get((device, action), 0):
+        while waiting and deadlines[waiting[0]] <= started.get((device, action), 0):
             result.append(waiting.pop(0))
         result.append(action)
     return (*result, *waiting)

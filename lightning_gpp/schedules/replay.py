@@ -1,8 +1,7 @@
-"""Plays a program on all devices at once, under rendezvous semantics; the verifier and the simulator stand on it.
+"""Runs a program on all devices at once, under rendezvous semantics. Verifier and simulator are built on it.
 
-A send never blocks its device; its transfer completes when it was sent and its buffer was posted. Only WAIT blocks;
-and, if asked for, a meeting: where parameters are sharded, the replicas of a stage wait for each other to gather them
-and to sum their gradients.
+A send never blocks its device; its transfer completes when it was sent and its buffer was posted. Only WAIT blocks,
+and, on request, the collectives of sharded parameters, in which the replicas of a stage wait for each other.
 """
 
 from __future__ import annotations
@@ -15,26 +14,25 @@ from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.program import Instruction, Op, Program
 
 
-def replay(program: Program, visit: Callable[[int, Instruction], None], *, meetings: bool = False) -> dict[int, int]:
+def replay(program: Program, visit: Callable[[int, Instruction], None], *, collectives: bool = False) -> dict[int, int]:
     """Call `visit(device, instruction)` for every instruction that can run, each device in its own order.
 
     A WAIT is visited once its message has been sent and posted. Takes time in proportion to the instructions.
 
     Args:
-        program: what to play.
+        program: the program to run.
         visit: called for every instruction.
-        meetings: whether an UNSHARD or REDUCE is visited only once all replicas of its stage have come to it.
+        collectives: whether an UNSHARD or REDUCE is visited only once all replicas of its stage have reached it.
 
     Returns:
-        For every device that could not go on, the index of the instruction it stands at. Empty if the program runs
-        through.
+        For every blocked device the index of the instruction that it waits in. Empty if the program runs to its end.
     """
     position = [0] * len(program.devices)
     sent: set[int | None] = set()
     posted: set[int | None] = set()
     waiting: dict[int | None, int] = {}
     ready = deque(range(len(program.devices)))
-    rooms = _Rooms(program.plan, ready) if meetings else None
+    barriers = _Barriers(program.plan, ready) if collectives else None
     while ready:
         device = ready.popleft()
         instructions = program.devices[device]
@@ -44,7 +42,7 @@ def replay(program: Program, visit: Callable[[int, Instruction], None], *, meeti
             if op is Op.WAIT and not (message in sent and message in posted):
                 waiting[message] = device
                 break
-            if rooms is not None and not rooms.complete(device, instruction.action):
+            if barriers is not None and not barriers.passes(device, instruction.action):
                 break
             if op is Op.POST:
                 posted.add(message)
@@ -57,15 +55,15 @@ def replay(program: Program, visit: Callable[[int, Instruction], None], *, meeti
     return {d: position[d] for d, instructions in enumerate(program.devices) if position[d] < len(instructions)}
 
 
-class _Rooms:
-    """Who has come to which meeting."""
+class _Barriers:
+    """The devices that have reached each collective."""
 
     def __init__(self, plan: Plan, ready: deque[int]) -> None:
         self._plan, self._ready = plan, ready
         self._present: dict[Action, set[int]] = defaultdict(set)
 
-    def complete(self, device: int, action: Action | None) -> bool:
-        """Whether a device that comes to an action may go on; the last one to come wakes the others."""
+    def passes(self, device: int, action: Action | None) -> bool:
+        """Whether a device that reaches an action may go on. The last one to arrive wakes the others."""
         if action is None or action.kind not in (Kind.UNSHARD, Kind.REDUCE):
             return True
         present, replicas = self._present[action], self._plan.devices_of(action.stage)

@@ -1,15 +1,15 @@
-"""Proves, before anything runs, that a program cannot hang and never computes with missing data.
+"""Proves that a program cannot deadlock and never computes with missing data, before anything runs.
 
-Rendezvous semantics, the weakest promise of NCCL and gloo: a transfer completes only when its receive was posted; the
-n-th send from a to b meets the n-th receive of b from a; nothing else pairs them. Six proofs, each in time
-proportional to the instructions:
+The proofs assume rendezvous semantics, the weakest guarantee of NCCL and gloo: a transfer completes only when its
+receive was posted, and the n-th send from a to b matches the n-th receive of b from a. There are six, each linear in
+the number of instructions:
 
-    actions    every stage replica runs every micro-batch once, backward after forward
-    gatherings replicas meet in one order; parameters are whole when they are read, gradients complete when summed
-    coverage   the messages carry every sample that every action needs, once
-    use        in each device's list: made, then sent; posted, then waited for, then read; each once
-    channels   on each directed pair of devices sends and receives have the same order
-    progress   played together, all devices come to their end; and no stage exceeds its promise of micro-batches
+    actions      every stage replica runs every micro-batch once, backward after forward
+    collectives  replicas call them in one order; parameters are unsharded when read, gradients complete when reduced
+    coverage     the messages carry every sample that every action needs, once
+    use          on each device: produced, then sent; posted, then waited for, then read; each once
+    channels     sends and receives of each directed pair of devices have the same order
+    progress     all devices come to their end, and no stage exceeds its limit of micro-batches in flight
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from lightning_gpp.schedules.program import Message, Op, Program, describe
 from lightning_gpp.schedules.replay import replay
 
 _VERBS: Final = {Op.SEND: "sends", Op.POST: "posts a buffer for", Op.WAIT: "waits for"}
+_INFINITIVES: Final = {Op.SEND: "send", Op.POST: "post a buffer for", Op.WAIT: "wait for"}
 
 
 def verify(program: Program, limits: Mapping[int, int] | None = None) -> None:
-    """Refuse a program that would hang, or compute with missing data.
+    """Refuse a program that would deadlock or compute with missing data.
 
     Args:
-        program: what to prove.
+        program: the program to check.
         limits: for every stage the most micro-batches in flight on a replica; not checked by default.
 
     Raises:
-        VerificationError: says which device and which message; for a hang the whole circle of waits.
+        VerificationError: names the device and the message; for a deadlock, the cycle of waits.
     """
     _check_actions(program)
     check_collectives(program.plan, [computed(program, device) for device in range(len(program.devices))])
@@ -94,7 +95,7 @@ def _check_use(program: Program) -> None:
 
 @dataclass(slots=True)
 class _Use:
-    """Follows one device's list: what was computed, sent, posted and waited for."""
+    """The state of one device along its instructions: actions computed, messages sent, posted and waited for."""
 
     program: Program
     device: int
@@ -102,7 +103,7 @@ class _Use:
     done: dict[Op, set[int]] = field(default_factory=lambda: {op: set() for op in _VERBS})
 
     def follow(self) -> dict[Op, set[int]]:
-        """Check the device's list; what it does with which messages."""
+        """Check the device's instructions; for every operation the messages it was applied to."""
         for instruction in self.program.devices[self.device]:
             if instruction.action is not None:
                 self._compute(instruction.action)
@@ -114,7 +115,7 @@ class _Use:
         for number in self.program.inputs.get((self.device, action), ()):
             message = self.program.messages[number]
             if message.src == message.dst and message.producer not in self.computed:
-                self._fail(f"computes {action} before {message.producer}, which makes its input", number)
+                self._fail(f"computes {action} before {message.producer} produces", number)
             if message.src != message.dst and number not in self.done[Op.WAIT]:
                 self._fail(f"computes {action} without having waited for", number)
         self.computed.add(action)
@@ -122,11 +123,11 @@ class _Use:
     def _communicate(self, op: Op, number: int) -> None:
         message = self._message(op, number)
         if number in self.done[op]:
-            self._fail(f"{_VERBS[op]} twice:", number)
+            self._fail(_VERBS[op], number, " twice")
         if op is Op.SEND and message.producer not in self.computed:
-            self._fail(f"sends before {message.producer} made it:", number)
+            self._fail("sends", number, f" before {message.producer} produces it")
         if op is Op.WAIT and number not in self.done[Op.POST]:
-            self._fail("waits without having posted a buffer for", number)
+            self._fail("waits for", number, " without having posted a buffer")
         self.done[op].add(number)
 
     def _message(self, op: Op, number: int) -> Message:
@@ -134,16 +135,18 @@ class _Use:
             raise VerificationError(f"Device {self.device} {_VERBS[op]} message {number}, which does not exist.")
         message = self.program.messages[number]
         end = message.src if op is Op.SEND else message.dst
-        if message.src == message.dst or end != self.device:
-            self._fail(f"{_VERBS[op]}, though it is not its own to do so,", number)
+        if message.src == message.dst:
+            self._fail(_VERBS[op], number, ", which stays on its device")
+        if end != self.device:
+            self._fail(_VERBS[op], number, f", which device {end} has to {_INFINITIVES[op]}")
         return message
 
-    def _fail(self, what: str, number: int) -> None:
-        raise VerificationError(f"Device {self.device} {what} {describe(self.program.messages[number])}.")
+    def _fail(self, what: str, number: int, problem: str = "") -> None:
+        raise VerificationError(f"Device {self.device} {what} {describe(self.program.messages[number])}{problem}.")
 
 
 def _check_channels(program: Program) -> None:
-    """The n-th send of a to b and the n-th receive of b from a must be the same message."""
+    """Check that the n-th send from a to b and the n-th receive of b from a are the same message."""
     orders: dict[Op, dict[tuple[int, int], list[int]]] = {op: defaultdict(list) for op in (Op.SEND, Op.POST)}
     for instructions in program.devices:
         for instruction in instructions:
@@ -177,27 +180,33 @@ def _check_limits(program: Program, limits: Mapping[int, int]) -> None:
 def _check_progress(program: Program) -> None:
     blocked = replay(program, lambda device, instruction: None)
     if blocked:
-        raise VerificationError(_circle(program, blocked))
-    standing = stands_at_meetings(program)
-    if standing:
+        raise VerificationError(_cycle(program, blocked))
+    waits = collective_deadlock(program)
+    if waits:
         raise VerificationError(
-            f"The program hangs: {standing} wait for other replicas of the stage, which wait for what these would do "
-            "next. Gather parameters before all work, and sum gradients after it."
+            f"The program deadlocks: {waits}, and these wait for messages that are sent only afterwards. Unshard "
+            "parameters before all actions, and reduce gradients after them."
         )
 
 
-def stands_at_meetings(program: Program) -> str:
-    """Where devices stand for good if replicas that gather parameters or sum gradients wait for each other; empty where
-    none does. Only with sharded parameters do they: else a sum is started and left alone."""
+def collective_deadlock(program: Program) -> str:
+    """The devices that would deadlock in a collective, in words; empty if there are none.
+
+    Possible only with fsdp, whose all-gathers and reduce-scatters wait for all replicas; an all-reduce is asynchronous.
+    """
     if program.plan.sharding != "fsdp":
         return ""
-    blocked = replay(program, lambda device, instruction: None, meetings=True)
-    found = ((device, program.devices[device][position].action) for device, position in blocked.items())
-    return ", ".join(f"device {device} at {action}" for device, action in found if action is not None)
+    blocked = replay(program, lambda device, instruction: None, collectives=True)
+    actions = ((device, program.devices[device][position].action) for device, position in blocked.items())
+    return ", ".join(
+        f"device {device} waits in {action} for the other replicas of stage {action.stage}"
+        for device, action in actions
+        if action is not None
+    )
 
 
-def _circle(program: Program, blocked: dict[int, int]) -> str:
-    """The wait-for cycle in words. A device that stands waits for one that did not send, and so stands too."""
+def _cycle(program: Program, blocked: dict[int, int]) -> str:
+    """The wait-for cycle in words. A blocked device waits for one that has not sent, which is blocked, too."""
     devices: list[int] = []
     device = next(iter(blocked))
     while device not in devices:
@@ -206,7 +215,7 @@ def _circle(program: Program, blocked: dict[int, int]) -> str:
     cycle = devices[devices.index(device) :]
     waits = ", which ".join(_wait(program, member, blocked[member]) for member in cycle)
     return (
-        f"The program hangs: device {device} {waits}, where the circle closes. "
+        f"The program deadlocks: device {device} {waits}, which closes the cycle. "
         "Change the order of actions on one of these devices."
     )
 

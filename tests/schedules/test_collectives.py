@@ -88,7 +88,7 @@ def test_devices_that_visit_stages_in_different_orders_gather_once() -> None:
     ("rows", "match"),
     [
         ("0: 0U0 0S0 0F0 0B0 0G0", "Device 0 runs 0F0 while the stage's parameters are sharded"),
-        ("0: 0U0 0F0 0G0 0B0 0S0", r"Device 0 makes gradients of stages \[0\] after their last sum"),
+        ("0: 0U0 0F0 0G0 0B0 0S0", r"Device 0 computes gradients of stages \[0\] after their last reduction"),
     ],
 )
 def test_refused(rows: str, match: str) -> None:
@@ -97,13 +97,13 @@ def test_refused(rows: str, match: str) -> None:
         verify(lower(plan, Schedule.parse(rows)))
 
 
-def test_replicas_that_do_not_all_meet_are_refused() -> None:
+def test_replicas_with_different_collectives_are_refused() -> None:
     plan = plan_of([], (2,), 2, devices=[(0, 1)])
     with pytest.raises(VerificationError, match="replicas of stage 'stage0' do not all take part"):
         verify(lower(plan, Schedule.parse("0: 0F0 0B0 0G0\n1: 0F0 0B0")))
 
 
-def test_circles_of_meetings_are_refused() -> None:
+def test_cycles_of_collectives_are_refused() -> None:
     plan = plan_of([(0, 1)], (2, 2), 2, devices=[(0, 1), (0, 1)])
     rows = Schedule.parse("0: 0F0 1F0 1B0 1G0 0B0 0G0\n1: 0F0 1F0 1B0 0B0 0G0 1G0")
     with pytest.raises(VerificationError, match="in different orders"):
@@ -118,15 +118,17 @@ def _in_turn() -> tuple[Plan, Schedule]:
     return replace(plan, stages=(first, replace(last, round_robin=True))), rows
 
 
-def test_a_sum_that_waits_for_who_waits_for_it_is_refused() -> None:
+def test_a_reduction_that_waits_for_a_later_message_is_refused() -> None:
     plan, rows = _in_turn()
     schedule = with_collectives(plan, rows, {1})
     assert str(schedule).splitlines()[1] == "1: 0F1 1U0 1F1 1B1 1G0 0F0 0B1 0B0 1S0"
-    with pytest.raises(VerificationError, match="The program hangs: device 1 at 1G0 wait for other replicas"):
+    with pytest.raises(
+        VerificationError, match="The program deadlocks: device 1 waits in 1G0 for the other replicas of stage 1"
+    ):
         verify(lower(plan, schedule))
 
 
-def test_meetings_apart_from_the_work_never_hang() -> None:
+def test_collectives_apart_from_the_actions_never_deadlock() -> None:
     plan, rows = _in_turn()
     schedule = with_collectives(plan, rows, {1}, apart=True)
     assert str(schedule).splitlines()[0] == "0: 1U0 1F0 1B0 1S0 1G0"
