@@ -21,12 +21,10 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_gpp.cli import schema
+from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
 from lightning_gpp.errors import GPPError
 
 Task = Callable[[DictConfig], None]
-
-INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C has ended."""
 
 
 def config_folder() -> Path:
@@ -45,9 +43,10 @@ def run(command: str, config_name: str, task: Task) -> None:
     schema.register()
     failed: list[GPPError] = []
     try:
-        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=config_name)(
-            _told(command, task, failed)
-        )()
+        with interruptible():
+            hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=config_name)(
+                _told(command, task, failed)
+            )()
     except InstantiationException as error:
         if not isinstance(error.__cause__, GPPError):
             raise  # a constructor failed: its traceback says where
@@ -56,9 +55,9 @@ def run(command: str, config_name: str, task: Task) -> None:
     except (GPPError, HydraException, OmegaConfBaseException) as error:
         print(f"{command}: {explain(error)}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print(f"{command}: interrupted.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        print(f"{command}: interrupted{' ' * bool(str(interrupt))}{interrupt}.", file=sys.stderr)
+        sys.exit(EXIT_CODE)
     if failed:
         sys.exit(1)
 

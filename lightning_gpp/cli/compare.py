@@ -8,19 +8,18 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from lightning_gpp.cli.interrupt import heeded, unheeded
-from lightning_gpp.cli.limit import TimeIsUp, limited
 from lightning_gpp.cli.planning import Task, applied, final, task_of
+from lightning_gpp.cli.stopping import TimeIsUp, check_interrupted, interruptible, time_limit, uninterrupted
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Found, partitioner_names
 from lightning_gpp.planning.assignment.layout_check import misfit
 from lightning_gpp.planning.choice import each_schedule
-from lightning_gpp.planning.copies import INTERRUPTED, partition_copies
+from lightning_gpp.planning.copies import partition_copies
 from lightning_gpp.planning.folding import ordered
 from lightning_gpp.planning.problem.registry import partitioner_of
-from lightning_gpp.reports import Outcome, Prediction, partitioners_table, schedules_table, search_progress
+from lightning_gpp.reports import Outcome, partitioners_table, schedules_table, search_progress
 from lightning_gpp.schedules import schedule_names
 from lightning_gpp.training.machine import first
 from lightning_gpp.training.planner import check_devices, finished, planned, request_of
@@ -48,17 +47,17 @@ def compare(config: DictConfig) -> None:
             "schedule. Give one of them; strategy.partitioner makes the plans of all schedules, strategy.schedule is "
             "that of all partitioners."
         )
-    with heeded() as check:
-        (_compare_partitioners if config.schedules is None else _compare_schedules)(config, check)
+    with interruptible():
+        (_compare_partitioners if config.schedules is None else _compare_schedules)(config)
 
 
 # -- partitioners -----------------------------------------------------------------------------------------------------
 
 
-def _compare_partitioners(config: DictConfig, check: Callable[[], None]) -> None:
+def _compare_partitioners(config: DictConfig) -> None:
     names = PARTITIONERS if config.partitioners is None else tuple(map(str, config.partitioners))
     task, rows = task_of(config), list[Row]()
-    check()
+    check_interrupted()
     for name in names:
         partitioner_of(name)  # after the model's module was imported, which may register one
     if task.options.plan is not None or task.options.stages is not None:
@@ -69,28 +68,21 @@ def _compare_partitioners(config: DictConfig, check: Callable[[], None]) -> None
     try:
         for name in names:
             rows.append((name, _partitioned(name, task, float(config.compare_seconds))))
-            check()
-            _end_if_interrupted(rows[-1][1])
+            check_interrupted()
     finally:
         _show(rows, partitioners_table)
 
 
 def _show(rows: list[Row], table: Callable[[list[Row]], str]) -> None:
     if rows:
-        with unheeded():
+        with uninterrupted():
             print(table(rows))
-
-
-def _end_if_interrupted(outcome: Outcome) -> None:
-    """Raise KeyboardInterrupt if Ctrl-C ended the search. An anytime search catches it and keeps its best plan."""
-    if isinstance(outcome, Prediction) and outcome.search and INTERRUPTED in " ".join(outcome.search.notes):
-        raise KeyboardInterrupt
 
 
 def _partitioned(name: str, task: Task, seconds: float) -> Outcome:
     subject = task.subject.step
     try:
-        with limited(seconds), search_progress() as progress:
+        with time_limit(seconds, key="compare_seconds"), search_progress() as progress:
             machine = first(task.machine, task.num_devices)
             request = request_of(subject, task.options, machine, copies=task.copies, progress=progress)
             found = partition_copies(name, subject.graph, request)
@@ -109,15 +101,15 @@ def _late(seconds: float) -> str:
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
-def _compare_schedules(config: DictConfig, check: Callable[[], None]) -> None:
+def _compare_schedules(config: DictConfig) -> None:
     task, rows = task_of(config), list[Row]()
-    check()
+    check_interrupted()
     names, seconds = schedules_wanted(config.schedules), float(config.compare_seconds)
     given = task.options.plan is not None or task.options.stages is not None
     try:
         for row in _on_given(task, names, seconds) if given else _searched(task, names, seconds):
             rows.append(row)
-            check()
+            check_interrupted()
     finally:
         _show(rows, schedules_table)
 
@@ -148,14 +140,13 @@ def _searched(task: Task, names: Sequence[str], seconds: float) -> Iterator[Row]
             rest = replace(request, schedules=tuple(names[index:]))
             search = search or each_schedule(task.options.partitioner, task.subject.step.graph, rest)
             try:
-                with limited(seconds):
+                with time_limit(seconds, key="compare_seconds"):
                     outcome = _scheduled(task, next(search)[1])
             except GPPError as error:
                 outcome = str(error)
             except TimeIsUp:
                 search, outcome = None, _late(seconds)
             yield name, outcome
-            _end_if_interrupted(outcome)
 
 
 def _scheduled(task: Task, outcome: Found | GPPError) -> Outcome:
@@ -171,7 +162,7 @@ def _on_given(task: Task, names: Sequence[str], seconds: float) -> Iterator[Row]
             if progress is not None:
                 progress.part(index, len(names), name)
             try:
-                with limited(seconds):
+                with time_limit(seconds, key="compare_seconds"):
                     outcome = _applied(task, name)
             except GPPError as error:
                 outcome = str(error)

@@ -7,18 +7,13 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from lightning_gpp.cli.app import INTERRUPTED, run
-from lightning_gpp.cli.interrupt import heeded
+from lightning_gpp.cli.app import run
+from lightning_gpp.cli.stopping import check_interrupted, interruptible
 
 
 def main() -> None:
     sys.argv[1:] = overrides(sys.argv[1:])
-    try:
-        with heeded():
-            run("gpp-plan", "plan", plan)
-    except KeyboardInterrupt:  # of which somebody had made another error
-        print("gpp-plan: interrupted.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    run("gpp-plan", "plan", plan)
 
 
 def overrides(arguments: Sequence[str]) -> list[str]:
@@ -38,24 +33,21 @@ def plan(config: DictConfig) -> None:
     Raises:
         ConfigError: the configuration cannot work.
         PlanError: nothing fits the devices.
+        KeyboardInterrupt: Ctrl-C was pressed; its message says what is lost.
     """
-    try:
-        with heeded() as check:
-            from lightning_gpp.cli.compare import compare  # takes seconds to load; a wrong key need not wait for it
-            from lightning_gpp.cli.planning import show
+    with interruptible(_COMPARING if config.compare else _PLANNING):
+        from lightning_gpp.cli.compare import compare  # takes seconds to load; a wrong key need not wait for it
+        from lightning_gpp.cli.planning import show
 
-            check()
-            (compare if config.compare else show)(config)
-    except KeyboardInterrupt:
-        print(f"gpp-plan: interrupted {_COMPARING if config.compare else _PLANNING}", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        check_interrupted()
+        (compare if config.compare else show)(config)
 
 
 _PLANNING = (
     "before there was a plan. strategy.partitioner=auto keeps the best one so far; strategy.search_seconds=... limits "
-    "its search."
+    "its search"
 )
-_COMPARING = "before the comparison was complete; it shows the rows that there are."
+_COMPARING = "before the comparison was complete; it shows the rows that there are"
 
 
 if __name__ == "__main__":

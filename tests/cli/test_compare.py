@@ -219,19 +219,17 @@ def stubborn() -> Iterator[None]:
 @pytest.mark.parametrize("stages", [(), (STAGES,)])
 def test_ctrl_c_keeps_the_rows_so_far(stages: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     config = composed(*QUICK, *stages, "compare=true", "schedules=[1f1b,stubborn,gpipe]", name="plan")
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(KeyboardInterrupt, match="before the comparison was complete"):
         command_module.plan(config)
-    captured = capsys.readouterr()
-    assert caught.value.code == 130
-    assert list(rows_of(captured.out)) == ["1f1b"]
-    assert "interrupted before the comparison was complete" in captured.err
+    assert list(rows_of(capsys.readouterr().out)) == ["1f1b"]
 
 
 def test_ctrl_c_during_a_search_that_keeps_its_best_ends_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     @partitioners.register_partitioner("hurried")
     def search(problem: Problem, control: Control) -> Answer:
-        answer = partitioners.partitioner_of("auto")(problem, control)
-        return replace(answer, notes=(*answer.notes, "The search was interrupted."))
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        return partitioners.partitioner_of("auto")(problem, control)
 
     try:
         config = composed(*QUICK, "strategy.partitioner=hurried", "schedules=[gpipe,1f1b]", name="plan")
