@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 
 from lightning_gpp.schedules.actions import Kind
+from lightning_gpp.schedules.held_bytes import peak
 from lightning_gpp.schedules.one_f_one_b import warm_up
 from lightning_gpp.schedules.task_graph import Rows
 from lightning_gpp.schedules.work import Work, turns
-
-
-def peak(changes: Iterable[float]) -> float:
-    """The most bytes that a device holds, from the bytes that it allocates or frees (negative) one after the other."""
-    return max(accumulate(changes, initial=0.0))
 
 
 def peaks_of(work: Work, rows: Rows) -> list[float]:

@@ -13,6 +13,7 @@ from typing import Final
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
+from lightning_gpp.schedules.held_bytes import HeldBytes
 from lightning_gpp.schedules.messages import derive_messages, samples_of
 from lightning_gpp.schedules.task_graph import Readers, Rows, Task, TaskGraph, task_graph
 
@@ -87,7 +88,7 @@ def work_of(plan: Plan, batch_size: int, *, split: bool = True) -> Work:
         for kind, (needed, taken) in costs[stage].at(samples, split).items():
             task = device, Action(stage, kind, number)
             seconds[task], takes[task] = needed, taken
-        working[device] = max(working[device], costs[stage].working.at(samples) if samples else 0.0)
+        working[device] = max(working[device], costs[stage].held.working.at(samples) if samples else 0.0)
     missing, readers = links(plan, batch_size, seconds, travels=timed)
     return Work(
         plan=plan,
@@ -172,35 +173,26 @@ def _parts(plan: Plan, batch_size: int) -> Iterator[tuple[int, int, int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cost:
-    """Of a stage: seconds, and bytes. `halves`: whether the gradients of the parameters are an action of their own.
-
-    `kept` from the forward to the gradients of the inputs, `pending` from there to those of the parameters, `working`
-    during a recomputation in addition.
-    """
+    """Seconds and bytes of a stage's actions."""
 
     forward: Affine
     inputs: Affine
     weight: Affine
-    kept: Affine
-    pending: Affine
-    working: Affine
-    halves: bool
+    held: HeldBytes
 
     def at(self, samples: int, split: bool) -> dict[Kind, tuple[float, float]]:
-        """Seconds of every kind of task, and what it takes; nothing for a replica that gets no samples."""
-        kept = self.kept.at(samples)
-        pending = min(kept + self.working.at(samples), self.pending.at(samples)) if self.halves else 0.0
-        tasks = {Kind.FORWARD: (self.forward.at(samples), kept)}
-        if split:
-            tasks[Kind.INPUT] = self.inputs.at(samples), pending - kept
-            tasks[Kind.WEIGHT] = self.weight.at(samples), -pending
-        else:
-            tasks[Kind.BACKWARD] = self.inputs.at(samples) + self.weight.at(samples), -kept
-        return tasks if samples else dict.fromkeys(tasks, (0.0, 0.0))
+        """Seconds and bytes of every kind of task; zero for a replica without samples."""
+        inputs, weight = self.inputs.at(samples), self.weight.at(samples)
+        seconds = {Kind.FORWARD: self.forward.at(samples)}
+        seconds |= {Kind.INPUT: inputs, Kind.WEIGHT: weight} if split else {Kind.BACKWARD: inputs + weight}
+        if not samples:
+            return dict.fromkeys(seconds, (0.0, 0.0))
+        changes = self.held.changes(samples, recomputes=False)
+        return {kind: (needed, changes[kind]) for kind, needed in seconds.items()}
 
 
 def _cost(plan: Plan, index: int, timed: bool, sized: bool, halves: bool) -> _Cost:
-    """The first half of a backward runs the forward again where a stage keeps only what it received."""
+    """The costs of a stage. The first half of a backward includes the recomputation."""
     stage, figures = plan.stages[index], plan.stages[index].figures
     unit = Affine(0 if is_extra(plan, index) else 1)
     forward, inputs, weight = unit, unit, unit
@@ -212,12 +204,5 @@ def _cost(plan: Plan, index: int, timed: bool, sized: bool, halves: bool) -> _Co
         kept, pending = figures.activation_bytes, figures.pending_bytes
         if stage.recompute:
             kept, working = sum((edge.bytes for edge in plan.edges if edge.dst == index), Affine()), kept
-    return _Cost(
-        forward=forward,
-        inputs=inputs,
-        weight=weight,
-        kept=kept,
-        pending=pending,
-        working=working,
-        halves=halves,
-    )
+    held = HeldBytes(kept=kept, working=working, pending=pending if halves else Affine())
+    return _Cost(forward=forward, inputs=inputs, weight=weight, held=held)

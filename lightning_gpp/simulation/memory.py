@@ -1,29 +1,25 @@
-"""The memory that a program takes on a device, action by action."""
+"""Memory of a program on a device: parameters, and the micro-batches in flight, action by action."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from lightning_gpp.schedules import Action, Kind, Program
-from lightning_gpp.schedules.actions import RELEASES
+from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES
+from lightning_gpp.schedules.held_bytes import peak
 from lightning_gpp.schedules.messages import samples_of
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
 
 
 def peak_bytes(program: Program, costs: StageCosts, device: int) -> float:
-    """The most that a device holds at any time.
+    """The most bytes that a device holds at a time.
 
-    Always: parameters, gradients and the optimizer's state of its stages; with ZeRO-1 its share of the last, with fsdp
-    its shares of all. With fsdp the whole parameters of a stage from their gathering until they are dropped, and its
-    whole gradients until they are summed. For a micro-batch in training its activations from the start of the forward;
-    from a recomputation on what that makes; after the gradients of the inputs what those of the parameters need,
-    until these end. In inference its activations during the forward.
+    They include, at all times, parameters, gradients and optimizer states of its stages; with ZeRO-1 its share of the
+    states, with fsdp its shares of all. With fsdp, a stage's unsharded parameters from UNSHARD to RESHARD, and its
+    unsharded gradients until REDUCE. In training, micro-batches in flight as `HeldBytes` says; in inference, the
+    activations during the forward.
     """
-    now = most = 0.0
-    for change in changes(program, costs, device):
-        now += change
-        most = max(most, now)
-    return _static(program, costs, device) + most
+    return _static(program, costs, device) + peak(changes(program, costs, device))
 
 
 def _static(program: Program, costs: StageCosts, device: int) -> float:
@@ -37,52 +33,41 @@ def _static(program: Program, costs: StageCosts, device: int) -> float:
 
 
 def changes(program: Program, costs: StageCosts, device: int) -> Iterator[float]:
-    """Bytes that are taken or given back, in the order of the program; after a training step all are given back."""
+    """Bytes allocated, or freed if negative, in the order of the program. After a training step all are freed."""
     plan = program.plan
     replicas = {stage: costs.replica(stage, device) for stage in plan.stages_on(device)}
     samples = {stage: samples_of(plan, stage, device, program.batch_size) for stage in replicas}
-    kept: dict[tuple[int, int], float] = {}
-    whole_gradients: set[int] = set()
+    unreduced: set[int] = set()
     for instruction in program.devices[device]:
         action = instruction.action
         if action is None or action.kind is Kind.DATA:
             continue
         cost = replicas[action.stage]
         if plan.sharding == "fsdp":
-            yield _sharded_change(program, action, cost, whole_gradients)
+            yield _sharded_change(program, action, cost, unreduced)
         if action.micro_batch < len(samples[action.stage]):
-            yield from _activations(program, action, cost, samples[action.stage][action.micro_batch], kept)
+            yield from _activations(program, action, cost, samples[action.stage][action.micro_batch])
 
 
-def _sharded_change(program: Program, action: Action, cost: StageCost, whole_gradients: set[int]) -> float:
+def _sharded_change(program: Program, action: Action, cost: StageCost, unreduced: set[int]) -> float:
+    """Bytes of unsharded parameters and gradients. `unreduced`: stages with gradients since their last REDUCE."""
     if action.kind in (Kind.UNSHARD, Kind.RESHARD):
         return cost.parameter_bytes * (1 if action.kind is Kind.UNSHARD else -1)
     if action.kind is Kind.REDUCE:
-        if action.stage not in whole_gradients:  # the replica had no micro-batch
+        if action.stage not in unreduced:  # the replica had no micro-batch
             return 0.0
-        whole_gradients.discard(action.stage)
+        unreduced.discard(action.stage)
         return -cost.parameter_bytes
-    if action.kind in RELEASES and action.stage in program.reduced and action.stage not in whole_gradients:
-        whole_gradients.add(action.stage)
+    if action.kind in RELEASES and action.stage in program.reduced and action.stage not in unreduced:
+        unreduced.add(action.stage)
         return cost.parameter_bytes
     return 0.0
 
 
-def _activations(
-    program: Program, action: Action, cost: StageCost, num_samples: int, kept: dict[tuple[int, int], float]
-) -> Iterator[float]:
-    key = (action.stage, action.micro_batch)
-    if not num_samples:
+def _activations(program: Program, action: Action, cost: StageCost, num_samples: int) -> Iterator[float]:
+    if not num_samples or action.kind in COLLECTIVES:
         return
-    if action.kind is Kind.FORWARD:
-        kept[key] = cost.activation_bytes.at(num_samples)
-        yield kept[key]
-    elif action.kind is Kind.RECOMPUTE:
-        kept[key] += cost.working_bytes.at(num_samples)
-        yield cost.working_bytes.at(num_samples)
-    elif action.kind is Kind.INPUT and cost.pending_bytes is not None:
-        left = min(kept[key], cost.pending_bytes.at(num_samples))
-        yield left - kept[key]
-        kept[key] = left
-    if action.kind in RELEASES or (action.kind is Kind.FORWARD and not program.training):
-        yield -kept.pop(key)
+    change = cost.held.changes(num_samples, recomputes=program.plan.stages[action.stage].recompute)[action.kind]
+    yield change
+    if not program.training:
+        yield -change

@@ -9,6 +9,7 @@ from lightning_gpp.cluster import Cluster, Link, Port
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Action, Kind, Message
+from lightning_gpp.schedules.held_bytes import HeldBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +34,13 @@ class StageCost:
     pending_bytes: Affine | None = None
     parameter_bytes: float = 0
 
+    @property
+    def held(self) -> HeldBytes:
+        """Memory of a micro-batch in flight."""
+        return HeldBytes(kept=self.activation_bytes, working=self.working_bytes, pending=self.pending_bytes)
+
     def seconds(self, kind: Kind, num_samples: int) -> float:
-        """Duration of an action that computes something of the stage."""
+        """Duration of an action of the stage."""
         if kind is Kind.BACKWARD:
             return self.backward.at(num_samples)
         if kind is Kind.INPUT:

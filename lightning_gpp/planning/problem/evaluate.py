@@ -23,6 +23,7 @@ from lightning_gpp.planning.problem.pipeline_clock import Pipeline, end_times, l
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.realise import folded
 from lightning_gpp.planning.problem.units import Value
+from lightning_gpp.schedules.held_bytes import warm_up_peak
 from lightning_gpp.schedules.warm_up import samples_in_flight
 
 
@@ -147,7 +148,7 @@ class Evaluator:
         figures = [self.figures(stage) for stage in stages]
         pipeline, busiest = self._pipeline(stages, figures, edges, copies)
         peaks = [
-            entry.static_bytes + count * entry.kept_bytes + entry.working_bytes
+            warm_up_peak(entry.static_bytes, entry.kept_bytes, entry.working_bytes, count)
             for entry, count in zip(figures, counts, strict=True)
         ]
         limits = [min(self._memory[device] for device in stage.devices) for stage in stages]

@@ -1,0 +1,54 @@
+"""One memory model: search, list schedulers and simulation count the same bytes."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_gpp.graph import Affine
+from lightning_gpp.schedules import Action, Kind
+from lightning_gpp.schedules.alternating import alternating
+from lightning_gpp.schedules.held_bytes import HeldBytes, peak, warm_up_peak
+
+SIZES = st.integers(0, 1000).map(float)
+HELD = st.builds(
+    HeldBytes,
+    kept=SIZES.map(Affine),
+    working=SIZES.map(Affine),
+    pending=st.none() | SIZES.map(Affine),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(held=HELD, samples=st.integers(1, 8), recomputes=st.booleans())
+def test_a_backward_frees_what_its_halves_free(held: HeldBytes, samples: int, recomputes: bool) -> None:
+    changes = held.changes(samples, recomputes=recomputes)
+    assert changes[Kind.INPUT] + changes[Kind.WEIGHT] == changes[Kind.BACKWARD]
+    allocated = changes[Kind.FORWARD] + (changes[Kind.RECOMPUTE] if recomputes else 0)
+    assert allocated + changes[Kind.BACKWARD] == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(held=HELD, samples=st.integers(1, 8), warm_up=st.integers(1, 6), more=st.integers(0, 6))
+def test_the_peak_of_1f1b_follows_from_its_warm_up(held: HeldBytes, samples: int, warm_up: int, more: int) -> None:
+    """The formula of the search against the order, action by action."""
+    number = warm_up + more
+    changes = held.changes(samples, recomputes=True)
+    forwards, backwards = ([Action(0, kind, i) for i in range(number)] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    order = [action.kind for action in alternating(forwards, backwards, warm_up)]
+    kinds = [part for kind in order for part in ((Kind.RECOMPUTE, kind) if kind is Kind.BACKWARD else (kind,))]
+    expected = warm_up_peak(0.0, held.kept.at(samples), held.working.at(samples), warm_up)
+    assert peak(changes[kind] for kind in kinds) == expected
+
+
+def test_half_a_backward_leaves_what_is_pending() -> None:
+    held = HeldBytes(kept=Affine(2), working=Affine(3), pending=Affine(1))
+    changes = held.changes(2, recomputes=True)
+    assert changes == {
+        Kind.FORWARD: 4.0,
+        Kind.RECOMPUTE: 6.0,
+        Kind.INPUT: -8.0,
+        Kind.WEIGHT: -2.0,
+        Kind.BACKWARD: -10.0,
+    }
+    assert peak([]) == 0
