@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from lightning_gpp.capture import Capture, capture_step
     from lightning_gpp.cluster import Cluster, Device, Link, Node, load_cluster, preset_cluster
     from lightning_gpp.graph import Affine, OperatorGraph
-    from lightning_gpp.plan import Edge, Figures, Plan, Stage
+    from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage
     from lightning_gpp.planning import (
         Answer,
         Control,
         Draft,
         DraftStage,
+        Evaluator,
         Problem,
         Request,
         estimate,
@@ -56,6 +57,7 @@ __all__ = [
     "Draft",
     "DraftStage",
     "Edge",
+    "Evaluator",
     "Figures",
     "GPPError",
     "GPPStrategy",
@@ -68,6 +70,8 @@ __all__ = [
     "PlanError",
     "Problem",
     "Request",
+    "SOURCE",
+    "STEP",
     "Schedule",
     "ScheduleError",
     "Stage",
@@ -91,9 +95,9 @@ _ORIGINS: Final = {
     "capture": ("Capture", "capture_step"),
     "cluster": ("Cluster", "Device", "Link", "Node", "load_cluster", "preset_cluster"),
     "graph": ("Affine", "OperatorGraph"),
-    "plan": ("Edge", "Figures", "Plan", "Stage"),
+    "plan": ("SOURCE", "STEP", "Edge", "Figures", "Plan", "Stage"),
     "planning": (
-        *("Answer", "Control", "Draft", "DraftStage", "Problem", "Request"),
+        *("Answer", "Control", "Draft", "DraftStage", "Evaluator", "Problem", "Request"),
         *("estimate", "partition", "register_partitioner"),
     ),
     "schedules": ("Action", "Kind", "Schedule", "compile_program", "register_schedule"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from lightning_gpp.cluster import Cluster, Device
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.costs.model import CostModel, Seconds
+from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign
@@ -20,7 +21,7 @@ def estimate(
     graph: OperatorGraph,
     plan: Plan,
     cluster: Cluster,
-    costs: CostModel,
+    costs: CostModel | None = None,
     *,
     footprint: Footprint | None = None,
     num_pipelines: int = 1,
@@ -35,7 +36,7 @@ def estimate(
         plan: the stages; device d of pipeline p is the cluster's device p x plan.num_devices + d, and of these devices
             the slowest counts.
         cluster: devices and links.
-        costs: seconds of operators.
+        costs: seconds of operators; by default the roofline model.
         footprint: what a device keeps per byte of parameters; float32 and Adam by default.
         num_pipelines: copies of the pipeline, whose gradients are summed.
     """
@@ -43,7 +44,7 @@ def estimate(
         whole = unsliced(plan)
         costs_of_whole = estimate(graph, whole.plan, cluster, costs, footprint=footprint, num_pipelines=num_pipelines)
         return sliced_costs(costs_of_whole, plan, whole, graph)
-    operators = _operators(graph, plan)
+    operators, costs = _operators(graph, plan), costs or Roofline(graph)
     kinds = {
         device: {cluster.kind(device + pipeline * plan.num_devices) for pipeline in range(num_pipelines)}
         for device in range(plan.num_devices)
