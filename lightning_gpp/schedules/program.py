@@ -61,6 +61,10 @@ class Instruction:
 class Program:
     """Instructions of every device of one pipeline replica, for one mini-batch of `batch_size` samples.
 
+    A program that flushes begins and ends with an empty pipeline. The devices of a *continuous* one repeat their
+    instructions, once per mini-batch: `ahead[device][i]` is the number of mini-batches by which instruction i is ahead
+    of the one that this period completes. Empty: none is ahead.
+
     `inputs[device, action]` lists the messages (ids, local ones too) that an action reads, `outputs[device, action]`
     those it makes. `split`: stages and micro-batches whose backward is split. `reduced`: stages whose gradients are
     summed over ranks by this program; where it is empty, nothing is.
@@ -75,6 +79,16 @@ class Program:
     outputs: dict[tuple[int, Action], tuple[int, ...]]
     split: frozenset[tuple[int, int]] = frozenset()
     reduced: frozenset[int] = frozenset()
+    ahead: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def lead(self) -> int:
+        """The most mini-batches by which any device is ahead; 0 if the program flushes."""
+        return max((number for row in self.ahead for number in row), default=0)
+
+    def lead_of(self, device: int) -> int:
+        """The most mini-batches by which a device is ahead."""
+        return max(self.ahead[device], default=0) if self.ahead else 0
 
     def __str__(self) -> str:
         """One line of instructions per device: `2F0` computes, `+5<1` posts a buffer for message 5 from device 1,
