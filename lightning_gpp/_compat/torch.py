@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import torch
@@ -12,6 +12,7 @@ import torch.utils.checkpoint as _checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # torch.export stands on it; no public name yet
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
@@ -47,6 +48,11 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
 
 
 # --- autograd
+
+
+def kept_version_counters(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Hide in-place changes of the tensors from autograd, which refuses a backward after them. Made for fully_shard."""
+    return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 def run_backward(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from lightning_gpp.runtime.operations import (
     ComputeForward,
     ComputeInput,
     ComputeWeight,
+    DeviceState,
     Forward,
     ReadData,
     Saved,
@@ -29,14 +31,40 @@ from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.split import SplitBackward, Splitter
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
 from lightning_gpp.runtime.transfers import DynamicReceive, DynamicSend, Inbox, Link, Receive, Send
+from lightning_gpp.runtime.weights.interface import Use, WeightPolicy
 from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES, Action, Kind
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 
 Operation = Callable[[], object]
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lane:
+    """Everything that one of the mini-batches has for itself that a device works on at the same time.
+
+    A program that flushes has one lane. A continuous one has as many as there are mini-batches on their way; mini-batch
+    n takes lane n modulo their number.
+    """
+
+    number: int
+    state: State
+    link: Link
+    sends: dict[int, Send] = field(default_factory=dict)
+    receives: dict[int, Receive] = field(default_factory=dict)
+    saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
+    recomputed: dict[tuple[int, int], RecomputedForward] = field(default_factory=dict)
+    splits: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Let go of all tensors."""
+        self.state.clear()
+        for kept in (self.saved, self.recomputed, self.splits):
+            for entry in kept.values():
+                entry.clear()
+
+
 class Compiler:
-    """Makes the operations of `device`; they share `state` and `link`."""
+    """Makes the operations of `device`, for every lane."""
 
     def __init__(
         self,
@@ -48,65 +76,72 @@ class Compiler:
         source: DataSource | None,
         streams: RandomStreams | None,
         pipeline: int,
-        state: State,
-        link: Link,
+        lanes: Sequence[Lane],
         sharding: StageSync | None = None,
+        weights: WeightPolicy | None = None,
     ) -> None:
         self._program, self._plan, self._device = program, program.plan, device
         self._stages, self._slots, self._source = stages, slots, source
         self._streams, self._pipeline = streams, pipeline
-        self._state, self._link, self._sync = state, link, sharding
+        self._lanes, self._lane, self._sync, self._weights = lanes, lanes[0], sharding, weights
         self._armed = _armed(program, device)
-        self.saved: dict[tuple[int, int], Saved] = {}
-        self.recomputed: dict[tuple[int, int], RecomputedForward] = {}
-        self.splits: dict[tuple[int, int], SplitBackward] = {}
         self.splitters: dict[int, Splitter] = {}
         self._module_states: dict[int, ModuleState] = {}
         self.inboxes: dict[int, Inbox] = {peer: Inbox() for peer in _dynamic_peers(program, device)}
-        self._sends: dict[int, Send] = {}
-        self._receives: dict[int, Receive] = {}
         self._receipts = receipts(program)[device]
 
-    def operation(self, position: int, instruction: Instruction) -> Operation:
-        """The operation of instruction number `position`."""
+    def operation(self, position: int, instruction: Instruction, phase: int) -> Operation:
+        """The operation of instruction number `position`, in a period whose own mini-batch takes lane `phase`."""
+        self._lane = self._lane_of(phase, self._program.ahead[self._device][position] if self._program.ahead else 0)
         if instruction.op is Op.COMPUTE:
             return self._compute(action_of(self._program, instruction))
         message = message_of(self._program, instruction)
         if instruction.op is Op.SEND:
-            return self._send(message)
+            return self._send(self._lane, message).run
         if instruction.op is Op.POST:
             return self._post(message)
-        return self._wait(message, self._receipts.get(position, ()))
+        sent = self._receipts.get(position, ())
+        arrived = [self._send(self._lane_of(phase, ahead), self._program.messages[number]) for ahead, number in sent]
+        return self._wait(message, arrived)
 
-    def _send(self, message: Message) -> Operation:
-        dynamic = self._plan.edges[message.edge].dynamic
-        send = DynamicSend(self._link, message) if dynamic else Send(self._link, message)
-        self._sends[message.id] = send
-        return send.run
+    def _lane_of(self, phase: int, ahead: int) -> Lane:
+        return self._lanes[(phase + ahead) % len(self._lanes)]
+
+    def _send(self, lane: Lane, message: Message) -> Send:
+        if message.id not in lane.sends:
+            make = DynamicSend if self._plan.edges[message.edge].dynamic else Send
+            lane.sends[message.id] = make(lane.link, message)
+        return lane.sends[message.id]
+
+    def _receive(self, message: Message) -> Receive:
+        lane, edge = self._lane, self._plan.edges[message.edge]
+        if message.id not in lane.receives:
+            slots = carried(edge, self._slots[message.edge], message.gradient)
+            make = DynamicReceive if edge.dynamic else Receive
+            lane.receives[message.id] = make(lane.link, message, slots)
+        return lane.receives[message.id]
 
     def _post(self, message: Message) -> Operation:
-        edge = self._plan.edges[message.edge]
-        slots = carried(edge, self._slots[message.edge], message.gradient)
-        make = DynamicReceive if edge.dynamic else Receive
-        receive = self._receives[message.id] = make(self._link, message, slots)
+        receive = self._receive(message)
         if message.src not in self.inboxes:
             return receive.start
         inbox = self.inboxes[message.src]
         return lambda: inbox.post(receive)
 
-    def _wait(self, message: Message, arrived: Iterable[int]) -> Operation:
-        receive = self._receives[message.id]
+    def _wait(self, message: Message, arrived: Sequence[Send]) -> Operation:
+        receive = self._receive(message)
         wait: Operation = receive.wait
         if message.src in self.inboxes:
             inbox = self.inboxes[message.src]
             wait = lambda: inbox.wait(receive)  # noqa: E731
-        sends = [self._sends[i] for i in arrived]
-        return _then_release(wait, sends) if sends else wait
+        return _then_release(wait, arrived, self._lane.state.device) if arrived else wait
 
     def _compute(self, action: Action) -> Operation:
         if action.kind in COLLECTIVES:
             return self._meeting(action)
         operation = self._share(action)
+        if self._weights is not None and action.kind in _COMPUTED_WITH:
+            operation = _with_weights(self._weights, action, self._lane.state, operation)
         return operation if self._sync is None else _prepared(self._sync, action, action in self._armed, operation)
 
     def _share(self, action: Action) -> Operation:
@@ -121,7 +156,7 @@ class Compiler:
             Kind.INPUT: self._input_gradients,
             Kind.WEIGHT: self._weight_gradients,
         }[action.kind]
-        return make(action, MicroBatch(action.micro_batch, start, stop, self._program.batch_size))
+        return make(action, MicroBatch(action.micro_batch, start, stop, self._program.batch_size, self._lane.number))
 
     def _interval(self, action: Action) -> tuple[int, int]:
         stage = SOURCE if action.kind is Kind.DATA else action.stage
@@ -134,7 +169,7 @@ class Compiler:
         incoming = borders(self._program, self._program.inputs.get(key, ()), self._slots, interval)
         outgoing = borders(self._program, self._program.outputs.get(key, ()), self._slots, interval)
         return {
-            "state": self._state,
+            "state": self._lane.state,
             "owner": f"Stage {self._plan.stages[action.stage].name!r} (micro-batch {action.micro_batch})",
             "stage": action.stage,
             "micro_batch": micro_batch,
@@ -151,23 +186,30 @@ class Compiler:
         return ReadData(**common, source=self._source, promised=promised).run
 
     def _forward(self, action: Action, micro_batch: MicroBatch) -> Operation:
+        if self._program.training and self._plan.stages[action.stage].recompute:
+            return self._recomputed(action, micro_batch).run
+        return ComputeForward(**self._forward_arguments(action, micro_batch)).run
+
+    def _forward_arguments(self, action: Action, micro_batch: MicroBatch) -> dict[str, Any]:
         common = self._common(action, micro_batch)
         training = self._program.training
-        common |= {
+        return common | {
             "forward": self._with_stream(action),
             "promised": promises(common["outgoing"], micro_batch.num_samples),
             "saved": self._saved(action) if training else None,
             "differentiable": _differentiable(common["outgoing"]),
             "has_loss": training and action.stage == self._plan.step_stage,
         }
-        if not (training and self._plan.stages[action.stage].recompute):
-            return ComputeForward(**common).run
-        forward = RecomputedForward(**common, modules=self._module_state(action.stage))
-        self.recomputed[action.stage, action.micro_batch] = forward
-        return forward.run
 
     def _recompute(self, action: Action, micro_batch: MicroBatch) -> Operation:
-        return self.recomputed[action.stage, action.micro_batch].run_again
+        return self._recomputed(action._replace(kind=Kind.FORWARD), micro_batch).run_again
+
+    def _recomputed(self, forward: Action, micro_batch: MicroBatch) -> RecomputedForward:
+        key, made = (forward.stage, forward.micro_batch), self._lane.recomputed
+        if key not in made:
+            modules = self._module_state(forward.stage)
+            made[key] = RecomputedForward(**self._forward_arguments(forward, micro_batch), modules=modules)
+        return made[key]
 
     def _backward(self, action: Action, micro_batch: MicroBatch) -> Operation:
         return ComputeBackward(**self._common(action, micro_batch), saved=self._saved(action)).run
@@ -191,10 +233,10 @@ class Compiler:
 
     def _split(self, action: Action) -> SplitBackward:
         splitter = self.splitters.setdefault(action.stage, Splitter())
-        return self.splits.setdefault((action.stage, action.micro_batch), SplitBackward(splitter))
+        return self._lane.splits.setdefault((action.stage, action.micro_batch), SplitBackward(splitter))
 
     def _saved(self, action: Action) -> Saved:
-        return self.saved.setdefault((action.stage, action.micro_batch), Saved())
+        return self._lane.saved.setdefault((action.stage, action.micro_batch), Saved())
 
     def _module_state(self, stage: int) -> ModuleState:
         if self._streams is None and self._stages[stage].uses_random:
@@ -207,7 +249,7 @@ class Compiler:
         return self._module_states[stage]
 
     def _with_stream(self, action: Action) -> Forward:
-        stage, state, streams = self._stages[action.stage], self._state, self._streams
+        stage, state, streams = self._stages[action.stage], self._lane.state, self._streams
         if streams is None or not stage.uses_random:
             return stage.forward
         devices = self._plan.devices_of(action.stage)
@@ -254,11 +296,35 @@ def _nothing() -> None:
     """The share of a replica that has no samples."""
 
 
-def _then_release(wait: Operation, sends: Sequence[Send]) -> Operation:
-    """Wait, then release the sends that this proves to have arrived."""
+_COMPUTED_WITH: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT)
+"""Kinds of actions that read the values of parameters."""
+
+
+def _with_weights(weights: WeightPolicy, action: Action, state: State, operation: Operation) -> Operation:
+    """Compute with the values that the policy chooses."""
+    stage, number, final = action.stage, action.micro_batch, action.kind in (Kind.BACKWARD, Kind.INPUT)
+    enter, leave = (
+        (weights.enter_forward, weights.leave_forward)
+        if action.kind is Kind.FORWARD
+        else (weights.enter_backward, weights.leave_backward)
+    )
+
+    def run() -> None:
+        use = Use(stage, state.step, number, final)
+        enter(use)
+        operation()
+        leave(use)
+
+    return run
+
+
+def _then_release(wait: Operation, sends: Sequence[Send], device: DeviceState) -> Operation:
+    """Wait, then release the sends that this proves to have arrived; while the pipeline fills it does not prove it."""
 
     def run() -> None:
         wait()
+        if not device.steady:
+            return
         for send in sends:
             send.release()
 

@@ -4,23 +4,29 @@ mini-batch.
 What it keeps: the inputs of a forward that need gradients and the autograd edges of its outputs, until the backward
 (all inputs and no edges where the plan says to recompute); what it received, until it was read; what it sends, until it
 is known to have arrived. Nothing else.
+
+A continuous program is run period by period. What a device keeps for a mini-batch is in the mini-batch's lane, so that
+several can be on their way; fill and drain are periods in which the operations of mini-batches that do not exist are
+left out.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from lightning_gpp.errors import add_note
-from lightning_gpp.runtime.compiler import Compiler, Operation, action_of
-from lightning_gpp.runtime.operations import State
+from lightning_gpp.runtime.compiler import Compiler, Lane, Operation, action_of
+from lightning_gpp.runtime.operations import DeviceState, State
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.stage import DataSource, Slot, StageModule
-from lightning_gpp.runtime.transfers import Link
+from lightning_gpp.runtime.transfers import Link, Send
 from lightning_gpp.runtime.transport import Transport
+from lightning_gpp.runtime.weights.interface import WeightPolicy
 from lightning_gpp.schedules.actions import Action
 from lightning_gpp.schedules.program import Op, Program
 
@@ -39,6 +45,7 @@ class Executor:
         streams: random numbers for the stages that draw some; None leaves them on the default generator.
         pipeline: which pipeline replica this is, for the random streams and for messages.
         sharding: what the ranks that hold the same stage do together; without one they do nothing.
+        weights: with which values of the parameters actions compute; without one with those that are there.
         trace: measure every action (see `timings`) and name it for `torch.profiler`.
 
     Attributes:
@@ -61,13 +68,15 @@ class Executor:
         streams: RandomStreams | None = None,
         pipeline: int = 0,
         sharding: StageSync | None = None,
+        weights: WeightPolicy | None = None,
         trace: bool = False,
     ) -> None:
         self.program, self.device, self.pipeline = program, device, pipeline
         self.timings: list[tuple[Action, float, float]] = []
         tensors_on = torch_device or torch.device("cpu")
-        self._state = State(len(program.messages), program.plan.stages_on(device), tensors_on)
-        self._link = Link(transport, self._state.values, tensors_on)
+        self._state = DeviceState(program.plan.stages_on(device), tensors_on)
+        self._unfinished: deque[Send] = deque()
+        self._lanes = [self._lane(number, transport, tensors_on) for number in range(1 + program.lead)]
         self._compiler = Compiler(
             program,
             device,
@@ -76,13 +85,18 @@ class Executor:
             source=source,
             streams=streams,
             pipeline=pipeline,
-            state=self._state,
-            link=self._link,
+            lanes=self._lanes,
             sharding=sharding,
+            weights=weights,
         )
         self._instructions = program.devices[device]
+        self._ahead = program.ahead[device] if program.ahead else (0,) * len(self._instructions)
         self._position = 0
-        self._operations = self._compiled(trace)
+        self._periods = [self._compiled(phase, trace) for phase in range(len(self._lanes))]
+
+    def _lane(self, number: int, transport: Transport, device: torch.device) -> Lane:
+        state = State(len(self.program.messages), self._state)
+        return Lane(number=number, state=state, link=Link(transport, state.values, device, self._unfinished))
 
     @property
     def peak_in_flight(self) -> dict[int, int]:
@@ -116,34 +130,74 @@ class Executor:
         operation = self._instructions[self._position].op.value
         return f"{rank}, stage {self.program.plan.stages[action.stage].name!r}, action {action} ({operation})"
 
-    def run(self, *, loss_weight: float = 1.0, grad_scale: float = 1.0, step: int = 0) -> None:
+    def run(
+        self,
+        *,
+        loss_weight: float = 1.0,
+        grad_scale: float = 1.0,
+        step: int = 0,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> None:
         """Run this device's part for one mini-batch; gradients are added to the parameters' `.grad`.
+
+        A continuous program works on mini-batches `first` to `last` (exclusive) without a flush: call this for each of
+        them. At the first one the pipeline fills, at the last one it is empty again. While it runs, `last` may be any
+        number that is large enough: it has to be exact from `lead` mini-batches before the end.
 
         Args:
             loss_weight: weight of one sample. 1 / (samples of all pipeline replicas) gives the gradient of the mean.
             grad_scale: a further factor on the gradient, for mixed precision.
-            step: number of the optimizer step, for the random streams.
+            step: number of the mini-batch, for the random streams too.
+            first: the mini-batch with which the pipeline filled; by default `step`.
+            last: the mini-batch after the last one; by default `step` + 1.
 
         Raises:
             ShapeError: a stage returned a tensor of other shape or dtype than was agreed.
             GPPError: the step returned no loss.
         """
-        self._state.begin(loss_weight * grad_scale, step)
+        first, last = step if first is None else first, step + 1 if last is None else last
         self.timings.clear()
         try:
             with torch.set_grad_enabled(self.program.training):
-                for self._position, operation in enumerate(self._operations):  # noqa: B020
-                    operation()
-                self._link.finish()
+                for period in self._enter(step, first, last, loss_weight * grad_scale):
+                    self._run_period(period, first, last)
+                if step + 1 == last:
+                    self._finish_sends()
         except BaseException as error:
             add_note(error, f"This happened on {self.describe()}.")
             self._drop()
             raise
 
-    def _compiled(self, trace: bool) -> list[Operation]:
+    def _enter(self, step: int, first: int, last: int, weight: float) -> range:
+        """Give lanes to the mini-batches that enter; the periods to run: at the first mini-batch also the fill."""
+        lead = self.program.lead
+        if step == first:
+            self._state.begin()
+        for batch in range(first if step == first else step + lead, min(step + lead + 1, last)):
+            self._lanes[batch % len(self._lanes)].state.begin(weight, batch)
+        return range(step - self.program.lead_of(self.device) if step == first else step, step + 1)
+
+    def _run_period(self, period: int, first: int, last: int) -> None:
+        operations = self._periods[period % len(self._lanes)]
+        self._state.steady = first <= period and period + self.program.lead < last
+        if self._state.steady:
+            for self._position, operation in enumerate(operations):  # noqa: B020
+                operation()
+            return
+        for position, ahead in enumerate(self._ahead):
+            if first <= period + ahead < last:
+                self._position = position
+                operations[position]()
+
+    def _finish_sends(self) -> None:
+        while self._unfinished:
+            self._unfinished.popleft().release()
+
+    def _compiled(self, phase: int, trace: bool) -> list[Operation]:
         operations: list[Operation] = []
         for position, instruction in enumerate(self._instructions):
-            operation = self._compiler.operation(position, instruction)
+            operation = self._compiler.operation(position, instruction, phase)
             if trace and instruction.op is Op.COMPUTE:
                 operation = self._traced(action_of(self.program, instruction), operation)
             operations.append(operation)
@@ -162,13 +216,8 @@ class Executor:
 
     def _drop(self) -> None:
         """After a failure: let go of all tensors."""
-        self._state.clear()
-        self._link.unfinished.clear()
+        self._unfinished.clear()
         for inbox in self._compiler.inboxes.values():
             inbox.clear()
-        for saved in self._compiler.saved.values():
-            saved.clear()
-        for forward in self._compiler.recomputed.values():
-            forward.clear()
-        for split in self._compiler.splits.values():
-            split.clear()
+        for lane in self._lanes:
+            lane.clear()

@@ -20,35 +20,27 @@ Forward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
 """`StageModule.forward`, inside the stage's random stream where it has one."""
 
 
-class State:
-    """What the actions of one device share during a run.
+class DeviceState:
+    """State that all actions of a device share, whatever their mini-batch.
 
     Attributes:
-        values: the tensors of all messages.
-        token: what artificial edges carry.
-        loss_weight: of the current mini-batch, per sample, gradient scale included.
-        step: number of the optimizer step.
+        token: the tensor that artificial edges carry.
+        steady: whether the current period is complete; it is not while a continuous pipeline fills or drains.
         in_flight: for every stage the micro-batches between the start of their forward and the end of their backward.
         peak: the largest of these numbers so far.
         warm_up: for every stage the number of forwards before the first backward.
     """
 
-    def __init__(self, num_messages: int, stages: Iterable[int], device: torch.device) -> None:
-        self.values: Values = [None] * num_messages
+    def __init__(self, stages: Iterable[int], device: torch.device) -> None:
         self.token = torch.zeros(1, dtype=torch.uint8, device=device)
-        self.loss_weight, self.step = 1.0, 0
+        self.steady = True
         self.peak = dict.fromkeys(stages, 0)
-        self.in_flight = dict(self.peak)
-        self.warm_up: dict[int, int] = {}
+        self.begin()
 
-    def begin(self, loss_weight: float, step: int) -> None:
-        self.loss_weight, self.step = loss_weight, step
+    def begin(self) -> None:
+        """Start with an empty pipeline."""
         self.in_flight = dict.fromkeys(self.peak, 0)
-        self.warm_up = {}
-
-    def clear(self) -> None:
-        """Drop every tensor."""
-        self.values[:] = [None] * len(self.values)
+        self.warm_up: dict[int, int] = {}
 
     def enter(self, stage: int) -> None:
         count = self.in_flight[stage] = self.in_flight[stage] + 1
@@ -59,6 +51,30 @@ class State:
         if stage not in self.warm_up:
             self.warm_up[stage] = self.in_flight[stage]
         self.in_flight[stage] -= 1
+
+
+class State:
+    """State of one mini-batch on a device.
+
+    Attributes:
+        device: the state that mini-batches share.
+        values: the tensors of all messages.
+        loss_weight: weight of one sample in the loss, gradient scale included.
+        step: number of the mini-batch, which also numbers the random streams.
+    """
+
+    def __init__(self, num_messages: int, device: DeviceState) -> None:
+        self.device = device
+        self.values: Values = [None] * num_messages
+        self.loss_weight, self.step = 1.0, 0
+
+    def begin(self, loss_weight: float, step: int) -> None:
+        """Take the next mini-batch."""
+        self.loss_weight, self.step = loss_weight, step
+
+    def clear(self) -> None:
+        """Drop every tensor."""
+        self.values[:] = [None] * len(self.values)
 
 
 class Saved:
@@ -115,7 +131,7 @@ class ComputeForward(Compute):
     def run(self) -> None:
         saved = self.saved
         if saved is not None:
-            self.state.enter(self.stage)
+            self.state.device.enter(self.stage)
         outputs = self.forward(self._inputs(saved), self.micro_batch)
         check_promises(outputs, self.promised, self.owner)
         hand_out(outputs, self.outgoing, self.state)
@@ -165,7 +181,7 @@ def hand_out(outputs: Mapping[str, Tensor], outgoing: Iterable[Border], state: S
     """Make the messages out of what a stage returned."""
     for border in outgoing:
         if border.edge.artificial:
-            border.give([state.token], state.values)
+            border.give([state.device.token], state.values)
         else:
             border.give([outputs.get(slot.name) for slot in border.slots], state.values)
 
@@ -210,7 +226,7 @@ class ComputeBackward(ComputeGradients):
             torch.autograd.backward(roots, seeds)
         _hand_out_gradients(self.saved.leaves, self.outgoing, self.state)
         self.saved.clear()
-        self.state.leave(self.stage)
+        self.state.device.leave(self.stage)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -234,14 +250,14 @@ class ComputeWeight(Compute):
 
     def run(self) -> None:
         self.split.weight_gradients()
-        self.state.leave(self.stage)
+        self.state.device.leave(self.stage)
 
 
 def _hand_out_gradients(leaves: Mapping[str, Tensor], outgoing: Iterable[Border], state: State) -> None:
     """Make the messages out of the gradients of the inputs; a leaf that nothing depends on has gradient zero."""
     for border in outgoing:
         if border.edge.artificial:
-            border.give([state.token], state.values)
+            border.give([state.device.token], state.values)
         else:
             border.give([_gradient(leaves.get(slot.name)) for slot in border.slots], state.values)
 

@@ -7,18 +7,46 @@ for the send takes no time, and its tensors can be released.
 
 from __future__ import annotations
 
+from lightning_gpp.schedules.continuous import unrolled
 from lightning_gpp.schedules.program import Instruction, Op, Program
 from lightning_gpp.schedules.replay import replay
 
-Receipts = dict[int, list[int]]
-"""Number of a WAIT instruction -> ids of the sent messages whose arrival it proves."""
+Receipts = dict[int, list[tuple[int, int]]]
+"""Number of a WAIT instruction -> the sent messages whose arrival it proves: how many mini-batches each is ahead of the
+one that the period completes (0 in a program that flushes), and its id."""
 
 
 def receipts(program: Program) -> list[Receipts]:
-    """The receipts of every device, by one replay of the program with vector clocks (Mattern 1989)."""
+    """The receipts of every device, by one replay of the program with vector clocks (Mattern 1989).
+
+    Those of a continuous program are those of a period in its steady state.
+    """
+    if program.ahead:
+        return [_of_period(program, device, found) for device, found in enumerate(_found(_written_out(program)))]
+    return [{wait: [(0, number) for number in sent] for wait, sent in found.items()} for found in _found(program)]
+
+
+def _found(program: Program) -> list[dict[int, list[int]]]:
     clocks = _Clocks(program)
     replay(program, clocks.visit)
     return clocks.receipts
+
+
+def _written_out(program: Program) -> Program:
+    return unrolled(program, _steady(program) + program.lead + 1)
+
+
+def _steady(program: Program) -> int:
+    """A period by which the fill is over, and with it all that it left open."""
+    return 2 * program.lead + 1
+
+
+def _of_period(program: Program, device: int, found: dict[int, list[int]]) -> Receipts:
+    period, size = _steady(program), len(program.messages)
+    row = program.ahead[device]
+    before = sum(1 for t in range(-program.lead_of(device), period) for ahead in row if t + ahead >= 0)
+    ids = {wait - before: found.get(wait, []) for wait in range(before, before + len(row))}
+    return {wait: [(number // size - period, number % size) for number in sent] for wait, sent in ids.items() if sent}
 
 
 class _Clocks:
@@ -31,7 +59,7 @@ class _Clocks:
         self._open: list[list[int]] = [[] for _ in devices]
         self._sent: dict[int, list[int]] = {}
         self._arrival = _arrivals(program)
-        self.receipts: list[Receipts] = [{} for _ in devices]
+        self.receipts: list[dict[int, list[int]]] = [{} for _ in devices]
 
     def visit(self, device: int, instruction: Instruction) -> None:
         clock, message = self._clocks[device], instruction.message

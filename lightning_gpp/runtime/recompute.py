@@ -29,7 +29,7 @@ class RecomputedForward(ComputeForward):
     found: Found = Found([], [])
 
     def run(self) -> None:
-        self.state.enter(self.stage)
+        self.state.device.enter(self.stage)
         self.inputs = self._inputs(self.saved)
         self.versions = {name: version(tensor) for name, tensor in self.inputs.items()}
         self.found = self.modules.look()

@@ -24,12 +24,16 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples `[start, stop)` of the mini-batch of `total` samples, as micro-batch number `index` of a stage."""
+    """Samples `[start, stop)` of the mini-batch of `total` samples, as micro-batch number `index` of a stage.
+
+    `lane` tells the mini-batches apart that a pipeline works on at the same time.
+    """
 
     index: int
     start: int
     stop: int
     total: int
+    lane: int = 0
 
     @property
     def num_samples(self) -> int:

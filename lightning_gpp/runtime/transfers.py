@@ -33,11 +33,6 @@ class Link:
     device: torch.device
     unfinished: deque[Send] = field(default_factory=deque)
 
-    def finish(self) -> None:
-        """Wait for all sends."""
-        while self.unfinished:
-            self.unfinished.popleft().release()
-
 
 class Send:
     """Start sending a message; keep its tensors until they have arrived."""
@@ -50,6 +45,8 @@ class Send:
 
     def run(self) -> None:
         send, peer, unfinished = self._link.transport.send, self._peer, self._link.unfinished
+        if self._works:
+            self.release()
         self._tensors = self._packed()
         self._works = [send(tensor, peer) for tensor in self._tensors]
         while unfinished and unfinished[0].is_completed():

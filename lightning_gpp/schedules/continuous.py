@@ -20,6 +20,7 @@ Source: PipeDream (Narayanan et al., SOSP 2019) for the steady state of 1F1B on 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -35,7 +36,10 @@ from lightning_gpp.schedules.registry import flights, make_schedule
 from lightning_gpp.schedules.verifier import verify
 
 Row = tuple[tuple[Instruction, int], ...]
-"""The period of a device: instructions, and how many mini-batches each is ahead."""
+"""Instructions of a device, and the mini-batch of each: its number, or in a period by how many it is ahead."""
+
+_FOR_UPDATE: Final = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+"""Kinds of actions that make, or help to make, gradients of parameters."""
 
 _SETTLED: Final = 3
 """Periods of the steady state that are compared."""
@@ -56,7 +60,7 @@ def continuous_program(plan: Plan, batch_size: int | None = None, *, num_pipelin
     _check(plan, total)
     rows = _periods(plan, total)
     replicated = {i for i, stage in enumerate(plan.stages) if len(stage.devices) * num_pipelines > 1}
-    program = _assembled(plan, total, _with_sums(plan, rows, replicated))
+    program = assembled(plan, total, _with_sums(plan, rows, replicated))
     prove(program)
     return program
 
@@ -99,8 +103,8 @@ def _check(plan: Plan, total: int) -> None:
             )
     if plan.sharding == "fsdp":
         raise ScheduleError(
-            "strategy.sharding=fsdp gathers parameters for one mini-batch at a time, and a pipeline that does not flush "
-            "works on several. Use strategy.sharding=zero1 or none, or strategy.weights=synchronous."
+            "strategy.sharding=fsdp gathers parameters for one mini-batch at a time, and a pipeline that does not flush"
+            " works on several. Use strategy.sharding=zero1 or none, or strategy.weights=synchronous."
         )
 
 
@@ -109,17 +113,15 @@ def _check(plan: Plan, total: int) -> None:
 
 def _periods(plan: Plan, total: int) -> list[Row]:
     """The instructions of every device between two optimizer steps, once the pipeline is full."""
-    number = 2 + _SETTLED
-    while number <= 2 * len(plan.stages) + 2 + _SETTLED:
+    number = 2 * _SETTLED
+    while number <= 8 * (len(plan.stages) + _SETTLED):
         try:
-            rows = [_steady(plan, total, row, number) for row in _many(plan, total, number)]
+            return [_steady(row, number) for row in _many(plan, total, number)]
         except _Unsettled:
             number *= 2
-            continue
-        return rows
     raise ScheduleError(
-        f"strategy.schedule={plan.schedule} does not settle into a period that repeats with every mini-batch of {total} "
-        "samples, so it cannot run without a flush. Use strategy.schedule=1f1b, or strategy.weights=synchronous."
+        f"strategy.schedule={plan.schedule} does not settle into a period that repeats with every mini-batch of {total}"
+        " samples, so it cannot run without a flush. Use strategy.schedule=1f1b, or strategy.weights=synchronous."
     )
 
 
@@ -127,9 +129,10 @@ class _Unsettled(Exception):
     """The order does not repeat yet."""
 
 
-def _many(plan: Plan, total: int, number: int) -> list[list[tuple[Instruction, tuple[object, ...], int]]]:
-    """For every device its instructions for `number` mini-batches in a row: what each is, and of which mini-batch."""
-    schedule = make_schedule(plan, number * total)
+def _many(plan: Plan, total: int, number: int) -> list[Row]:
+    """For every device its instructions for `number` mini-batches in a row, and of which mini-batch each is."""
+    found = make_schedule(plan, number * total)
+    schedule = Schedule(tuple(tuple(_by_update(row, plan, total)) for row in found.devices))
     program = lower(plan, schedule, number * total)
     period = {_ends(message, plan, total)[0]: message.id for message in _messages(plan, total, schedule)}
     rows = []
@@ -138,12 +141,34 @@ def _many(plan: Plan, total: int, number: int) -> list[list[tuple[Instruction, t
         for instruction in instructions:
             if instruction.action is not None:
                 action, batch = _local(instruction.action, plan, total)
-                row.append((Instruction(Op.COMPUTE, action=action), (action,), batch))
+                row.append((Instruction(Op.COMPUTE, action=action), batch))
             elif instruction.message is not None:
                 ends, batch = _ends(program.messages[instruction.message], plan, total)
-                row.append((Instruction(instruction.op, message=period[ends]), (instruction.op, ends), batch))
-        rows.append(row)
+                row.append((Instruction(instruction.op, message=period[ends]), batch))
+        rows.append(tuple(row))
     return rows
+
+
+def _by_update(row: Sequence[Action], plan: Plan, total: int) -> Iterator[Action]:
+    """The row with every backward behind those of all earlier mini-batches: an optimizer step comes in between.
+
+    Devices with one stage have that order anyway.
+    """
+    left = Counter(_local(action, plan, total)[1] for action in row if action.kind in _FOR_UPDATE)
+    current, held = 0, list[Action]()
+    for action in row:
+        if action.kind in _FOR_UPDATE and _local(action, plan, total)[1] > current:
+            held.append(action)
+            continue
+        yield action
+        left[current] -= action.kind in _FOR_UPDATE
+        while held and not left[current]:
+            current += 1
+            free = [action for action in held if _local(action, plan, total)[1] == current]
+            held = [action for action in held if action not in free]
+            left[current] -= len(free)
+            yield from free
+        current += not left[current]
 
 
 def _messages(plan: Plan, total: int, schedule: Schedule) -> tuple[Message, ...]:
@@ -168,31 +193,34 @@ def _ends(message: Message, plan: Plan, total: int) -> tuple[tuple[object, ...],
     return (message.edge, message.gradient, message.src, producer, message.dst, consumer), batch
 
 
-def _steady(
-    plan: Plan, total: int, row: Sequence[tuple[Instruction, tuple[object, ...], int]], number: int
-) -> Row:
-    """The period that the middle of a device's row repeats."""
+def _steady(row: Row, number: int) -> Row:
+    """The period that the middle of a device's row repeats; the row says of which mini-batch each instruction is."""
     ends = _period_ends(row, number)
-    first = number - 1 - _SETTLED
-    found = [
-        tuple((instruction, batch - t) for instruction, _, batch in row[ends[t - 1] : ends[t]])
-        for t in range(first, first + _SETTLED - 1)
-    ]
-    if any(period != found[0] for period in found) or any(ahead < 0 for _, ahead in found[0]):
+    middle = range(number // 2, number // 2 + _SETTLED)
+    found = [tuple((what, batch - t) for what, batch in row[ends[t - 1] : ends[t]]) for t in middle]
+    repeats = all(period == found[0] for period in found) and all(_in_place(what, ahead) for what, ahead in found[0])
+    complete = Counter(what for what, _ in found[0]) == Counter({what for what, _ in row})
+    if not (repeats and complete):
         raise _Unsettled
     return found[0]
 
 
-def _period_ends(row: Sequence[tuple[Instruction, tuple[object, ...], int]], number: int) -> list[int]:
+def _in_place(instruction: Instruction, ahead: int) -> bool:
+    """Whether nothing is late, and no gradient is there before its time: the next optimizer step would use it."""
+    action = instruction.action
+    return ahead == 0 if action is not None and action.kind in _FOR_UPDATE else ahead >= 0
+
+
+def _period_ends(row: Row, number: int) -> list[int]:
     """For every mini-batch the number of instructions up to the last that its backwards need, sends included."""
     ends = [0] * number
-    for position, (instruction, _, batch) in enumerate(row):
+    for position, (instruction, batch) in enumerate(row):
         if instruction.action is not None and instruction.action.kind in RELEASES:
             ends[batch] = position + 1
     return [_with_sends(row, end) for end in ends]
 
 
-def _with_sends(row: Sequence[tuple[Instruction, tuple[object, ...], int]], end: int) -> int:
+def _with_sends(row: Row, end: int) -> int:
     while end < len(row) and row[end][0].op is Op.SEND:
         end += 1
     return end
@@ -223,7 +251,8 @@ def _sums(waiting: list[Action]) -> Iterator[tuple[Instruction, int]]:
         yield Instruction(Op.COMPUTE, action=waiting.pop(0)), 0
 
 
-def _assembled(plan: Plan, total: int, rows: Sequence[Row]) -> Program:
+def assembled(plan: Plan, total: int, rows: Sequence[Row]) -> Program:
+    """The program whose devices repeat these rows."""
     devices = tuple(tuple(instruction for instruction, _ in row) for row in rows)
     schedule = Schedule(tuple(_actions(row) for row in devices))
     messages = _messages(plan, total, schedule)
@@ -281,9 +310,10 @@ class _Unrolling:
         return range(self.number)
 
     def _row(self, device: int) -> Iterator[Instruction]:
-        lead = self.base.lead_of(device)
+        lead, instructions = self.base.lead_of(device), self.base.devices[device]
+        row = self.base.ahead[device] if self.base.ahead else (0,) * len(instructions)
         for period in range(-lead, self.number):
-            for instruction, ahead in zip(self.base.devices[device], self.base.ahead[device], strict=True):
+            for instruction, ahead in zip(instructions, row, strict=True):
                 if 0 <= period + ahead < self.number:
                     yield self._instruction(instruction, period + ahead)
 

@@ -24,6 +24,7 @@ from lightning_gpp._compat.torch import (
     checkpoint_regions,
     forget_compiled_call,
     is_compiled,
+    kept_version_counters,
     pytree,
     run_backward,
     saved,
@@ -272,3 +273,18 @@ def test_forget_compiled_call() -> None:
     assert not is_compiled(copied)
     assert is_compiled(module)
     forget_compiled_call(nn.Linear(1, 1))
+
+
+def test_kept_version_counters() -> None:
+    weight = nn.Parameter(torch.tensor([2.0]))
+    product = weight * weight
+    with kept_version_counters([weight]), torch.no_grad():
+        weight.add_(1.0)
+    product.backward()
+    assert weight.grad is not None
+    assert weight.grad.item() == 6.0  # of the new value: autograd did not notice
+    product = weight * weight
+    with torch.no_grad():
+        weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()

@@ -1,0 +1,21 @@
+"""Weight policies, by name: the difference between synchronous and asynchronous training."""
+
+from lightning_gpp.runtime.weights import corrected as _corrected  # noqa: F401  registers itself
+from lightning_gpp.runtime.weights import double_buffer as _double_buffer  # noqa: F401  registers itself
+from lightning_gpp.runtime.weights import latest as _latest  # noqa: F401  registers itself
+from lightning_gpp.runtime.weights import predicted as _predicted  # noqa: F401  registers itself
+from lightning_gpp.runtime.weights import stash as _stash  # noqa: F401  registers itself
+from lightning_gpp.runtime.weights.interface import Counting, Use, WeightPolicy, Weights
+from lightning_gpp.runtime.weights.registry import check_options, make_policy, options_of, register, weight_policy_names
+
+__all__ = [
+    "Counting",
+    "Use",
+    "WeightPolicy",
+    "Weights",
+    "check_options",
+    "make_policy",
+    "options_of",
+    "register",
+    "weight_policy_names",
+]

@@ -1,0 +1,78 @@
+"""What a policy knows of its device, read from the program; and the frame of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_gpp._compat.torch import kept_version_counters
+from lightning_gpp.runtime.weights.interface import WeightPolicy, Weights
+from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.schedules.program import Program
+
+
+def weights_of(
+    program: Program,
+    device: int,
+    parameters: Mapping[int, Sequence[Parameter]],
+    optimizers: Callable[[], Sequence[Optimizer]],
+) -> Weights:
+    """The weights of a device, and what its program says of their use.
+
+    Args:
+        program: a continuous one, or one that flushes, in which nothing is ahead.
+        device: whose weights they are.
+        parameters: for each of its stages; those that are not trained are left out.
+        optimizers: gives those of the device, once they are known.
+    """
+    ahead = forwards_ahead(program)
+    plan = program.plan
+    return Weights(
+        parameters={stage: [p for p in listed if p.requires_grad] for stage, listed in parameters.items()},
+        micro_batches={stage: plan.micro_batches(stage, device, program.batch_size) for stage in parameters},
+        lead=program.lead,
+        entry=_entry(program, ahead),
+        delays=delays_of(program),
+        optimizers=optimizers,
+    )
+
+
+def forwards_ahead(program: Program) -> dict[Action, int]:
+    """For every forward by how many mini-batches it is ahead of its backward, in the steady state."""
+    return {
+        instruction.action: program.ahead[device][position] if program.ahead else 0
+        for device, instructions in enumerate(program.devices)
+        for position, instruction in enumerate(instructions)
+        if instruction.action is not None and instruction.action.kind is Kind.FORWARD
+    }
+
+
+def delays_of(program: Program) -> dict[int, int]:
+    """For every stage the largest number of updates between a forward and its backward, in the steady state."""
+    delays: dict[int, int] = {}
+    for action, ahead in forwards_ahead(program).items():
+        delays[action.stage] = max(delays.get(action.stage, 0), ahead)
+    return dict(sorted(delays.items()))
+
+
+def _entry(program: Program, ahead: Mapping[Action, int]) -> dict[tuple[int, int], int]:
+    """For every micro-batch of a stage the largest of these numbers among all forwards of the same samples."""
+    plan = program.plan
+    spans = [(plan.intervals(a.stage, program.batch_size)[a.micro_batch], number) for a, number in ahead.items()]
+    return {
+        (stage, number): max(most for (begin, end), most in spans if begin < stop and start < end)
+        for stage in range(len(plan.stages))
+        for number, (start, stop) in enumerate(plan.intervals(stage, program.batch_size))
+    }
+
+
+@contextmanager
+def update(policy: WeightPolicy, parameters: Sequence[Parameter]) -> Iterator[None]:
+    """An optimizer step while micro-batches are on their way: autograd accepts it, the policy decides what it means."""
+    policy.before_update()
+    with kept_version_counters(parameters):
+        yield
+    policy.after_update()

@@ -1,0 +1,82 @@
+"""PipeMare: learning rates that fit the delay (T1), and backwards at an estimate of the forward's weights (T2).
+
+    T1   update of stage s  *=  1 / delay_s ** p,        p = 1 - min(k / anneal_steps, 1) at update k
+    T2   velocity  =  gamma * velocity + (1 - gamma) * update,       gamma = decay ** (1 / delay_s)
+         the backward computes with  newest - delay_s * velocity
+
+T3, synchronous first steps, is `strategy.synchronous_steps`. The delay is the number of updates between the forward and
+the backward of a micro-batch, as it was counted.
+
+Source: PipeMare (Yang et al., MLSys 2021, arXiv 1910.05124), sections 3.1 to 3.3. The paper counts two slots per stage
+of a finer pipeline; here a delay is what the program's own order makes of it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_gpp.runtime.weights.interface import Use, Weights
+from lightning_gpp.runtime.weights.latest import Latest
+from lightning_gpp.runtime.weights.registry import register
+
+
+@register("corrected")
+class Corrected(Latest):
+    """PipeMare's corrections.
+
+    Args:
+        weights: of the device.
+        rescale_steps: optimizer steps over which T1 is annealed to nothing; 0 switches it off.
+        discrepancy_decay: D of T2, between 0 and 1; 0 switches it off.
+    """
+
+    def __init__(self, weights: Weights, *, rescale_steps: int = 1000, discrepancy_decay: float = 0.135) -> None:
+        super().__init__(weights)
+        self.rescale_steps, self.discrepancy_decay = rescale_steps, discrepancy_decay
+        self._delay: dict[Parameter, int] = {}  # the largest since the latest update
+        self._velocity: dict[Parameter, Tensor] = {}
+        self._old: dict[Parameter, Tensor] = {}
+
+    def enter_backward(self, use: Use) -> None:
+        super().enter_backward(use)
+        delay = self.measured_delay(use)
+        parameters = self.weights.parameters[use.stage]
+        self._delay.update({parameter: max(delay, self._delay.get(parameter, 0)) for parameter in parameters})
+        if delay and self.discrepancy_decay:
+            known = [parameter for parameter in parameters if parameter in self._velocity]
+            self._write({parameter: parameter.data - delay * self._velocity[parameter] for parameter in known})
+
+    def before_update(self) -> None:
+        self._old = {p: p.data.clone() for p, delay in self._delay.items() if delay and self._corrects()}
+
+    def after_update(self) -> None:
+        for parameter, old in self._old.items():
+            update = parameter.data - old
+            scale = self._scale(self._delay[parameter])
+            if scale != 1.0:
+                update *= scale
+                parameter.data.copy_(old + update)
+            if self.discrepancy_decay:
+                self._follow(parameter, update)
+        self._old, self._delay = {}, {}
+        super().after_update()
+
+    @property
+    def bytes_kept(self) -> int:
+        return sum(velocity.nbytes for velocity in self._velocity.values())
+
+    def _corrects(self) -> bool:
+        return bool(self.discrepancy_decay) or self.updates < self.rescale_steps
+
+    def _scale(self, delay: int) -> float:
+        if self.updates >= self.rescale_steps:
+            return 1.0
+        exponent: float = 1.0 - self.updates / self.rescale_steps
+        return float(max(delay, 1) ** -exponent)
+
+    def _follow(self, parameter: Parameter, update: Tensor) -> None:
+        gamma = self.discrepancy_decay ** (1 / self._delay[parameter])
+        velocity = self._velocity.get(parameter)
+        mixed = update * (1 - gamma)
+        self._velocity[parameter] = mixed if velocity is None else velocity.mul_(gamma).add_(mixed)

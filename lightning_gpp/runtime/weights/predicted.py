@@ -1,0 +1,119 @@
+"""Weight prediction: a forward computes with what the weights will be when its backward runs.
+
+    forward    newest + change that the optimizer would make in `delay` updates
+    backward   newest
+
+| system | what differs |
+|---|---|
+| PipeOptim | linear predictor, one prediction per mini-batch |
+| SpecTrain | both passes are predicted, to the version at which the micro-batch leaves the first stage halfway |
+| XPipe | one prediction per mini-batch, made by its first ("bellwether") micro-batch and shared by the others |
+| MSNAG (FTPipe) | predictor that lets momentum decay instead of assuming that gradients stay |
+
+Sources: PipeOptim (Guan et al., arXiv 2312.00839), SpecTrain (Chen et al., arXiv 1809.02839), XPipe (Guan et al., arXiv
+1911.04610), FTPipe (Eliad et al., ATC 2021).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.runtime.weights.interface import Use, Weights
+from lightning_gpp.runtime.weights.latest import Latest
+from lightning_gpp.runtime.weights.predictors import PREDICTORS, predictor_of
+from lightning_gpp.runtime.weights.registry import register
+
+
+@register("predicted")
+class Predicted(Latest):
+    """Predicts weights by the optimizer's own rule.
+
+    Args:
+        weights: of the device.
+        predictor: "linear" assumes that gradients stay as they are, "decay" that there are none any more.
+        passes: 1 predicts for forwards alone, 2 for backwards, too, each to the version halfway (SpecTrain).
+        bellwether: one prediction per mini-batch and stage instead of one per micro-batch (XPipe).
+
+    Raises:
+        ConfigError: an option has another value.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        predictor: Literal["linear", "decay"] = "linear",
+        passes: Literal[1, 2] = 1,
+        bellwether: bool = False,
+    ) -> None:
+        super().__init__(weights)
+        if predictor not in PREDICTORS or passes not in (1, 2):
+            raise ConfigError(
+                f"strategy.weight_options has predictor={predictor!r} and passes={passes!r}; the predictor is one of "
+                f"{', '.join(PREDICTORS)}, passes are 1 (forwards) or 2 (backwards, too)."
+            )
+        self.predictor, self.passes, self.bellwether = predictor, passes, bellwether
+        self._gradients: dict[Parameter, Tensor] = {}
+        self._shared: dict[tuple[int, int], dict[Parameter, Tensor]] = {}
+
+    def enter_forward(self, use: Use) -> None:
+        super().enter_forward(use)
+        values = self._shared_values(use) if self.bellwether else self._values(use)
+        if values:
+            self._write(values)
+
+    def enter_backward(self, use: Use) -> None:
+        super().enter_backward(use)
+        if self._halfway(use):
+            self._write(self._predicted(use.stage, self._halfway(use)))
+
+    def before_update(self) -> None:
+        """Keep the gradients that the rules of some optimizers need."""
+        rules = (predictor_of(optimizer, self.predictor) for optimizer in self.weights.optimizers())
+        self._gradients = {
+            parameter: parameter.grad.detach().clone()
+            for rule in rules
+            for parameter in rule.needing_gradients()
+            if parameter.grad is not None
+        }
+
+    @property
+    def bytes_kept(self) -> int:
+        shared = (value.nbytes for values in self._shared.values() for value in values.values())
+        return sum(shared) + sum(gradient.nbytes for gradient in self._gradients.values())
+
+    def _halfway(self, use: Use) -> int:
+        """SpecTrain's floor(k / 2) for stage k of a chain: half of what the first stage is ahead of this one."""
+        if self.passes == 1:
+            return 0
+        delays = self.weights.delays
+        return (max(delays.values(), default=0) - delays.get(use.stage, 0)) // 2
+
+    def _values(self, use: Use) -> dict[Parameter, Tensor]:
+        updates = self.delay(use) + self._halfway(use)
+        return self._predicted(use.stage, updates) if updates else {}
+
+    def _shared_values(self, use: Use) -> dict[Parameter, Tensor]:
+        """Those of the mini-batch's first micro-batch, until its last."""
+        key, numbers = (use.stage, use.mini_batch), self.weights.micro_batches[use.stage]
+        if key not in self._shared:
+            self._shared[key] = self._values(use)
+        return self._shared.pop(key) if use.micro_batch == numbers[-1] else self._shared[key]
+
+    @torch.no_grad()
+    def _predicted(self, stage: int, updates: int) -> dict[Parameter, Tensor]:
+        wanted = {id(parameter): parameter for parameter in self.weights.parameters[stage]}
+        values: dict[Parameter, Tensor] = {}
+        for optimizer in self.weights.optimizers():
+            rule = predictor_of(optimizer, self.predictor)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    change = rule.change(parameter, group, updates, self._gradients.get(parameter))
+                    if id(parameter) in wanted and change is not None:
+                        values[parameter] = parameter.data + change
+        return values

@@ -1,0 +1,156 @@
+"""Predictors: the change that an optimizer would make to a parameter in the next updates, by its own rule.
+
+A *linear* predictor assumes that every update is like the last one; a *decay* predictor that gradients vanish, so that
+only momentum goes on. Learning rates are those of the moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
+
+from lightning_gpp.errors import ConfigError
+
+Group = dict[str, Any]
+State = dict[str, Any]
+Change = Callable[[Group, State, int, Tensor | None], Tensor | None]
+"""From a parameter group, the parameter's state, a number of updates and the last gradient to the change of the
+parameter, before the learning rate's sign; None if the optimizer has not stepped it yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one optimizer's updates are predicted."""
+
+    optimizer: Optimizer
+    descent: Change
+    needs_gradient: Callable[[Group], bool]
+
+    def needing_gradients(self) -> Iterator[Parameter]:
+        """Parameters whose last gradient the prediction needs."""
+        for group in self.optimizer.param_groups:
+            if self.needs_gradient(group):
+                yield from group["params"]
+
+    def change(self, parameter: Parameter, group: Group, updates: int, gradient: Tensor | None) -> Tensor | None:
+        """The change of a parameter in that many updates; None where nothing is known of it yet."""
+        state = self.optimizer.state.get(parameter, {})
+        if gradient is None and self.needs_gradient(group):
+            return None
+        if gradient is not None and group.get("maximize"):
+            gradient = -gradient
+        descent = self.descent(group, state, updates, gradient)
+        return None if descent is None else -group["lr"] * descent
+
+
+def predictor_of(optimizer: Optimizer, kind: str) -> Rule:
+    """The rule of an optimizer.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    plain = getattr(optimizer, "optimizer", optimizer)
+    rules = PREDICTORS[kind]
+    if type(plain) not in rules:
+        known = ", ".join(sorted(cls.__name__ for cls in rules))
+        raise ConfigError(
+            f"strategy.weights=predicted cannot predict {type(plain).__name__} with predictor={kind}; it knows {known}."
+            " Use one of these, or another policy (strategy.weights=stash or double_buffer), which works with all."
+        )
+    descent, needs_gradient = rules[type(plain)]
+    return Rule(plain, descent, needs_gradient)
+
+
+def _never(group: Group) -> bool:
+    return False
+
+
+def _always(group: Group) -> bool:
+    return True
+
+
+def _without_momentum(group: Group) -> bool:
+    return not group["momentum"] or bool(group.get("nesterov"))
+
+
+def _sgd(group: Group, state: State, updates: int, gradient: Tensor | None) -> Tensor | None:
+    buffer = state.get("momentum_buffer") if group["momentum"] else None
+    if gradient is not None:
+        decayed = gradient
+        return updates * (decayed if buffer is None else decayed + group["momentum"] * buffer)
+    return None if buffer is None else updates * buffer
+
+
+def _rmsprop(group: Group, state: State, updates: int, gradient: Tensor | None) -> Tensor | None:
+    if "square_avg" not in state:
+        return None
+    if group["momentum"]:
+        buffer: Tensor = state["momentum_buffer"]
+        return updates * buffer
+    square = state["square_avg"]
+    if group["centered"]:
+        square = square - state["grad_avg"] ** 2
+    return None if gradient is None else updates * gradient / (square.sqrt() + group["eps"])
+
+
+def _adam(group: Group, state: State, updates: int, gradient: Tensor | None) -> Tensor | None:
+    if "exp_avg" not in state:
+        return None
+    return updates * _adam_step(group, state, float(state["step"]))
+
+
+def _adam_step(group: Group, state: State, step: float, power: float = 1.0) -> Tensor:
+    first, second = group["betas"]
+    square = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    mean = power * state["exp_avg"] / (1 - first**step)
+    return torch.as_tensor(mean / ((square / (1 - second**step)).sqrt() + group["eps"]))
+
+
+def _nadam(group: Group, state: State, updates: int, gradient: Tensor | None) -> Tensor | None:
+    if "exp_avg" not in state or gradient is None:
+        return None
+    first, second = group["betas"]
+    step, product, decay = float(state["step"]), float(state["mu_product"]), group["momentum_decay"]
+    now = first * (1 - 0.5 * 0.96 ** (step * decay))
+    following = first * (1 - 0.5 * 0.96 ** ((step + 1) * decay))
+    root = (state["exp_avg_sq"] / (1 - second**step)).sqrt() + group["eps"]
+    mean = (1 - now) / (1 - product) * gradient + following / (1 - product * following) * state["exp_avg"]
+    return torch.as_tensor(updates * mean / root)
+
+
+def _sgd_decaying(group: Group, state: State, updates: int, gradient: Tensor | None) -> Tensor | None:
+    momentum, buffer = group["momentum"], state.get("momentum_buffer")
+    if not momentum or buffer is None:
+        return None
+    return torch.as_tensor((momentum - momentum ** (updates + 1)) / (1 - momentum) * buffer)
+
+
+def _adam_decaying(group: Group, state: State, updates: int, gradient: Tensor | None) -> Tensor | None:
+    if "exp_avg" not in state:
+        return None
+    step, first = float(state["step"]), group["betas"][0]
+    terms = [_adam_step(group, state, step + k, first**k) for k in range(1, updates + 1)]
+    return torch.stack(terms).sum(dim=0)
+
+
+PREDICTORS: Final[dict[str, dict[type[Optimizer], tuple[Change, Callable[[Group], bool]]]]] = {
+    "linear": {
+        SGD: (_sgd, _without_momentum),
+        RMSprop: (_rmsprop, lambda group: not group["momentum"]),
+        Adam: (_adam, _never),
+        AdamW: (_adam, _never),
+        NAdam: (_nadam, _always),
+    },
+    "decay": {
+        SGD: (_sgd_decaying, _never),
+        Adam: (_adam_decaying, _never),
+        AdamW: (_adam_decaying, _never),
+    },
+}
+"""For every kind of predictor the optimizers that it knows: the rule, and whether that needs the last gradient."""

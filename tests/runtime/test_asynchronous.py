@@ -1,0 +1,281 @@
+"""Asynchronous training: which weights are used when, bit for bit the same by many processes and by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_gpp.errors import ConfigError, ScheduleError
+from lightning_gpp.plan import SOURCE, Plan
+from lightning_gpp.runtime import LOSS, MicroBatch
+from lightning_gpp.runtime.weights import Counting, Use, Weights, check_options, make_policy, options_of, register
+from lightning_gpp.runtime.weights.registry import _POLICIES
+from tests.runtime.asynchronous import AsyncCase, AsyncOutcome, delayed, run_all, run_async
+from tests.runtime.stages import make_data, make_stages, slots_of
+from tests.strategies import plan_of
+
+CHAIN = plan_of([(0, 1), (1, 2)], [1, 1, 1], 1, data=True)
+CHAIN_OF_TWO = plan_of([(0, 1), (1, 2)], [1, 1, 1], 2, data=True)
+TOWERS = plan_of([(0, 2), (1, 2)], [2, 2, 2], 4, data=True)
+SKIP = plan_of([(0, 1), (1, 2), (0, 2)], [2, 2, 2], 2, data=True)
+REPLICATED = plan_of([(0, 1)], [2, 2], 4, devices=[(1, 2), (0,)], data=True)
+
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("stash", {}),
+    ("stash", {"vertical_sync": True}),
+    ("latest", {}),
+    ("corrected", {"rescale_steps": 5}),
+    ("corrected", {"rescale_steps": 0, "discrepancy_decay": 0.5}),
+    ("predicted", {}),
+    ("predicted", {"predictor": "decay"}),
+    ("predicted", {"passes": 2}),
+    ("predicted", {"bellwether": True}),
+]
+
+
+def assert_same(case: AsyncCase, outcomes: list[AsyncOutcome]) -> None:
+    """Every weight and loss of the processes is that of one process, bit for bit."""
+    alone = delayed(case)
+    for outcome in outcomes:
+        for name, weight in outcome.weights.items():
+            assert torch.equal(weight, alone.weights[name]), f"{case.policy} {case.options} {case.optimizer}: {name}"
+        for step, losses in outcome.losses.items():
+            assert not losses or losses == alone.losses[step]
+
+
+@pytest.mark.parametrize("plan", [CHAIN, CHAIN_OF_TWO, TOWERS, SKIP], ids=["chain", "chain, M=2", "towers", "skip"])
+def test_processes_equal_one_device_with_the_same_delays(plan: Plan) -> None:
+    cases = [AsyncCase(plan=plan, policy=policy, options=options) for policy, options in POLICIES]
+    for case, outcomes in zip(cases, run_all(cases), strict=True):
+        assert_same(case, outcomes)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "rmsprop", "adam", "adamw", "nadam"])
+def test_every_optimizer(optimizer: str) -> None:
+    cases = [
+        AsyncCase(plan=CHAIN, policy=policy, optimizer=optimizer) for policy in ("stash", "corrected", "predicted")
+    ]
+    for case, outcomes in zip(cases, run_all(cases), strict=True):
+        assert_same(case, outcomes)
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "layerpipe"])
+def test_split_backward(schedule: str) -> None:
+    cases = [
+        AsyncCase(plan=replace(CHAIN_OF_TWO, schedule=schedule), policy=policy, options=options)
+        for policy, options in POLICIES[:4]
+    ]
+    for case, outcomes in zip(cases, run_all(cases), strict=True):
+        assert_same(case, outcomes)
+
+
+def test_recomputation() -> None:
+    stages = tuple(replace(stage, recompute=index < 2) for index, stage in enumerate(CHAIN_OF_TWO.stages))
+    cases = [
+        AsyncCase(plan=replace(CHAIN_OF_TWO, stages=stages), policy=policy) for policy in ("stash", "double_buffer")
+    ]
+    for case, outcomes in zip(cases, run_all(cases), strict=True):
+        assert_same(case, outcomes)
+        kept = run_like(case, CHAIN_OF_TWO)
+        assert all(torch.equal(kept.weights[name], weight) for o in outcomes for name, weight in o.weights.items())
+
+
+def run_like(case: AsyncCase, plan: Plan) -> AsyncOutcome:
+    return delayed(replace(case, plan=plan))
+
+
+def test_accumulated_mini_batches_are_one_update() -> None:
+    cases = [
+        AsyncCase(plan=CHAIN, policy=policy, every=2, segments=(6, 4))
+        for policy in ("stash", "double_buffer", "predicted")
+    ]
+    for case, outcomes in zip(cases, run_all(cases), strict=True):
+        assert_same(case, outcomes)
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_pipelines"),
+    [(REPLICATED, 1), (plan_of([(0, 1)], [1, 1], 2, data=True), 2)],
+    ids=["stage", "pipeline"],
+)
+def test_replicas_agree(plan: Plan, num_pipelines: int) -> None:
+    """All holders of a weight have the same, after fill, steady state, flush, and drain."""
+    cases = [
+        AsyncCase(plan=plan, policy=policy, num_pipelines=num_pipelines)
+        for policy in ("stash", "corrected", "predicted")
+    ]
+    for case, outcomes in zip(cases, run_all(cases), strict=True):
+        weights: dict[str, torch.Tensor] = {}
+        for outcome in outcomes:
+            for name, weight in outcome.weights.items():
+                assert torch.equal(weights.setdefault(name, weight), weight), name
+        if num_pipelines == 1:
+            alone = delayed(case)
+            for name, weight in weights.items():
+                torch.testing.assert_close(weight, alone.weights[name], rtol=1e-12, atol=1e-12)
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+
+def versions(case: AsyncCase) -> dict[tuple[int, int], tuple[int, int]]:
+    """For every stage and mini-batch of one micro-batch the versions of its forward and of its backward."""
+    found: dict[tuple[int, int], dict[str, int]] = {}
+    for outcome in run_async(case):
+        for stage, batch, _, kind, version in outcome.log:
+            found.setdefault((stage, batch), {})[kind] = version
+    return {key: (pair["F"], pair["B"]) for key, pair in found.items()}
+
+
+def test_stashing_takes_pipedreams_staircase() -> None:
+    number = 8
+    found = versions(AsyncCase(plan=CHAIN, policy="stash", segments=(number,)))
+    for stage in range(3):
+        for batch in range(number):
+            version = max(batch - (2 - stage), 0)
+            assert found[stage, batch] == (version, version)
+
+
+def test_vertical_sync_takes_the_version_of_the_first_stage() -> None:
+    found = versions(AsyncCase(plan=CHAIN, policy="stash", options={"vertical_sync": True}, segments=(8,)))
+    assert all(found[stage, batch] == (max(batch - 2, 0),) * 2 for stage in range(3) for batch in range(8))
+
+
+def test_a_graph_is_as_late_as_it_is_deep() -> None:
+    plan = replace(TOWERS, batch_size=2)
+    graph = versions(AsyncCase(plan=plan, policy="stash", segments=(6,)))
+    chain = versions(AsyncCase(plan=plan.chained(), policy="stash", segments=(6,)))
+    assert [graph[stage, 5][0] for stage in range(3)] == [4, 4, 5]
+    assert [chain[stage, 5][0] for stage in range(3)] == [3, 4, 5]
+
+
+def test_double_buffering_is_one_version_late_everywhere() -> None:
+    found = versions(AsyncCase(plan=TOWERS, policy="double_buffer", segments=(5, 3)))
+    assert all(found[stage, batch] == (max(batch - 1, 0),) * 2 for stage in range(3) for batch in range(8))
+
+
+def test_latest_goes_backward_with_the_newest() -> None:
+    found = versions(AsyncCase(plan=CHAIN, policy="latest", segments=(6,)))
+    assert all(found[stage, batch] == (max(batch - 2 + stage, 0), batch) for stage in range(3) for batch in range(6))
+
+
+def test_a_flush_after_every_mini_batch_is_synchronous() -> None:
+    number = 5
+    wanted = plain_loop(CHAIN_OF_TWO, number, late=0)
+    cases = [AsyncCase(plan=CHAIN_OF_TWO, policy=p, options=o, segments=(1,) * number) for p, o in POLICIES]
+    for case, outcomes in zip(cases, run_all(cases), strict=True):
+        for outcome in outcomes:
+            for name, weight in outcome.weights.items():
+                torch.testing.assert_close(weight, wanted[name], rtol=1e-12, atol=1e-13, msg=f"{case.policy}: {name}")
+
+
+def test_double_buffering_is_a_plain_loop_with_a_late_gradient() -> None:
+    wanted = plain_loop(TOWERS, 8, late=1)
+    for outcome in run_async(AsyncCase(plan=TOWERS, policy="double_buffer", segments=(5, 3))):
+        for name, weight in outcome.weights.items():
+            torch.testing.assert_close(weight, wanted[name], rtol=1e-12, atol=1e-13)
+
+
+def plain_loop(plan: Plan, number: int, late: int) -> dict[str, torch.Tensor]:
+    """Momentum SGD in one process, with gradients at the weights of `late` updates ago."""
+    newest, old = make_stages(plan), make_stages(plan)
+    optimizer = torch.optim.SGD([p for stage in newest for p in stage.parameters()], lr=0.02, momentum=0.9)
+    history = [[p.detach().clone() for stage in newest for p in stage.parameters()]]
+    for batch in range(number):
+        for parameter, value in zip(
+            (p for s in old for p in s.parameters()), history[max(batch - late, 0)], strict=True
+        ):
+            parameter.data, parameter.grad = value.clone(), None
+        loss_of(plan, old, batch).backward()
+        for mine, theirs in zip(newest, old, strict=True):
+            for parameter, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+                parameter.grad = other.grad
+        optimizer.step()
+        history.append([p.detach().clone() for stage in newest for p in stage.parameters()])
+    return {f"stage{i}.{name}": p.detach() for i, stage in enumerate(newest) for name, p in stage.named_parameters()}
+
+
+def loss_of(plan: Plan, stages: list[Any], batch: int) -> torch.Tensor:
+    data = make_data(plan.batch_size, seed=batch)
+    whole = MicroBatch(0, 0, plan.batch_size, plan.batch_size)
+    made = {SOURCE: data.inputs(whole)}
+    for index, stage in enumerate(stages):
+        edges = [edge for edge in plan.edges if edge.dst == index]
+        made[index] = stage({s.name: made[edge.src][s.name] for edge in edges for s in slots_of(edge)}, whole)
+    return made[len(stages) - 1][LOSS]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "copies"),
+    [
+        ("stash", [2, 1, 0]),  # one for every version in flight that is not the newest
+        ("double_buffer", [1, 1, 1]),
+        ("latest", [0, 0, 0]),
+        ("corrected", [1, 1, 0]),  # the velocity, where there is a delay
+        ("predicted", [0, 0, 0]),  # what is written over is kept for the time of a forward
+    ],
+)
+def test_copies_of_the_weights(policy: str, copies: list[int]) -> None:
+    plan = CHAIN_OF_TWO if policy == "double_buffer" else CHAIN
+    outcomes = run_async(AsyncCase(plan=plan, policy=policy, segments=(9,)))
+    found = [outcome.most_bytes / outcome.own_bytes for outcome in reversed(outcomes)]
+    assert found == copies
+
+
+def test_double_buffering_refuses_a_pipeline_that_is_further_ahead() -> None:
+    policy = make_policy("double_buffer", Weights(parameters={}, delays={0: 2, 1: 1}, lead=2))
+    with pytest.raises(ScheduleError, match=r"keeps two versions.*2 optimizer steps ahead.*num_micro_batches"):
+        policy.begin(lambda batch: batch, 0)
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_policy_or_option_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"strategy.weights='stale' is not a weight policy.*double_buffer"):
+        check_options("stale", {})
+    with pytest.raises(
+        ConfigError, match=r"weight_options has \['sync'\]; strategy.weights=stash knows \['vertical_sync'\]"
+    ):
+        check_options("stash", {"sync": True})
+    with pytest.raises(ConfigError, match=r"predictor='cubic'"):
+        make_policy("predicted", Weights(parameters={}), predictor="cubic")
+    assert options_of("predicted") == {"predictor": "linear", "passes": 1, "bellwether": False}
+
+
+def test_users_add_policies() -> None:
+    @register("oldest")
+    class Oldest(Counting):
+        """Counts what it is asked."""
+
+        asked = 0
+
+        def enter_forward(self, use: Use) -> None:
+            self.asked += 1
+
+    try:
+        policy = make_policy("oldest", Weights(parameters={}))
+        policy.enter_forward(Use(0, 0, 0))
+        assert isinstance(policy, Oldest)
+        assert policy.asked == 1
+        with pytest.raises(ConfigError, match="registered already"):
+            register("oldest")(Oldest)
+    finally:
+        del _POLICIES["oldest"]
+
+
+def test_an_optimizer_without_a_rule_is_refused() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adagrad([parameter])
+    policy = make_policy("predicted", Weights(parameters={0: [parameter]}, optimizers=lambda: [optimizer]))
+    policy.begin(lambda batch: batch, 0)
+    with pytest.raises(
+        ConfigError, match=r"cannot predict Adagrad.*AdamW, NAdam, RMSprop, SGD.*strategy.weights=stash"
+    ):
+        policy.enter_forward(Use(0, 2, 0))

@@ -1,0 +1,144 @@
+"""Programs that never flush: what a period is, how far ahead stages are, and that any number of them is safe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+
+from lightning_gpp.errors import ScheduleError
+from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.weights.context import delays_of
+from lightning_gpp.schedules import compile_program, verify
+from lightning_gpp.schedules.actions import Kind
+from lightning_gpp.schedules.continuous import continuous_program, unrolled
+from lightning_gpp.schedules.delayed import on_one_device
+from lightning_gpp.schedules.program import Program
+from lightning_gpp.simulation import StageCosts, simulate
+from tests.strategies import chain, plan_of, plans, towers
+
+SKIP = plan_of([(0, 1), (1, 2), (0, 2)], [1, 1, 1], 4, data=True)
+REPLICATED = plan_of([(0, 1), (1, 2)], [2, 2, 2], 8, devices=[(2, 3), (1,), (0,)], data=True)
+SHARED_DEVICES = plan_of([(0, 1), (1, 2), (2, 3)], [1] * 4, 4, devices=[(1,), (0,), (1,), (0,)], data=True)
+SIZES = plan_of([(0, 1), (1, 2)], [1, 2, 4], 8, data=True)
+
+PLANS = {
+    "chain": chain([1] * 4, 4),
+    "one micro-batch": chain([1] * 4, 1),
+    "towers": towers(2, 2, 4),
+    "skip": SKIP,
+    "replicas": REPLICATED,
+    "several stages per device": SHARED_DEVICES,
+    "micro-batches of other sizes": SIZES,
+}
+
+
+def text_of(program: Program, device: int) -> str:
+    """The actions of a device's period; one ' for every mini-batch that an action is ahead."""
+    row = zip(program.devices[device], program.ahead[device], strict=True)
+    return " ".join(f"{instruction.action}{chr(39) * ahead}" for instruction, ahead in row if instruction.action)
+
+
+def test_the_period_of_1f1b() -> None:
+    program = continuous_program(chain([1] * 3, 2))
+    assert text_of(program, 2) == "0F0' 0B0 0F1' 0B1"
+    assert text_of(program, 1) == "1F1 1B0 1F0' 1B1"
+    assert text_of(program, 0) == "2F0 2B0 2F1 2B1"
+
+
+def test_one_micro_batch_per_mini_batch_is_pipedream() -> None:
+    program = continuous_program(chain([1] * 4, 1))
+    assert [text_of(program, device) for device in range(4)] == [
+        "3F0 3B0",
+        "2F0' 2B0",
+        "1F0'' 1B0",
+        "0F0''' 0B0",
+    ]
+
+
+@pytest.mark.parametrize("depth", [2, 3, 5, 8])
+def test_delays_on_a_chain_are_the_published_staircase(depth: int) -> None:
+    program = continuous_program(chain([1] * depth, 1))
+    assert list(delays_of(program).values()) == [depth - 1 - stage for stage in range(depth)]
+
+
+def test_delays_on_a_graph_follow_its_depth() -> None:
+    graph = towers(2, 2, 1)
+    assert delays_of(continuous_program(graph)) == {0: 2, 1: 1, 2: 2, 3: 1, 4: 0}
+    assert delays_of(continuous_program(graph.chained())) == {0: 4, 1: 3, 2: 2, 3: 1, 4: 0}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "layerpipe", "interleaved", "adaptive", "zero_bubble"])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_schedule_with_a_steady_state(name: str, schedule: str) -> None:
+    program = continuous_program(replace(PLANS[name], schedule=schedule))
+    for device, row in enumerate(program.devices):
+        for instruction, ahead in zip(row, program.ahead[device], strict=True):
+            if instruction.action is not None and instruction.action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+                assert ahead == 0, "a gradient before the optimizer step that it does not belong to"
+
+
+def test_a_schedule_without_one_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"strategy.schedule=gpipe does not settle.*strategy.schedule=1f1b"):
+        continuous_program(chain([1] * 4, 4, schedule="gpipe"))
+
+
+def test_micro_batches_must_divide_the_mini_batch() -> None:
+    with pytest.raises(ScheduleError, match=r"micro-batches of 3 samples, which do not divide the mini-batch of 4"):
+        continuous_program(chain([3, 3], 4))
+
+
+def test_fsdp_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"strategy.sharding=fsdp .* strategy.sharding=zero1 or none"):
+        continuous_program(replace(REPLICATED, sharding="fsdp"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans(max_stages=5))
+def test_random_graphs(plan: Plan) -> None:
+    size = max(stage.micro_batch_size for stage in plan.stages)
+    stages = tuple(replace(stage, micro_batch_size=size, round_robin=False) for stage in plan.stages)
+    plan = replace(plan, stages=stages, batch_size=2 * size)
+    try:
+        program = continuous_program(plan)
+    except ScheduleError as error:
+        assume("does not settle" not in str(error))
+        raise
+    for number in (program.lead + 4, program.lead + 7):
+        verify(unrolled(program, number))
+
+
+def test_what_is_written_out_computes_what_single_programs_compute() -> None:
+    flushed, program = compile_program(SKIP), unrolled(continuous_program(SKIP), 3)
+    for device in range(3):
+        single = [i.action for i in flushed.devices[device] if i.action is not None]
+        many = [i.action for i in program.devices[device] if i.action is not None]
+        count = len(SKIP.intervals(0))
+        again = [a._replace(micro_batch=a.micro_batch + b * count) for b in range(3) for a in single]
+        assert sorted(map(str, many)) == sorted(map(str, again))
+
+
+@pytest.mark.parametrize(("name", "depth"), [("chain", 4), ("towers", 3), ("one micro-batch", 4)])
+def test_a_period_has_no_bubble(name: str, depth: int) -> None:
+    """Flushed 1F1B takes M + D - 1 slots for M micro-batches, a period takes M."""
+    plan = PLANS[name]
+    count = len(plan.intervals(0))
+    costs = StageCosts.uniform(plan, 1, 1)
+    program = continuous_program(plan)
+    ends = [simulate(unrolled(program, number), costs).makespan for number in (program.lead + 3, program.lead + 5)]
+    assert (ends[1] - ends[0]) / 2 == pytest.approx(2 * count)
+    assert simulate(compile_program(plan), costs).makespan == pytest.approx(2 * (count + depth - 1))
+
+
+def test_on_one_device_every_action_has_the_same_lead() -> None:
+    program = continuous_program(towers(2, 1, 4))
+    merged = on_one_device(program)
+    wanted = {
+        instruction.action: ahead
+        for device, row in enumerate(program.devices)
+        for instruction, ahead in zip(row, program.ahead[device], strict=True)
+        if instruction.action is not None and instruction.action.kind is not Kind.DATA
+    }
+    found = dict(zip((i.action for i in merged.devices[0]), merged.ahead[0], strict=True))
+    assert {action: found[action] for action in wanted} == wanted
