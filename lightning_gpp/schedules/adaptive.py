@@ -1,8 +1,8 @@
-"""The best of all orders for a plan's own times and memory, improved by a local search.
+"""Adaptive: the best order of all schedules for the times and memory of the plan, improved by local search.
 
-Every schedule here orders any plan, so that there is a choice even where stages are laid out for another one. Orders
-that keep to the memory come first, then the shortest step counts. The times are the plan's (`Figures`, `Edge.seconds`),
-so uneven and branching pipelines get an order of their own; it is never longer than that of a schedule it began with.
+Every schedule of this package can order any plan, also in a layout that was made for another schedule. Orders that fit
+the memory come first, then the step time decides. The times are the plan's (`Figures`, `Edge.seconds`), so uneven and
+branching pipelines get an order of their own. It is never longer than that of a schedule that the search starts from.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from lightning_gpp.schedules.memory import limits_of, peaks_of
 from lightning_gpp.schedules.registry import orders_of, register_schedule
 from lightning_gpp.schedules.work import Work, work_of
 
-BEGINNINGS: Final = ("1f1b", "zb_h1", "zb_h2", "zero_bubble", "layerpipe", "interleaved", "breadth_first")
-MORE: Final = ("zbv", "v_half", "v_min", "dualpipe_v", "gpipe", "hanayo")
-"""Schedules to begin with; the second ones where there is no more than LARGE to order."""
+STARTS: Final = ("1f1b", "zb_h1", "zb_h2", "zero_bubble", "layerpipe", "interleaved", "breadth_first")
+MORE_STARTS: Final = ("zbv", "v_half", "v_min", "dualpipe_v", "gpipe", "hanayo")
+"""Schedules that the search starts from; the second ones only if there are at most `LARGE` actions."""
 
 LARGE: Final = 1500
-"""Actions."""
 
-PLAYED: Final = 30_000
-"""Actions that the search plays at most, all orders together: a fraction of a second."""
+SEARCHED_ACTIONS: Final = 30_000
+"""Limit on the actions that the search runs, over all orders: a fraction of a second."""
 
-# Two arms, 0 and 1, that join in 2. A forward of stage 1 takes two units, all else one; backwards of the arms, which
-# nobody waits for, are whole. Four micro-batches, and room for two.
+# Two branches, 0 and 1, that join in 2. A forward of stage 1 takes two units, every other action one; the branches have
+# full backwards, as nobody waits for their input gradients. Four micro-batches; memory for two.
 #
 #   time      0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15
 #   stage 0  F0  F1          B0  ..  F2  B1  ..  F3  B2  ..          B3  ..
@@ -43,22 +42,22 @@ PLAYED: Final = 30_000
 
 @register_schedule("adaptive")
 def adaptive(plan: Plan, batch_size: int) -> Schedule:
-    """The shortest order that keeps to the plan's memory, or to what 1F1B needs where that is not known."""
+    """The shortest order that fits the plan's memory limits, or the memory of 1F1B if these are unknown."""
     work = work_of(plan, batch_size)
     small = len(work.seconds) <= LARGE
-    orders = list(_orders(work, (*BEGINNINGS, *MORE) if small else BEGINNINGS))
+    orders = list(_orders(work, (*STARTS, *MORE_STARTS) if small else STARTS))
     limits = [limit * SLACK for limit in limits_of(work)]
 
     def rank(order: FixedOrder) -> tuple[bool, float]:
         excess = any(peak > limit for peak, limit in zip(peaks_of(work, order.rows), limits, strict=True))
         return excess, order.makespan
 
-    best = improved(min(orders, key=rank), limits, tries=PLAYED // max(1, len(work.seconds)))
+    best = improved(min(orders, key=rank), limits, tries=SEARCHED_ACTIONS // max(1, len(work.seconds)))
     return work.order(best.rows)
 
 
 def _orders(work: Work, names: tuple[str, ...]) -> Iterator[FixedOrder]:
-    """The orders of these schedules, all backwards split."""
+    """The orders of these schedules, with split backwards."""
     for name in names:
         try:
             schedule = _schedule(replace(work.plan, schedule=name), work.batch_size)
@@ -70,7 +69,7 @@ def _orders(work: Work, names: tuple[str, ...]) -> Iterator[FixedOrder]:
 
 
 def _schedule(plan: Plan, batch_size: int) -> Schedule:
-    """Nothing needs to be interleaved where a schedule orders devices."""
+    """The order of every device. Schedules that order stages are interleaved first."""
     orders = orders_of(plan, batch_size)
     return orders if isinstance(orders, Schedule) else device_orders(plan, orders, batch_size)[0]
 

@@ -1,4 +1,4 @@
-"""The order that 1F1B and what is made after it share: a warm-up of forwards, then a backward and a forward in turn."""
+"""The order of 1F1B and its descendants: a warm-up of forwards, then backwards and forwards in turn."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning_gpp.schedules.actions import Action
 def alternating(
     forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int, weights: Sequence[Action] = (), late: int = 0
 ) -> tuple[Action, ...]:
-    """Forwards, after `warm_up` of them each behind a backward.
+    """`warm_up` forwards, then a backward and a forward in turn, then the remaining backwards.
 
     Args:
-        forwards: as many as backwards, in the order in which they run, as all of these.
-        backwards: whole, or gradients of inputs.
+        forwards: as many as backwards; all sequences in the order in which they run.
+        backwards: full backwards, or input gradients.
         warm_up: forwards before the first backward.
-        weights: gradients of parameters, where they are apart.
-        late: gradients of inputs between those of the same micro-batch and these.
+        weights: weight gradients; none if backwards are full.
+        late: number of later input gradients that come before the weight gradients of a micro-batch.
     """
     actions = list(forwards[:warm_up])
     for index, backward in enumerate(backwards):

@@ -1,13 +1,13 @@
-"""BitPipe: two pipelines in opposite directions, each folded into a V, so that a device holds four smaller stages.
+"""BitPipe: two pipelines in opposite directions, each laid out as a V, so that a device holds four smaller stages.
 
 Source: BitPipe: Bidirectional Interleaved Pipeline Parallelism for Accelerating Large Models Training, 2024
-(arXiv:2410.19367). Overhead (time in which the busiest device waits, by that in which it works) of p devices with N
-micro-batches, a backward twice as long as a forward; the published order's, this one's in the same room (2p stage
-micro-batches in flight on a device), and with room for a quarter more:
+(arXiv:2410.19367). Overhead (idle time of the busiest device relative to its working time) of p devices with N
+micro-batches, a backward twice as long as a forward; of the published order, of this one with the same memory (2p stage
+micro-batches in flight on a device), and with a quarter more:
 
     p = 4, N = 4    .167   .167   .167     the published (p - 2) / (3 N)
     p = 8, N = 8    .250   .250   .250
-    p = 4, N = 16   .104   .042   .031     the last is (p - 2) / (4 N), the least that any order has
+    p = 4, N = 16   .104   .042   .031     the last is (p - 2) / (4 N), the least of any order
     p = 8, N = 32   .156   .068   .047
 """
 
@@ -28,5 +28,5 @@ from lightning_gpp.schedules.registry import register_schedule
 
 @register_schedule("bitpipe", placement="zigzag", stages_per_device=2, bidirectional=True)
 def bitpipe(plan: Plan, batch_size: int) -> Schedule:
-    """The order of Chimera over stages that are folded forth and back."""
+    """The order of Chimera for stages in a zigzag layout."""
     return bidirectional_order(plan, batch_size)

@@ -1,4 +1,4 @@
-"""Breadth-first: all micro-batches of one stage before a device turns to its next (Lamy-Poirier, MLSys 2023)."""
+"""Breadth-first: a device runs all micro-batches of one stage before its next stage (Lamy-Poirier, MLSys 2023)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_gpp.schedules.registry import register_schedule
 
 @register_schedule("breadth_first", stages_per_device=2)
 def breadth_first(plan: Plan, batch_size: int) -> Schedule:
-    """All forwards of a device stage by stage, the farthest from the sink first, then all backwards the other way.
+    """All forwards stage by stage, the farthest from the sink first, then all backwards in reverse order of stages.
 
-    Keeps every micro-batch in flight. Sharded parameters are gathered once per stage and direction, whatever the number
+    Every micro-batch stays in flight. Sharded parameters are gathered once per stage and direction, whatever the number
     of micro-batches.
     """
     return Schedule(tuple(tuple(_order(plan, device, batch_size)) for device in range(plan.num_devices)))

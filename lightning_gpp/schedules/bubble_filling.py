@@ -138,7 +138,7 @@ def _replicas(work: Work, share: float) -> list[_Replica]:
             device=device,
             depth=depths[parts[stage][-1]],
             limit=shares[stage, device],
-            unsplit=work.whole.issuperset(parts[stage]),
+            unsplit=work.unsplit.issuperset(parts[stage]),
             tasks=own,
         )
         for index, ((stage, device), own) in enumerate(_tasks(work, first).items())

@@ -1,13 +1,13 @@
-"""Building blocks: what one micro-batch does in which cell, repeated with a fixed period, then squeezed.
+"""Building blocks: the cells of one micro-batch's actions, repeated with a fixed period, then compacted.
 
-A cell is the time of one action. In every period a device starts all that it has to do for one micro-batch: with two
-stages a forward, gradients of inputs and gradients of parameters of each, six cells. The block alone decides how long
-activations live: forwards move on by so and so many cells per stage, backwards by others, and the sum of both, on the
-way down the V and on the way up, is the same for every device. This sum over 6 is the memory in that of 1F1B.
+A cell is the time of one action. In every period a device starts all actions of one micro-batch: with two stages,
+forward, input gradients and weight gradients of each, six cells. The block alone decides how long activations live:
+forwards and backwards advance by fixed numbers of cells per stage, and the sum of both, on the way down the V and on
+the way up, is the same for every device. This sum over 6 is the memory relative to 1F1B.
 
 Source: Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024 (arXiv 2405.15362). There a block is a
-table of a chain's cells. Here cells follow from a stage's level, so that a block serves any graph; where devices hold
-other numbers of stages than two, laps count as down and up in turn.
+table of a chain's cells. Here cells follow from a stage's level, so that a block serves any graph; if devices hold
+more or fewer stages than two, passes over the devices count as down and up in turn.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Final
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.compaction import compacted, fastest
-from lightning_gpp.schedules.memory import fits, peaks_of, rooms
-from lightning_gpp.schedules.nominal_times import DueRows, actions, by_due_times, coarse_numbers, levels
+from lightning_gpp.schedules.memory import compaction_limits, fits, peaks_of
+from lightning_gpp.schedules.nominal_times import TimedRows, actions, by_nominal_time, coarse_numbers, levels
 from lightning_gpp.schedules.work import Work, is_extra, turns, work_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Cells from a stage's action to its neighbour's: on the way down the V, and on the way up.
+    """Cells between the actions of neighbouring stages, on the way down the V and on the way up.
 
-    `gaps`: cells between the last forward and the first backward of a micro-batch, to choose from: the right ones for
-    the number of devices leave no two actions of a device in one cell.
+    `gaps`: candidates for the cells between the last forward and the first backward of a micro-batch. Which of them
+    leave no two actions of a device in one cell depends on the number of devices.
     """
 
     forward: tuple[int, int]
@@ -38,46 +38,48 @@ class Block:
 
 
 _ROUNDING: Final = 0.1
-"""Cells by which due times may be off, for those of an action are raised by a little after those that it waits for."""
+"""Cells by which nominal times may be off, as each is a little later than those of the action's inputs."""
 
 
-def squeezed_blocks(plan: Plan, batch_size: int, blocks: Sequence[Block]) -> Schedule:
-    """The order of a building block, squeezed.
+def compacted_blocks(plan: Plan, batch_size: int, blocks: Sequence[Block]) -> Schedule:
+    """The compacted order of a building block.
 
     Args:
-        plan: its figures' seconds count where they are known.
+        plan: the plan; its seconds count if it has any.
         batch_size: samples of the mini-batch.
-        blocks: the first whose activations fit into `plan.memory_bytes` is taken, otherwise the last one.
+        blocks: the first one whose activations fit `plan.memory_bytes` is taken, or else the last one.
     """
     work = work_of(plan, batch_size)
     for block in blocks:
         layouts = _leanest(work, block)
         if fits(work, layouts[0].peaks):
             break
-    runs = (run for layout in layouts for run in compacted(work, layout.rows, rooms(work, layout.peaks)))
-    return work.order(fastest(work, runs).rows)
+    trials = (
+        trial for layout in layouts for trial in compacted(work, layout.rows, compaction_limits(work, layout.peaks))
+    )
+    return work.order(fastest(work, trials).rows)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """An order without gradients of parameters, and the peaks with them in free cells."""
+    """An order without weight gradients, and the peaks of memory with them in free cells."""
 
     rows: list[list[Action]]
     peaks: list[float]
 
 
 def _leanest(work: Work, block: Block) -> list[_Layout]:
-    """The orders, by gaps, that need the least memory."""
+    """The orders with the gaps that need the least memory."""
     layouts = []
     for gap in block.gaps:
-        rows = by_due_times(work, _Cells(work, block, gap).time)
+        rows = by_nominal_time(work, _Cells(work, block, gap).time)
         layouts.append(_Layout(actions(rows, weights=False), peaks_of(work, _in_free_cells(work.plan, rows))))
     least = min(max(layout.peaks) for layout in layouts)
     return [layout for layout in layouts if max(layout.peaks) <= least * (1 + 1e-9)]
 
 
 class _Cells:
-    """When a block's actions are due, in cells."""
+    """The nominal times of a block's actions, in cells."""
 
     def __init__(self, work: Work, block: Block, gap: int) -> None:
         plan = work.plan
@@ -94,7 +96,7 @@ class _Cells:
 
 
 def _offsets(block: Block, gap: int, length: int, laps: int) -> tuple[list[int], list[int]]:
-    """For every level the cells of the first micro-batch's forward and of its gradients of inputs."""
+    """For every level the cells of the first micro-batch's forward and of its input gradients."""
     up = [level * laps // length % 2 for level in range(length)]
     forward = [0] * length
     for level in range(1, length):
@@ -105,8 +107,8 @@ def _offsets(block: Block, gap: int, length: int, laps: int) -> tuple[list[int],
     return forward, backward
 
 
-def _in_free_cells(plan: Plan, rows: DueRows) -> list[list[Action]]:
-    """The order with gradients of parameters in the cells that are free, the oldest first, and the rest at the end."""
+def _in_free_cells(plan: Plan, rows: TimedRows) -> list[list[Action]]:
+    """The order with weight gradients in free cells, the oldest first, and the rest at the end."""
     largest = max(stage.micro_batch_size for stage in plan.stages)
     cells = [0 if is_extra(plan, i) else stage.micro_batch_size / largest for i, stage in enumerate(plan.stages)]
     full: list[list[Action]] = []

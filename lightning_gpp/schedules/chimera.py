@@ -1,4 +1,4 @@
-"""Chimera: two pipelines that run through the same devices in opposite directions.
+"""Chimera: two pipelines through the same devices in opposite directions.
 
 Source: Li and Hoefler, Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines, SC'21
 (arXiv:2107.06925). The bubble of D devices, D even, in units of a forward:
@@ -6,8 +6,8 @@ Source: Li and Hoefler, Chimera: Efficiently Training Large-Scale Neural Network
     backward as long as a forward      D - 2       for N = D, 2D, 3D ... micro-batches: the published ratio
                                                    (D - 2) / (2N + D - 2)
     backward twice as long             2 (D - 2)   for the same N; no order has less for N = D
-    the same, with room for half as    3 (D/2 - 1) for N = 2D, 3D ...: the published ratio again, and the least that
-    many micro-batches again                       any order has, as the devices in the middle start and end so late
+    the same, with memory for 3/2 as   3 (D/2 - 1) for N = 2D, 3D ...: the published ratio again, and the least of any
+    many micro-batches                             order, as the devices in the middle cannot start or end earlier
 
 A device keeps D/2 + 1 to D micro-batches in flight, or up to 3D/2 - 1 in the last case. The paper's unit of D
 micro-batches, repeated N/D times, has (N/D + 1) (D - 2) in the second case.

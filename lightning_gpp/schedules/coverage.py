@@ -10,14 +10,14 @@ from lightning_gpp.schedules.messages import Part, carries_gradient, message_bet
 from lightning_gpp.schedules.program import Message, Program, describe
 
 Parts = dict[tuple[int, int], Part]
-"""Parts of one stage by device and micro-batch."""
+"""Parts of one stage, by device and micro-batch."""
 
 
 def check_coverage(program: Program) -> None:
-    """Every message is what two overlapping parts share, no two are equal, and together they fill every reader.
+    """Check that every message is the overlap of two parts, that no two are equal, and that readers get all samples.
 
     Raises:
-        VerificationError: a message does not fit, is there twice, or is missing.
+        VerificationError: a message does not fit the plan, is duplicated, or is missing.
     """
     ends = {stage for edge in program.plan.edges for stage in (edge.src, edge.dst)}
     parts = {stage: _parts(program, stage) for stage in ends}
@@ -60,11 +60,11 @@ def _ends(message: Message) -> tuple[object, ...]:
 
 
 def _check_sums(program: Program, parts: dict[int, Parts]) -> None:
-    found: Counter[tuple[int, bool, int, int]] = Counter()
+    sent: Counter[tuple[int, bool, int, int]] = Counter()
     for message in program.messages:
-        found[message.edge, message.gradient, message.dst, message.consumer.micro_batch] += message.stop - message.start
+        sent[message.edge, message.gradient, message.dst, message.consumer.micro_batch] += message.stop - message.start
     for index, gradient, part in _readers(program, parts):
-        count = found[index, gradient, part.device, part.micro_batch]
+        count = sent[index, gradient, part.device, part.micro_batch]
         if count != part.stop - part.start:
             edge = program.plan.edges[index]
             raise VerificationError(

@@ -1,4 +1,4 @@
-"""DualPipeV: a V of two stages per device that pairs forwards with backwards, so that each hides the other's messages.
+"""DualPipeV: a V of two stages per device. Forwards are paired with backwards, so that each hides the other's messages.
 
 Source: DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.2.1, and the order published as deepseek-ai/DualPipe.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Schedule
-from lightning_gpp.schedules.nominal_times import actions, by_due_times
+from lightning_gpp.schedules.nominal_times import actions, by_nominal_time
 from lightning_gpp.schedules.registry import register_schedule
-from lightning_gpp.schedules.template import Template, numbered
+from lightning_gpp.schedules.template import Template, actions_of
 from lightning_gpp.schedules.work import work_of
 
 # Two devices, four micro-batches; capital letters are stages 0 and 1, small ones stages 3 and 2. B takes two units.
@@ -21,23 +21,23 @@ from lightning_gpp.schedules.work import work_of
 
 @register_schedule("dualpipe_v", placement="zigzag", stages_per_device=2)
 def dualpipe_v(plan: Plan, batch_size: int) -> Schedule:
-    """The published order; backwards are split only where a device would wait otherwise, at both ends.
+    """The published order. Backwards are split only at both ends, where a device would idle otherwise.
 
-    Keeps one micro-batch more of one stage than ZB-V. Needs twice as many micro-batches as devices to fill the
-    pipeline; with fewer, it is the same order with the missing ones left out.
+    It holds one micro-batch more of one stage than ZB-V, and needs twice as many micro-batches as devices to fill the
+    pipeline; with fewer, it is the same order without the missing ones.
     """
     work = work_of(plan, batch_size)
     template = Template(plan, batch_size, paired_order)
-    rows = by_due_times(work, template.time)
-    return work.order(actions(rows), whole=lambda action: not template.is_split(action))
+    rows = by_nominal_time(work, template.time)
+    return work.order(actions(rows), full=lambda action: not template.is_split(action))
 
 
 def paired_order(rank: int, num_ranks: int, num_micro_batches: int) -> list[Action]:
-    """What a rank of the V does: stage 0 is its stage on the way down, 1 that on the way up."""
+    """The order of a rank of the V. In the steps, stage 0 is its stage on the way down, 1 that on the way up."""
     near, left = rank + 1, num_ranks - rank - 1
     steps = ["F0"] * (2 * left) + ["F0", "F1"] * near + ["I1", "W", "F1"] * left
     steps += ["F0", "B1", "F1", "B0"] * (num_micro_batches - 2 * num_ranks + near) + ["B1", "F1", "B0"] * left
     ends = ["1", "0"] * near
     steps += ["B" + stage for stage in ends[:near]] + ["I" + stage for stage in ends[near:]]
     steps += ["W", "I0"] * left + ["W"] * near
-    return numbered(steps, (rank, 2 * num_ranks - 1 - rank))
+    return actions_of(steps, (rank, 2 * num_ranks - 1 - rank))

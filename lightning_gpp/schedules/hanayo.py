@@ -1,4 +1,4 @@
-"""Hanayo: waves. Stages lie on the devices forth and back, so that a wave turns round without leaving its device.
+"""Hanayo: 1F1B in waves. With a zigzag layout a wave turns back without leaving its device.
 
 Source: Liu et al., Hanayo: Harnessing Wave-like Pipeline Parallelism for Enhanced Large Model Training Efficiency,
 SC 2023. W waves are 2W stages per device.
@@ -21,8 +21,9 @@ from lightning_gpp.schedules.registry import register_schedule
 
 @register_schedule("hanayo", placement="zigzag", stages_per_device=2)
 def hanayo(plan: Plan, batch_size: int) -> Orders:
-    """The waves come from the placement: each stage runs 1F1B by its depth, and where a device could run several
-    actions it takes a backward first, then the forward that is nearest to the sink. More waves shorten the bubble; with
-    more micro-batches than devices they also keep more of them in flight.
+    """1F1B by the depth of each stage; the waves come from the layout.
+
+    Of several ready actions a device runs a backward first, then the forward nearest to the sink. More waves shorten
+    the bubble; with more micro-batches than devices they also hold more of them in flight.
     """
     return one_f_one_b(plan, batch_size)

@@ -1,4 +1,4 @@
-"""What hand schedules with a split backward share: a warm-up, then gradients and forwards in turn, W's later."""
+"""Handcrafted zero-bubble orders: a warm-up, then input gradients and forwards in turn, with weight gradients later."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.alternating import alternating
 from lightning_gpp.schedules.deadlock_free import without_deadlock
 from lightning_gpp.schedules.device_orders import StageOrders
-from lightning_gpp.schedules.seq_1f1b import backwards_of, forwards_of, lanes, without_stall_in_slices
+from lightning_gpp.schedules.seq_1f1b import backwards_of, forwards_of, lanes, without_deadlock_in_slices
 from lightning_gpp.schedules.warm_up import action_samples, in_flight_samples, slice_samples, slices_ahead
-from lightning_gpp.schedules.work import whole_stages
+from lightning_gpp.schedules.work import unsplit_stages
 from lightning_gpp.slices import is_sliced
 
 
 def samples_ahead(plan: Plan, lead: float) -> dict[int, float]:
-    """For every stage the samples by which its forwards are ahead: a micro-batch, and `lead` times the rest of 1F1B's.
+    """For every stage the samples by which its forwards run ahead: a micro-batch, and `lead` times the rest of 1F1B's.
 
-    With one size of micro-batches these are 1 + lead (d - 1) micro-batches on a stage of depth d.
+    With one micro-batch size these are 1 + lead (d - 1) micro-batches on a stage of depth d.
     """
     sizes = [stage.micro_batch_size for stage in plan.stages]
     return {stage: sizes[stage] + lead * (usual - sizes[stage]) for stage, usual in in_flight_samples(plan).items()}
 
 
 def split_orders(plan: Plan, batch_size: int, lead: int) -> StageOrders:
-    """The order of every stage: I, W and F in turn after the warm-up; W by as many micro-batches later as fill memory.
+    """The order of every stage: I, W and F in turn after the warm-up, with W delayed until the memory is used up.
 
-    In a chain a stage of depth d has a warm-up of 1 + lead (d - 1) micro-batches, and its W are behind its I by as many
-    as its warm-up is shorter than the longest one. So every stage keeps the same number of micro-batches, some of them
-    for W only. With several sizes of micro-batches the same is counted in samples. Where there are no gradients of
-    parameters, backwards are whole.
+    In a chain, a stage of depth d has a warm-up of 1 + lead (d - 1) micro-batches, and its W is as many micro-batches
+    behind its I as its warm-up is shorter than the longest one. So every stage holds the same number of micro-batches,
+    some of them for W only. With several micro-batch sizes the same is counted in samples. Stages without weight
+    gradients have full backwards.
 
-    All n slices of a stage have one order, and slices count: the warm-up is n + lead (d - 1).
+    All n slices of a stage have one order, which counts slices: the warm-up is n + lead (d - 1).
     """
-    whole = whole_stages(plan)
+    unsplit = unsplit_stages(plan)
     orders = _in_slices(plan, batch_size, lead) if is_sliced(plan) else _in_micro_batches(plan, batch_size, lead)
-    return {stage: _joined(order, whole) for stage, order in orders.items()}
+    return {stage: _joined(order, unsplit) for stage, order in orders.items()}
 
 
 def _in_micro_batches(plan: Plan, batch_size: int, lead: int) -> StageOrders:
@@ -59,7 +59,7 @@ def _in_slices(plan: Plan, batch_size: int, lead: int) -> StageOrders:
     def lane(first: int, warm_up: int) -> tuple[Action, ...]:
         return _order(plan, parts[first], batch_size, warm_up, lateness[first])
 
-    return without_stall_in_slices(plan, batch_size, slices_ahead(plan, lead), lane)
+    return without_deadlock_in_slices(plan, batch_size, slices_ahead(plan, lead), lane)
 
 
 def _order(plan: Plan, members: list[int], batch_size: int, warm_up: int, late: int) -> tuple[Action, ...]:
@@ -67,10 +67,10 @@ def _order(plan: Plan, members: list[int], batch_size: int, warm_up: int, late: 
     return alternating(forwards_of(plan, members, batch_size), inputs, warm_up, weights, late)
 
 
-def _joined(order: tuple[Action, ...], whole: Collection[int]) -> tuple[Action, ...]:
-    """The same with whole backwards in the place of their first halves, on stages where the others are empty."""
+def _joined(order: tuple[Action, ...], unsplit: Collection[int]) -> tuple[Action, ...]:
+    """The order with full backwards in place of input gradients, on stages without weight gradients."""
     return tuple(
-        action._replace(kind=Kind.BACKWARD) if action.kind is Kind.INPUT and action.stage in whole else action
+        action._replace(kind=Kind.BACKWARD) if action.kind is Kind.INPUT and action.stage in unsplit else action
         for action in order
-        if action.kind is not Kind.WEIGHT or action.stage not in whole
+        if action.kind is not Kind.WEIGHT or action.stage not in unsplit
     )

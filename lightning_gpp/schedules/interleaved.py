@@ -1,9 +1,9 @@
-"""Interleaved 1F1B on a DAG: a device goes through its stages in turn, a group of micro-batches at a time.
+"""Interleaved 1F1B on a DAG: a device alternates between its stages, a group of micro-batches at a time.
 
 Source: Megatron-LM (Narayanan et al., SC 2021) for a chain, where stage i is on device i modulo p, groups have p
-micro-batches, and the device of the i-th stage runs 2(p - i - 1) + (v - 1)p forwards, v stages on each, before it
-alternates forward and backward. Here every forward and backward has a slot, which follows from the depth of its stage,
-and a device runs what it has in the order of slots: on that chain the same order, on any DAG one that cannot hang, for
+micro-batches, and with v stages on each device, device i runs 2(p - i - 1) + (v - 1)p forwards before it alternates
+forward and backward. Here every forward and backward has a slot, which follows from the depth of its stage, and a
+device runs its actions in the order of slots: on that chain the same order, on any DAG one that cannot deadlock, for
 any number of micro-batches.
 """
 
@@ -28,7 +28,7 @@ from lightning_gpp.schedules.registry import register_schedule
 
 @register_schedule("interleaved", stages_per_device=2)
 def interleaved(plan: Plan, batch_size: int) -> Orders:
-    """Forwards and backwards in turn on every device, after a warm-up; with one stage per device this is 1F1B."""
+    """A warm-up, then forwards and backwards in turn, on every device; 1F1B if each device holds one stage."""
     devices = range(plan.num_devices)
     if all(len(plan.stages_on(device)) == 1 for device in devices):
         return one_f_one_b(plan, batch_size)
@@ -43,9 +43,10 @@ def _of_device(plan: Plan, order: Iterable[Action], device: int, batch_size: int
 
 
 def nominal_slots(plan: Plan, batch_size: int) -> dict[Action, int]:
-    """The slot of every action, not before those of the actions that make its inputs; these come first in the result.
+    """The slot of every action, no earlier than those of its inputs, which come first in the result.
 
-    A micro-batch has the slot of its last sample. Where sizes do not divide each other, an input may be in a later one.
+    A micro-batch has the slot of its last sample, or that of an input if it is later, as happens if sizes do not divide
+    each other.
     """
     graph, stages = plan.graph(), line(plan)
     slots: dict[Action, int] = {}
@@ -64,7 +65,7 @@ def nominal_slots(plan: Plan, batch_size: int) -> dict[Action, int]:
 
 
 def _of_samples(plan: Plan, slots: Sequence[int], batch_size: int) -> list[int]:
-    """The slot of every sample in a stage whose micro-batches of the first group have these slots."""
+    """The slot of every sample of a stage, from the slots of the first group of micro-batches."""
     length, size = period(plan), max(stage.micro_batch_size for stage in plan.stages)
     places = (divmod(sample // size, len(slots)) for sample in range(batch_size))
     return [group * length + slots[index] for group, index in places]

@@ -1,10 +1,10 @@
-"""LayerPipe, for synchronous training: the gradients of the parameters are tasks of their own, which level the loads.
+"""LayerPipe, for synchronous training: weight gradients are tasks of their own, which balance the loads.
 
 Source: Unnikrishnan and Parhi, LayerPipe: Accelerating Deep Neural Network Training by Intra-Layer and Inter-Layer
-Gradient Pipelining and Multiprocessor Scheduling, ICCAD 2021 (arXiv 2108.06629). There, both gradients of a layer are
-independent tasks of a multiprocessor schedule, and forward and backward of a layer lie as many micro-batches apart as
-there are layers after it, twice. The schedule here keeps the split and the distance. It leaves out what would change
-the result, the delayed weights, and the tasks that move to a neighbour: parameters live on their stage's devices.
+Gradient Pipelining and Multiprocessor Scheduling, ICCAD 2021 (arXiv 2108.06629). There, input and weight gradients of a
+layer are independent tasks of a multiprocessor schedule, and its forward and backward are twice as many micro-batches
+apart as layers follow. This schedule keeps both ideas. It has no delayed weights, which would change the result, and
+moves no tasks to neighbours, because parameters stay on their stage's devices.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.work import work_of
 
 DISTANCE: Final = 2
-"""Micro-batches between forward and backward, for each stage that comes after."""
+"""Micro-batches between forward and backward per stage that follows."""
 
-
-# A chain of three stages, five micro-batches, each action one unit. The last stage, which never waits for gradients,
-# leaves all its W to the end.
+# A chain of three stages, five micro-batches, each action one unit. The last stage never waits for gradients and leaves
+# all its W to the end.
 #
 #   time      0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16
 #   stage 0  F0  F1  F2  F3  F4  I0  W0  I1  W1  I2  W2  I3  W3  I4  W4
@@ -32,10 +31,10 @@ DISTANCE: Final = 2
 
 @register_schedule("layerpipe")
 def layerpipe(plan: Plan, batch_size: int) -> Schedule:
-    """A multiprocessor schedule: each device takes gradients of inputs, then forwards, and never idles with W to do.
+    """A multiprocessor schedule: each device prefers input gradients, then forwards, and never idles while W is left.
 
-    A stage of depth d has up to 2d - 1 micro-batches between forward and gradients of inputs. Loads level out because
-    the busiest devices leave their W to the end of the step. Keeps to `plan.memory_bytes` where it can; where they are
-    not known, to twice what the device that needs most keeps under 1F1B.
+    A stage of depth d has up to 2d - 1 micro-batches between forward and input gradients. Loads balance because the
+    busiest devices leave their W to the end of the step. The memory limit is `plan.memory_bytes`; if that is unknown,
+    twice the peak of the neediest device under 1F1B.
     """
     return fill(work_of(plan, batch_size), [Preference(ahead=forwards_ahead(plan, DISTANCE))], share=DISTANCE)

@@ -1,4 +1,4 @@
-"""What orders keep in memory, and what room devices have."""
+"""Peak memory of an order, and the memory limit of each device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def peaks_of(work: Work, rows: Rows) -> list[float]:
 
 
 def needs_of(work: Work) -> dict[tuple[int, int], float]:
-    """For every stage and device the bytes that the replica keeps under 1F1B."""
+    """For every stage and device the bytes that the replica holds under 1F1B."""
     flying = warm_up(work.plan, work.batch_size)
     kept: dict[tuple[int, int], list[float]] = defaultdict(list)
     for (device, action), taken in work.takes.items():
@@ -29,9 +29,9 @@ def needs_of(work: Work) -> dict[tuple[int, int], float]:
 
 
 def limits_of(work: Work, share: float = 1, needs: Mapping[tuple[int, int], float] | None = None) -> tuple[float, ...]:
-    """Bytes for every device; where the plan knows none, `share` times what the neediest one keeps under 1F1B.
+    """Memory limit of every device; if the plan has none, `share` times the peak of the neediest device under 1F1B.
 
-    `needs` are those of `needs_of`, where they are known already.
+    `needs`: result of `needs_of`, if it is known already.
     """
     if work.limits:
         return work.limits
@@ -42,11 +42,12 @@ def limits_of(work: Work, share: float = 1, needs: Mapping[tuple[int, int], floa
 
 
 def fits(work: Work, peaks: Sequence[float]) -> bool:
-    """Whether every device has the memory, as far as that is known."""
+    """Whether the peaks are within the memory limits, if these are known."""
     return not work.limits or all(peak <= limit for peak, limit in zip(peaks, work.limits, strict=True))
 
 
-def rooms(work: Work, peaks: Sequence[float]) -> list[float]:
-    """Bytes for every device: what the one that needs most takes, but not more than there is, if its own need fits."""
+def compaction_limits(work: Work, peaks: Sequence[float]) -> list[float]:
+    """Memory limit of every device for the compaction of an order with these peaks: the highest peak, as far as the
+    plan's limit allows, and at least its own peak."""
     limits = work.limits or (max(peaks),) * len(peaks)
     return [max(peak, min(limit, max(peaks))) for peak, limit in zip(peaks, limits, strict=True)]

@@ -1,11 +1,11 @@
-"""Slots: when each micro-batch of a group passes each stage, if one group follows the other without a pause.
+"""Modulo scheduling: slots for the micro-batches of a group, if groups follow each other without a pause.
 
-In a slot a device does one forward and one backward. A group takes as many slots as its busiest device has forwards.
-Slots that lie a multiple of this period apart meet, because other groups are there at the same time; so each device
-gives every slot of a period to one micro-batch and stage. That is modulo scheduling, known from loops in compilers (Rau
-and Glaeser, MICRO 1981). A chain of stages laid in a loop is the case in which the first slot is always free.
+In a slot a device runs one forward and one backward. The period is the number of slots of a group: the forwards of the
+busiest device. Slots a multiple of the period apart collide, because other groups use them at the same time; so each
+device reserves every slot of a period for one micro-batch and stage. Compilers schedule loops like this (Rau and
+Glaeser, MICRO 1981). For a chain of stages in a loop layout the first slot is always free.
 
-A stage that is known to take next to no time, such as one with the user's step alone, takes no slot.
+A stage that takes almost no time, such as one with only the user's step, takes no slot.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Slots = dict[int, list[int]]
 """For every stage the slot of each micro-batch of a group, ascending."""
 
 SHORT: Final = 0.1
-"""Part of the longest forward, per sample, below which a stage takes no slot."""
+"""Fraction of the longest forward, per sample, below which a stage takes no slot."""
 
 
 def line(plan: Plan) -> list[int]:
-    """All stages by their distance to the sink, the farthest first; those at one distance in their order in the plan.
+    """All stages by their distance to the sink, the farthest first; stages at one distance in the plan's order.
 
-    So branches lie side by side, as where several stages are laid on each device.
+    Layouts with several stages per device put branches side by side in the same way.
     """
     depths = plan.depths()
     return sorted(depths, key=lambda stage: (-depths[stage], stage))
 
 
 def group_size(plan: Plan) -> int:
-    """Micro-batches that a device runs through a stage before it goes on to its next stage.
+    """Number of micro-batches that a device runs on one stage before it goes on to its next stage.
 
-    As many as there are steps from the one to the other, for the pair that is farthest apart: when the device is done
-    with them, the first one is there again. No more than there are devices, which is what stages laid in a loop need.
+    It is the largest number of slots between two neighbouring stages of a device, so that the first micro-batch has
+    come back when the device is done with the group; and at most the number of devices, as for a loop layout.
     """
     ahead, takes = _ahead(plan), weights(plan)
     stages = [stage for stage in line(plan) if takes[stage]]
@@ -54,7 +54,7 @@ def period(plan: Plan) -> int:
 
 
 def forward_slots(plan: Plan) -> Slots:
-    """Slots of the forwards. A stage on a short way to the sink starts as late as the longest way allows."""
+    """Slots of the forwards. A stage on a short path to the sink starts as late as the longest path allows."""
     graph, ahead = plan.graph(), _ahead(plan)
     table = _Table(plan, group_size(plan), period(plan), weights(plan))
     for stage in line(plan):
@@ -64,7 +64,7 @@ def forward_slots(plan: Plan) -> Slots:
 
 
 def backward_slots(plan: Plan) -> Slots:
-    """Slots of the backwards. Those of the first micro-batch are not before its forwards, first in a slot."""
+    """Slots of the backwards, no earlier than the forwards of the first micro-batch, which come first in a slot."""
     graph, forwards = plan.graph(), forward_slots(plan)
     table = _Table(plan, group_size(plan), period(plan), weights(plan))
     for stage in reversed(line(plan)):
@@ -75,7 +75,7 @@ def backward_slots(plan: Plan) -> Slots:
 
 
 def weights(plan: Plan) -> list[int]:
-    """For every stage the slots that a micro-batch takes, 1 or 0; 1 where seconds are not known."""
+    """For every stage the slots that a micro-batch takes: 0 if it is short, else 1; 1 without known seconds."""
     seconds = [
         stage.figures.forward_seconds.at(stage.micro_batch_size) / stage.micro_batch_size for stage in plan.stages
     ]
@@ -83,7 +83,7 @@ def weights(plan: Plan) -> list[int]:
 
 
 def _ahead(plan: Plan) -> dict[int, int]:
-    """For every stage the slots on the longest way from its end to the sink's end."""
+    """For every stage the slots on the longest path from its end to the sink's end."""
     graph, takes = plan.graph(), weights(plan)
     ahead: dict[int, int] = {}
     for stage in reversed(line(plan)):
@@ -93,7 +93,7 @@ def _ahead(plan: Plan) -> dict[int, int]:
 
 @dataclass(slots=True)
 class _Table:
-    """Which slots of a period each device has given away."""
+    """The slots of a period that devices have reserved."""
 
     plan: Plan
     number: int
@@ -103,7 +103,7 @@ class _Table:
     taken: set[tuple[int, int]] = field(default_factory=set)
 
     def enter(self, stage: int, inputs: Sequence[Sequence[int]], earliest: int) -> None:
-        """Give a stage its slots, none before `earliest` or before that of any of the inputs."""
+        """Reserve the slots of a stage, none before `earliest` or before its inputs."""
         self.slots[stage] = []
         for index in range(self.number):
             earliest = max([earliest, *(row[index] for row in inputs)])
@@ -111,7 +111,7 @@ class _Table:
             self.slots[stage].append(earliest)
 
     def _free(self, stage: int, earliest: int) -> int:
-        """The first slot that is free on all devices of the stage; where they have none in common, the earliest."""
+        """The first slot that is free on all devices of the stage; if there is none, the earliest one."""
         for slot in range(earliest, earliest + self.period * self.takes[stage]):
             places = {(device, slot % self.period) for device in self.plan.devices_of(stage)}
             if not places & self.taken:

@@ -1,8 +1,7 @@
-"""Orders by due times: times in an ideal pipeline, in cells, that rank the actions of every device.
+"""Orders by nominal time: the times of actions in an ideal pipeline, in cells, rank the actions of every device.
 
-Stages are ranked by their level, that is by their distance to the sink, so that all stages of a level act as the one
-stage of a chain. Times increase along all dependencies, so devices that follow them cannot wait in a circle, wherever
-their stages lie.
+A stage counts by its level, that is its distance to the sink, so all stages of a level act like one stage of a chain.
+Nominal times grow along every dependency, so orders sorted by them cannot deadlock, in any layout.
 """
 
 from __future__ import annotations
@@ -17,51 +16,51 @@ from lightning_gpp.schedules.task_graph import Task
 from lightning_gpp.schedules.work import Work, is_extra
 
 _STEP: Final = 1e-3
-"""Cells by which an action is due after those that it waits for, at least."""
+"""Minimum difference between the nominal times of an action and its inputs, in cells."""
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
-    """An action, and the cell in which it is due."""
+class Timed:
+    """An action with its nominal time, in cells."""
 
     time: float
     action: Action
 
 
-DueRows = list[list[Due]]
+TimedRows = list[list[Timed]]
 """For every device its actions, in order."""
 
 
-def by_due_times(work: Work, time: Callable[[Action], float]) -> DueRows:
-    """The actions of every device by the time at which they are due, later where those that they wait for are."""
+def by_nominal_time(work: Work, time: Callable[[Action], float]) -> TimedRows:
+    """The actions of every device by nominal time, raised as far as the dependencies demand."""
     depths = work.plan.depths()
-    rows: DueRows = [[] for _ in range(work.plan.num_devices)]
-    for (device, action), due in _raised(work, time).items():
-        rows[device].append(Due(due, action))
+    rows: TimedRows = [[] for _ in range(work.plan.num_devices)]
+    for (device, action), nominal in _raised(work, time).items():
+        rows[device].append(Timed(nominal, action))
     for row in rows:
         row.sort(key=lambda entry: (entry.time, depths[entry.action.stage], entry.action.micro_batch))
     return rows
 
 
 def _raised(work: Work, time: Callable[[Action], float]) -> Mapping[Task, float]:
-    due = {task: time(task[1]) for task in work.seconds}
+    nominal = {task: time(task[1]) for task in work.seconds}
     missing = dict(work.missing)
-    ready = [task for task in due if not missing[task]]
+    ready = [task for task in nominal if not missing[task]]
     while ready:
         task = ready.pop()
         for reader, _ in work.readers[task]:
-            due[reader] = max(due[reader], due[task] + _STEP)
+            nominal[reader] = max(nominal[reader], nominal[task] + _STEP)
             missing[reader] -= 1
             if not missing[reader]:
                 ready.append(reader)
-    return due
+    return nominal
 
 
 def levels(plan: Plan) -> tuple[dict[int, int], int]:
-    """For every stage its position in a chain that is as long as the graph is deep, the sink last; and that length.
+    """For every stage its level, and the number of levels: the positions of a chain as long as the graph is deep.
 
-    The length is even, for a chain that turns back halfway: where the graph's depth is not, no stage is at position 0.
-    A stage of the user's step that is extra shares the last position with those before it.
+    The number is even, for a chain that turns back halfway; if the depth is odd, no stage is at level 0. An extra stage
+    with only the user's step shares the last level with those before it.
     """
     step = int(is_extra(plan, plan.step_stage))
     depths = {stage: max(1, depth - step) for stage, depth in plan.depths().items()}
@@ -71,14 +70,14 @@ def levels(plan: Plan) -> tuple[dict[int, int], int]:
 
 
 def coarse_numbers(plan: Plan, batch_size: int) -> list[list[int]]:
-    """For every stage and micro-batch the one with its first sample, were all stages' as large as the largest.
+    """For every stage and micro-batch the number it would have if all stages had the largest micro-batch size.
 
-    Small ones that make up a large one have one number, and so one place in an order for micro-batches of one size.
+    The parts of one large micro-batch share its number, and so its place in an order for micro-batches of one size.
     """
     largest = max(stage.micro_batch_size for stage in plan.stages)
     return [[start // largest for start, _ in plan.intervals(i, batch_size)] for i in range(len(plan.stages))]
 
 
-def actions(rows: DueRows, *, weights: bool = True) -> list[list[Action]]:
-    """What devices do, without the times, with or without gradients of parameters."""
+def actions(rows: TimedRows, *, weights: bool = True) -> list[list[Action]]:
+    """The order of every device without times, with or without weight gradients."""
     return [[entry.action for entry in row if weights or entry.action.kind is not Kind.WEIGHT] for row in rows]

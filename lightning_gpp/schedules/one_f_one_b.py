@@ -1,6 +1,6 @@
-"""1F1B on a DAG of stages: each stage alternates backward and forward after a warm-up that follows its depth.
+"""1F1B on a DAG of stages: each stage alternates backward and forward after a warm-up given by its depth.
 
-Stages that are slices have an order of their own (`seq_1f1b`).
+Plans with sliced stages have an order of their own (`seq_1f1b`).
 
 Sources: PipeDream (Narayanan et al., SOSP 2019) for the alternation on a chain; GraphPipe (Jeon et al., ASPLOS 2025,
 section 6) for warm-up by depth and for micro-batch sizes that differ between stages. GraphPipe prints its rule as an
@@ -19,8 +19,8 @@ from lightning_gpp.schedules.seq_1f1b import in_slices
 from lightning_gpp.schedules.warm_up import in_flight_samples
 from lightning_gpp.slices import is_sliced
 
-# Two arms, 0 -> 1 and 2, that join in 3; four micro-batches; each stage on its own device. Depths 3, 2, 2, 1 are the
-# warm-ups. The short arm may start as late as the long arm arrives at the join, so it needs one micro-batch less.
+# Two branches, 0 -> 1 and 2, that join in 3; four micro-batches; each stage on its own device. The warm-ups are the
+# depths 3, 2, 2, 1. The short branch can start when the long one reaches the join, so it holds one micro-batch less.
 #
 #   time      0   1   2   3   4   5   6   7   8   9  10  11
 #   stage 0  F0  F1  F2          B0  F3  B1      B2      B3
@@ -44,7 +44,7 @@ def _order(stage: int, warm_up: int, number: int) -> tuple[Action, ...]:
 
 
 def warm_up(plan: Plan, batch_size: int) -> dict[int, int]:
-    """For every stage the forwards before its first backward: also the most micro-batches it has in flight."""
+    """For every stage the forwards before its first backward; also its maximum of micro-batches in flight."""
     counts = {}
     for stage, samples in in_flight_samples(plan).items():
         wanted = samples // plan.stages[stage].micro_batch_size

@@ -1,4 +1,4 @@
-"""Checks what a generator states before anything is made of it: each action once, and in an order that makes sense."""
+"""Checks the orders of a generator: each action once, forward before backward."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SPLIT: Final = (Kind.INPUT, Kind.WEIGHT)
 
 
 def check_orders(plan: Plan, orders: Orders, batch_size: int) -> None:
-    """Every micro-batch runs once through every stage: forward, then backward, or gradients of inputs and parameters.
+    """Check that every micro-batch runs once through every stage: forward, then full backward or both of its halves.
 
-    Recomputation may be stated too. Data and collectives are placed by passes of their own.
+    Orders may contain recomputations. Data actions and collectives are placed by passes.
 
     Raises:
         ScheduleError: names the schedule and the stage or device.
@@ -39,7 +39,7 @@ def check_orders(plan: Plan, orders: Orders, batch_size: int) -> None:
 
 
 def _lanes(plan: Plan, orders: StageOrders) -> dict[int, list[int]]:
-    """For every order the stages that are in it; a stage that is in none is to have one of its own."""
+    """For every order the stages in it; a stage that is in none should have one of its own."""
     lanes = {stage: sorted({stage, *(action.stage for action in order)}) for stage, order in orders.items()}
     known = {member for members in lanes.values() for member in members}
     return lanes | {stage: [stage] for stage in range(len(plan.stages)) if stage not in known}
@@ -66,9 +66,9 @@ FIRST: Final = {
     Kind.RECOMPUTE: (Kind.FORWARD, "forward"),
     Kind.BACKWARD: (Kind.FORWARD, "forward"),
     Kind.INPUT: (Kind.FORWARD, "forward"),
-    Kind.WEIGHT: (Kind.INPUT, "gradients of the inputs"),
+    Kind.WEIGHT: (Kind.INPUT, "input gradients"),
 }
-"""What has to come before an action of each kind, of the same micro-batch, and its name."""
+"""For every kind the kind of the same micro-batch's action that must come before, and its name."""
 
 
 def _check_sequence(where: str, actions: Sequence[Action]) -> None:

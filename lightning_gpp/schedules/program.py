@@ -1,5 +1,4 @@
-"""A program: a schedule with all its communication, as plain data. The one object that is verified, simulated, drawn
-and executed.
+"""A program: a schedule with all its communication, as plain data; verified, simulated, drawn and executed.
 
 Messages between two devices match by order alone, per direction: the n-th send from a to b meets the n-th receive of b
 from a. There are no tags.
@@ -35,7 +34,7 @@ class Message:
 
 
 class Op(Enum):
-    """What an instruction does."""
+    """The operation of an instruction."""
 
     COMPUTE = "compute"
     SEND = "send"
@@ -105,7 +104,7 @@ class Program:
 
 
 def describe(message: Message) -> str:
-    """A message in words, for errors and logs."""
-    what = "gradients" if message.gradient else "tensors"
+    """A message in words, for error messages."""
+    content = "gradients" if message.gradient else "tensors"
     samples = f"samples [{message.start}, {message.stop})"
-    return f"message {message.id} ({what} of {samples}, {message.producer} to {message.consumer})"
+    return f"message {message.id} ({content} of {samples}, {message.producer} to {message.consumer})"

@@ -1,4 +1,4 @@
-"""Schedules by name. A schedule is a function that gives the order of the actions on every stage, or every device."""
+"""Schedules by name. A generator is a function that orders the actions of every stage, or of every device."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Generator = Callable[[Plan, int], Orders]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A schedule, and what it wants of the plan.
+    """A schedule and its requirements on the plan.
 
     Args:
-        generate: makes the orders.
-        placement: how stages are laid on devices: "looped" (stage i on device i modulo their number) or "zigzag" (back
-            and forth), which are the same where there are as many devices as stages.
-        stages_per_device: that it is made for, and the least with which it makes sense.
-        bidirectional: every stage has a second replica, in a pipeline that runs the other way.
+        generate: the generator.
+        placement: layout: "looped" (stage i on device i modulo the number of devices) or "zigzag" (back and forth); the
+            same with one stage per device.
+        stages_per_device: number that it is made for, and the least with which it makes sense.
+        bidirectional: whether every stage has a second replica, in a pipeline that runs the other way.
     """
 
     generate: Generator
@@ -69,7 +69,7 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def orders_of(plan: Plan, batch_size: int | None = None) -> Orders:
-    """The orders of training by the plan's schedule, checked.
+    """The checked orders of training under the plan's schedule.
 
     Raises:
         ScheduleError: the schedule is unknown, or it does not run every micro-batch once, forward before backward.
@@ -88,14 +88,14 @@ def make_schedule(
     replicated: Collection[int] = (),
     apart: bool = False,
 ) -> Schedule:
-    """Order the actions of every device by the plan's schedule.
+    """The order of every device under the plan's schedule, with all passes applied.
 
     Args:
         plan: names the schedule.
         batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
         training: forwards and backwards; forwards only if False.
-        replicated: stages that several ranks hold, over all copies of the pipeline: they get collectives.
-        apart: the collectives of sharded parameters before and after all work, see `with_collectives`.
+        replicated: stages that several ranks hold, over all pipeline replicas: they get collectives.
+        apart: collectives of sharded parameters before and after all actions, see `with_collectives`.
 
     Raises:
         ScheduleError: the schedule is unknown, or its orders cannot run.
@@ -117,12 +117,12 @@ def _forwards(orders: Orders) -> Orders:
 
 
 def in_flight(plan: Plan, batch_size: int | None = None) -> dict[int, int]:
-    """For every stage the most micro-batches that its schedule ever keeps in flight on a replica."""
+    """For every stage the most micro-batches in flight on a replica under the plan's schedule."""
     return flights(make_schedule(plan, batch_size))
 
 
 def flights(schedule: Schedule) -> dict[int, int]:
-    """For every stage the most micro-batches in flight on a replica: begun forwards whose backwards did not end."""
+    """For every stage the most micro-batches in flight on a replica: forwards that ran and backwards that did not."""
     most: dict[int, int] = {}
     for actions in schedule.devices:
         now: Counter[int] = Counter()

@@ -1,7 +1,7 @@
-"""1F1B where stages are slices: a stage alternates backward and forward of slices.
+"""Seq1F1B: 1F1B for sliced stages, which alternate backward and forward of slices.
 
 Source: Sun et al., Seq1F1B, 2024 (arXiv:2406.03488), for chains; on a graph the distance to the sink takes the place of
-the number of stages behind. Forwards go from the first slice to the last, backwards from the last to the first.
+the number of stages that follow. Forwards go from the first slice to the last, backwards from the last to the first.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Lane = Callable[[int, int], tuple[Action, ...]]
 
 
 def in_slices(plan: Plan, batch_size: int) -> StageOrders:
-    """The order of each stage, all its slices together, under the number of its first slice."""
+    """The order of all slices of each stage together, under the number of the first slice."""
     parts = lanes(plan)
 
     def lane(first: int, warm_up: int) -> tuple[Action, ...]:
         forwards = forwards_of(plan, parts[first], batch_size)
         return alternating(forwards, backwards_of(plan, parts[first], batch_size), warm_up)
 
-    return without_stall_in_slices(plan, batch_size, slices_ahead(plan), lane)
+    return without_deadlock_in_slices(plan, batch_size, slices_ahead(plan), lane)
 
 
 def lanes(plan: Plan) -> dict[int, list[int]]:
-    """For the first slice of every stage all of them."""
-    whole = unsliced(plan)
-    return {members[0]: members for members in map(whole.parts, range(len(whole.plan.stages)))}
+    """The slices of every stage, by the first one."""
+    full = unsliced(plan)
+    return {members[0]: members for members in map(full.parts, range(len(full.plan.stages)))}
 
 
 def forwards_of(plan: Plan, members: Sequence[int], batch_size: int) -> list[Action]:
@@ -51,16 +51,16 @@ def forwards_of(plan: Plan, members: Sequence[int], batch_size: int) -> list[Act
 
 
 def backwards_of(plan: Plan, members: Sequence[int], batch_size: int, kind: Kind = Kind.BACKWARD) -> list[Action]:
-    """All backwards of a stage's slices, or all their first or second halves, in order."""
+    """All backwards of a stage's slices, or halves of one kind, in order."""
     number = len(plan.intervals(members[0], batch_size))
     return [Action(part, kind, index) for index in range(number) for part in reversed(members)]
 
 
-def without_stall_in_slices(plan: Plan, batch_size: int, warm_up: Mapping[int, int], lane: Lane) -> StageOrders:
-    """The orders with warm-ups so large that none waits for another in a circle.
+def without_deadlock_in_slices(plan: Plan, batch_size: int, warm_up: Mapping[int, int], lane: Lane) -> StageOrders:
+    """The orders with the warm-ups, all raised by as little as it takes for the orders not to deadlock.
 
     Raises:
-        ScheduleError: they do with all forwards first.
+        ScheduleError: they deadlock even with all forwards first.
     """
     counts = dict(warm_up)
     while True:

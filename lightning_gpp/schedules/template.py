@@ -1,7 +1,7 @@
-"""Published orders of a V as due times: the chain that they are made for is played, and stages take its times.
+"""Published orders of a V layout as nominal times: stages take their times from the chain that the order is made for.
 
-A chain of 2p stages turns back at device p, so that rank i of the V holds stages i and 2p - 1 - i. An order is a list
-of actions per rank. Played on a clock of units it tells when a stage at some level works on some micro-batch.
+A chain of 2p stages turns back at device p, so rank i of the V holds stages i and 2p - 1 - i. An order is a list of
+actions per rank. Run with unit durations, it gives the time at which a level works on a micro-batch.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from lightning_gpp.schedules.nominal_times import coarse_numbers, levels
 from lightning_gpp.schedules.task_graph import Task, task_graph
 
 Order = Callable[[int, int, int], Sequence[Action]]
-"""From rank, number of ranks and number of micro-batches to what the rank does; stages are those of the chain."""
+"""From rank, number of ranks and number of micro-batches to the order of the rank, in stages of the chain."""
 
 _UNITS: Final = {Kind.FORWARD: 1, Kind.INPUT: 1, Kind.WEIGHT: 1, Kind.BACKWARD: 2}
 
 
 class Template:
-    """A published order, played on the chain of a plan's depth.
+    """A published order, run on a chain as long as the plan is deep.
 
     Args:
-        plan: whose stages take the times.
+        plan: the plan whose stages take the times.
         batch_size: samples of the mini-batch.
         order: of the V.
     """
@@ -34,12 +34,12 @@ class Template:
     def __init__(self, plan: Plan, batch_size: int, order: Order) -> None:
         self._levels, length = levels(plan)
         self._numbers = coarse_numbers(plan, batch_size)
-        # An order needs enough micro-batches to fill the pipeline: those beyond the plan's are left out afterwards.
+        # An order needs enough micro-batches to fill the pipeline; times of those beyond the plan's are never read.
         ranks, enough = length // 2, max(length, *(row[-1] + 1 for row in self._numbers))
         self._start = start_times([list(order(rank, ranks, enough)) for rank in range(ranks)], length)
 
     def time(self, action: Action) -> float:
-        """When the template starts an action, or the whole backward that holds it."""
+        """Start of an action in the template, or of the full backward that contains it."""
         place = self._place(action)
         return self._start.get(place, self._start.get(place._replace(kind=Kind.BACKWARD), 0.0))
 
@@ -48,16 +48,16 @@ class Template:
         return self._place(action)._replace(kind=Kind.INPUT) in self._start
 
     def _place(self, action: Action) -> Action:
-        """The action of the chain that stands for an action of the plan."""
+        """The action of the chain that corresponds to an action of the plan."""
         number = self._numbers[action.stage][action.micro_batch]
         return Action(self._levels[action.stage], action.kind, number)
 
 
-def numbered(steps: Sequence[str], stages: tuple[int, int]) -> list[Action]:
-    """Steps as actions: the n-th of its kind and stage is that of micro-batch n.
+def actions_of(steps: Sequence[str], stages: tuple[int, int]) -> list[Action]:
+    """The actions of steps: the n-th of its kind and stage is that of micro-batch n.
 
-    `F0` is a forward of the first stage, `I` and `W` halves of a backward, `B` a whole one; `W` without a stage is the
-    oldest that was not done.
+    `F0` is a forward of the first stage, `I` and `W` are the halves of a backward, `B` is a full one; `W` without a
+    stage is the oldest pending one.
     """
     counts: Counter[tuple[str, str]] = Counter()
     waiting: list[Action] = []

@@ -9,7 +9,7 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Schedule
-from lightning_gpp.schedules.building_blocks import Block, squeezed_blocks
+from lightning_gpp.schedules.building_blocks import Block, compacted_blocks
 from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.v_min import V_MIN
 
@@ -26,5 +26,5 @@ V_HALF: Final = Block(forward=(2, 1), backward=(1, 2), gaps=(0, 3))
 
 @register_schedule("v_half", placement="zigzag", stages_per_device=2)
 def v_half(plan: Plan, batch_size: int) -> Schedule:
-    """The squeezed block; V-Min where `plan.memory_bytes` has no room for it."""
-    return squeezed_blocks(plan, batch_size, (V_HALF, V_MIN))
+    """The compacted block; V-Min if it does not fit `plan.memory_bytes`."""
+    return compacted_blocks(plan, batch_size, (V_HALF, V_MIN))

@@ -9,7 +9,7 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Schedule
-from lightning_gpp.schedules.building_blocks import Block, squeezed_blocks
+from lightning_gpp.schedules.building_blocks import Block, compacted_blocks
 from lightning_gpp.schedules.registry import register_schedule
 
 V_MIN: Final = Block(forward=(1, 1), backward=(1, 1), gaps=(0, 2, 4))
@@ -24,5 +24,5 @@ V_MIN: Final = Block(forward=(1, 1), backward=(1, 1), gaps=(0, 2, 4))
 
 @register_schedule("v_min", placement="zigzag", stages_per_device=2)
 def v_min(plan: Plan, batch_size: int) -> Schedule:
-    """The squeezed block, the least memory of all schedules of a V. Uneven times cost it more than others."""
-    return squeezed_blocks(plan, batch_size, (V_MIN,))
+    """The compacted block. It needs the least memory of all V schedules, and loses most by uneven times."""
+    return compacted_blocks(plan, batch_size, (V_MIN,))

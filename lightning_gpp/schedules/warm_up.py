@@ -1,4 +1,4 @@
-"""How many samples stages hold in flight under 1F1B, by the graph of stages alone."""
+"""The warm-up rule of 1F1B: samples that stages hold in flight, from the stage graph alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_gpp.slices import is_sliced, num_slices, unsliced
 
 
 def in_flight_samples(plan: Plan) -> dict[int, int]:
-    """For every stage the samples to hold in flight; see `samples_in_flight` and `slices_in_flight`."""
+    """Samples that every stage holds in flight; see `samples_in_flight` and `slices_in_flight`."""
     if is_sliced(plan):
         return slices_in_flight(plan)
     graph = plan.graph()
@@ -19,31 +19,31 @@ def in_flight_samples(plan: Plan) -> dict[int, int]:
 
 
 def slices_in_flight(plan: Plan) -> dict[int, int]:
-    """For every stage of a plan whose stages are slices the samples to hold in flight."""
-    whole, number = unsliced(plan), num_slices(plan)
+    """Samples that every stage holds in flight, for a plan whose stages are slices."""
+    full, number = unsliced(plan), num_slices(plan)
     return {
         part: -(-(int(flying) // plan.stages[part].micro_batch_size - position) // number)
         * plan.stages[part].micro_batch_size
         for stage, flying in enumerate(slice_samples(plan))
-        for position, part in enumerate(whole.parts(stage))
+        for position, part in enumerate(full.parts(stage))
     }
 
 
 def slice_samples(plan: Plan, lead: float = 1) -> list[float]:
-    """For every stage, all its slices together, the samples of slices to hold in flight.
+    """For every unsliced stage the samples of slices that all its slices together hold in flight.
 
-    A slice counts as the n-th part of a micro-batch, of which there are n. Backwards begin with the last one, so the
-    stages nearest to the sink hold n, and others `lead` more for each stage on the way: in a chain n + distance, as
-    Seq1F1B has it. Where sizes of micro-batches differ, a slice waits for those before it in several micro-batches, and
-    stages are as far apart as if they were not cut. What is nothing but the user's step, of the same size, is not on
-    the way, as it shares the device in front of it.
+    Each of the n slices of a micro-batch counts as many samples as the micro-batch. Backwards begin with the last
+    slice, so stages nearest to the sink hold n slices, and others `lead` more for each stage on the path: in a chain
+    n + distance, as in Seq1F1B. If micro-batch sizes differ, a slice waits for earlier ones in several micro-batches,
+    and stages are as far apart as without slices. A stage that holds only the user's step is skipped if its
+    micro-batches have the same size: it runs on the device of the stage before it.
     """
-    whole, number = unsliced(plan), num_slices(plan)
-    sizes, least = action_samples(plan), [stage.micro_batch_size * number for stage in whole.plan.stages]
-    graph = whole.plan.graph()
+    full, number = unsliced(plan), num_slices(plan)
+    sizes, least = action_samples(plan), [stage.micro_batch_size * number for stage in full.plan.stages]
+    graph = full.plan.graph()
     for stage in list(graph):
         same = all(least[before] == least[stage] for before in graph.predecessors(stage))
-        if same and is_extra(plan, whole.parts(stage)[0]):
+        if same and is_extra(plan, full.parts(stage)[0]):
             graph.remove_node(stage)
     successors = [list(graph.successors(i)) if i in graph else [] for i in range(len(sizes))]
 
@@ -56,20 +56,19 @@ def slice_samples(plan: Plan, lead: float = 1) -> list[float]:
 
 
 def action_samples(plan: Plan) -> list[int]:
-    """For every stage, its slices put together, the samples of slices that an action computes: those of all slices
-    where the stage is not cut."""
-    whole, number = unsliced(plan), num_slices(plan)
+    """For every unsliced stage the samples of slices in one action: those of all n slices if it has no slices."""
+    full, number = unsliced(plan), num_slices(plan)
     return [
-        stage.micro_batch_size * (number if len(whole.parts(index)) == 1 else 1)
-        for index, stage in enumerate(whole.plan.stages)
+        stage.micro_batch_size * (number if len(full.parts(index)) == 1 else 1)
+        for index, stage in enumerate(full.plan.stages)
     ]
 
 
 def slices_ahead(plan: Plan, lead: int = 1) -> dict[int, int]:
-    """For the first slice of every stage the slices of it, or micro-batches if it is not cut, to hold in flight."""
-    whole = unsliced(plan)
+    """For the first slice of every stage the slices to hold in flight, or micro-batches if the stage is not sliced."""
+    full = unsliced(plan)
     flying = zip(slice_samples(plan, lead), action_samples(plan), strict=True)
-    return {whole.parts(stage)[0]: int(samples) // size for stage, (samples, size) in enumerate(flying)}
+    return {full.parts(stage)[0]: int(samples) // size for stage, (samples, size) in enumerate(flying)}
 
 
 def samples_in_flight(
@@ -78,7 +77,7 @@ def samples_in_flight(
     least: Sequence[int] | None = None,
     step: Callable[[int, int], int] | None = None,
 ) -> list[int]:
-    """For every stage the samples to hold in flight, so that no stage ever waits in a balanced steady state.
+    """Samples that every stage holds in flight, so that no stage waits in a balanced steady state.
 
     w_sink = b;  w_i = max over successors j of roundup_{b_i}(w_j + max(b_i, b_j)).
 
@@ -88,8 +87,8 @@ def samples_in_flight(
     Args:
         sizes: of the micro-batches of all stages, in topological order.
         successors: of every stage.
-        least: samples of the stages without successors, if not their sizes.
-        step: samples by which a stage is ahead of a successor, if not the larger of both sizes.
+        least: samples of the stages without successors; by default their sizes.
+        step: samples by which a stage is ahead of a successor; by default the larger of both sizes.
     """
     samples = list(least or sizes)
     for stage in reversed(range(len(sizes))):

@@ -1,7 +1,8 @@
-"""A plan's work in figures, for schedules that weigh actions: what takes how long, keeps how much and waits for what.
+"""The tasks of one mini-batch with their seconds, bytes and dependencies, for schedules that weigh actions.
 
-Seconds and bytes are the plan's own. Where it knows none for any of its stages, a sample takes a unit of them in every
-action, and nothing in the user's step alone; then its seconds of messages, or its memory in bytes, tell nothing.
+Seconds and bytes are the plan's. If the plan has no times, each action takes one unit per sample (none for a stage that
+holds only the user's step), and message times are ignored; if it has no bytes, the same holds for them and the memory
+limits.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from lightning_gpp.schedules.held_bytes import HeldBytes
 from lightning_gpp.schedules.messages import derive_messages, samples_of
 from lightning_gpp.schedules.task_graph import Readers, Rows, Task, TaskGraph, task_graph
 
-_MAKERS: Final = {Kind.INPUT: Kind.FORWARD, Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}
-"""What comes before an action of a kind, of the same micro-batch."""
+_PREDECESSORS: Final = {Kind.INPUT: Kind.FORWARD, Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}
+"""For an action's kind that of the action of the same micro-batch that must end before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,21 +27,21 @@ class Work:
     """All tasks of one mini-batch.
 
     Args:
-        plan: what it is the work of.
+        plan: the plan.
         batch_size: samples of the mini-batch.
-        timed: whether the plan knows seconds.
-        whole: stages whose backwards have no second half.
+        timed: whether the plan has seconds.
+        unsplit: stages whose backwards have no second half.
         seconds: of every task.
-        takes: bytes that a task takes, or gives back if negative; samples where the plan knows no bytes.
-        limits: for every device the bytes that tasks may take together, beside a recomputation; empty where not known.
-        readers: who waits for a task.
-        missing: for every task the number of those that it waits for.
+        takes: bytes that a task allocates, or frees if negative; samples if the plan has no bytes.
+        limits: for every device the bytes that tasks may hold, beside a recomputation; empty if unknown.
+        readers: tasks that wait for a task.
+        missing: number of tasks that a task waits for.
     """
 
     plan: Plan
     batch_size: int
     timed: bool
-    whole: frozenset[int]
+    unsplit: frozenset[int]
     seconds: Mapping[Task, float]
     takes: Mapping[Task, float]
     limits: tuple[float, ...]
@@ -59,28 +60,32 @@ class Work:
             loads[device] += seconds
         return loads
 
-    def order(self, rows: Rows, whole: Callable[[Action], bool] = lambda action: False) -> Schedule:
-        """The order with whole backwards where `whole` says so of their first halves, and where the other is empty.
+    def order(self, rows: Rows, full: Callable[[Action], bool] = lambda action: False) -> Schedule:
+        """The schedule of these rows, with full backwards for stages without a second half.
 
-        A whole backward takes the place of its first half.
+        A full backward takes the place of its first half.
+
+        Args:
+            rows: for every device its actions.
+            full: whether the backward of an action is to be full in any case.
         """
 
         def joined(action: Action) -> Iterator[Action]:
-            split = action.stage not in self.whole and not whole(action._replace(kind=Kind.INPUT))
+            split = action.stage not in self.unsplit and not full(action._replace(kind=Kind.INPUT))
             if action.kind is Kind.FORWARD or split:
                 yield action
             elif action.kind is Kind.INPUT:
                 yield action._replace(kind=Kind.BACKWARD)
 
-        return Schedule(tuple(tuple(found for action in row for found in joined(action)) for row in rows))
+        return Schedule(tuple(tuple(new for action in row for new in joined(action)) for row in rows))
 
 
 def work_of(plan: Plan, batch_size: int, *, split: bool = True) -> Work:
-    """The work of one mini-batch, every backward in two halves, or none."""
+    """The work of one mini-batch. `split`: whether backwards are in two halves."""
     figures = [stage.figures for stage in plan.stages]
-    timed, whole = is_timed(plan), whole_stages(plan)
+    timed, unsplit = is_timed(plan), unsplit_stages(plan)
     sized = any(entry.activation_bytes != Affine() for entry in figures)
-    costs = [_cost(plan, stage, timed, sized, stage not in whole) for stage in range(len(figures))]
+    costs = [_cost(plan, stage, timed, sized, stage not in unsplit) for stage in range(len(figures))]
     seconds: dict[Task, float] = {}
     takes: dict[Task, float] = {}
     working = [0.0 for _ in range(plan.num_devices)]
@@ -94,7 +99,7 @@ def work_of(plan: Plan, batch_size: int, *, split: bool = True) -> Work:
         plan=plan,
         batch_size=batch_size,
         timed=timed,
-        whole=whole,
+        unsplit=unsplit,
         seconds=seconds,
         takes=takes,
         limits=tuple(limit - most for limit, most in zip(plan.memory_bytes, working, strict=False)) if sized else (),
@@ -106,14 +111,14 @@ def work_of(plan: Plan, batch_size: int, *, split: bool = True) -> Work:
 def links(
     plan: Plan, batch_size: int, tasks: Collection[Task], *, training: bool = True, travels: bool = True
 ) -> tuple[dict[Task, int], Readers]:
-    """For every task how many it waits for, and who waits for it: for messages, and on its own device.
+    """Dependencies, for messages and on one device: the number of tasks that a task waits for, and its readers.
 
     Args:
-        plan: whose messages count.
+        plan: the plan, which decides about messages.
         batch_size: samples of the mini-batch.
-        tasks: all of them.
+        tasks: all tasks.
         training: whether there are backwards.
-        travels: whether messages take the seconds that the plan says.
+        travels: whether messages take the seconds of the plan, or none.
     """
     missing = dict.fromkeys(tasks, 0)
     readers: dict[Task, list[tuple[Task, float]]] = {task: [] for task in tasks}
@@ -125,29 +130,29 @@ def links(
             readers[message.src, message.producer].append(((message.dst, message.consumer), travel))
             missing[message.dst, message.consumer] += 1
     for device, action in tasks:
-        if action.kind in _MAKERS:
-            readers[device, action._replace(kind=_MAKERS[action.kind])].append(((device, action), 0.0))
+        if action.kind in _PREDECESSORS:
+            readers[device, action._replace(kind=_PREDECESSORS[action.kind])].append(((device, action), 0.0))
             missing[device, action] += 1
     return missing, readers
 
 
 def is_timed(plan: Plan) -> bool:
-    """Whether the plan knows seconds of any stage."""
+    """Whether the plan has seconds for any stage."""
     figures = (stage.figures for stage in plan.stages)
     return any(Affine() != cost for f in figures for cost in (f.forward_seconds, f.input_seconds, f.weight_seconds))
 
 
-def whole_stages(plan: Plan) -> frozenset[int]:
-    """Stages whose backwards have no second half: gradients of parameters take no time, or there are none."""
+def unsplit_stages(plan: Plan) -> frozenset[int]:
+    """Stages whose backwards have no second half, because weight gradients take no time or do not exist."""
     timed = is_timed(plan)
     without = (timed and stage.figures.weight_seconds == Affine() for stage in plan.stages)
     return frozenset(stage for stage, lacks in enumerate(without) if lacks or is_extra(plan, stage))
 
 
 def is_extra(plan: Plan, stage: int) -> bool:
-    """Whether a stage is nothing but the user's step, on a device that holds more stages than others for its sake.
+    """Whether a stage holds only the user's step, and its device has one stage more than others because of it.
 
-    Then it has no place of its own in a V, takes little time, and has no parameters.
+    Such a stage has no place of its own in a V layout, takes little time, and has no parameters.
     """
     if plan.stages[stage].modules != (STEP,):
         return False
@@ -158,12 +163,12 @@ def is_extra(plan: Plan, stage: int) -> bool:
 
 
 def turns(stage: Stage) -> int:
-    """How many replicas take micro-batches in turn."""
+    """Number of replicas that take micro-batches in turn."""
     return len(stage.devices) if stage.round_robin else 1
 
 
 def _parts(plan: Plan, batch_size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Stage, device, micro-batch, and the samples of the device's share; 0 where it gets none."""
+    """Stage, device, micro-batch, and the number of samples in the device's share."""
     for stage in range(len(plan.stages)):
         for device in plan.devices_of(stage):
             samples = samples_of(plan, stage, device, batch_size)

@@ -1,4 +1,4 @@
-"""ZB-H1: the order and the memory of 1F1B, with gradients of parameters late enough to fill most of its waits.
+"""ZB-H1: the order and the memory of 1F1B, with weight gradients that fill most of its bubble.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv 2401.10241), section 2.
 """
@@ -10,7 +10,7 @@ from lightning_gpp.schedules.device_orders import StageOrders
 from lightning_gpp.schedules.handcrafted import split_orders
 from lightning_gpp.schedules.registry import register_schedule
 
-# A chain of three stages, five micro-batches. Every stage keeps up to three of them, the last one two for W only.
+# A chain of three stages, five micro-batches. Every stage holds up to three of them, the last stage two for W only.
 #
 #   time      0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16
 #   stage 0  F0  F1  F2          I0  W0  F3  I1  W1  F4  I2  W2  I3  W3  I4  W4
@@ -20,9 +20,9 @@ from lightning_gpp.schedules.registry import register_schedule
 
 @register_schedule("zb_h1")
 def zb_h1(plan: Plan, batch_size: int) -> StageOrders:
-    """1F1B with W later, by as many micro-batches as the stage has fewer in flight than the deepest one.
+    """1F1B with W delayed by as many micro-batches as the stage has fewer in flight than the deepest one.
 
-    In a chain of p stages of which each action takes T, a stage waits (p - 1)(T_F + T_I - T_W) and keeps at most p
-    micro-batches: d of them whole and p - d for W only on a stage of depth d.
+    In a chain of p stages with action times T, a stage idles (p - 1)(T_F + T_I - T_W) and holds at most p
+    micro-batches: on a stage of depth d, d of them in full and p - d for W only.
     """
     return split_orders(plan, batch_size, lead=1)

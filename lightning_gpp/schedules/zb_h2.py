@@ -1,4 +1,4 @@
-"""ZB-H2: warm-ups twice as long as those of ZB-H1, which leave no waits where all actions take the same time.
+"""ZB-H2: warm-ups twice as long as those of ZB-H1, so that no stage idles if all actions take the same time.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv 2401.10241), section 2.
 """
@@ -10,7 +10,7 @@ from lightning_gpp.schedules.device_orders import StageOrders
 from lightning_gpp.schedules.handcrafted import split_orders
 from lightning_gpp.schedules.registry import register_schedule
 
-# A chain of three stages, six micro-batches. Stages start and stop at different times, but none waits in between.
+# A chain of three stages, six micro-batches. Stages start and stop at different times, but none idles in between.
 #
 #   time      0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16  17  18  19
 #   stage 0  F0  F1  F2  F3  F4  I0  W0  F5  I1  W1  I2  W2  I3  W3  I4  W4  I5  W5
@@ -20,9 +20,9 @@ from lightning_gpp.schedules.registry import register_schedule
 
 @register_schedule("zb_h2")
 def zb_h2(plan: Plan, batch_size: int) -> StageOrders:
-    """A warm-up of 2d - 1 micro-batches on a stage of depth d, and W so late that every stage keeps the same number.
+    """A warm-up of 2d - 1 micro-batches on a stage of depth d, with W delayed until every stage holds the same number.
 
-    In a chain of p stages of which each action takes T, a stage waits (p - 1)(T_F + T_I - 2 T_W), where that is not
-    negative, and keeps at most 2p - 1 micro-batches.
+    In a chain of p stages with action times T, a stage idles (p - 1)(T_F + T_I - 2 T_W), if that is not negative, and
+    holds at most 2p - 1 micro-batches.
     """
     return split_orders(plan, batch_size, lead=2)

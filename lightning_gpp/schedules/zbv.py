@@ -9,12 +9,12 @@ from itertools import chain
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Schedule
-from lightning_gpp.schedules.building_blocks import squeezed_blocks
+from lightning_gpp.schedules.building_blocks import compacted_blocks
 from lightning_gpp.schedules.compaction import compact, compacted, fastest
-from lightning_gpp.schedules.memory import fits, peaks_of, rooms
-from lightning_gpp.schedules.nominal_times import actions, by_due_times
+from lightning_gpp.schedules.memory import compaction_limits, fits, peaks_of
+from lightning_gpp.schedules.nominal_times import actions, by_nominal_time
 from lightning_gpp.schedules.registry import register_schedule
-from lightning_gpp.schedules.template import Template, numbered
+from lightning_gpp.schedules.template import Template, actions_of
 from lightning_gpp.schedules.v_half import V_HALF
 from lightning_gpp.schedules.v_min import V_MIN
 from lightning_gpp.schedules.work import work_of
@@ -28,27 +28,27 @@ from lightning_gpp.schedules.work import work_of
 
 @register_schedule("zbv", placement="zigzag", stages_per_device=2)
 def zbv(plan: Plan, batch_size: int) -> Schedule:
-    """The published order, or that order squeezed with the plan's own times if it is faster; as much memory as 1F1B.
+    """The published order, or that order compacted with the plan's times if that is faster; the memory of 1F1B.
 
-    Where `plan.memory_bytes` has no room for it, V-Half or V-Min.
+    If it does not fit `plan.memory_bytes`, V-Half or V-Min.
     """
     work = work_of(plan, batch_size)
     template = Template(plan, batch_size, v_order)
-    rows = by_due_times(work, template.time)
+    rows = by_nominal_time(work, template.time)
     full = actions(rows)
     peaks = peaks_of(work, full)
     if not fits(work, peaks):
-        return squeezed_blocks(plan, batch_size, (V_HALF, V_MIN))
-    room = rooms(work, peaks)
-    runs = chain([compact(work, full, room)], compacted(work, actions(rows, weights=False), room))
-    return work.order(fastest(work, runs).rows)
+        return compacted_blocks(plan, batch_size, (V_HALF, V_MIN))
+    limits = compaction_limits(work, peaks)
+    trials = chain([compact(work, full, limits)], compacted(work, actions(rows, weights=False), limits))
+    return work.order(fastest(work, trials).rows)
 
 
 def v_order(rank: int, num_ranks: int, num_micro_batches: int) -> list[Action]:
-    """What a rank of the V does: stage 0 is its stage on the way down, 1 that on the way up."""
+    """The order of a rank of the V. In the steps, stage 0 is its stage on the way down, 1 that on the way up."""
     left = num_ranks - rank
     full = num_micro_batches - num_ranks - left + 1
     steps = ["F0"] * (2 * left - 1) + ["F1", "F0"] * rank + ["F1", "I1", "W1"] * left
     steps += ["F0", "I0", "W0", "F1", "I1", "W1"] * full + ["I0", "W0", "F1", "I1", "W1"] * (left - 1)
     steps += ["I0", "I1"] * rank + ["I0", "W0"] * left + ["W1"] * rank + ["W0"] * rank
-    return numbered(steps, (rank, 2 * num_ranks - 1 - rank))
+    return actions_of(steps, (rank, 2 * num_ranks - 1 - rank))

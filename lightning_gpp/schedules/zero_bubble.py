@@ -1,10 +1,10 @@
-"""Zero bubble: the order that idles least under the memory and the times of the plan, found by a heuristic.
+"""Zero bubble: a heuristic for the order that idles least under the memory and the times of the plan.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv 2401.10241), section 3: warm up as far as memory
-and time allow, alternate, fill with gradients of parameters where a stage would wait, waiting only as long as another
-stage had to; keep the best of several runs. That heuristic goes through a chain micro-batch by micro-batch. This one
-goes through time, so it serves any graph of stages, several of them on a device and micro-batches of any sizes; and its
-runs differ in how far forwards run ahead. ZB-1p and ZB-2p are this schedule with room for p and for 2p micro-batches.
+and time allow, alternate, fill bubbles with weight gradients, idle only as long as another stage had to; keep the best
+of several runs. That heuristic goes through a chain micro-batch by micro-batch. This one goes through time, so it
+serves any stage graph, several stages per device and any micro-batch sizes; its runs differ in how far forwards run
+ahead. ZB-1p and ZB-2p are this schedule with memory for p and for 2p micro-batches.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lightning_gpp.schedules.task_graph import Task
 from lightning_gpp.schedules.work import Work, work_of
 
 LEADS: Final = (1, 1.25, 1.5, 1.75, 2, 2.1, 2.25, 2.5, 3)
-"""How far a stage runs ahead of its successors, in what 1F1B does: 1 is ZB-H1's warm-up, 2 is ZB-H2's."""
+"""Factors on the warm-up of 1F1B beyond its first micro-batch: 1 is ZB-H1's warm-up, 2 is ZB-H2's."""
 
 CHOICES: Final = ((False, True), (False, False), (True, False))
-"""Forwards first, and patient: where stages are equal the first finds the best order, else often one of the others."""
+"""Forwards first, and patient. The first is best for equal stages, one of the others often for unequal ones."""
 
-# Two arms, 0 -> 1 and 2, that join in 3; four micro-batches; times and memory are not known, so that each action takes
-# one unit and each device has room for three micro-batches, as stage 0 has in 1F1B.
+# Two branches, 0 -> 1 and 2, that join in 3; four micro-batches; times and memory are unknown, so each action takes one
+# unit and each device has memory for three micro-batches, as stage 0 needs under 1F1B.
 #
 #   time      0   1   2   3   4   5   6   7   8   9  10  11  12  13
 #   stage 0  F0  F1  F2          I0  W0  F3  I1  W1  I2  W2  I3  W3
@@ -39,10 +39,9 @@ CHOICES: Final = ((False, True), (False, False), (True, False))
 
 @register_schedule("zero_bubble")
 def zero_bubble(plan: Plan, batch_size: int) -> Schedule:
-    """The best of several runs of a clock that fills waits with gradients of parameters.
+    """The best of several runs of list scheduling that fill bubbles with weight gradients.
 
-    Keeps to `plan.memory_bytes` where it can; where they are not known, to what the device that needs most keeps under
-    1F1B.
+    The memory limit is `plan.memory_bytes`; if that is unknown, the peak of the neediest device under 1F1B.
     """
     work = work_of(plan, batch_size)
     return fill(
@@ -55,19 +54,19 @@ def zero_bubble(plan: Plan, batch_size: int) -> Schedule:
 
 
 def _leads(plan: Plan, work: Work) -> Iterable[Sequence[int]]:
-    """For every run and stage by how many forwards, of all its slices, may be ahead; all that make a difference."""
+    """For every run the forwards by which each stage may be ahead, over all its slices; without duplicates."""
     numbers = [len(parts) * len(plan.intervals(stage, work.batch_size)) for stage, parts in enumerate(_slices(plan))]
     leads = (*(forwards_ahead(plan, lead) for lead in LEADS), _until_first_return(work))
     return dict.fromkeys(tuple(map(min, lead, numbers)) for lead in leads)
 
 
 def _slices(plan: Plan) -> list[list[int]]:
-    """For every stage all slices of what it is a slice of."""
+    """For every stage all slices of the same unsliced stage."""
     return [parts for _, parts in sorted((part, parts) for parts in lanes(plan).values() for part in parts)]
 
 
 def _until_first_return(work: Work) -> list[int]:
-    """For every stage the forwards that a replica can do until the first gradients come back to it."""
+    """For every stage the forwards that a replica can run until the first gradients come back to it."""
     trips, longest = [0.0 for _ in work.plan.stages], [0.0 for _ in work.plan.stages]
     for task in reversed(list(work.seconds)):
         stage = task[1].stage
