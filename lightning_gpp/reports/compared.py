@@ -45,7 +45,7 @@ SCHEDULES: Final = (
     "peak memory",
     "in flight",
     "messages",
-    "gathers/sums",
+    "unshards/reductions",
 )
 """The gap is that to a lower bound on all plans under the schedule, the bubble a mean over the devices. The others are
 those of the device with the most: micro-batches in flight, over all its stages; messages of one mini-batch, sent and
@@ -123,7 +123,7 @@ def _most(figures: Sequence[DeviceFigures]) -> tuple[str, str, str]:
     return (
         str(max(entry.in_flight for entry in figures)),
         f"{messages} ({size(num_bytes)})" if messages else "0",
-        f"{max(entry.gathers for entry in figures)}/{max(entry.sums for entry in figures)}",
+        f"{max(entry.unshards for entry in figures)}/{max(entry.reductions for entry in figures)}",
     )
 
 

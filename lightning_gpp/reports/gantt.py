@@ -1,6 +1,6 @@
-"""A timeline as a picture: one row per device, one colour per stage. Forwards are light, backwards dark; of a split
-backward the gradients of the inputs are dark and those of the parameters hatched; recomputations are light and hatched.
-Sums of gradients and gatherings of parameters lie in a strip below their devices."""
+"""A timeline as an SVG picture: one row per device, one colour per stage. Forwards are light, backwards and input
+gradients dark, weight gradients dark and hatched, recomputations light and hatched. Collectives are in a strip below
+their devices."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ OPACITY = {
 HATCHED = (Kind.RECOMPUTE, Kind.WEIGHT)
 
 STRIP = 8
-"""Height of what lies below a device, where any device has such."""
+"""Height of the strip of collectives below each device, if there are any."""
 
 NARROWEST_LABEL, LETTER, MARK = 16, 8, 2
-"""Pixels that a box needs for its micro-batch number, for a letter more, and that it has at least in the strip."""
+"""Widths in pixels: of a box with its micro-batch number, of one more letter, and the least in the strip."""
 
 
 def timeline_svg(timeline: Timeline, width: int = 1000) -> str:
-    """The picture; action, stage and times of each box show under the mouse.
+    """The picture. Action, stage and times of each box appear under the mouse pointer.
 
     Args:
         timeline: simulated or measured.
@@ -53,7 +53,7 @@ def timeline_svg(timeline: Timeline, width: int = 1000) -> str:
 
 
 class _Canvas:
-    """Where times and devices lie in the picture."""
+    """Positions of times and devices in the picture."""
 
     def __init__(self, timeline: Timeline, width: int) -> None:
         self.timeline, self.kinds, self.origin = timeline, kinds_of(timeline), timeline.start
@@ -98,7 +98,7 @@ def _color(stage: int) -> str:
 
 
 def _kinds(kinds: Sequence[Kind], top: float) -> Iterator[str]:
-    """What light, dark and hatched mean, side by side."""
+    """Legend of the kinds of actions."""
     x = float(LEFT)
     for kind in kinds:
         yield svg.rectangle(x, top, 12, 12, "#555", opacity=OPACITY[kind])

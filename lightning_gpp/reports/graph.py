@@ -14,7 +14,7 @@ BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 240, 56, 70, 22, 20
 
 
 def levels(plan: Plan) -> list[list[int]]:
-    """Stages by their longest path from the data; those of one level do not wait for each other."""
+    """Stages by their longest path from the source; those of one level do not wait for each other."""
     return [sorted(level) for level in nx.topological_generations(plan.graph())]
 
 
@@ -42,7 +42,7 @@ def _load(plan: Plan, edge: Edge) -> str:
 
 
 def graph_svg(plan: Plan) -> str:
-    """The stage graph from left to right; a box tells name, devices, replicas, recomputation, parameters and FLOPs."""
+    """The stage graph from left to right. A box shows name, devices, replicas, recomputation, parameters and FLOPs."""
     columns = levels(plan)
     tallest = max(map(len, columns))
     height = 2 * MARGIN + tallest * BOX_HEIGHT + (tallest - 1) * GAP_Y
@@ -76,7 +76,7 @@ def _box(plan: Plan, stage: int, x: float, y: float) -> list[str]:
 
 
 def _where(stage: Stage) -> str:
-    """Devices, as ranges, with their number where they share the stage; and whether the stage is recomputed."""
+    """Devices as ranges, the number of replicas if there are several, and whether the stage is recomputed."""
     shared = f", {len(stage.devices)} replicas" if len(stage.devices) > 1 else ""
     return f"device {_ranges(stage.devices)}{shared}{', recomputed' if stage.recompute else ''}"
 

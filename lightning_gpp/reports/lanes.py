@@ -1,4 +1,4 @@
-"""What a picture shows beside computing: the collectives of a device, in a lane below it; and what letters mean."""
+"""The lane of collectives below each device in pictures, and the meanings of the letters."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ MEANINGS = {
     Kind.FORWARD: "forward",
     Kind.RECOMPUTE: "forward again",
     Kind.BACKWARD: "backward",
-    Kind.INPUT: "gradients of inputs",
-    Kind.WEIGHT: "gradients of parameters",
+    Kind.INPUT: "input gradients",
+    Kind.WEIGHT: "weight gradients",
     Kind.UNSHARD: "gather parameters",
-    Kind.RESHARD: "drop them",
-    Kind.REDUCE: "sum gradients",
+    Kind.RESHARD: "free parameters",
+    Kind.REDUCE: "reduce gradients",
 }
 
 PLAIN = (Kind.DATA, Kind.FORWARD, Kind.BACKWARD)
-"""Kinds that need no explanation."""
+"""Kinds that need no legend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A collective of a stage from `start` to `stop`, in seconds; where it was measured, the start of one."""
+    """A collective of a stage from `start` to `stop`, in seconds. If measured, only its launch."""
 
     stage: int
     kind: Kind
@@ -35,28 +35,28 @@ class Entry:
 
 
 def collectives(timeline: Timeline, device: int) -> list[Entry]:
-    """Those that a device takes part in, by their start."""
+    """The collectives of a device, by their start."""
     spans = [
         Entry(span.action.stage, span.action.kind, span.start, span.stop)
         for span in timeline.devices[device]
         if span.action.kind in COLLECTIVES
     ]
-    meetings = [
-        Entry(meeting.stage, kind, meeting.start, meeting.stop)
-        for kind, entries in ((Kind.REDUCE, timeline.reductions), (Kind.UNSHARD, timeline.gatherings))
-        for meeting in entries
-        if device in meeting.devices
+    simulated = [
+        Entry(entry.stage, kind, entry.start, entry.stop)
+        for kind, entries in ((Kind.REDUCE, timeline.reductions), (Kind.UNSHARD, timeline.all_gathers))
+        for entry in entries
+        if device in entry.devices
     ]
-    return sorted([*spans, *meetings], key=lambda entry: (entry.start, entry.stop))
+    return sorted([*spans, *simulated], key=lambda entry: (entry.start, entry.stop))
 
 
 def computes(action: Action) -> bool:
-    """Whether it is drawn in the lane of the device itself."""
+    """True if it is drawn in the lane of the device itself."""
     return action.kind not in COLLECTIVES
 
 
 def kinds_of(timeline: Timeline) -> list[Kind]:
-    """All that the timeline has, in their usual order."""
-    found = {span.action.kind for device in timeline.devices for span in device}
-    found |= {entry.kind for device in range(len(timeline.devices)) for entry in collectives(timeline, device)}
-    return [kind for kind in Kind if kind in found]
+    """All kinds in the timeline, in the order of `Kind`."""
+    kinds = {span.action.kind for device in timeline.devices for span in device}
+    kinds |= {entry.kind for device in range(len(timeline.devices)) for entry in collectives(timeline, device)}
+    return [kind for kind in Kind if kind in kinds]

@@ -1,4 +1,4 @@
-"""What was simulated against what was measured: time of every kind of action, of the step, and idle time."""
+"""Simulated against measured times: of every kind of action, of the step, and idle time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_gpp.simulation import Span, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A simulated figure and the mean of the measured ones; None where there is none."""
+    """A simulated figure and the mean of the measured ones; None if there is none."""
 
     simulated: float | None
     measured: float | None
 
     @property
     def ratio(self) -> float | None:
-        """Measured by simulated; None where that is no number."""
+        """Measured divided by simulated; None if undefined."""
         if not self.simulated or self.measured is None:
             return None
         return self.measured / self.simulated
@@ -32,16 +32,14 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Means over mini-batches, of what the devices compute.
-
-    Starting a collective is no computing: gatherings of parameters and sums of gradients are left out on both sides.
+    """Mean times of computing actions over mini-batches. Collectives are left out on both sides.
 
     Args:
-        stages: their names, by index.
-        num_timelines: that were measured.
+        stages: names of the stages, by index.
+        num_timelines: number of measured timelines.
         actions: seconds of one action, by stage and kind, over all micro-batches and replicas.
         step: seconds from the first start to the last stop.
-        bubble: the part of these in which a device does not compute; mean over devices.
+        bubble: fraction of the step in which a device does not compute; mean over devices.
     """
 
     stages: tuple[str, ...]
@@ -55,11 +53,11 @@ def compare_timelines(simulated: Timeline, measured: Sequence[Timeline]) -> Comp
     """Compare a simulation with measurements of the same plan.
 
     Args:
-        simulated: one mini-batch.
-        measured: one timeline per mini-batch and pipeline, of as many samples.
+        simulated: timeline of one mini-batch.
+        measured: one timeline per mini-batch and pipeline, with the same number of samples.
 
     Raises:
-        ScheduleError: nothing was measured, or the timelines are of other stages.
+        ScheduleError: nothing was measured, or the timelines have other stages.
     """
     for timeline in measured:
         if timeline.stages != simulated.stages:
@@ -69,8 +67,7 @@ def compare_timelines(simulated: Timeline, measured: Sequence[Timeline]) -> Comp
             )
     if not measured:
         raise ScheduleError(
-            "No timeline was measured of a mini-batch of the size that the plan is made for. Train on at least one "
-            "such mini-batch with strategy.trace=true."
+            "No mini-batch of the plan's size was measured. Train on at least one with strategy.trace=true."
         )
     expected, taken = _computing(simulated), [_computing(timeline) for timeline in measured]
     seconds = _seconds([expected]), _seconds(taken)
@@ -88,16 +85,16 @@ _ORDER = list(Kind)
 
 
 def _computing(timeline: Timeline) -> Timeline:
-    """The timeline without what is no computing, and without sums of gradients."""
+    """The timeline without collectives."""
     kept = (tuple(span for span in device if span.action.kind not in COLLECTIVES) for device in timeline.devices)
     return Timeline(stages=timeline.stages, devices=tuple(kept))
 
 
 def _seconds(timelines: Sequence[Timeline]) -> dict[tuple[int, Kind], float]:
-    found: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    seconds: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for span in _spans(timelines):
-        found[span.action.stage, span.action.kind].append(span.stop - span.start)
-    return {key: fmean(seconds) for key, seconds in found.items()}
+        seconds[span.action.stage, span.action.kind].append(span.stop - span.start)
+    return {key: fmean(values) for key, values in seconds.items()}
 
 
 def _spans(timelines: Sequence[Timeline]) -> Iterator[Span]:

@@ -1,4 +1,4 @@
-"""A progress bar for searches that take so long that one would wonder."""
+"""A progress bar for long searches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE = 0.5
 
 @dataclass(slots=True)
 class SearchBar:
-    """Called with the done part (0..1), the seconds of the best step so far, and their lower bound (0: none)."""
+    """Called with the progress (0..1), the best step time so far, and its lower bound (0: none), in seconds."""
 
     console: Console
     patience: float = PATIENCE
@@ -30,7 +30,7 @@ class SearchBar:
     _name: str = ""
 
     def part(self, index: int, number: int, name: str) -> None:
-        """From here on the search is the `index`-th of `number`, for what `name` says."""
+        """Begin the `index`-th of `number` searches, the one for `name`."""
         self._part, self._num_parts, self._name = index, number, f"{name}: "
         self._show(0.0, "no plan yet")
 
@@ -55,7 +55,7 @@ class SearchBar:
         self._bar.update(self._bar.task_ids[0], completed=completed, description=f"{self._name}{state}")
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -69,7 +69,7 @@ def _state(best: float, lower_bound: float) -> str:
 
 @contextmanager
 def search_progress(console: Console | None = None) -> Iterator[SearchBar | None]:
-    """What to give to a search as `progress`; None where no terminal would show it."""
+    """The `progress` argument of a search: a bar, or None without a terminal."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield None

@@ -1,4 +1,4 @@
-"""What a program asks of every device, before it runs: idle time, memory, messages, collectives."""
+"""The demands of a program on every device: idle time, memory, messages, collectives."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class DeviceFigures:
 
     Args:
         device: its number in the pipeline.
-        stages: that it holds, by index.
-        bubble_fraction: part of the step in which it does not compute.
-        peak_bytes: the most that it holds at any time.
-        in_flight: the most micro-batches in flight at any time, those of all its stages together.
-        sent: to other devices.
-        received: from other devices.
-        gathers: of a stage's parameters.
-        drops: of what was gathered.
-        sums: of a stage's gradients.
+        stages: indices of the stages that it holds.
+        bubble_fraction: fraction of the step in which it does not compute.
+        peak_bytes: peak memory.
+        in_flight: most micro-batches in flight at a time, over all its stages.
+        sent: messages to other devices.
+        received: messages from other devices.
+        unshards: all-gathers of a stage's parameters.
+        reshards: times that gathered parameters are freed.
+        reductions: reductions of a stage's gradients.
     """
 
     device: int
@@ -52,13 +52,13 @@ class DeviceFigures:
     in_flight: int
     sent: Traffic = Traffic()
     received: Traffic = Traffic()
-    gathers: int = 0
-    drops: int = 0
-    sums: int = 0
+    unshards: int = 0
+    reshards: int = 0
+    reductions: int = 0
 
     @property
     def traffic(self) -> Traffic:
-        """Both ways."""
+        """Messages both ways."""
         return self.sent + self.received
 
 
@@ -112,10 +112,21 @@ def _in_flight(program: Program, actions: Iterable[Action]) -> int:
 
 def _collectives(actions: Iterable[Action]) -> dict[str, int]:
     kinds = Counter(action.kind for action in actions)
-    return {"gathers": kinds[Kind.UNSHARD], "drops": kinds[Kind.RESHARD], "sums": kinds[Kind.REDUCE]}
+    return {"unshards": kinds[Kind.UNSHARD], "reshards": kinds[Kind.RESHARD], "reductions": kinds[Kind.REDUCE]}
 
 
-HEADER = ("devices", "stages", "bubble", "peak memory", "in flight", "sent", "received", "gathers", "drops", "sums")
+HEADER = (
+    "devices",
+    "stages",
+    "bubble",
+    "peak memory",
+    "in flight",
+    "sent",
+    "received",
+    "unshards",
+    "reshards",
+    "reductions",
+)
 _ALWAYS = 5  # columns that are never left out
 
 
@@ -136,7 +147,7 @@ def _row(entry: DeviceFigures) -> list[str]:
         str(entry.in_flight),
         str(entry.sent),
         str(entry.received),
-        *(str(number) for number in (entry.gathers, entry.drops, entry.sums)),
+        *(str(number) for number in (entry.unshards, entry.reshards, entry.reductions)),
     ]
 
 

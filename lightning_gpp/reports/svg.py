@@ -1,4 +1,4 @@
-"""The few SVG elements that the pictures need."""
+"""SVG elements for the pictures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from xml.sax.saxutils import escape, quoteattr
 
 COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#76b7b2", "#edc948", "#e15759", "#9c755f")
-"""One per stage or device, again from the start when they run out."""
+"""Colours of stages or devices, used in turn."""
 
 
 def document(width: float, height: float, elements: Iterable[str]) -> str:

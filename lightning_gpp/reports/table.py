@@ -1,4 +1,4 @@
-"""The plan as a table in plain Markdown, to be pasted anywhere."""
+"""The plan as a Markdown table."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ MIN_WIDTH = 40
 def timeline_text(timeline: Timeline, width: int = 110) -> str:
     """A Gantt chart for the terminal.
 
-    A forward is drawn as `F0` (micro-batch 0) and a backward as `B0`, stretched with `=` to its length in time; where
-    a device holds several stages, the stage stands in front: `2F0`. What is too short for its name keeps the letter,
-    or vanishes. Dots are idle. Sums of gradients and gatherings of parameters stand in a line below their device, by
-    letter and stage. A last line tells the letters, where there are others than `D`, `F` and `B`.
+    A forward is drawn as `F0` (micro-batch 0) and a backward as `B0`, stretched with `=` to its duration; if a device
+    holds several stages, the stage comes first: `2F0`. An action too short for its name is drawn as its letter, or not
+    at all. Dots are idle time. Collectives have a line below their device, with letter and stage. The last line
+    explains letters other than `D`, `F` and `B`.
 
     Args:
         timeline: simulated or measured.
@@ -64,7 +64,7 @@ def _legend(timeline: Timeline) -> list[str]:
 
 
 def summary(timeline: Timeline) -> str:
-    """Length of the step, idle part, warm-up and peak in flight of each stage."""
+    """Step time, idle fraction, and for each stage its warm-up and peak of micro-batches in flight."""
     flights, warm_up = timeline.peak_in_flight, timeline.warm_up
     stages = ", ".join(
         f"{timeline.stages[stage]} {warm_up.get(stage, 0)}/{flights[stage]}" for stage in sorted(flights)

@@ -72,5 +72,5 @@ def compile_program(
 
 
 def _reduces(stage: Stage) -> bool:
-    """Whether a stage reduces gradients. Of slices, which share parameters, the first does: its backward ends last."""
+    """True if a stage reduces gradients. Of slices, which share parameters, the first does: its backward ends last."""
     return stage.tokens is None or not stage.tokens[0]

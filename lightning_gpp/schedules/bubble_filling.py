@@ -98,7 +98,7 @@ class _Replica:
     depth: int
     limit: float
     unsplit: bool
-    """Whether input and weight gradients are one task."""
+    """True if input and weight gradients are one task."""
     tasks: Sequence[Sequence[int]]
     """Tasks of every kind, the same number of each."""
     done: list[int] = field(init=False, default_factory=lambda: [0 for _ in _KINDS])
@@ -110,7 +110,7 @@ class _Replica:
         return self.done[INPUT] - self.done[WEIGHT]
 
     def fits(self, kind: int, taken: float) -> bool:
-        """Whether a task fits the memory, or refusing it would deadlock: nothing else is held, or no pending weight
+        """True if a task fits the memory, or refusing it would deadlock: nothing else is held, or no pending weight
         gradients could free memory."""
         position, freed = self.done[kind], self.done[WEIGHT]
         if position == freed or (kind == FORWARD and position < (freed // self.slices + 1) * self.slices):

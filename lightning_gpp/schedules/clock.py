@@ -57,7 +57,7 @@ class Clock:
         return [self.began[row[0]] if row else inf for row in self._started]
 
     def has_begun(self, device: int) -> bool:
-        """Whether a device has started anything."""
+        """True if a device has started anything."""
         return bool(self._started[device])
 
     def turns(self) -> Iterator[int]:
@@ -73,7 +73,7 @@ class Clock:
                     yield device
 
     def is_ready(self, task: int) -> bool:
-        """Whether all inputs of a task are there."""
+        """True if all inputs of a task are there."""
         return self.arrival[task] <= self.time
 
     def start(self, task: int) -> None:

@@ -139,7 +139,7 @@ class Compaction:
         return self.held[device] + self._kept(task) > self.limits[device] * SLACK
 
     def _has_time(self, device: int) -> bool:
-        """Whether the next weight gradients end before anything else is known to arrive."""
+        """True if the next weight gradients end before anything else is known to arrive."""
         now = self.clock.time
         end = now + self.clock.tasks.seconds[self.weights[device][0]]
         expected = (self.clock.arrival[task] for task in self.rest[device][: self.window + 1])

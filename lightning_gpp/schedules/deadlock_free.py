@@ -33,7 +33,7 @@ def without_deadlock(plan: Plan, batch_size: int, warm_up: Mapping[int, int]) ->
 
 
 def _is_safe(plan: Plan, warm_up: Mapping[int, int]) -> bool:
-    """Whether all micro-batches have one size, and no stage has a longer warm-up than its predecessors.
+    """True if all micro-batches have one size, and no stage has a longer warm-up than its predecessors.
 
     Then every stage runs the forwards that later stages need before it waits for their gradients.
     """

@@ -45,7 +45,7 @@ class FixedOrder:
 
     @property
     def deadlocks(self) -> bool:
-        """Whether tasks wait for each other in a cycle."""
+        """True if tasks wait for each other in a cycle."""
         return any(self.missing)
 
     def critical_path(self) -> Iterator[int]:

@@ -86,7 +86,7 @@ class Priorities:
         return best
 
     def _fits(self, device: int, task: int) -> bool:
-        """Whether there is memory for a task. Only forwards need any."""
+        """True if there is memory for a task. Only forwards need any."""
         tasks = self.clock.tasks
         if self.limits is None or tasks.actions[task].kind is not Kind.FORWARD:
             return True

@@ -71,7 +71,7 @@ def required_actions(
 
 
 def reads_data(plan: Plan) -> bool:
-    """Whether the network has inputs from the user's step, so that there are data actions."""
+    """True if the network has inputs from the user's step, so that there are data actions."""
     return any(edge.src == SOURCE for edge in plan.edges)
 
 

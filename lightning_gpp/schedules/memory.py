@@ -42,7 +42,7 @@ def limits_of(work: Work, share: float = 1, needs: Mapping[tuple[int, int], floa
 
 
 def fits(work: Work, peaks: Sequence[float]) -> bool:
-    """Whether the peaks are within the memory limits, if these are known."""
+    """True if the peaks are within the memory limits, if these are known."""
     return not work.limits or all(peak <= limit for peak, limit in zip(peaks, work.limits, strict=True))
 
 

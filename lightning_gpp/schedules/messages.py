@@ -68,7 +68,7 @@ def derive_messages(plan: Plan, batch_size: int, training: bool, split: Split = 
 
 
 def carries_gradient(edge: Edge) -> bool:
-    """Whether gradients flow back through the edge in training. Data have none."""
+    """True if gradients flow back through the edge in training. Data have none."""
     return edge.differentiable and edge.src != SOURCE
 
 

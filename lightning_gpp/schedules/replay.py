@@ -63,7 +63,7 @@ class _Barriers:
         self._present: dict[Action, set[int]] = defaultdict(set)
 
     def passes(self, device: int, action: Action | None) -> bool:
-        """Whether a device that reaches an action may go on. The last one to arrive wakes the others."""
+        """True if a device that reaches an action may go on. The last one to arrive wakes the others."""
         if action is None or action.kind not in (Kind.UNSHARD, Kind.REDUCE):
             return True
         present, replicas = self._present[action], self._plan.devices_of(action.stage)

@@ -44,7 +44,7 @@ class Template:
         return self._start.get(place, self._start.get(place._replace(kind=Kind.BACKWARD), 0.0))
 
     def is_split(self, action: Action) -> bool:
-        """Whether the template splits the backward of the action's stage and micro-batch."""
+        """True if the template splits the backward of the action's stage and micro-batch."""
         return self._place(action)._replace(kind=Kind.INPUT) in self._start
 
     def _place(self, action: Action) -> Action:

@@ -137,7 +137,7 @@ def links(
 
 
 def is_timed(plan: Plan) -> bool:
-    """Whether the plan has seconds for any stage."""
+    """True if the plan has seconds for any stage."""
     figures = (stage.figures for stage in plan.stages)
     return any(Affine() != cost for f in figures for cost in (f.forward_seconds, f.input_seconds, f.weight_seconds))
 
@@ -150,7 +150,7 @@ def unsplit_stages(plan: Plan) -> frozenset[int]:
 
 
 def is_extra(plan: Plan, stage: int) -> bool:
-    """Whether a stage holds only the user's step, and its device has one stage more than others because of it.
+    """True if a stage holds only the user's step, and its device has one stage more than others because of it.
 
     Such a stage has no place of its own in a V layout, takes little time, and has no parameters.
     """

@@ -1,6 +1,6 @@
-"""Ports that several messages share: one at a time, each as early as there is room for it.
+"""Ports that several transfers share, one at a time, each at the first free interval.
 
-Programs are not played in the order of time, so a message may find room in front of one that was booked before.
+The simulator does not visit transfers in the order of time, so one may take an interval before those booked earlier.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class Bookings:
-    """The busy times of a port: disjoint intervals in order, those that touch joined."""
+    """The busy times of a port: disjoint intervals in order; adjacent ones are joined."""
 
     __slots__ = ("starts", "stops")
 
@@ -19,7 +19,7 @@ class Bookings:
         self.stops: list[float] = []
 
     def earliest(self, start: float, seconds: float) -> float:
-        """From `start` on, when the port is free for so many seconds."""
+        """The first time, from `start` on, at which the port is free for `seconds`."""
         for index in range(bisect_left(self.stops, start), len(self.starts)):
             if start + seconds <= self.starts[index]:
                 return start
@@ -27,7 +27,7 @@ class Bookings:
         return start
 
     def add(self, start: float, seconds: float) -> None:
-        """Take a time that is free."""
+        """Book a free interval."""
         index = bisect_left(self.starts, start)
         before = index > 0 and self.stops[index - 1] == start
         after = index < len(self.starts) and self.starts[index] == start + seconds
@@ -44,15 +44,15 @@ class Bookings:
 
 
 def book(ports: Sequence[Bookings], start: float, seconds: float) -> float:
-    """Take the first time from `start` on at which all ports are free for so many seconds, and return it."""
+    """Book the first time, from `start` on, at which all ports are free for `seconds`, and return it."""
     if not ports or not seconds:
         return start
-    found = start
+    later = start
     while True:
-        start = found
+        start = later
         for port in ports:
-            found = port.earliest(found, seconds)
-        if found == start:
+            later = port.earliest(later, seconds)
+        if later == start:
             break
     for port in ports:
         port.add(start, seconds)

@@ -1,4 +1,4 @@
-"""Plays a program against a clock."""
+"""Simulates a program: the times of actions, transfers and collectives."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning_gpp.schedules.replay import replay
 from lightning_gpp.simulation.memory import peak_bytes
 from lightning_gpp.simulation.ports import Bookings, book
 from lightning_gpp.simulation.stage_costs import StageCosts
-from lightning_gpp.simulation.timeline import Reduction, Span, Timeline, Transfer
+from lightning_gpp.simulation.timeline import Collective, Span, Timeline, Transfer
 
 
 def simulate(program: Program, costs: StageCosts) -> Timeline:
-    """When each action of a program runs, and the memory that takes.
+    """The timeline of a program and its peak memory.
 
     A device runs its instructions in order; only WAIT makes it wait. A transfer starts when it was sent, its buffer was
-    posted and the previous transfer between the same two devices, in the same direction, has ended, and when the ports
-    that it shares with others are free for as long as its bytes flow; it overlaps with computing. So do gatherings of
-    parameters, until their stage is to compute, and sums of gradients. For memory see `peak_bytes`.
+    posted, the previous transfer between the same two devices in the same direction has ended, and the ports that it
+    shares with others are free while its bytes flow; it overlaps with computing. So do all-gathers of parameters, until
+    their stage computes, and reductions of gradients. For memory see `peak_bytes`.
 
     Args:
         program: a verified one.
@@ -38,22 +38,24 @@ def simulate(program: Program, costs: StageCosts) -> Timeline:
     """
     if len(costs.stages) != len(program.plan.stages):
         raise PlanError(f"The costs are for {len(costs.stages)} stages, the plan has {len(program.plan.stages)}.")
-    clock = _Clock(program, costs)
-    if replay(program, clock.visit):
-        raise VerificationError("The program hangs; verify(program) tells where.")
-    devices = tuple(map(tuple, clock.spans))
+    run = _Simulation(program, costs)
+    if replay(program, run.visit):
+        raise VerificationError("The program deadlocks; verify(program) shows the cycle of waits.")
+    devices = tuple(map(tuple, run.spans))
     return Timeline(
         stages=tuple(stage.name for stage in program.plan.stages),
         devices=devices,
-        transfers=tuple(sorted(clock.transfers, key=lambda transfer: (transfer.start, transfer.message))),
-        reductions=tuple(_reductions(clock)),
-        gatherings=tuple(clock.gatherings),
+        transfers=tuple(sorted(run.transfers, key=lambda transfer: (transfer.start, transfer.message))),
+        reductions=tuple(_reductions(run)),
+        all_gathers=tuple(run.all_gathers),
         peak_bytes=tuple(peak_bytes(program, costs, device) for device in range(len(devices))),
     )
 
 
 @dataclass(slots=True)
-class _Clock:
+class _Simulation:
+    """The state of all devices, links and ports."""
+
     program: Program
     costs: StageCosts
     time: list[float] = field(init=False)
@@ -64,15 +66,18 @@ class _Clock:
     free: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
     ports: dict[Port, Bookings] = field(default_factory=lambda: defaultdict(Bookings))
     transfers: list[Transfer] = field(default_factory=list)
-    sums: list[dict[Action, float]] = field(init=False)
+    reached: list[dict[Action, float]] = field(init=False)
+    """For every device the times at which it reached its reductions."""
     gathered: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    whole: dict[tuple[int, int], float] = field(default_factory=dict)
-    gatherings: list[Reduction] = field(default_factory=list)
+    """For every device the end of its latest all-gather."""
+    unsharded: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Time from which a stage's parameters are unsharded on a device."""
+    all_gathers: list[Collective] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         plan, devices = self.program.plan, range(len(self.program.devices))
         self.time, self.spans = [0.0 for _ in devices], [[] for _ in devices]
-        self.sums = [{} for _ in devices]
+        self.reached = [{} for _ in devices]
         self.samples = {
             (device, stage): samples_of(plan, stage, device, self.program.batch_size)
             for device in devices
@@ -81,7 +86,7 @@ class _Clock:
 
     def visit(self, device: int, instruction: Instruction) -> None:
         if instruction.action is not None and instruction.action.kind in COLLECTIVES:
-            self._meet(device, instruction.action)
+            self._start_collective(device, instruction.action)
         elif instruction.action is not None:
             self._wait_for_parameters(device, instruction.action.stage)
             samples = self.samples[device, instruction.action.stage][instruction.action.micro_batch]
@@ -93,21 +98,21 @@ class _Clock:
         elif instruction.message is not None:
             self._offer(instruction.message, self.time[device])
 
-    def _meet(self, device: int, action: Action) -> None:
+    def _start_collective(self, device: int, action: Action) -> None:
         if action.kind is Kind.REDUCE:
-            self.sums[device][action] = self.time[device]
+            self.reached[device][action] = self.time[device]
         elif action.kind is Kind.UNSHARD:
             start = max(self.time[device], self.gathered[device])
-            self.gathered[device] = start + self.costs.meeting(action, sharded=True)
-            self.whole[device, action.stage] = self.gathered[device]
+            self.gathered[device] = start + self.costs.collective_seconds(action, sharded=True)
+            self.unsharded[device, action.stage] = self.gathered[device]
             if self.gathered[device] > start:
-                self.gatherings.append(Reduction(action.stage, (device,), start, self.gathered[device]))
+                self.all_gathers.append(Collective(action.stage, (device,), start, self.gathered[device]))
 
     def _wait_for_parameters(self, device: int, stage: int) -> None:
-        self.time[device] = max(self.time[device], self.whole.get((device, stage), 0))
+        self.time[device] = max(self.time[device], self.unsharded.get((device, stage), 0))
 
     def _offer(self, number: int, time: float) -> None:
-        """A send or a post: the second one of a message settles when it travels."""
+        """Record a send or a post. The second of the two fixes the time of the transfer."""
         if number not in self.offered:
             self.offered[number] = time
             return
@@ -121,24 +126,24 @@ class _Clock:
         self.transfers.append(Transfer(number, *pair, message.producer, message.consumer, start, stop))
 
 
-def _reductions(clock: _Clock) -> Iterator[Reduction]:
-    """Sums of gradients: each starts when all its devices have come to it, and are done with the one before."""
-    free = [0.0 for _ in clock.time]
-    sharded = clock.program.plan.sharding == "fsdp"
-    for action, offers in _in_order(clock.sums):
-        seconds = clock.costs.meeting(action, sharded)
-        start = max(max(time, free[device]) for device, time in offers.items())
-        for device in offers:
+def _reductions(run: _Simulation) -> Iterator[Collective]:
+    """Reductions of gradients. Each starts when all its devices have reached it and ended the one before."""
+    free = [0.0 for _ in run.time]
+    sharded = run.program.plan.sharding == "fsdp"
+    for action, times in _in_order(run.reached):
+        seconds = run.costs.collective_seconds(action, sharded)
+        start = max(max(time, free[device]) for device, time in times.items())
+        for device in times:
             free[device] = start + seconds
         if seconds:
-            yield Reduction(action.stage, tuple(offers), start, start + seconds)
+            yield Collective(action.stage, tuple(times), start, start + seconds)
 
 
-def _in_order(sums: Sequence[dict[Action, float]]) -> Iterator[tuple[Action, dict[int, float]]]:
-    """The meetings in an order that every device follows, with the time at which each of its devices came to it."""
+def _in_order(reached: Sequence[dict[Action, float]]) -> Iterator[tuple[Action, dict[int, float]]]:
+    """Reductions in an order that every device follows, with the time at which each device reached them."""
     order = nx.DiGraph()
-    for offered in sums:
-        order.add_nodes_from(offered)
-        nx.add_path(order, offered)
+    for times in reached:
+        order.add_nodes_from(times)
+        nx.add_path(order, times)
     for action in nx.topological_sort(order):
-        yield action, {device: offered[action] for device, offered in enumerate(sums) if action in offered}
+        yield action, {device: times[action] for device, times in enumerate(reached) if action in times}

@@ -1,4 +1,4 @@
-"""What actions and messages cost, in seconds and bytes: the simulator's whole knowledge of the hardware."""
+"""Costs of actions and messages in seconds and bytes: all that the simulator knows of the hardware."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class StageCost:
 
     Args:
         forward: seconds of a forward, or of a recomputation; affine in the samples of the replica's share.
-        backward: seconds of a full backward, without the recomputation of the forward.
-        weight: seconds of the gradients of the parameters alone; those of the inputs take the rest of `backward`.
-        activation_bytes: what a micro-batch in flight keeps.
-        working_bytes: what it keeps in addition from its recomputation on.
-        pending_bytes: what is left of both from the gradients of the inputs to those of the parameters; None: all.
-        parameter_bytes: the stage's parameters.
+        backward: seconds of a full backward, without the recomputation.
+        weight: seconds of the weight gradients; input gradients take the rest of `backward`.
+        activation_bytes: bytes that a micro-batch in flight holds.
+        working_bytes: bytes that it holds in addition, from its recomputation on.
+        pending_bytes: bytes of both that are left between input and weight gradients; None: all.
+        parameter_bytes: bytes of the stage's parameters.
     """
 
     forward: Affine = Affine(0, 1)
@@ -54,16 +54,15 @@ class StageCosts:
 
     Args:
         stages: one for each stage of the plan.
-        replicas: by (stage, device); for replicas that differ from the others of their stage.
-        cluster: tells the links, by the plan's device numbers; None joins all devices by `default_link`.
-        default_link: between any two devices where there is no cluster.
-        all_reduce: for every stage the seconds that its replicas, in this and in other pipelines, take to sum their
-            gradients; empty where nothing is summed. A gathering of sharded parameters, and a sum of gradients of which
-            every replica gets a shard, take half of it.
-        ranks: for every stage the ranks that hold it, over all pipelines; empty: those of the plan.
+        replicas: costs of replicas that differ from the others of their stage, by (stage, device).
+        cluster: links between the plan's devices; None: `default_link` between any two.
+        default_link: link between any two devices without a cluster.
+        all_reduce: for every stage the seconds of the all-reduce of its gradients over all replicas, in this and in
+            other pipelines; empty if there are none. An all-gather or reduce-scatter takes half of it.
+        ranks: for every stage the number of ranks that hold it, over all pipelines; empty: those of the plan.
         data: seconds of a data action, affine in samples.
-        parameter_copies: how many times a device keeps each parameter's bytes: itself, its gradient, the optimizer's
-            state. 4 is Adam's figure, 2 plain gradient descent's, 1 inference's.
+        parameter_copies: copies of each parameter's bytes on a device: parameter, gradient, optimizer states. 4 for
+            Adam, 2 for plain gradient descent, 1 for inference.
     """
 
     stages: tuple[StageCost, ...]
@@ -77,7 +76,7 @@ class StageCosts:
 
     @classmethod
     def uniform(cls, plan: Plan, forward: float = 1, backward: float = 1, weight: float = 0) -> StageCosts:
-        """Every micro-batch of every stage takes the same seconds, `weight` of the backward; communication is free."""
+        """Equal seconds for every micro-batch of every stage, `weight` of those of the backward; free messages."""
         cost = StageCost(
             forward=Affine(0, forward),
             backward=Affine(0, backward),
@@ -96,14 +95,14 @@ class StageCosts:
         link: Link | None = None,
         backward_ratio: float = 2,
     ) -> StageCosts:
-        """From the plan's own figures and the speed of a device.
+        """Costs from the plan's own figures and the speed of a device.
 
         Args:
-            plan: its stages' `figures` count.
-            flops_per_second: what a device really reaches.
+            plan: the plan.
+            flops_per_second: speed that a device really reaches.
             overhead: seconds that every action takes in addition.
-            link: between every two devices; free by default.
-            backward_ratio: a backward's FLOPs in those of its forward; half of them for the parameters.
+            link: link between any two devices; free by default.
+            backward_ratio: FLOPs of a backward relative to its forward; half of them for weight gradients.
         """
         second = 1 / flops_per_second
         stages = tuple(
@@ -120,7 +119,7 @@ class StageCosts:
         return cls(stages=stages, default_link=link or Link())
 
     def replica(self, stage: int, device: int) -> StageCost:
-        """What a stage costs on one of its devices."""
+        """The cost of a stage on one of its devices."""
         return self.replicas.get((stage, device), self.stages[stage])
 
     def seconds(self, action: Action, device: int, num_samples: int) -> float:
@@ -131,20 +130,20 @@ class StageCosts:
             return self.data.at(num_samples)
         return self.replica(action.stage, device).seconds(action.kind, num_samples)
 
-    def meeting(self, action: Action, sharded: bool) -> float:
-        """Seconds of a gathering of parameters, or of a sum of gradients."""
+    def collective_seconds(self, action: Action, sharded: bool) -> float:
+        """Seconds of an UNSHARD or REDUCE."""
         if not self.all_reduce:
             return 0
         return self.all_reduce[action.stage] * (0.5 if sharded else 1)
 
     def transfer(self, plan: Plan, message: Message) -> tuple[float, float]:
-        """Seconds until a message's first byte arrives, and those in which its bytes flow."""
+        """Latency of a message, and the seconds in which its bytes flow."""
         num_bytes = plan.edges[message.edge].bytes.at(message.stop - message.start)
         link = self.cluster.link(message.src, message.dst) if self.cluster else self.default_link
         return link.latency, link.seconds(num_bytes) - link.latency
 
     def ports(self, message: Message) -> tuple[Port, ...]:
-        """What else a message occupies while its bytes flow, beside its pair of devices."""
+        """Ports that a message occupies while its bytes flow, beside its pair of devices."""
         if self.cluster is None or not self.cluster.contended:
             return ()
         return tuple(port for port in self.cluster.ports(message.src, message.dst) if port[0] != "pair")

@@ -1,4 +1,4 @@
-"""When what ran: the outcome of a simulation, or of a measurement. Every picture and every report stands on it."""
+"""Timelines, simulated or measured: the times of actions, transfers and collectives of one mini-batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A message (its id in the program) on its way from device `src` to device `dst`, in seconds."""
+    """A message (its id in the program) from device `src` to device `dst`, from `start` to `stop`, in seconds."""
 
     message: int
     src: int
@@ -37,9 +37,8 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
-    """The replicas of a stage, on `devices`, sum their gradients, or gather their parameters, from `start` to `stop`,
-    in seconds."""
+class Collective:
+    """A collective of a stage's replicas on `devices`, from `start` to `stop`, in seconds."""
 
     stage: int
     devices: tuple[int, ...]
@@ -49,22 +48,27 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Spans of every device in the order in which they ran, transfers between devices, sums of gradients, and
-    gatherings of parameters, each with the one device that waits for it.
+    """The timeline of one mini-batch.
 
-    `peak_bytes` for each device; `stages` are the stages' names, by index.
+    Args:
+        stages: names of the stages, by index.
+        devices: spans of every device, in the order in which they ran.
+        transfers: messages between devices.
+        reductions: reductions of gradients.
+        all_gathers: all-gathers of parameters, each with the one device that waits for it.
+        peak_bytes: peak memory of every device.
     """
 
     stages: tuple[str, ...]
     devices: tuple[tuple[Span, ...], ...]
     transfers: tuple[Transfer, ...] = ()
-    reductions: tuple[Reduction, ...] = ()
-    gatherings: tuple[Reduction, ...] = ()
+    reductions: tuple[Collective, ...] = ()
+    all_gathers: tuple[Collective, ...] = ()
     peak_bytes: tuple[float, ...] = ()
 
     @property
     def start(self) -> float:
-        """When the first of all begins."""
+        """Start of the first entry."""
         return min((entry.start for entry in self._entries()), default=0)
 
     @property
@@ -72,25 +76,25 @@ class Timeline:
         """Seconds from the first start to the last stop."""
         return max((entry.stop for entry in self._entries()), default=0) - self.start
 
-    def _entries(self) -> Iterator[Span | Reduction]:
+    def _entries(self) -> Iterator[Span | Collective]:
         yield from (span for device in self.devices for span in device)
         yield from self.reductions
-        yield from self.gatherings
+        yield from self.all_gathers
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For every device the seconds in which it computed."""
+        """Seconds in which every device computed."""
         return tuple(sum(span.stop - span.start for span in device) for device in self.devices)
 
     @property
     def bubble_fractions(self) -> tuple[float, ...]:
-        """For every device the part of the makespan in which it did not compute."""
+        """Fraction of the makespan in which every device did not compute."""
         makespan = self.makespan
         return tuple(1 - busy / makespan if makespan else 0.0 for busy in self.busy)
 
     @property
     def bubble_fraction(self) -> float:
-        """Mean over the devices."""
+        """Mean bubble of the devices."""
         return sum(self.bubble_fractions) / max(1, len(self.devices))
 
     @property
@@ -100,7 +104,7 @@ class Timeline:
 
     @property
     def warm_up(self) -> dict[int, int]:
-        """For every stage the forwards before its first backward, on the replica with the most."""
+        """For every stage the forwards before its first backward, on the replica with most."""
         return self._most(_before_backward)
 
     def _most(self, count: Callable[[list[Kind]], int]) -> dict[int, int]:
@@ -132,8 +136,8 @@ class Timeline:
             ) from error
 
     def save_trace(self, path: str | Path) -> None:
-        """Write for chrome://tracing and ui.perfetto.dev: one process per device, with its receives and its sums and
-        gatherings in rows of their own."""
+        """Write for chrome://tracing and ui.perfetto.dev: a process per device, with rows for receives and
+        collectives."""
         Path(path).write_text(json.dumps({"traceEvents": trace_events(self), "displayTimeUnit": "ms"}))
 
 
@@ -157,8 +161,8 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def trace_style(kind: Kind) -> dict[str, str]:
-    """What an event of this kind has for filters and colours. Perfetto takes colours from names, the letters of the
-    kinds; chrome://tracing from these."""
+    """Category and colour of events of this kind. Perfetto derives colours from the names; chrome://tracing takes
+    these."""
     return {"cat": kind.name.lower(), "cname": _COLORS[kind]}
 
 
@@ -177,14 +181,14 @@ _COLORS = {
 
 
 def _collectives(timeline: Timeline) -> list[dict[str, Any]]:
-    """In a row behind those of all receives."""
+    """Events of collectives, in a row after those of the receives."""
     row, events = 1 + len(timeline.devices), list[dict[str, Any]]()
-    for what, kind, entries in (
-        ("sum gradients", Kind.REDUCE, timeline.reductions),
-        ("gather parameters", Kind.UNSHARD, timeline.gatherings),
+    for operation, kind, entries in (
+        ("reduce gradients", Kind.REDUCE, timeline.reductions),
+        ("gather parameters", Kind.UNSHARD, timeline.all_gathers),
     ):
         for entry in entries:
-            name = f"{what} of {timeline.stages[entry.stage]}"
+            name = f"{operation} of {timeline.stages[entry.stage]}"
             for device in entry.devices:
                 events.append({**_event(name, entry, device, row, {"stage": entry.stage}), **trace_style(kind)})
     devices = sorted({event["pid"] for event in events})
@@ -192,14 +196,14 @@ def _collectives(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _event(
-    name: str, span: Span | Transfer | Reduction, process: int, thread: int, details: dict[str, Any]
+    name: str, span: Span | Transfer | Collective, process: int, thread: int, details: dict[str, Any]
 ) -> dict[str, Any]:
     times = {"ts": span.start * 1e6, "dur": (span.stop - span.start) * 1e6}
     return {"name": name, "ph": "X", "pid": process, "tid": thread, "args": details, **times}
 
 
-def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+def _name(label: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": label, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
 
 
 def _peak(kinds: list[Kind]) -> int:
@@ -222,7 +226,7 @@ def _content(timeline: Timeline) -> dict[str, Any]:
             for entry in timeline.transfers
         ],
         "reductions": [[entry.stage, entry.devices, entry.start, entry.stop] for entry in timeline.reductions],
-        "gatherings": [[entry.stage, entry.devices, entry.start, entry.stop] for entry in timeline.gatherings],
+        "all_gathers": [[entry.stage, entry.devices, entry.start, entry.stop] for entry in timeline.all_gathers],
         "peak_bytes": timeline.peak_bytes,
     }
 
@@ -238,11 +242,11 @@ def _timeline(content: dict[str, Any]) -> Timeline:
             Transfer(message, src, dst, Action.parse(producer), Action.parse(consumer), start, stop)
             for message, src, dst, producer, consumer, start, stop in content["transfers"]
         ),
-        reductions=_meetings(content["reductions"]),
-        gatherings=_meetings(content.get("gatherings", [])),
+        reductions=_collectives_from(content["reductions"]),
+        all_gathers=_collectives_from(content["all_gathers"]),
         peak_bytes=tuple(content["peak_bytes"]),
     )
 
 
-def _meetings(content: list[Any]) -> tuple[Reduction, ...]:
-    return tuple(Reduction(stage, tuple(devices), start, stop) for stage, devices, start, stop in content)
+def _collectives_from(content: list[Any]) -> tuple[Collective, ...]:
+    return tuple(Collective(stage, tuple(devices), start, stop) for stage, devices, start, stop in content)

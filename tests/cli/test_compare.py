@@ -61,7 +61,7 @@ def test_each_schedule_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert (rows["gpipe"]["in flight"], rows["1f1b"]["in flight"]) == ("4", "2")
     assert "1.000" in {row["of the best"] for row in rows.values()}
     assert rows["1f1b"]["messages"].startswith("36 (")  # 3 edges, 4 micro-batches: inputs there, tensors and gradients
-    assert {row["gathers/sums"] for row in rows.values()} == {"0/0"}
+    assert {row["unshards/reductions"] for row in rows.values()} == {"0/0"}
 
 
 def test_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,8 +74,8 @@ def test_replicas_sum_and_gather(capsys: pytest.CaptureFixture[str]) -> None:
     compare(composed(*QUICK, *several, "schedules=1f1b", name="plan"))
     row = rows_of(capsys.readouterr().out)["1f1b"]
     assert row["pipelines"] == "2"
-    gathers, sums = map(int, row["gathers/sums"].split("/"))
-    assert min(gathers, sums) > 0
+    unshards, reductions = map(int, row["unshards/reductions"].split("/"))
+    assert min(unshards, reductions) > 0
 
 
 def test_sharding_that_splits_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:

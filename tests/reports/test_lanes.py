@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from lightning_gpp.plan import Plan
 from lightning_gpp.reports import timeline_svg, timeline_text
 from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, lower
-from lightning_gpp.simulation import Reduction, Span, StageCosts, Timeline, simulate, trace_events
+from lightning_gpp.simulation import Collective, Span, StageCosts, Timeline, simulate, trace_events
 from tests.strategies import chain, plan_of
 
 
@@ -38,7 +38,7 @@ def test_split_backwards_in_text() -> None:
         "device 1 |F0===F1==.....I0==W0===I1==W1===| idle 14 %, 2 B",
         "         0                             7 s",
         "step 7 s, idle 14 %; warm-up/peak in flight: stage0 2/2, stage1 1/2",
-        "F forward, I gradients of inputs, W gradients of parameters",
+        "F forward, I input gradients, W weight gradients",
     ]
 
 
@@ -51,7 +51,7 @@ def test_collectives_lie_below_their_device() -> None:
     assert lane.rstrip("= ").endswith("G0")
     assert lane.count("U") == 2
     assert lines[1].split("|")[1].startswith(".")  # the first forward waits for its parameters
-    assert lines[-1] == "F forward, R forward again, B backward, U gather parameters, G sum gradients"
+    assert lines[-1] == "F forward, R forward again, B backward, U gather parameters, G reduce gradients"
 
 
 def test_what_was_measured_of_collectives_are_marks() -> None:
@@ -66,7 +66,7 @@ def test_what_was_measured_of_collectives_are_marks() -> None:
     assert bar.split("|")[1].replace("=", "") == "F0B0"
     assert lane.split("|")[1][0] == "U"
     assert lane.split("|")[1][-1] == "S"
-    assert legend == "F forward, B backward, U gather parameters, S drop them, G sum gradients"
+    assert legend == "F forward, B backward, U gather parameters, S free parameters, G reduce gradients"
     ElementTree.fromstring(timeline_svg(Timeline(stages=("a",), devices=(spans,))))
 
 
@@ -82,16 +82,16 @@ def texts(picture: str) -> list[str]:
 def test_split_backwards_in_the_picture() -> None:
     picture = timeline_svg(split())
     assert picture.count('fill="url(#hatch)"') == 4 + 1  # every W, and the legend
-    assert {"F0", "I0", "W1", "W gradients of parameters"} <= set(texts(picture))
+    assert {"F0", "I0", "W1", "W weight gradients"} <= set(texts(picture))
     assert "0W1 stage0: 6 s to 7 s" in titles(picture)
 
 
 def test_collectives_in_the_picture() -> None:
     timeline = sharded()
     found = titles(timeline_svg(timeline))
-    assert sum(title.startswith("gather parameters, stage") for title in found) == len(timeline.gatherings) == 4
+    assert sum(title.startswith("gather parameters, stage") for title in found) == len(timeline.all_gathers) == 4
     number = sum(len(entry.devices) for entry in timeline.reductions)
-    assert sum(title.startswith("sum gradients, stage") for title in found) == number > 0
+    assert sum(title.startswith("reduce gradients, stage") for title in found) == number > 0
     assert "U gather parameters" in texts(timeline_svg(timeline))
 
 
@@ -100,7 +100,7 @@ def test_collectives_have_a_row_of_their_own_in_traces() -> None:
     events = trace_events(timeline)
     rows = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
     row = rows["gather parameters of stage0"]
-    assert rows["sum gradients of stage1"] == row
+    assert rows["reduce gradients of stage1"] == row
     assert row not in {tid for name, tid in rows.items() if "stage" not in name}
     labels = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {key for key, name in labels.items() if name == "collectives"} == {(1, row), (2, row)}
@@ -118,11 +118,11 @@ def test_rows_of_a_trace_do_not_overlap() -> None:
         assert all(first[1] <= second[0] + 1e-6 for first, second in zip(spans, spans[1:], strict=False))
 
 
-def test_gatherings_count_and_are_kept(tmp_path: Path) -> None:
+def test_all_gathers_count_and_are_kept(tmp_path: Path) -> None:
     timeline = sharded()
-    assert timeline.gatherings[0] == Reduction(0, (1,), 0, 1)
+    assert timeline.all_gathers[0] == Collective(0, (1,), 0, 1)
     assert timeline.start == 0  # nothing computes in the first second
     assert min(spans[0].start for spans in timeline.devices) == 1
     timeline.save(tmp_path / "timeline.json")
     assert Timeline.load(tmp_path / "timeline.json") == timeline
-    assert simulate(compile_program(sharded_plan()), StageCosts.uniform(sharded_plan())).gatherings == ()
+    assert simulate(compile_program(sharded_plan()), StageCosts.uniform(sharded_plan())).all_gathers == ()

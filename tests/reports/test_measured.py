@@ -10,7 +10,7 @@ from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.reports import compare_timelines, comparison_text
 from lightning_gpp.schedules import Action, Kind, compile_program
-from lightning_gpp.simulation import Reduction, Span, StageCosts, Timeline, simulate
+from lightning_gpp.simulation import Collective, Span, StageCosts, Timeline, simulate
 from tests.strategies import chain
 
 
@@ -46,7 +46,7 @@ def test_a_clock_that_does_not_start_at_zero() -> None:
 
 
 def test_collectives_count_on_neither_side() -> None:
-    summed = replace(SIMULATED, reductions=(Reduction(0, (0, 1), 18, 30),))
+    summed = replace(SIMULATED, reductions=(Collective(0, (0, 1), 18, 30),))
     spans = (*SIMULATED.devices[0], Span(Action(2, Kind.REDUCE, 0), 18, 19))
     measured = replace(SIMULATED, devices=(spans, *SIMULATED.devices[1:]))
     comparison = compare_timelines(summed, [measured])
@@ -74,7 +74,7 @@ def test_the_table() -> None:
 
 
 def test_what_cannot_be_compared() -> None:
-    with pytest.raises(ScheduleError, match="No timeline was measured of a mini-batch of the size"):
+    with pytest.raises(ScheduleError, match="No mini-batch of the plan's size was measured"):
         compare_timelines(SIMULATED, [])
     with pytest.raises(ScheduleError, match=r"stages \['stage0', 'stage1'\] cannot be compared .* 'stage2'\]"):
         compare_timelines(SIMULATED, [timeline_of(chain([1, 1], 4), 1, 2)])

@@ -35,8 +35,8 @@ def test_figures_of_a_chain() -> None:
 def test_sharded_parameters_are_gathered_dropped_and_summed() -> None:
     plan = replace(plan_of([(0, 1)], [2, 2], 4, devices=[(1, 2), (0,)]), sharding="fsdp")
     one, two, three = schedule_figures(compile_program(plan), timeline_of(plan))
-    assert (one.gathers, one.drops, one.sums) == (0, 0, 0)
-    assert (two.gathers, two.drops, two.sums) == (1, 1, 1)
+    assert (one.unshards, one.reshards, one.reductions) == (0, 0, 0)
+    assert (two.unshards, two.reshards, two.reductions) == (1, 1, 1)
     assert replace(three, device=1) == two
 
 
@@ -44,8 +44,8 @@ def test_devices_that_are_alike_share_a_row() -> None:
     plan = plan_of([(0, 1)], [2, 2], 4, devices=[(1, 2, 3), (0,)])
     text = schedule_text(schedule_figures(compile_program(plan), timeline_of(plan)))
     assert [line.split("|")[1].strip() for line in text.splitlines()[2:]] == ["0", "1", "2-3"]  # 2 samples
-    assert "sums" in text
-    assert "gathers" not in text  # nothing is gathered
+    assert "reductions" in text
+    assert "unshards" not in text  # nothing is gathered
 
 
 def test_a_device_alone_sends_nothing() -> None:

@@ -14,7 +14,7 @@ from lightning_gpp.cluster import Cluster, Device, Link, Node
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Kind, compile_program
-from lightning_gpp.simulation import Reduction, StageCost, StageCosts, Timeline, simulate
+from lightning_gpp.simulation import Collective, StageCost, StageCosts, Timeline, simulate
 from tests.strategies import chain, plan_of, plans
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9)
@@ -28,7 +28,7 @@ def test_gradients_are_summed_when_all_replicas_have_ended() -> None:
     plan = plan_of([(0, 1)], (2, 2), 2, devices=[(1, 2), (0,)])
     costs = replace(StageCosts.uniform(plan, 1, 2), all_reduce=(5.0, 0.0))
     timeline = _simulated(plan, costs)
-    assert timeline.reductions == (Reduction(0, (1, 2), 1 + 1 + 2 + 2, 11),)
+    assert timeline.reductions == (Collective(0, (1, 2), 1 + 1 + 2 + 2, 11),)
     assert timeline.makespan == 11
     assert timeline.busy == (3, 3, 3)
 
@@ -48,7 +48,7 @@ def test_a_slow_replica_holds_up_the_sum() -> None:
     costs = replace(StageCosts.uniform(plan), replicas={(0, 1): slow}, all_reduce=(2.0,))
     timeline = _simulated(plan, costs)
     assert [spans[-1].stop for spans in timeline.devices] == [2, 7]
-    assert timeline.reductions == (Reduction(0, (0, 1), 7, 9),)
+    assert timeline.reductions == (Collective(0, (0, 1), 7, 9),)
 
 
 def test_inference_sums_nothing() -> None:
@@ -116,5 +116,5 @@ def test_sums_in_files(tmp_path: Path) -> None:
     assert Timeline.load(tmp_path / "timeline.json") == timeline
     timeline.save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    sums = [event for event in events if event["name"] == "sum gradients of stage0"]
+    sums = [event for event in events if event["name"] == "reduce gradients of stage0"]
     assert [(event["pid"], event["ts"], event["dur"]) for event in sums] == [(1, 6e6, 5e6), (2, 6e6, 5e6)]

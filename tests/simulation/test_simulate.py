@@ -150,10 +150,10 @@ def test_costs_of_another_plan() -> None:
         simulate(compile_program(plan), StageCosts(stages=(StageCost(),)))
 
 
-def test_a_program_that_hangs() -> None:
+def test_a_program_that_deadlocks() -> None:
     plan = chain((1, 1), 2)
     program = lower(plan, Schedule.parse("0: 1F0 1F1 1B0 1B1\n1: 0F0 0B0 0F1 0B1"))
-    with pytest.raises(VerificationError, match="The program hangs; verify"):
+    with pytest.raises(VerificationError, match="The program deadlocks; verify"):
         simulate(program, StageCosts.uniform(plan))
 
 
