@@ -1,5 +1,8 @@
 """Every error a user can cause, as subclasses of one class, so that a caller can catch them together."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class GPPError(Exception):
     """Base of all errors of this library. Says what is wrong, where, with which values, and what to do."""
@@ -44,3 +47,11 @@ class PeerFailure(GPPError):
 def add_note(error: BaseException, note: str) -> None:
     """What `error.add_note` does; it exists from Python 3.11 on."""
     error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """The names that are close to a wrong one, and all there are, as the end of a message."""
+    known = list(known)
+    close = get_close_matches(str(name), known, n=3, cutoff=0.5)
+    guess = f" Did you mean {' or '.join(close)}?" if close else ""
+    return f"{guess} There are: {', '.join(sorted(known))}."

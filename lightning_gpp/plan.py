@@ -6,7 +6,7 @@ Device numbers are positions inside one pipeline replica: a plan for 4 devices r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -188,25 +188,53 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write as YAML, for people to read and edit."""
-        Path(path).write_text(yaml.safe_dump(_plain(asdict(self)), sort_keys=False))
+        content = {"version": VERSION, **_plain(asdict(self))}
+        Path(path).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read what `save` wrote (YAML, of which JSON is a subset).
 
         Raises:
-            PlanError: the file is missing, or is not a plan.
+            PlanError: the file is missing, or is not a plan of a version that this release can read.
         """
-        try:
-            content = yaml.safe_load(Path(path).read_text())
-            return _plan_from(content)
-        except OSError as error:
-            raise PlanError(f"The plan file {path} (strategy.plan) cannot be read: {error}.") from error
-        except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(
-                f"The file {path} (strategy.plan) is not a plan: {type(error).__name__}: {error}. "
-                "Write one with `gpp-plan ... output=plan.yaml`, or with Plan.save()."
-            ) from error
+        from lightning_gpp.files import read_yaml  # the reading of files loads a library that planning does not need
+        from lightning_gpp.validation import validated
+
+        place = f"{path} (strategy.plan)"
+        content = _without_version(place, read_yaml(path, error=PlanError))
+        plan = validated(cls, content, place=place, error=PlanError, remedy=_REMEDY)
+        _check_figures(plan, place)
+        return plan
+
+
+VERSION: Final = 1
+"""The version of the plan files that are written; files without one are of version 1."""
+
+_REMEDY: Final = "Write plans with `gpp-plan ... output=plan.yaml`, or with Plan.save()."
+
+
+def _without_version(place: str, content: Any) -> Any:
+    if not isinstance(content, dict) or "version" not in content:
+        return content
+    version = content["version"]
+    if isinstance(version, int) and version > VERSION:
+        raise PlanError(
+            f"{place}: version is {version}, and this release of lightning-gpp reads plans up to version {VERSION}. "
+            "Update lightning-gpp, or make the plan again: gpp-plan ... output=plan.yaml."
+        )
+    if version is not VERSION:
+        raise PlanError(f"{place}: version is {version!r}; it must be {VERSION}, or left out.")
+    return {key: value for key, value in content.items() if key != "version"}
+
+
+def _check_figures(plan: Plan, place: str) -> None:
+    """Refuse costs below 0. The fixed part of an affine quantity may be: `2b - 1`."""
+    for index, stage in enumerate(plan.stages):
+        for name, value in asdict(stage.figures).items():
+            least = value["per_sample"] if isinstance(value, dict) else value
+            if least < 0:
+                raise PlanError(f"{place}: stages[{index}].figures.{name} is {value}; it must not be below 0.")
 
 
 def check(plan: Plan) -> None:
@@ -310,43 +338,12 @@ def _check_devices(plan: Plan) -> None:
         raise PlanError(f"Devices must be numbered 0..n-1 without gaps; the stages use {sorted(used)}.")
 
 
-_AFFINE_FIGURES: Final = tuple(entry.name for entry in fields(Figures) if entry.type == "Affine")
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-
-def _plan_from(content: dict[str, Any]) -> Plan:
-    stages = tuple(_stage_from(entry) for entry in content["stages"])
-    edges = tuple(_edge_from(entry) for entry in content["edges"])
-    memory_bytes = tuple(content.get("memory_bytes") or ())
-    rest = {key: value for key, value in content.items() if key not in ("stages", "edges", "memory_bytes")}
-    return Plan(stages=stages, edges=edges, memory_bytes=memory_bytes, **rest)
-
-
-def _stage_from(entry: dict[str, Any]) -> Stage:
-    figures = dict(entry.get("figures") or {})
-    for key in _AFFINE_FIGURES:
-        figures[key] = Affine(**figures.get(key, {}))
-    return Stage(
-        name=entry["name"],
-        modules=tuple(entry["modules"]),
-        devices=tuple(entry["devices"]),
-        micro_batch_size=entry["micro_batch_size"],
-        round_robin=entry.get("round_robin", False),
-        recompute=entry.get("recompute", False),
-        tokens=tuple(entry["tokens"]) if entry.get("tokens") is not None else None,
-        figures=Figures(**figures),
-    )
-
-
-def _edge_from(entry: dict[str, Any]) -> Edge:
-    return Edge(**{**entry, **{key: Affine(**entry.get(key, {})) for key in ("bytes", "seconds")}})
 
 
 def topological(pairs: Iterable[tuple[int, int]], num_stages: int) -> list[int]:

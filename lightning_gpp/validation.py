@@ -1,12 +1,22 @@
-"""Values checked against types; messages name the place, the value and what is allowed there."""
+"""Values checked against types; messages name the place, the key, the value and what is allowed there."""
 
 from __future__ import annotations
 
+import json
 import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from lightning_gpp.errors import GPPError, did_you_mean
+
+Checked = TypeVar("Checked")
+
+Extra = Literal["forbid", "ignore"]
+"""What becomes of keys that a dataclass does not have: they are refused, or left out."""
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 80
@@ -26,6 +36,127 @@ def conforms(value: object, kind: Any) -> bool:
     return True
 
 
+def validated(
+    kind: Callable[..., Checked],
+    content: object,
+    *,
+    place: str,
+    error: type[GPPError],
+    extra: Extra = "forbid",
+    remedy: str = "",
+) -> Checked:
+    """The content of a file or setting as a dataclass, all types and keys of which it must have.
+
+    Args:
+        kind: a dataclass, whose fields may be dataclasses.
+        content: mappings, lists and scalars, as YAML and JSON have them.
+        place: of the content, the beginning of messages.
+        error: what is raised.
+        extra: what becomes of unknown keys.
+        remedy: a sentence that ends messages.
+
+    Raises:
+        GPPError: of the type `error`, with the key, its value and what is allowed.
+    """
+    try:  # as JSON: with strict types it has lists for tuples and mappings for dataclasses, Python's values do not
+        checked: Checked = _wrapped(kind, extra).validate_json(json.dumps([content], default=repr))[0]
+        return checked
+    except ValidationError as failure:
+        problem = _problem(kind, content, failure)
+    except GPPError as failure:  # of a dataclass that checks itself
+        raise type(failure)(f"{place}: {failure}") from failure
+    raise error(f"{place}: {problem}{' ' * bool(remedy)}{remedy}")
+
+
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+
+
+@cache
+def _wrapped(kind: Any, extra: Extra) -> TypeAdapter[Any]:
+    """The type in a tuple, which hands its configuration on to dataclasses, as dataclasses do not take one."""
+    return TypeAdapter(tuple[kind], config=ConfigDict(strict=True, extra=extra, allow_inf_nan=False))
+
+
+def _problem(kind: Any, content: object, failure: ValidationError) -> str:
+    """The deepest of the errors in words, unknown keys first; those at the same key are alternatives."""
+    errors = [(_path(content, error["loc"][1:]), error) for error in failure.errors()]
+    path, first = max(errors, key=lambda item: (len(item[0]), item[1]["type"] == _UNKNOWN))
+    key = _written(path)
+    if first["type"] == _UNKNOWN:
+        return f"{key} is not a key.{did_you_mean(path[-1], _keys(kind, path[:-1]))}"
+    if first["type"] == "missing":
+        return f"{key} is missing."
+    allowed = " or ".join(dict.fromkeys(_allowed(error) for other, error in errors if other == path))
+    return f"{key or 'the content'} is {shown(_value(content, path))}; it must be {allowed}."
+
+
+_UNKNOWN = "unexpected_keyword_argument"
+
+
+def _path(content: Any, location: Sequence[int | str]) -> tuple[int | str, ...]:
+    """The keys that lead to an error, without the names of alternative types that pydantic adds."""
+    path: list[int | str] = []
+    for index, step in enumerate(location):
+        last = index == len(location) - 1
+        if isinstance(content, Mapping) and (step in content or last):
+            content = content.get(step)
+        elif isinstance(content, list | tuple) and isinstance(step, int) and (step < len(content) or last):
+            content = content[step] if step < len(content) else None
+        else:
+            continue
+        path.append(step)
+    return tuple(path)
+
+
+def _value(content: Any, path: Sequence[int | str]) -> Any:
+    for step in path:
+        content = content[step]
+    return content
+
+
+def _written(path: Sequence[int | str]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+
+
+def _keys(kind: Any, path: Sequence[int | str]) -> list[str]:
+    """The keys of the dataclass at a path below `kind`."""
+    for step in path:
+        owner = _dataclass_in(kind)
+        if isinstance(step, str) and owner is not None:
+            kind = get_type_hints(owner)[step]
+        else:
+            kind = next(item for item in get_args(kind) if item not in (str, ..., type(None)))
+    owner = _dataclass_in(kind)
+    return [] if owner is None else [field.name for field in fields(owner)]
+
+
+def _dataclass_in(kind: Any) -> Any:
+    """The type itself, or that of its alternatives, which is a dataclass."""
+    return next((item for item in (kind, *get_args(kind)) if isinstance(item, type) and is_dataclass(item)), None)
+
+
+_ALLOWED: Mapping[str, str] = {
+    "bool_type": "true or false",
+    "dataclass_type": "a mapping",
+    "dict_type": "a mapping",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "> {gt}",
+    "greater_than_equal": ">= {ge}",
+    "int_type": "a whole number",
+    "less_than_equal": "<= {le}",
+    "literal_error": "one of {expected}",
+    "none_required": "null",
+    "string_type": "text",
+    "tuple_type": "a list",
+}
+"""What each kind of error of pydantic asks for."""
+
+
+def _allowed(error: Any) -> str:
+    words = _ALLOWED.get(error["type"])
+    if words is None:
+        return str(error["msg"]).removeprefix("Input should be ")
+    return words.format(**error.get("ctx", {}))

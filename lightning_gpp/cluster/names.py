@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import TypeVar
 
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, did_you_mean
 
 Named = TypeVar("Named")
 
@@ -28,10 +27,3 @@ def check_keys(given: Iterable[object], known: Iterable[str], key: str) -> None:
     for name in given:
         if name not in known:
             raise ConfigError(f"{key}.{name} is not a setting.{did_you_mean(name, known)}")
-
-
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    known = list(known)
-    close = get_close_matches(str(name), known, n=3, cutoff=0.5)
-    guess = f" Did you mean {' or '.join(close)}?" if close else ""
-    return f"{guess} There are: {', '.join(sorted(known))}."

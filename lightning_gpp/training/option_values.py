@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from lightning_gpp.cluster import CLUSTERS, Cluster, cluster_of, load_cluster
-from lightning_gpp.cluster.names import did_you_mean
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, did_you_mean
 from lightning_gpp.option import refusal
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import partitioner_names

@@ -1,0 +1,85 @@
+"""Reads the files of users: plans and clusters in YAML, graphs in JSON. What cannot be read ends in one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import yaml
+
+from lightning_gpp.errors import GPPError
+
+MAX_BYTES: Final = 8 * 2**20
+"""Size of the largest YAML file that is read, which would take half a minute; a plan has about 2 KB per stage."""
+
+MAX_DEPTH: Final = 64
+"""Levels of the most deeply nested YAML that is read: the parser recurses."""
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # PyYAML has no types
+    """The safe loader of YAML, for which 1e9 is a number and 2024-01-01 is text; YAML 1.1 has it the other way."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_yaml(path: str | Path, *, error: type[GPPError]) -> Any:
+    """The content of a YAML file, or of a JSON file.
+
+    Raises:
+        GPPError: of the type `error`; the file cannot be read, is too large, or is not YAML.
+    """
+    text = _read(path, error, MAX_BYTES)
+    try:
+        _check_nesting(text)
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as failure:
+        raise error(f"{path}: is not YAML that can be read: {_one_line(failure)}.") from failure
+
+
+def read_json(path: str | Path, *, error: type[GPPError]) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        GPPError: of the type `error`; the file cannot be read, or is not JSON.
+    """
+    text = _read(path, error)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as failure:
+        raise error(f"{path}: is not JSON: {_one_line(failure)}.") from failure
+
+
+def _read(path: str | Path, error: type[GPPError], limit: int | None = None) -> str:
+    try:
+        size = Path(path).stat().st_size
+        if limit is not None and size > limit:
+            raise error(f"{path}: has {size / 2**20:.0f} MiB; files of up to {limit // 2**20} MiB are read.")
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as failure:
+        raise error(f"{path}: cannot be read: {failure.strerror}.") from failure
+    except UnicodeDecodeError as failure:
+        raise error(f"{path}: is not text in UTF-8, see byte {failure.start}. Save it in this encoding.") from failure
+
+
+def _check_nesting(text: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"it has an alias, *{event.anchor}; write the value itself")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+
+
+def _one_line(failure: Exception) -> str:
+    return " ".join(str(failure).split()).rstrip(".")
