@@ -19,7 +19,7 @@ from lightning_gpp.planning.choice import each_schedule
 from lightning_gpp.planning.copies import partition_copies
 from lightning_gpp.planning.folding import ordered
 from lightning_gpp.planning.problem.registry import partitioner_of
-from lightning_gpp.reports import Outcome, partitioners_table, schedules_table, search_progress
+from lightning_gpp.reports import Compared, partitioners_table, schedules_table, search_progress
 from lightning_gpp.schedules import schedule_names
 from lightning_gpp.training.machine import first
 from lightning_gpp.training.planner import check_devices, finished, planned, request_of
@@ -27,7 +27,7 @@ from lightning_gpp.training.planner import check_devices, finished, planned, req
 PARTITIONERS = tuple(name for name in partitioner_names() if name != "exhaustive")
 """Compared by default: all but the one that is for a handful of units and devices only."""
 
-Row = tuple[str, Outcome]
+ComparedRow = tuple[str, Compared]
 """A partitioner or schedule, and its prediction."""
 
 ALL = "all"
@@ -56,7 +56,7 @@ def compare(config: DictConfig) -> None:
 
 def _compare_partitioners(config: DictConfig) -> None:
     names = PARTITIONERS if config.partitioners is None else tuple(map(str, config.partitioners))
-    task, rows = task_of(config), list[Row]()
+    task, rows = task_of(config), list[ComparedRow]()
     check_interrupted()
     for name in names:
         partitioner_of(name)  # after the model's module was imported, which may register one
@@ -73,13 +73,13 @@ def _compare_partitioners(config: DictConfig) -> None:
         _show(rows, partitioners_table)
 
 
-def _show(rows: list[Row], table: Callable[[list[Row]], str]) -> None:
+def _show(rows: list[ComparedRow], table: Callable[[list[ComparedRow]], str]) -> None:
     if rows:
         with uninterrupted():
             print(table(rows))
 
 
-def _partitioned(name: str, task: Task, seconds: float) -> Outcome:
+def _partitioned(name: str, task: Task, seconds: float) -> Compared:
     subject = task.subject.step
     try:
         with time_limit(seconds, key="compare_seconds"), search_progress() as progress:
@@ -102,7 +102,7 @@ def _late(seconds: float) -> str:
 
 
 def _compare_schedules(config: DictConfig) -> None:
-    task, rows = task_of(config), list[Row]()
+    task, rows = task_of(config), list[ComparedRow]()
     check_interrupted()
     names, seconds = schedules_wanted(config.schedules), float(config.compare_seconds)
     given = task.options.plan is not None or task.options.stages is not None
@@ -129,7 +129,7 @@ def schedules_wanted(setting: Any) -> tuple[str, ...]:
     return names
 
 
-def _searched(task: Task, names: Sequence[str], seconds: float) -> Iterator[Row]:
+def _searched(task: Task, names: Sequence[str], seconds: float) -> Iterator[ComparedRow]:
     """Each schedule with the plan that it wants. A search that takes too long is given up, and the next one begun."""
     machine, search = first(task.machine, task.num_devices), None
     with search_progress() as progress:
@@ -149,13 +149,13 @@ def _searched(task: Task, names: Sequence[str], seconds: float) -> Iterator[Row]
             yield name, outcome
 
 
-def _scheduled(task: Task, outcome: Found | GPPError) -> Outcome:
+def _scheduled(task: Task, outcome: Found | GPPError) -> Compared:
     if isinstance(outcome, GPPError):
         return str(outcome)
     return final(task, finished(outcome.plan, task.subject.step, task.options), outcome)
 
 
-def _on_given(task: Task, names: Sequence[str], seconds: float) -> Iterator[Row]:
+def _on_given(task: Task, names: Sequence[str], seconds: float) -> Iterator[ComparedRow]:
     """Each schedule on the user's plan or stages."""
     with search_progress() as progress:
         for index, name in enumerate(names):
@@ -171,7 +171,7 @@ def _on_given(task: Task, names: Sequence[str], seconds: float) -> Iterator[Row]
             yield name, outcome
 
 
-def _applied(task: Task, name: str) -> Outcome:
+def _applied(task: Task, name: str) -> Compared:
     subject, machine = task.subject.step, task.machine
     plan = planned(subject, replace(task.options, schedule=name), lambda: machine, task.num_devices).plan
     lack = _lack(task, plan)

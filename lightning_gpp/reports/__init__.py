@@ -1,11 +1,11 @@
 """Plans and timelines for people: tables, text and pictures of a prediction."""
 
-from lightning_gpp.reports.compared import Outcome, partitioners_table, schedules_table
+from lightning_gpp.reports.compared import Compared, partitioners_table, schedules_table
 from lightning_gpp.reports.gantt import timeline_svg
 from lightning_gpp.reports.graph import graph_svg, graph_text
-from lightning_gpp.reports.measured import Comparison, Pair, compare_timelines, comparison_text
+from lightning_gpp.reports.measured import Comparison, FigurePair, compare_timelines, comparison_text
 from lightning_gpp.reports.memory import memory_text
-from lightning_gpp.reports.prediction import Prediction, Search
+from lightning_gpp.reports.prediction import Prediction, SearchFigures
 from lightning_gpp.reports.progress import search_progress
 from lightning_gpp.reports.schedule import DeviceFigures, Traffic, schedule_figures, schedule_text
 from lightning_gpp.reports.search import alternatives_text, search_text
@@ -16,10 +16,10 @@ from lightning_gpp.reports.timeline import timeline_text
 __all__ = [
     "Comparison",
     "DeviceFigures",
-    "Outcome",
-    "Pair",
+    "Compared",
+    "FigurePair",
     "Prediction",
-    "Search",
+    "SearchFigures",
     "Traffic",
     "alternatives_text",
     "compare_timelines",

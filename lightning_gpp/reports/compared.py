@@ -10,7 +10,7 @@ from lightning_gpp.reports.schedule import DeviceFigures
 from lightning_gpp.reports.table import markdown
 from lightning_gpp.reports.units import count, distance, duration, percent, size
 
-Outcome = Prediction | str
+Compared = Prediction | str
 """A prediction, or the reason why there is none."""
 
 PARTITIONERS: Final = (
@@ -52,23 +52,23 @@ those of the device with the most: micro-batches in flight, over all its stages;
 received, with their bytes; all-gathers of parameters and reductions of gradients."""
 
 
-def partitioners_table(outcomes: Sequence[tuple[str, Outcome]]) -> str:
+def partitioners_table(outcomes: Sequence[tuple[str, Compared]]) -> str:
     """One row per partitioner; below, the reasons of those that found no plan."""
     return _table(PARTITIONERS, outcomes, _partitioner)
 
 
-def schedules_table(outcomes: Sequence[tuple[str, Outcome]]) -> str:
+def schedules_table(outcomes: Sequence[tuple[str, Compared]]) -> str:
     """One row per schedule; below, the reasons of those that have no plan, and notes on others."""
     return _table(SCHEDULES, outcomes, _schedule)
 
 
 def _table(
-    header: Sequence[str], outcomes: Sequence[tuple[str, Outcome]], cells: Callable[[Prediction, str], list[str]]
+    header: Sequence[str], outcomes: Sequence[tuple[str, Compared]], cells: Callable[[Prediction, str], list[str]]
 ) -> str:
     predictions = [outcome for _, outcome in outcomes if isinstance(outcome, Prediction)]
     best = max((entry.samples_per_second for entry in predictions if not entry.excess_bytes), default=0.0)
 
-    def row(name: str, outcome: Outcome) -> list[str]:
+    def row(name: str, outcome: Compared) -> list[str]:
         if isinstance(outcome, str):
             return [name, *["-"] * (len(header) - 1)]
         return [name, *cells(outcome, f"{outcome.samples_per_second / best:.3f}" if best else "-")]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_gpp.reports import svg
-from lightning_gpp.reports.lanes import MEANINGS, PLAIN, Entry, collectives, computes, kinds_of
+from lightning_gpp.reports.lanes import MEANINGS, PLAIN, CollectiveSpan, collectives, computes, kinds_of
 from lightning_gpp.reports.timeline import summary
 from lightning_gpp.reports.units import duration
 from lightning_gpp.schedules import Kind
@@ -81,7 +81,7 @@ class _Canvas:
         if width >= NARROWEST_LABEL:
             yield svg.text(x + width / 2, top + 17, f"{letter}{action.micro_batch}", anchor="middle")
 
-    def _mark(self, entry: Entry, top: float) -> str:
+    def _mark(self, entry: CollectiveSpan, top: float) -> str:
         title = f"{MEANINGS[entry.kind]}, {self._title(entry.stage, entry.start, entry.stop)}"
         width = max(MARK, (entry.stop - entry.start) * self.scale)
         return svg.rectangle(self._x(entry.start), top, width, STRIP, _color(entry.stage), title, OPACITY[entry.kind])

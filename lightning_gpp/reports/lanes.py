@@ -25,7 +25,7 @@ PLAIN = (Kind.DATA, Kind.FORWARD, Kind.BACKWARD)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CollectiveSpan:
     """A collective of a stage from `start` to `stop`, in seconds. If measured, only its launch."""
 
     stage: int
@@ -34,15 +34,15 @@ class Entry:
     stop: float
 
 
-def collectives(timeline: Timeline, device: int) -> list[Entry]:
+def collectives(timeline: Timeline, device: int) -> list[CollectiveSpan]:
     """The collectives of a device, by their start."""
     spans = [
-        Entry(span.action.stage, span.action.kind, span.start, span.stop)
+        CollectiveSpan(span.action.stage, span.action.kind, span.start, span.stop)
         for span in timeline.devices[device]
         if span.action.kind in COLLECTIVES
     ]
     simulated = [
-        Entry(entry.stage, kind, entry.start, entry.stop)
+        CollectiveSpan(entry.stage, kind, entry.start, entry.stop)
         for kind, entries in ((Kind.REDUCE, timeline.reductions), (Kind.UNSHARD, timeline.all_gathers))
         for entry in entries
         if device in entry.devices

@@ -16,7 +16,7 @@ from lightning_gpp.simulation import Span, Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class FigurePair:
     """A simulated figure and the mean of the measured ones; None if there is none."""
 
     simulated: float | None
@@ -44,9 +44,9 @@ class Comparison:
 
     stages: tuple[str, ...]
     num_timelines: int
-    actions: dict[tuple[int, Kind], Pair]
-    step: Pair
-    bubble: Pair
+    actions: dict[tuple[int, Kind], FigurePair]
+    step: FigurePair
+    bubble: FigurePair
 
 
 def compare_timelines(simulated: Timeline, measured: Sequence[Timeline]) -> Comparison:
@@ -75,9 +75,9 @@ def compare_timelines(simulated: Timeline, measured: Sequence[Timeline]) -> Comp
     return Comparison(
         stages=simulated.stages,
         num_timelines=len(measured),
-        actions={key: Pair(*(means.get(key) for means in seconds)) for key in keys},
-        step=Pair(expected.makespan, fmean(timeline.makespan for timeline in taken)),
-        bubble=Pair(expected.bubble_fraction, fmean(timeline.bubble_fraction for timeline in taken)),
+        actions={key: FigurePair(*(means.get(key) for means in seconds)) for key in keys},
+        step=FigurePair(expected.makespan, fmean(timeline.makespan for timeline in taken)),
+        bubble=FigurePair(expected.bubble_fraction, fmean(timeline.bubble_fraction for timeline in taken)),
     )
 
 
@@ -116,6 +116,6 @@ def comparison_text(comparison: Comparison) -> str:
     return "\n".join(markdown(HEADER, rows))
 
 
-def _cells(pair: Pair) -> list[str]:
+def _cells(pair: FigurePair) -> list[str]:
     times = ["-" if value is None else duration(value) for value in (pair.simulated, pair.measured)]
     return [*times, "-" if pair.ratio is None else f"{pair.ratio:.2f}"]

@@ -13,7 +13,7 @@ BAR = 40
 
 
 @dataclass(slots=True)
-class _Row:
+class _Bar:
     """Neighbouring devices with the same stages whose peaks and limits look the same, and the highest of the peaks."""
 
     devices: list[int]
@@ -38,10 +38,10 @@ def memory_text(prediction: Prediction) -> str:
     )
 
 
-def _rows(prediction: Prediction) -> list[_Row]:
-    rows: list[_Row] = []
+def _rows(prediction: Prediction) -> list[_Bar]:
+    rows: list[_Bar] = []
     for device, (peak, limit) in enumerate(zip(prediction.timeline.peak_bytes, prediction.memory_bytes, strict=False)):
-        row = _Row([device], prediction.plan.stages_on(device), peak, limit)
+        row = _Bar([device], prediction.plan.stages_on(device), peak, limit)
         if rows and rows[-1].shown == row.shown:
             rows[-1].devices.append(device)
             rows[-1].peak = max(rows[-1].peak, peak)
@@ -54,14 +54,14 @@ def _label(devices: Sequence[int]) -> str:
     return f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}-{devices[-1]}"
 
 
-def _bar(row: _Row) -> str:
+def _bar(row: _Bar) -> str:
     filled = min(BAR, round(BAR * row.peak / row.limit))
     return ("#" if row.peak <= row.limit else "!") * filled + "." * (BAR - filled)
 
 
-def _verdict(row: _Row) -> str:
+def _verdict(row: _Bar) -> str:
     return percent(row.peak / row.limit) if row.peak <= row.limit else f"{size(row.peak - row.limit)} TOO MUCH"
 
 
-def _names(plan: Plan, row: _Row) -> str:
+def _names(plan: Plan, row: _Bar) -> str:
     return ", ".join(plan.stages[stage].name for stage in row.stages)

@@ -13,7 +13,7 @@ from lightning_gpp.simulation import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class SearchFigures:
     """The search that found a plan.
 
     Args:
@@ -54,7 +54,7 @@ class Prediction:
     memory_bytes: tuple[float, ...] = ()
     lower_bound: float = 0.0
     alternatives: tuple[Alternative, ...] = ()
-    search: Search | None = None
+    search: SearchFigures | None = None
     note: str = ""
 
     @classmethod
@@ -68,7 +68,7 @@ class Prediction:
             memory_bytes=found.memory_bytes,
             lower_bound=answer.lower_bound,
             alternatives=answer.alternatives,
-            search=Search(
+            search=SearchFigures(
                 partitioner=found.partitioner,
                 objective=answer.objective,
                 objective_name=answer.objective_name,

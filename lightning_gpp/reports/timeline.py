@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.reports.lanes import MEANINGS, PLAIN, Entry, collectives, computes, kinds_of
+from lightning_gpp.reports.lanes import MEANINGS, PLAIN, CollectiveSpan, collectives, computes, kinds_of
 from lightning_gpp.reports.units import duration, percent, size
 from lightning_gpp.schedules import Action, Kind
 from lightning_gpp.simulation import Span, Timeline
@@ -44,7 +44,7 @@ def timeline_text(timeline: Timeline, width: int = 110) -> str:
     return "\n".join([*rows, *_axis(timeline, indent, columns), summary(timeline), *_legend(timeline)])
 
 
-def _lane(entries: Sequence[Entry], origin: float, makespan: float, columns: int) -> str:
+def _lane(entries: Sequence[CollectiveSpan], origin: float, makespan: float, columns: int) -> str:
     cells = [" "] * columns
     scale = columns / makespan if makespan else 0.0
     for entry in entries:

@@ -53,16 +53,16 @@ def _work(plan: Plan, batch_size: int) -> Work:
     return work if work.timed else replace(work, readers=links(plan, batch_size, work.seconds)[1])
 
 
-_Trial = tuple[Work, Sequence[float], Mapping[Action, float]]
+_ListRun = tuple[Work, Sequence[float], Mapping[Action, float]]
 """Work, memory limits and due dates for one run of list scheduling."""
 
 
-def _trials(work: Work) -> Iterator[_Trial]:
+def _trials(work: Work) -> Iterator[_ListRun]:
     limits = work.limits or _limits(work)
     return ((each, limits, due_dates(each, pace)) for each in _simpler(work) for pace in PACES)
 
 
-def _beside(work: Work, chain: Work) -> Iterator[_Trial]:
+def _beside(work: Work, chain: Work) -> Iterator[_ListRun]:
     """A graph with higher and higher limits, then the chain of its stages with the highest."""
     least, most = (each.limits or _limits(each) for each in (work, chain))
     trials = list(_trials(work))

@@ -19,7 +19,7 @@ from lightning_gpp.schedules.handcrafted import samples_ahead
 from lightning_gpp.schedules.list_scheduling import SLACK, list_schedule
 from lightning_gpp.schedules.memory import limits_of, needs_of
 from lightning_gpp.schedules.seq_1f1b import lanes as lanes_of
-from lightning_gpp.schedules.task_graph import Rows
+from lightning_gpp.schedules.task_graph import DeviceOrders
 from lightning_gpp.schedules.warm_up import action_samples, slice_samples
 from lightning_gpp.schedules.work import Work, turns
 from lightning_gpp.slices import is_sliced, unsliced
@@ -74,7 +74,7 @@ def fill(work: Work, preferences: Iterable[Preference], share: float = 1) -> Sch
         preferences: at least one; among equal results the first wins.
         share: memory limit if the plan has none, relative to the peak of the neediest device under 1F1B.
     """
-    rows: Rows = []
+    rows: DeviceOrders = []
     best = inf
     replicas, loads = _replicas(work, share), work.loads()
     for preference in preferences:

@@ -25,7 +25,7 @@ from lightning_gpp.schedules.work import Work, is_extra, turns, work_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class BuildingBlock:
     """Cells between the actions of neighbouring stages, on the way down the V and on the way up.
 
     `gaps`: candidates for the cells between the last forward and the first backward of a micro-batch. Which of them
@@ -41,7 +41,7 @@ _ROUNDING: Final = 0.1
 """Cells by which nominal times may be off, as each is a little later than those of the action's inputs."""
 
 
-def compacted_blocks(plan: Plan, batch_size: int, blocks: Sequence[Block]) -> Schedule:
+def compacted_blocks(plan: Plan, batch_size: int, blocks: Sequence[BuildingBlock]) -> Schedule:
     """The compacted order of a building block.
 
     Args:
@@ -51,37 +51,35 @@ def compacted_blocks(plan: Plan, batch_size: int, blocks: Sequence[Block]) -> Sc
     """
     work = work_of(plan, batch_size)
     for block in blocks:
-        layouts = _leanest(work, block)
-        if fits(work, layouts[0].peaks):
+        orders = _leanest(work, block)
+        if fits(work, orders[0].peaks):
             break
-    trials = (
-        trial for layout in layouts for trial in compacted(work, layout.rows, compaction_limits(work, layout.peaks))
-    )
+    trials = (trial for order in orders for trial in compacted(work, order.rows, compaction_limits(work, order.peaks)))
     return work.order(fastest(work, trials).rows)
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _BlockOrder:
     """An order without weight gradients, and the peaks of memory with them in free cells."""
 
     rows: list[list[Action]]
     peaks: list[float]
 
 
-def _leanest(work: Work, block: Block) -> list[_Layout]:
+def _leanest(work: Work, block: BuildingBlock) -> list[_BlockOrder]:
     """The orders with the gaps that need the least memory."""
-    layouts = []
+    orders = []
     for gap in block.gaps:
         rows = by_nominal_time(work, _Cells(work, block, gap).time)
-        layouts.append(_Layout(actions(rows, weights=False), peaks_of(work, _in_free_cells(work.plan, rows))))
-    least = min(max(layout.peaks) for layout in layouts)
-    return [layout for layout in layouts if max(layout.peaks) <= least * (1 + 1e-9)]
+        orders.append(_BlockOrder(actions(rows, weights=False), peaks_of(work, _in_free_cells(work.plan, rows))))
+    least = min(max(order.peaks) for order in orders)
+    return [order for order in orders if max(order.peaks) <= least * (1 + 1e-9)]
 
 
 class _Cells:
     """The nominal times of a block's actions, in cells."""
 
-    def __init__(self, work: Work, block: Block, gap: int) -> None:
+    def __init__(self, work: Work, block: BuildingBlock, gap: int) -> None:
         plan = work.plan
         places = [[s for s in plan.stages_on(i) if not is_extra(plan, s)] for i in range(plan.num_devices)]
         self._numbers = coarse_numbers(plan, work.batch_size)
@@ -95,7 +93,7 @@ class _Cells:
         return number * self._period + offsets[self._level[action.stage]]
 
 
-def _offsets(block: Block, gap: int, length: int, laps: int) -> tuple[list[int], list[int]]:
+def _offsets(block: BuildingBlock, gap: int, length: int, laps: int) -> tuple[list[int], list[int]]:
     """For every level the cells of the first micro-batch's forward and of its input gradients."""
     up = [level * laps // length % 2 for level in range(length)]
     forward = [0] * length

@@ -26,8 +26,8 @@ from lightning_gpp.errors import VerificationError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 
-_Row = list[Action]
-_Pass = Callable[[_Row, Collection[int]], _Row]
+_Actions = list[Action]
+_Pass = Callable[[_Actions, Collection[int]], _Actions]
 
 BUFFERS: Final = 2
 """Stages whose gathered parameters a device keeps: the one that it computes, and the next."""
@@ -65,8 +65,8 @@ def with_collectives(
 
 
 def _first_consistent(
-    plan: Plan, passes: Iterable[_Pass], rows: Sequence[_Row], held: Sequence[Sequence[int]]
-) -> list[_Row]:
+    plan: Plan, passes: Iterable[_Pass], rows: Sequence[_Actions], held: Sequence[Sequence[int]]
+) -> list[_Actions]:
     """The first placement under which all replicas of a stage call its collectives in the same order."""
     outcomes = ([run(*pair) for pair in zip(rows, held, strict=True)] for run in passes)
     return next(outcome for outcome in outcomes if not _problem(plan, outcome))
@@ -142,7 +142,7 @@ def _check_complete(device: int, actions: Sequence[Action]) -> None:
         )
 
 
-def _gathered(actions: _Row, sharded: Collection[int]) -> _Row:
+def _gathered(actions: _Actions, sharded: Collection[int]) -> _Actions:
     """Unshard each stage one visit ahead; reshard the one that is needed last."""
     readers = [action.stage for action in actions if action.kind in _READ_PARAMETERS and action.stage in sharded]
     visits = [stage for stage, _ in groupby(readers)]
@@ -158,7 +158,7 @@ def _gathered(actions: _Row, sharded: Collection[int]) -> _Row:
     return result
 
 
-def _gathered_once(actions: _Row, sharded: Collection[int]) -> _Row:
+def _gathered_once(actions: _Actions, sharded: Collection[int]) -> _Actions:
     """Unshard all stages at the start, reshard them at the end, if devices visit shared stages in different orders."""
     first, last = ([Action(stage, kind, 0) for stage in sorted(sharded)] for kind in (Kind.UNSHARD, Kind.RESHARD))
     return [*first, *actions, *last]
@@ -201,7 +201,7 @@ class _Parameters:
         self._count[action] += 1
 
 
-def _reduced_often(actions: _Row, sharded: Collection[int]) -> _Row:
+def _reduced_often(actions: _Actions, sharded: Collection[int]) -> _Actions:
     """Reduce gradients when a stage's are complete, and whenever another stage's gradients need the memory."""
     makers = [i for i, action in enumerate(actions) if action.kind in _MAKE_GRADIENTS and action.stage in sharded]
     last = set({actions[index].stage: index for index in makers}.values())
@@ -216,12 +216,12 @@ def _reduced_often(actions: _Row, sharded: Collection[int]) -> _Row:
     return result
 
 
-def _reduced_last(actions: _Row, sharded: Collection[int]) -> _Row:
+def _reduced_last(actions: _Actions, sharded: Collection[int]) -> _Actions:
     """Reduce all gradients at the end, stage by stage, if devices complete shared stages in different orders."""
     return [*actions, *(Action(stage, Kind.REDUCE, 0) for stage in sorted(sharded, reverse=True))]
 
 
-def _reduced(rows: Sequence[_Row], held: Sequence[Sequence[int]]) -> list[_Row]:
+def _reduced(rows: Sequence[_Actions], held: Sequence[Sequence[int]]) -> list[_Actions]:
     """Reduce gradients when a stage's are complete, in one order of stages for all devices.
 
     Stages are ordered by when their last replica completes them, counted in actions left to do.
@@ -235,13 +235,13 @@ def _reduced(rows: Sequence[_Row], held: Sequence[Sequence[int]]) -> list[_Row]:
     return [_in_order(actions, own, order) for actions, own in zip(rows, ends, strict=True)]
 
 
-def _ends(actions: _Row, stages: Collection[int]) -> dict[int, int]:
+def _ends(actions: _Actions, stages: Collection[int]) -> dict[int, int]:
     """For every stage the number of actions after which its gradients are complete; 0 if it has none."""
     makers = (entry for entry in enumerate(actions, 1) if entry[1].kind in _MAKE_GRADIENTS)
     return dict.fromkeys(stages, 0) | {action.stage: end for end, action in makers if action.stage in stages}
 
 
-def _in_order(actions: _Row, ends: Mapping[int, int], order: Sequence[int]) -> _Row:
+def _in_order(actions: _Actions, ends: Mapping[int, int], order: Sequence[int]) -> _Actions:
     waiting = [stage for stage in order if stage in ends]
     result: list[Action] = []
     for index in range(len(actions) + 1):

@@ -19,7 +19,7 @@ from typing import Final
 from lightning_gpp.schedules.actions import Kind
 from lightning_gpp.schedules.clock import Clock
 from lightning_gpp.schedules.list_scheduling import SLACK, list_schedule
-from lightning_gpp.schedules.task_graph import Rows, TaskGraph
+from lightning_gpp.schedules.task_graph import DeviceOrders, TaskGraph
 from lightning_gpp.schedules.work import Work
 
 WINDOWS: Final = (0, 1, 2, 4)
@@ -31,7 +31,7 @@ leave larger ones later."""
 class Compacted:
     """The order of every device; the longest time of a device from its first start to its last end, and of all."""
 
-    rows: Rows
+    rows: DeviceOrders
     busy: float
     makespan: float
 
@@ -50,7 +50,7 @@ def fastest(work: Work, trials: Iterable[Compacted]) -> Compacted:
     return min(tried, key=lambda trial: (trial.busy, trial.makespan))
 
 
-def compacted(work: Work, rows: Rows, limits: Sequence[float]) -> Iterator[Compacted]:
+def compacted(work: Work, rows: DeviceOrders, limits: Sequence[float]) -> Iterator[Compacted]:
     """Compact an order in several ways.
 
     Args:
@@ -62,7 +62,9 @@ def compacted(work: Work, rows: Rows, limits: Sequence[float]) -> Iterator[Compa
     return (compact(work, rows, limits, window, patient) for window, patient in product(WINDOWS, patience))
 
 
-def compact(work: Work, rows: Rows, limits: Sequence[float], window: int = 0, patient: bool = False) -> Compacted:
+def compact(
+    work: Work, rows: DeviceOrders, limits: Sequence[float], window: int = 0, patient: bool = False
+) -> Compacted:
     """Compact an order.
 
     Args:
@@ -83,7 +85,7 @@ class Compaction:
     """The policy of `compact`."""
 
     clock: Clock
-    rows: Rows
+    rows: DeviceOrders
     limits: Sequence[float]
     window: int
     patient: bool

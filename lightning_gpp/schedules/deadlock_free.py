@@ -26,9 +26,9 @@ def without_deadlock(plan: Plan, batch_size: int, warm_up: Mapping[int, int]) ->
     counts = dict(warm_up)
     if _is_safe(plan, counts):
         return counts
-    pipeline = _Pipeline(plan, batch_size)
-    while (outcome := in_order(pipeline.tasks, pipeline.rows(counts))).deadlocks:
-        counts[pipeline.culprit(outcome)] += 1
+    stages = _StageTasks(plan, batch_size)
+    while (outcome := in_order(stages.tasks, stages.rows(counts))).deadlocks:
+        counts[stages.culprit(outcome)] += 1
     return counts
 
 
@@ -42,7 +42,7 @@ def _is_safe(plan: Plan, warm_up: Mapping[int, int]) -> bool:
 
 
 @dataclass(slots=True)
-class _Pipeline:
+class _StageTasks:
     """The forwards and backwards of all stages, each stage on a device of its own."""
 
     plan: Plan

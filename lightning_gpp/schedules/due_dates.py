@@ -19,7 +19,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.clock import Clock
 from lightning_gpp.schedules.list_scheduling import Priorities, list_schedule
-from lightning_gpp.schedules.task_graph import Rows
+from lightning_gpp.schedules.task_graph import DeviceOrders
 from lightning_gpp.schedules.work import Work, turns
 
 
@@ -30,7 +30,7 @@ class Pace(NamedTuple):
     backward: float
 
 
-def by_due_date(work: Work, limits: Sequence[float], due: Mapping[Action, float]) -> Rows:
+def by_due_date(work: Work, limits: Sequence[float], due: Mapping[Action, float]) -> DeviceOrders:
     """The order of every device.
 
     Args:

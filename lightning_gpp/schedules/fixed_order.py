@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_gpp.schedules.task_graph import Rows, TaskGraph
+from lightning_gpp.schedules.task_graph import DeviceOrders, TaskGraph
 
 NOTHING: Final = -1
 """In place of a task's number."""
@@ -39,7 +39,7 @@ class FixedOrder:
     cause: Sequence[int]
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> DeviceOrders:
         """For every device its actions."""
         return [[self.tasks.actions[task] for task in row] for row in self.order]
 
@@ -56,7 +56,7 @@ class FixedOrder:
             task = self.cause[task]
 
 
-def in_order(tasks: TaskGraph, rows: Rows) -> FixedOrder:
+def in_order(tasks: TaskGraph, rows: DeviceOrders) -> FixedOrder:
     """Run every device's actions in their order."""
     return run_order(tasks, [[tasks.numbers[device, action] for action in row] for device, row in enumerate(rows)])
 

@@ -21,7 +21,7 @@ SLACK: Final = 1 + 1e-9
 """Sums of bytes, or of seconds, that differ by rounding alone count as equal."""
 
 
-class Policy(Protocol):
+class SchedulingPolicy(Protocol):
     """Chooses the tasks of free devices. What it returns starts at once."""
 
     def choose(self, device: int) -> int | None:
@@ -31,7 +31,7 @@ class Policy(Protocol):
         """The task that starts beyond the memory limits when all devices wait for memory; None if there is none."""
 
 
-def list_schedule(clock: Clock, policy: Policy) -> None:
+def list_schedule(clock: Clock, policy: SchedulingPolicy) -> None:
     """Run tasks until the policy starts no more."""
     going = True
     while going:

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from lightning_gpp.schedules.actions import Kind
 from lightning_gpp.schedules.held_bytes import peak
 from lightning_gpp.schedules.one_f_one_b import warm_up
-from lightning_gpp.schedules.task_graph import Rows
+from lightning_gpp.schedules.task_graph import DeviceOrders
 from lightning_gpp.schedules.work import Work, turns
 
 
-def peaks_of(work: Work, rows: Rows) -> list[float]:
+def peaks_of(work: Work, rows: DeviceOrders) -> list[float]:
     """Peak memory of every device if it follows its order."""
     return [peak(work.takes[device, action] for action in row) for device, row in enumerate(rows)]
 

@@ -56,7 +56,7 @@ def period(plan: Plan) -> int:
 def forward_slots(plan: Plan) -> Slots:
     """Slots of the forwards. A stage on a short path to the sink starts as late as the longest path allows."""
     graph, ahead = plan.graph(), _ahead(plan)
-    table = _Table(plan, group_size(plan), period(plan), weights(plan))
+    table = _ReservationTable(plan, group_size(plan), period(plan), weights(plan))
     for stage in line(plan):
         inputs = [[slot + table.takes[stage] for slot in table.slots[i]] for i in graph.predecessors(stage)]
         table.enter(stage, inputs, max(ahead.values()) - ahead[stage])
@@ -66,7 +66,7 @@ def forward_slots(plan: Plan) -> Slots:
 def backward_slots(plan: Plan) -> Slots:
     """Slots of the backwards, no earlier than the forwards of the first micro-batch, which come first in a slot."""
     graph, forwards = plan.graph(), forward_slots(plan)
-    table = _Table(plan, group_size(plan), period(plan), weights(plan))
+    table = _ReservationTable(plan, group_size(plan), period(plan), weights(plan))
     for stage in reversed(line(plan)):
         inputs = [[slot + table.takes[i] for slot in table.slots[i]] for i in graph.successors(stage)]
         table.enter(stage, inputs, 0)
@@ -92,7 +92,7 @@ def _ahead(plan: Plan) -> dict[int, int]:
 
 
 @dataclass(slots=True)
-class _Table:
+class _ReservationTable:
     """The slots of a period that devices have reserved."""
 
     plan: Plan

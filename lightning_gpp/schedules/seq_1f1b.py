@@ -23,7 +23,7 @@ from lightning_gpp.slices import unsliced
 #   stage 0  F0a  F0b  F1a       B0b  F1b  B0a       B1b  B1a
 #   stage 1       F0a  F0b  B0b  F1a  B0a  F1b  B1b  B1a
 
-Lane = Callable[[int, int], tuple[Action, ...]]
+LaneOrder = Callable[[int, int], tuple[Action, ...]]
 """From the first slice of a stage and a warm-up to the order of all its slices."""
 
 
@@ -56,7 +56,7 @@ def backwards_of(plan: Plan, members: Sequence[int], batch_size: int, kind: Kind
     return [Action(part, kind, index) for index in range(number) for part in reversed(members)]
 
 
-def without_deadlock_in_slices(plan: Plan, batch_size: int, warm_up: Mapping[int, int], lane: Lane) -> StageOrders:
+def without_deadlock_in_slices(plan: Plan, batch_size: int, warm_up: Mapping[int, int], lane: LaneOrder) -> StageOrders:
     """The orders with the warm-ups, all raised by as little as it takes for the orders not to deadlock.
 
     Raises:

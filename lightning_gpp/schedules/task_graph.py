@@ -13,7 +13,7 @@ from lightning_gpp.schedules.actions import Action
 Task = tuple[int, Action]
 """An action on one device."""
 
-Rows = Sequence[Sequence[Action]]
+DeviceOrders = Sequence[Sequence[Action]]
 """For every device its actions, in order."""
 
 Readers = Mapping[Task, Sequence[tuple[Task, float]]]

@@ -16,7 +16,7 @@ from lightning_gpp.schedules.fixed_order import in_order
 from lightning_gpp.schedules.nominal_times import coarse_numbers, levels
 from lightning_gpp.schedules.task_graph import Task, task_graph
 
-Order = Callable[[int, int, int], Sequence[Action]]
+RankOrder = Callable[[int, int, int], Sequence[Action]]
 """From rank, number of ranks and number of micro-batches to the order of the rank, in stages of the chain."""
 
 _UNITS: Final = {Kind.FORWARD: 1, Kind.INPUT: 1, Kind.WEIGHT: 1, Kind.BACKWARD: 2}
@@ -31,7 +31,7 @@ class Template:
         order: of the V.
     """
 
-    def __init__(self, plan: Plan, batch_size: int, order: Order) -> None:
+    def __init__(self, plan: Plan, batch_size: int, order: RankOrder) -> None:
         self._levels, length = levels(plan)
         self._numbers = coarse_numbers(plan, batch_size)
         # An order needs enough micro-batches to fill the pipeline; times of those beyond the plan's are never read.

@@ -9,11 +9,11 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Schedule
-from lightning_gpp.schedules.building_blocks import Block, compacted_blocks
+from lightning_gpp.schedules.building_blocks import BuildingBlock, compacted_blocks
 from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.v_min import V_MIN
 
-V_HALF: Final = Block(forward=(2, 1), backward=(1, 2), gaps=(0, 3))
+V_HALF: Final = BuildingBlock(forward=(2, 1), backward=(1, 2), gaps=(0, 3))
 """2 + 1 cells per stage either way: 3/6 of the memory of 1F1B, and p/2 + 1 micro-batches with p devices."""
 
 # The block of three devices; capital letters are stages 0 to 2, small ones stages 5 to 3.

@@ -9,10 +9,10 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Schedule
-from lightning_gpp.schedules.building_blocks import Block, compacted_blocks
+from lightning_gpp.schedules.building_blocks import BuildingBlock, compacted_blocks
 from lightning_gpp.schedules.registry import register_schedule
 
-V_MIN: Final = Block(forward=(1, 1), backward=(1, 1), gaps=(0, 2, 4))
+V_MIN: Final = BuildingBlock(forward=(1, 1), backward=(1, 1), gaps=(0, 2, 4))
 """1 + 1 cells per stage either way: 2/6 of the memory of 1F1B, and (p + 4) // 3 micro-batches with p devices."""
 
 # The block of two devices; capital letters are stages 0 and 1, small ones stages 3 and 2.

@@ -84,7 +84,7 @@ def _check_sequence(plan: Plan, device: int, actions: list[Action]) -> None:
 def _check_use(program: Program) -> None:
     done: dict[Op, set[int]] = {op: set() for op in _VERBS}
     for device in range(len(program.devices)):
-        for op, numbers in _Use(program, device).follow().items():
+        for op, numbers in _DeviceState(program, device).follow().items():
             done[op] |= numbers
     for op, verb in _VERBS.items():
         for message in program.messages:
@@ -94,7 +94,7 @@ def _check_use(program: Program) -> None:
 
 
 @dataclass(slots=True)
-class _Use:
+class _DeviceState:
     """The state of one device along its instructions: actions computed, messages sent, posted and waited for."""
 
     program: Program

@@ -16,7 +16,7 @@ from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.held_bytes import HeldBytes
 from lightning_gpp.schedules.messages import derive_messages, samples_of
-from lightning_gpp.schedules.task_graph import Readers, Rows, Task, TaskGraph, task_graph
+from lightning_gpp.schedules.task_graph import DeviceOrders, Readers, Task, TaskGraph, task_graph
 
 _PREDECESSORS: Final = {Kind.INPUT: Kind.FORWARD, Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}
 """For an action's kind that of the action of the same micro-batch that must end before."""
@@ -60,7 +60,7 @@ class Work:
             loads[device] += seconds
         return loads
 
-    def order(self, rows: Rows, full: Callable[[Action], bool] = lambda action: False) -> Schedule:
+    def order(self, rows: DeviceOrders, full: Callable[[Action], bool] = lambda action: False) -> Schedule:
         """The schedule of these rows, with full backwards for stages without a second half.
 
         A full backward takes the place of its first half.
