@@ -1,4 +1,4 @@
-"""Makes `Trainer(strategy="gpp")` known without loading Lightning: it is told as soon as somebody else loads it.
+"""Registers `Trainer(strategy="gpp")` without loading Lightning: as soon as something else loads it.
 
 Lightning takes seconds to import, and planning, simulating and the runtime do not need it.
 """
@@ -16,7 +16,7 @@ _REGISTRY: Final = "lightning.pytorch.strategies"
 
 
 def register() -> None:
-    """Register the strategy now if Lightning is loaded, else when it is."""
+    """Register the strategy now if Lightning is loaded, otherwise as soon as it is."""
     module = sys.modules.get(_REGISTRY)
     if module is not None and hasattr(module, "StrategyRegistry"):
         _register_in(module)
@@ -37,7 +37,7 @@ def make_strategy(**kwargs: Any) -> Any:
 
 
 class _WhenLoaded(MetaPathFinder):
-    """Finds one module the usual way, and registers after it has run."""
+    """Finds one module in the usual way, and registers the strategy after the module has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

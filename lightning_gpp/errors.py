@@ -1,11 +1,11 @@
-"""Every error a user can cause, as subclasses of one class, so that a caller can catch them together."""
+"""Errors that a user can cause: subclasses of one class, so that a caller can catch them together."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class GPPError(Exception):
-    """Base of all errors of this library. Says what is wrong, where, with which values, and what to do."""
+    """Base class of all errors of this library. The message says what is wrong, where, which values, and what to do."""
 
 
 class ConfigError(GPPError):
@@ -33,7 +33,7 @@ class CheckpointError(GPPError):
 
 
 class ShapeError(GPPError):
-    """A batch cannot be cut into micro-batches, or a boundary tensor has not the agreed shape."""
+    """A batch cannot be cut into micro-batches, or a tensor between stages does not have the expected shape."""
 
 
 class SelfCheckError(GPPError):
@@ -45,7 +45,7 @@ class PeerFailure(GPPError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """What `error.add_note` does; it exists from Python 3.11 on."""
+    """Add a note to an error. `BaseException.add_note` exists from Python 3.11 on."""
     error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 

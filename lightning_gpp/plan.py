@@ -1,4 +1,4 @@
-"""A plan: which stage computes which modules, on which devices, with which micro-batches. Plain data.
+"""The plan: stages with their modules, devices and micro-batches, and the edges between them, as plain data.
 
 Device numbers are positions inside one pipeline replica: a plan for 4 devices runs on 8 ranks as two pipeline replicas.
 """
@@ -17,26 +17,29 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.graph.operator_graph import Affine
 
 STEP: Final = "@step"
-"""The module name that stands for the user's step: loss, metrics, logging. The stage that lists it is the sink."""
+"""The module name of the user's step: loss, metrics, logging. The stage that lists it is the sink."""
 
 SOURCE: Final = -1
-"""The stage index that stands for the data: the user's step up to the inputs of the network, on the sink's devices."""
+"""The stage index of the source: the user's step up to the inputs of the network, on the sink's devices."""
 
 
 SHARDINGS: Final = ("none", "zero1", "fsdp")
-"""What the replicas of a stage split: nothing, the optimizer's state (ZeRO-1), or parameters and gradients too."""
+"""Shardings: replicas of a stage split nothing, the optimizer's state (ZeRO-1), or parameters and gradients, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """Tensors that flow from stage `src` to stage `dst` (indices; `src` may be SOURCE).
+    """Tensors that flow from one stage to another.
 
-    `bytes` per micro-batch, affine in its samples.
-    `differentiable`: gradients flow back.
-    `artificial`: no tensor flows, the edge only forces the order (the chain baseline).
-    `dynamic`: shapes are known only when the tensor is there.
-    `sliceable`: intervals of samples can be cut out of every tensor, so both ends may have other micro-batches.
-    `seconds` that the tensors of a micro-batch are on their way; 0 where not known.
+    Args:
+        src: index of the stage that sends, or SOURCE.
+        dst: index of the stage that receives.
+        bytes: bytes per micro-batch, affine in its samples.
+        differentiable: gradients flow back.
+        artificial: no tensor flows, the edge only forces the order (the chain baseline).
+        dynamic: shapes are known only at run time.
+        sliceable: intervals of samples can be cut out of every tensor, so both ends may have different micro-batches.
+        seconds: duration of the transfer of a micro-batch; 0 if unknown.
     """
 
     src: int
@@ -51,11 +54,17 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a stage costs, per micro-batch and in parameters (number and bytes).
+    """The costs of a stage per micro-batch, and its parameters. Seconds are 0 if unknown; schedules may use them.
 
-    `flops` of a forward. `activation_bytes` are kept from forward to backward; of these `pending_bytes` from the
-    gradients of the inputs to those of the parameters, where they are computed apart. Seconds of the forward, of the
-    gradients of the inputs and of those of the parameters: schedules that weigh actions use them; 0 where not known.
+    Args:
+        flops: FLOPs of a forward.
+        activation_bytes: bytes kept from the forward to the backward.
+        pending_bytes: the part of these that is kept until the weight gradients, if they are computed separately.
+        forward_seconds: seconds of the forward.
+        input_seconds: seconds of the input gradients.
+        weight_seconds: seconds of the weight gradients.
+        num_parameters: number of parameters.
+        parameter_bytes: their bytes.
     """
 
     flops: Affine = Affine()
@@ -70,12 +79,19 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A convex part of the model. Every device in `devices` is a replica that takes its share of each micro-batch.
+    """A convex part of the model. Every device in `devices` has a replica, which takes its share of each micro-batch.
 
-    `round_robin`: replicas take whole micro-batches in turn instead, number i the replica i modulo their number.
-    `recompute`: between forward and backward of a micro-batch only the inputs are kept; the backward computes the
-    forward again. Not for the stage that lists STEP.
-    `tokens` `[start, stop)` of the sequence that it computes, as a slice; None: all. See `lightning_gpp.slices`.
+    Args:
+        name: unique in the plan.
+        modules: paths of the modules.
+        devices: devices of the replicas, numbered inside one pipeline replica.
+        micro_batch_size: samples of a micro-batch.
+        round_robin: replicas take micro-batches in turn instead of a share of each: number i goes to replica
+            i modulo their number.
+        recompute: keep only the inputs of a micro-batch; the backward runs the forward again. Not for the stage that
+            lists STEP.
+        tokens: interval `[start, stop)` of the sequence if the stage is a slice (`lightning_gpp.slices`); None: all.
+        figures: its costs.
     """
 
     name: str
@@ -90,17 +106,18 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Stages, edges between them and the schedule's name.
+    """Stages, the edges between them and the name of the schedule.
 
     Args:
         stages: in topological order.
         edges: the stage graph, SOURCE edges included.
         batch_size: samples of the mini-batch of one pipeline replica that the plan was made for.
         schedule: name of the schedule.
-        model: fingerprint of the captured model; empty where it is not known.
-        sharding: what the replicas of a stage split among them beside samples; one of SHARDINGS.
-        memory_bytes: of every device, for activations, which schedules keep to that can; empty where not known.
-        sequence_dim: the dimension of tensors between stages that counts tokens, where stages are slices.
+        model: fingerprint of the captured model; empty if unknown.
+        sharding: one of SHARDINGS, what the replicas of a stage split in addition to samples.
+        memory_bytes: limit of every device for activations, which some schedules respect; empty if unknown.
+        sequence_dim: the dimension of tensors between stages that counts tokens, if stages are slices.
+        notes: remarks by name, for people.
 
     Raises:
         PlanError: the plan contradicts itself.
@@ -136,7 +153,7 @@ class Plan:
         return graph
 
     def depths(self) -> dict[int, int]:
-        """For every stage the longest path to a sink, in stages, itself included."""
+        """Length of the longest path from every stage to a sink, in stages, itself included."""
         graph = self.graph()
         depths: dict[int, int] = {}
         for stage in reversed(list(nx.topological_sort(graph))):
@@ -148,13 +165,13 @@ class Plan:
         return max(self.depths().values())
 
     def intervals(self, stage: int, batch_size: int | None = None) -> list[tuple[int, int]]:
-        """Samples `[start, stop)` of each micro-batch of a stage; the last one may be smaller. SOURCE = the step's."""
+        """Samples `[start, stop)` of each micro-batch of a stage; the last may be smaller. SOURCE: as the sink."""
         total = self.batch_size if batch_size is None else batch_size
         size = self.stages[self.step_stage if stage == SOURCE else stage].micro_batch_size
         return [(start, min(start + size, total)) for start in range(0, total, size)]
 
     def share(self, stage: int, device: int, interval: tuple[int, int]) -> tuple[int, int]:
-        """The part of a micro-batch's samples that the replica of `stage` on `device` works on; may be empty."""
+        """The samples of a micro-batch that the replica of `stage` on `device` computes; may be empty."""
         devices = self.devices_of(stage)
         start, stop = interval
         replica, count = devices.index(device), len(devices)
@@ -166,7 +183,7 @@ class Plan:
         return start + replica * size // count, start + (replica + 1) * size // count
 
     def micro_batches(self, stage: int, device: int, batch_size: int | None = None) -> list[int]:
-        """Numbers of the micro-batches that the replica of `stage` on `device` takes part in."""
+        """Numbers of the micro-batches that the replica of `stage` on `device` computes, or a share of them."""
         numbers = range(len(self.intervals(stage, batch_size)))
         if not self.stages[stage].round_robin:
             return list(numbers)
@@ -180,20 +197,20 @@ class Plan:
         return tuple(i for i, stage in enumerate(self.stages) if device in stage.devices)
 
     def chained(self) -> Plan:
-        """The same partition as a chain, by artificial edges between consecutive stages: the sequential baseline."""
+        """The same stages as a chain, made by artificial edges between consecutive stages: the sequential baseline."""
         present = {(edge.src, edge.dst) for edge in self.edges}
         pairs = [(i, i + 1) for i in range(len(self.stages) - 1) if (i, i + 1) not in present]
         extra = tuple(Edge(src=src, dst=dst, artificial=True) for src, dst in pairs)
         return replace(self, edges=self.edges + extra)
 
     def save(self, path: str | Path) -> None:
-        """Write as YAML, for people to read and edit."""
+        """Write the plan as YAML, for people to read and edit."""
         content = {"version": VERSION, **_plain(asdict(self))}
         Path(path).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read what `save` wrote (YAML, of which JSON is a subset).
+        """Read a plan that `save` wrote (YAML, of which JSON is a subset).
 
         Raises:
             PlanError: the file is missing, or is not a plan of a version that this release can read.
@@ -256,7 +273,9 @@ def _check_stages(plan: Plan) -> None:
         raise PlanError(f"Stage names must differ, got {names}.")
     steps = [stage.name for stage in plan.stages if STEP in stage.modules]
     if len(steps) != 1:
-        raise PlanError(f"Exactly one stage must list {STEP!r} (the user's step) in its modules; these do: {steps}.")
+        raise PlanError(
+            f"Exactly one stage must list {STEP!r} (the user's step) in its modules, but these do: {steps}."
+        )
     for stage in plan.stages:
         if stage.micro_batch_size < 1:
             raise PlanError(f"Stage {stage.name!r}: micro_batch_size is {stage.micro_batch_size}; it must be >= 1.")
@@ -271,7 +290,7 @@ def _check_flags(stage: Stage) -> None:
             raise PlanError(f"Stage {stage.name!r}: {name} is {getattr(stage, name)!r}; it must be true or false.")
     if stage.recompute and STEP in stage.modules:
         raise PlanError(
-            f"Stage {stage.name!r} is to be recomputed, but it runs the user's step ({STEP!r}), which would log and "
+            f"Stage {stage.name!r} has recompute=true, but it runs the user's step ({STEP!r}), which would log and "
             f"count twice. Give {STEP!r} a stage of its own, after the modules of this one, or leave recompute out."
         )
 
@@ -284,7 +303,7 @@ def _check_sharding(plan: Plan) -> None:
 
 
 def _check_slices(plan: Plan) -> None:
-    """Slices of a stage follow each other, and differ in nothing but their tokens."""
+    """Check that slices of a stage follow each other and differ only in their tokens."""
     latest: dict[tuple[str, ...], Stage] = {}
     for stage in plan.stages:
         if stage.tokens is None:
@@ -305,7 +324,7 @@ def _check_slices(plan: Plan) -> None:
 
 
 def _check_same_slices(plan: Plan) -> None:
-    """All stages are cut at the same tokens, and a slice hands tensors to the slices of the same tokens."""
+    """Check that all stages are cut at the same tokens, and that edges join slices of the same tokens."""
     cuts: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     for stage in plan.stages:
         if stage.tokens is not None:
@@ -316,7 +335,7 @@ def _check_same_slices(plan: Plan) -> None:
         ends = [plan.stages[index] for index in (edge.src, edge.dst) if index != SOURCE]
         tokens = {stage.tokens for stage in ends if stage.tokens is not None}
         if len(tokens) > 1 and ends[0].modules != ends[1].modules:
-            raise PlanError(f"Edge {edge.src} -> {edge.dst} joins slices of other tokens: {sorted(tokens)}.")
+            raise PlanError(f"Edge {edge.src} -> {edge.dst} joins slices of different tokens: {sorted(tokens)}.")
 
 
 def _check_edges(plan: Plan) -> None:

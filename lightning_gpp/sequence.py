@@ -1,4 +1,4 @@
-"""What a model says so that it can be cut along its sequence (`strategy.slices`): functions for its modules.
+"""Functions that modules use so that a model can be cut along its sequence (`strategy.slices`).
 
     def forward(self, text):
         x = self.tokens(text) + self.places(positions(text))
@@ -7,9 +7,9 @@
         query, key, value = ...  # [batch, heads, tokens, features]
         mixed = causal_attention(query, key, value)
 
-Where a module computes all tokens at once, `carry` returns its argument, `positions` counts from 0 and
-`causal_attention` is that of torch. Where it computes a slice, the tokens of the slices before it are put in front, and
-gradients flow back into them.
+In a module that computes all tokens at once, `carry` returns its argument, `positions` counts from 0 and
+`causal_attention` is that of torch. In a slice, the tokens of earlier slices are put in front, and gradients flow back
+into them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lightning_gpp.slices import CARRY
 
 
 class _Extended(torch.autograd.Function):
-    """Writes a tensor behind that of earlier tokens, into memory for all tokens: all slices of a sequence share it.
+    """Writes a tensor behind that of the earlier tokens, into memory that all slices of a sequence share.
 
-    What the slices see are tensors of their own to autograd, as none reads what a later one writes.
+    To autograd, every slice has a tensor of its own: no slice reads what a later one writes.
     """
 
     @staticmethod
@@ -52,7 +52,7 @@ class _Extended(torch.autograd.Function):
 
 
 def _alias(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Another tensor on the same memory, from the same place and with the same strides."""
+    """Another tensor on the same memory, with the same offset and strides."""
     return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tensor.stride())
 
 
@@ -61,9 +61,9 @@ class _Slice:
 
     Attributes:
         start: its first token.
-        total: tokens of the whole sequence.
-        earlier: what the slice before kept, in the order of the calls of `carry`; empty for the first.
-        kept: what the next one gets.
+        total: number of tokens of the sequence.
+        earlier: tensors that the previous slice kept, in the order of the calls of `carry`; empty for the first slice.
+        kept: tensors for the next slice.
     """
 
     def __init__(self, start: int, total: int, earlier: Sequence[Tensor]) -> None:
@@ -71,7 +71,7 @@ class _Slice:
         self.kept: list[Tensor] = []
 
     def extended(self, tensor: Tensor, dim: int) -> Tensor:
-        """The tensor behind what the slice before kept at this place."""
+        """The tensor, with what the previous slice kept at this call of `carry` in front."""
         earlier = self.earlier[len(self.kept)] if self.start else None
         extended: Tensor = _Extended.apply(tensor, earlier, dim % tensor.dim(), self.total)  # type: ignore[no-untyped-call]
         self.kept.append(extended)
@@ -79,7 +79,7 @@ class _Slice:
 
 
 class _Observer(_Slice):
-    """Computes all tokens, and notes how many are carried."""
+    """Computes all tokens, and notes the number of tokens that each `carry` gets."""
 
     def __init__(self, lengths: list[int]) -> None:
         super().__init__(0, 0, ())
@@ -95,14 +95,14 @@ _current: _Slice | None = None
 
 
 def carry(tensor: Tensor, dim: int = 1) -> Tensor:
-    """The tensor with that of all earlier tokens in front: what a token needs of those before it, as keys and values.
+    """Put the tensor of all earlier tokens in front: used for what tokens need of earlier ones, as keys and values.
 
     Args:
-        tensor: of the tokens that are computed.
+        tensor: values of the tokens that are computed.
         dim: the dimension that counts tokens.
 
     Returns:
-        `[..., earlier + tokens, ...]` in a slice; else the tensor itself.
+        `[..., earlier + tokens, ...]` in a slice; otherwise the tensor itself.
     """
     return _carrier(dim)(tensor)
 
@@ -110,7 +110,7 @@ def carry(tensor: Tensor, dim: int = 1) -> Tensor:
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, scale: float | None = None
 ) -> Tensor:
-    """Attention of every token to itself and those before it, those of earlier slices included.
+    """Attention of every token to itself and all earlier tokens, those of earlier slices included.
 
     Args:
         query, key, value: `[..., tokens, features]`, of the tokens that are computed.
@@ -135,13 +135,13 @@ _attend.__name__ = "causal_attention"
 
 @functools.lru_cache(maxsize=64)
 def _mask(count: int, total: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """0 where a token may look, else -inf. Layers and micro-batches share it, or autograd would keep one for each."""
+    """0 where a token may look, -inf elsewhere. Cached: autograd would keep one for each layer and micro-batch."""
     with torch.inference_mode(False):
         return torch.full((count, total), float("-inf"), dtype=dtype, device=device).triu(total - count + 1)
 
 
 def positions(tensor: Tensor, dim: int = 1) -> Tensor:
-    """The positions in the whole sequence of the tokens along dimension `dim` of a tensor: `[tokens]` int64."""
+    """Positions in the sequence of the tokens along dimension `dim` of a tensor: `[tokens]` int64."""
     if has_torch_function_unary(tensor):
         found: Tensor = handle_torch_function(positions, (tensor,), tensor, dim)
         return found
@@ -151,7 +151,7 @@ def positions(tensor: Tensor, dim: int = 1) -> Tensor:
 
 @contextmanager
 def computing(start: int, total: int, earlier: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Inside, modules compute a slice, from token `start` of `total`; what they carry on is in the list given."""
+    """Inside, modules compute the slice from token `start` of `total`; yields the list of what they carry on."""
     part = _Slice(start, total, earlier)
     with _in(part):
         yield part.kept
@@ -159,7 +159,7 @@ def computing(start: int, total: int, earlier: Sequence[Tensor]) -> Iterator[Seq
 
 @contextmanager
 def observed() -> Iterator[list[int]]:
-    """Inside, modules compute all tokens; how many each `carry` was given is in the list."""
+    """Inside, modules compute all tokens; yields the list of the number of tokens that each `carry` gets."""
     lengths: list[int] = []
     with _in(_Observer(lengths)):
         yield lengths
@@ -169,7 +169,7 @@ def observed() -> Iterator[list[int]]:
 def _in(part: _Slice) -> Iterator[None]:
     global _current
     if _current is not None:
-        raise GPPError("A slice was begun inside another one.")
+        raise GPPError("A slice was started inside another one.")
     _current = part
     try:
         yield
@@ -179,7 +179,7 @@ def _in(part: _Slice) -> Iterator[None]:
 
 @functools.cache
 def _carrier(dim: int) -> Callable[[Tensor], Tensor]:
-    """`carry` for one dimension: a capture of the model shows its name."""
+    """`carry` for one dimension, under a name that a capture of the model shows."""
 
     def carrier(tensor: Tensor) -> Tensor:
         if has_torch_function_unary(tensor):

@@ -1,9 +1,9 @@
-"""Slices: a micro-batch cut along the sequence, for models in which a token depends on earlier tokens only.
+"""Slices: micro-batches cut along the sequence, for models in which a token depends only on earlier tokens.
 
-A slice of a stage is a stage of its own: it computes tokens `[start, stop)` with the modules, and on the devices, of
-the stage that was cut. So slices of different stages work at the same time, a device holds the activations of slices
-instead of micro-batches, and backwards run from the last slice to the first, because edges say so: the one from a slice
-to the next carries what later tokens need of earlier ones (keys and values), and the gradients of these back.
+A slice of a stage is itself a stage: it computes tokens `[start, stop)` with the modules and on the devices of the
+unsliced stage. So slices of different stages run at the same time, and a device holds the activations of slices instead
+of micro-batches. An edge from each slice to the next carries what later tokens need of earlier ones (keys and values),
+and their gradients back, which makes backwards run from the last slice to the first.
 
     chain of two stages in three slices         0[0:4] -> 0[4:8] -> 0[8:12]
                                                    |         |         |
@@ -22,16 +22,16 @@ from lightning_gpp.graph.operator_graph import Affine
 from lightning_gpp.plan import SOURCE, Edge, Figures, Plan, Stage
 
 CARRY: Final = "carry_"
-"""How operators are named that hand something to later tokens; the dimension of the tokens follows."""
+"""Prefix of the names of operators that carry a tensor to later tokens; the dimension of the tokens follows."""
 
 COSTS: Final = tuple(entry.name for entry in fields(Figures) if entry.type == "Affine")
 """The figures of a stage that its slices share."""
 
 
 def part_of(name: str, cost: Affine, share: float, work: float) -> Affine:
-    """A figure of a slice with a share of the tokens and a part of the work.
+    """The figure of a slice that has a share of the tokens and a part of the work.
 
-    Seconds that do not depend on samples are those of calling operators, as in every slice.
+    Seconds that do not depend on samples are those of calling operators; every slice has all of them.
     """
     is_seconds = name.endswith("seconds") or name in ("forward", "backward", "weight")
     if is_seconds or name == "flops":
@@ -41,7 +41,7 @@ def part_of(name: str, cost: Affine, share: float, work: float) -> Affine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsliced:
-    """A plan whose slices are put together, and for every stage of the sliced plan its number in this one."""
+    """A plan with its slices joined, and for every stage of the sliced plan its index in this one."""
 
     plan: Plan
     numbers: tuple[int, ...]
@@ -52,17 +52,17 @@ class Unsliced:
 
 
 def is_sliced(plan: Plan) -> bool:
-    """Whether any stage of the plan is a slice."""
+    """True if any stage of the plan is a slice."""
     return any(stage.tokens is not None for stage in plan.stages)
 
 
 def num_slices(plan: Plan) -> int:
-    """Into how many slices stages are cut; 1 if none is."""
+    """The number of slices of a stage; 1 if the plan is unsliced."""
     return max(1, len({stage.tokens for stage in plan.stages if stage.tokens is not None}))
 
 
 def unsliced(plan: Plan) -> Unsliced:
-    """Put slices together; edges between the slices of a stage, which carry earlier tokens, fall away."""
+    """Join the slices of a plan. Edges between the slices of a stage disappear."""
     first: dict[object, int] = {}
     keys = [(stage.modules if stage.tokens is not None else index) for index, stage in enumerate(plan.stages)]
     numbers = tuple(first.setdefault(key, len(first)) for key in keys)
@@ -79,7 +79,7 @@ def unsliced(plan: Plan) -> Unsliced:
 
 
 def slice_name(name: str, tokens: tuple[int, int]) -> str:
-    """Of a stage, or of a tensor that is cut: `name[start:stop]`."""
+    """The name of a slice of a stage or tensor: `name[start:stop]`."""
     return f"{name}[{tokens[0]}:{tokens[1]}]"
 
 
@@ -92,13 +92,13 @@ def _joined_stage(parts: list[Stage]) -> Stage:
 
 
 def _joined_figures(parts: list[Figures]) -> Figures:
-    """The first part has the parameters of all."""
+    """The figures of joined slices; the first one has the parameters of all."""
     costs = {name: _joined(name, [getattr(part, name) for part in parts]) for name in COSTS}
     return replace(parts[0], **costs)  # type: ignore[arg-type]
 
 
 def _joined(name: str, parts: list[Affine]) -> Affine:
-    """What `part_of` took apart."""
+    """The inverse of `part_of`: the figure of all slices together."""
     total = sum(parts, Affine())
     return Affine(total.per_sample, parts[0].fixed) if name.endswith("seconds") else total
 

@@ -28,7 +28,7 @@ def shown(value: object) -> str:
 
 
 def conforms(value: object, kind: Any) -> bool:
-    """Whether a value is of a type, without any conversion: 1 is no bool, "1" no int."""
+    """True if a value is of a type without any conversion: 1 is no bool, "1" no int."""
     try:
         _adapter(kind).validate_python(value)
     except ValidationError:

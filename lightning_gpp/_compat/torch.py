@@ -33,7 +33,7 @@ _COMPILED_IN_PLACE: Final = "_compiled_call_impl"
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; always 0 for tensors made in inference mode, which do not count."""
+    """The number of in-place changes of a tensor; 0 for tensors made in inference mode, which do not count them."""
     return 0 if tensor.is_inference() else tensor._version
 
 

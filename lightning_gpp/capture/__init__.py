@@ -1,4 +1,4 @@
-"""What a step computes: a recording of it on fake tensors, as a graph of operators."""
+"""Capture: records what a step computes, on fake tensors, as a graph of operators."""
 
 from lightning_gpp.capture.batch import batch_size_of, slice_batch
 from lightning_gpp.capture.captured import Capture, capture_step

@@ -1,4 +1,4 @@
-"""How a mini-batch is cut along its samples: tensors along their first dimension, lists of samples by index."""
+"""Cutting of mini-batches along their samples: tensors along the first dimension, lists of samples by index."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def batch_size_of(batch: Any) -> int:
 
 
 def slice_batch(batch: Any, start: int, stop: int, total: int) -> Any:
-    """Samples `[start, stop)` of a batch of `total`; what is not per sample is passed whole.
+    """Samples `[start, stop)` of a batch of `total`; what is not per sample is passed unchanged.
 
-    Per sample are tensors whose first dimension is `total`, and lists of `total` strings or numbers.
+    Tensors whose first dimension is `total`, and lists of `total` strings or numbers, are per sample.
     """
     return map_samples(batch, total, lambda tensor: tensor[start:stop], lambda items: items[start:stop])
 

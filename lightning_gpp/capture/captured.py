@@ -1,4 +1,4 @@
-"""`capture`: from a LightningModule and one example batch to an operator graph, and to what runs it in stages."""
+"""`capture_step`: from a LightningModule and one example batch to an operator graph, and to the calls behind it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP
 
 SIZES = (4, 6)
-"""Numbers of samples that are recorded; even, because some losses pair samples."""
+"""Numbers of samples of the recordings; even, because some losses pair samples."""
 
 OTHER_RUN_TIME = RunTime(batch_idx=1_000_003, current_epoch=1_000_033, global_step=1_000_037)
 
 
 @dataclass(slots=True)
 class Capture:
-    """What the user's step computes in its modules, for any number of samples."""
+    """The computation of the user's step in its modules, for any number of samples."""
 
     graph: OperatorGraph
     network: Network
@@ -41,7 +41,7 @@ class Capture:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same modules with the same operators, whatever the batch size."""
+        """Equal for equal modules with equal operators, whatever the batch size."""
         parts = [f"{operator.target}|{operator.module}|{operator.parameters}" for operator in self.graph]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -55,10 +55,10 @@ def capture_step(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
 ) -> Capture:
-    """Capture what `module.<step>(batch, batch_idx)` computes.
+    """Capture the computation of `module.<step>(batch, batch_idx)`.
 
-    Needs no memory and no compute of the model: only shapes and dtypes of parameters and batch are looked at, so both
-    may be on the meta device. Nothing of the module or of the random number generators changes.
+    Takes no memory and no computing of the model: only shapes and dtypes of parameters and batch matter, so both may be
+    on the meta device. The module and the random number generators do not change.
 
     Args:
         module: a LightningModule (or any module with a method named `step`).
@@ -99,7 +99,7 @@ def _check_module(module: nn.Module, step: str) -> None:
 
 
 def name_of(call: int, network: Network) -> str:
-    """The operator's name of a recorded call; inputs have negative numbers."""
+    """The name of the operator of a recorded call; inputs have negative numbers."""
     if call < 0:
         return f"input{-1 - call}"
     return f"{call:04d}_{network.calls[call].target}"

@@ -1,4 +1,4 @@
-"""Undo what a run of the step did to the modules' own attributes: the source runs the step's beginning once more."""
+"""Undoing what the step does to attributes of its modules, because the source runs the beginning of the step again."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _NOT_ITS_OWN = frozenset(vars(nn.Module()))
 
 @contextmanager
 def without_effects(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Within the context, attributes of these modules may be set, and lists among them may grow; afterwards both are as
-    they were. What is changed inside other objects stays changed."""
+    """Restore attributes that were set, and lists that grew, when the context ends.
+
+    Changes inside other objects stay.
+    """
     before = [(module, dict(vars(module)), _lists(module)) for module in modules]
     try:
         yield

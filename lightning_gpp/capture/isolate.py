@@ -1,4 +1,4 @@
-"""A copy of the user's module to record on: same code, fake parameters, nothing shared that recording could change."""
+"""A copy of the user's module to record on: same code, fake parameters, and no state shared that recording changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COPIED = (nn.Module, torch.Tensor, types.MethodType, functools.partial, *_CONTA
 
 
 def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """Deep copy of the module tree in which every parameter and buffer is fake; other heavy attributes are shared."""
+    """A deep copy of the module tree in which every parameter and buffer is fake; other heavy attributes are shared."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         memo.setdefault(id(tensor), _fake(tensor, mode, device))
@@ -32,12 +32,12 @@ def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device)
 
 
 def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """Deep copy of the module tree, with its parameters and buffers, that shares other heavy attributes.
+    """A deep copy of the module tree, with its parameters and buffers, that shares other heavy attributes.
 
-    What was compiled in place (`module.compile()`, `self.step = torch.compile(self.step)`) is not compiled in the copy.
+    Methods compiled in place (`module.compile()`, `self.step = torch.compile(self.step)`) are not compiled in the copy.
 
     Args:
-        memo: as in `copy.deepcopy`: what to use in the place of an object, by the object's id.
+        memo: as in `copy.deepcopy`: replacements of objects by their id.
     """
     memo = {} if memo is None else memo
     kept = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -52,7 +52,7 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
 
 
 def _uncompile(owner: nn.Module, memo: dict[int, Any]) -> None:
-    """Give a copied module plain methods where it has compiled ones, which compute with the original's parameters."""
+    """Replace compiled methods of a copied module by plain ones: they compute with the original's parameters."""
     forget_compiled_call(memo[id(owner)])
     replica = vars(memo[id(owner)])
     for name, value in vars(owner).items():
@@ -70,7 +70,7 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> t
 
 
 def _share(value: Any, memo: dict[int, Any], kept: set[int], depth: int) -> None:
-    """Enter what must not be copied (datasets, loggers, the trainer, plain tensors) into the memo as itself."""
+    """Put objects that are not copied (datasets, loggers, the trainer, plain tensors) into the memo as themselves."""
     if isinstance(value, _CONTAINERS) and depth < 4:
         for item in value.values() if isinstance(value, dict) else value:
             _share(item, memo, kept, depth + 1)
@@ -79,7 +79,7 @@ def _share(value: Any, memo: dict[int, Any], kept: set[int], depth: int) -> None
 
 
 def _silence(metric: nn.Module, mode: FakeTensorMode) -> None:
-    """Metrics look at values, which a recording does not have: they answer a fake scalar and keep their state."""
+    """Let a metric return a fake scalar and keep its state: metrics read values, which a recording does not have."""
 
     def scalar() -> torch.Tensor:
         with mode:
@@ -94,7 +94,7 @@ def _silence(metric: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def names_of(module: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
-    """Parameters and buffers with their canonical (first) name."""
+    """Parameters and buffers with their canonical (first) names."""
     for name, parameter in module.named_parameters():
         yield parameter, name
     for name, buffer in module.named_buffers():
@@ -102,7 +102,7 @@ def names_of(module: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
 
 
 def add_sizes(graph: OperatorGraph, module: nn.Module) -> None:
-    """Enter the sizes of the module's parameters and buffers into its graph."""
+    """Add the sizes of the module's parameters and buffers to its graph."""
     for tensor, name in names_of(module):
         size = tensor.numel() * tensor.element_size()
         if isinstance(tensor, nn.Parameter):

@@ -1,6 +1,5 @@
-"""Compare recordings: what changes with the number of samples becomes affine, what changes with Python's run-time
-values is refused.
-"""
+"""Comparison of recordings: values that change with the number of samples become affine, values that change with
+Python's run-time values are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from lightning_gpp.graph import Affine, TensorSpec
 
 
 class Opaque:
-    """An argument that cannot be replayed: an object that is another one in every run."""
+    """An argument that cannot be replayed: an object that is made anew in every run."""
 
     def __init__(self, value: Any) -> None:
         self.type_name = type(value).__name__
@@ -32,12 +31,12 @@ def merge(base: Network, other_run: Network, other_size: Network) -> tuple[Netwo
     """The network with affine sizes, and the specs of every call's outputs.
 
     Args:
-        base: the recording that is kept.
-        other_run: same number of samples, other `batch_idx`, `current_epoch`, `global_step`.
-        other_size: another number of samples, other things as in `base`.
+        base: the recording to keep.
+        other_run: a recording with the same number of samples and other `batch_idx`, `current_epoch`, `global_step`.
+        other_size: a recording with another number of samples, and the rest as in `base`.
 
     Raises:
-        CaptureError: they differ in anything but sizes.
+        CaptureError: they differ in more than sizes.
     """
     _same_structure(base, other_run, "`batch_idx`, `current_epoch` or `global_step`")
     _same_structure(base, other_size, "the number of samples in the batch")
@@ -147,7 +146,7 @@ def _same(a: Any, b: Any) -> bool:
         return True
     try:
         return bool(a == b)
-    except Exception:  # an object's own __eq__ may do anything; then it is not replayed
+    except Exception:  # an object's __eq__ may raise anything; then it is not replayed
         return False
 
 

@@ -1,4 +1,4 @@
-"""Counts what each recorded call costs: FLOPs, bytes that autograd keeps, whether it draws random numbers."""
+"""Metering of recorded calls: FLOPs, bytes that autograd keeps, and draws of random numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Meter(TorchDispatchMode):
-    """Adds the cost of every kernel to the call that the recorder is in."""
+    """Adds the cost of every kernel to the call that is being recorded."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -32,7 +32,7 @@ class Meter(TorchDispatchMode):
         return result
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Hook for tensors that autograd keeps: notes their memory; states and checkpointed regions do not count."""
+        """Hook for tensors that autograd keeps: notes their memory, except for states and in checkpointed regions."""
         recorder = self._recorder
         call, storage = recorder.current, storage_id(tensor)
         if call is not None and call.checkpoint is None and storage not in recorder.state_storages:
@@ -46,9 +46,9 @@ class Meter(TorchDispatchMode):
 
 
 def _holder(tensor: torch.Tensor, sources: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The smallest of the tensors in front of the network that holds this one's memory.
+    """The smallest tensor in front of the network whose memory includes that of this one.
 
-    Of a batch, stages receive what the step hands to the network: a copy of a slice, without the rest of its storage.
+    Stages receive what the step passes to the network: a copy of a slice of the batch, without the rest of its storage.
     """
     first, last = _extent(tensor)
     holding = [source for source in sources if _extent(source)[0] <= first and last <= _extent(source)[1]]
@@ -56,14 +56,14 @@ def _holder(tensor: torch.Tensor, sources: Iterable[torch.Tensor]) -> torch.Tens
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and last byte of its storage that a tensor looks at."""
+    """The first and last byte of its storage that a tensor uses."""
     start, size = int(tensor.storage_offset()), tensor.element_size()
     steps = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start * size, (start + steps + 1) * size
 
 
 def _addressed_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements that differ in memory: an expanded dimension has one."""
+    """Bytes of distinct elements in memory: an expanded dimension has one."""
     lengths = [length for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not length]
     return math.prod(lengths) * tensor.element_size()
 

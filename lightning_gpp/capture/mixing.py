@@ -1,7 +1,7 @@
-"""Values that mix samples: they depend on the data, but no dimension counts the samples (a mean, a loss, `x[0]`).
+"""Values that mix samples: they depend on the data, but have no dimension that counts samples (a mean, a loss, `x[0]`).
 
-Replicas that each take a share of a micro-batch would each compute another such value, and so would a stage with
-smaller micro-batches. Which of them is right, or how they add up, cannot be told from outside.
+Replicas that share a micro-batch would each compute a different value, and so would a stage with smaller micro-batches.
+Nothing tells which of them is right, or how to combine them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ SHAPE_READERS: Final = frozenset(
         *("zeros_like", "ones_like", "empty_like", "full_like", "positions"),
     )
 )
-"""Functions that read the shape, dtype and device of their arguments, not their values."""
+"""Functions that read shape, dtype and device of their arguments, but not their values."""
 
 FIRST_READERS: Final = frozenset({"expand_as", "view_as", "reshape_as", "type_as", "to"})
-"""Functions that read the values of their first argument alone."""
+"""Functions that read the values of their first argument only."""
 
 
 def mark_mixing(
     network: Network, specs: Sequence[Sequence[TensorSpec]], inputs: Sequence[TensorSpec]
 ) -> list[list[TensorSpec]]:
-    """The specs of every call's outputs, with `mixes_samples` set where it is true."""
+    """The specs of all calls' outputs, with `mixes_samples` set on those that do."""
     dependent = {Ref(-1 - number) for number, spec in enumerate(inputs) if spec.varies or spec.dynamic}
     marked: list[list[TensorSpec]] = []
     for call, outputs in zip(network.calls, specs, strict=True):
@@ -44,12 +44,12 @@ def mark_mixing(
 
 
 def _lacks_samples(spec: TensorSpec) -> bool:
-    """No dimension of the tensor counts samples, or several do: then every sample meets every other."""
+    """True if no dimension of the tensor counts samples, or several do, which pairs every sample with every other."""
     return not spec.dynamic and sum(bool(dim.per_sample) for dim in spec.shape) != 1
 
 
 def _read(call: Recorded) -> Iterable[Ref]:
-    """The references whose values the call reads."""
+    """References to the values that a call reads."""
     if call.target in SHAPE_READERS:
         return ()
     values: Any = (call.args[:1], call.mutated) if call.target in FIRST_READERS else (call.args, call.kwargs)

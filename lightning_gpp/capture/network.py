@@ -1,6 +1,6 @@
-"""The part of a recording that becomes stages: module calls of the step, and what the step computes between them.
+"""The network: the part of a recording that becomes stages, from the first module call of the step to the last.
 
-Everything before is the source's, everything after is the step's: both run as the user's Python.
+All before it belongs to the source, all after it to the step: both run as the user's Python.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref
 from lightning_gpp.graph import Affine
 
 InputKey = tuple[str, int, int]
-"""Where the source finds an input: ("call", network call number, leaf of its arguments), or ("glue", number of the
-step's call that mixes it with a network value, leaf of that call's arguments)."""
+"""The place where the source finds an input: ("call", number of the network call, leaf of its arguments), or ("glue",
+number of the step's call that combines it with a network value, leaf of that call's arguments)."""
 
 
 @dataclass(slots=True)
@@ -27,12 +27,12 @@ class Network:
     calls: list[Recorded]
     modules: list[ModuleCall]
     needed: list[Ref]
-    """Values that the step reads, as answers of network calls."""
+    """Values that the step reads as results of network calls."""
     step_states: list[str]
     step_flops: Affine
     step_saved_bytes: Affine
     step_targets: list[str]
-    """What the step itself calls on network values, in front of its last network call."""
+    """Calls of the step itself on network values, before its last network call."""
     recording: Recording
 
     def network_calls(self) -> list[ModuleCall]:
@@ -43,8 +43,8 @@ def extract(recording: Recording, recorder: Recorder) -> Network:
     """Cut the network out of a recording.
 
     Raises:
-        CaptureError: the step trains parameters before its first network call, or hands a module a value that is not
-            an argument of its call.
+        CaptureError: the step uses parameters before its first network call, or a module reads a value that is not an
+            argument of its call.
     """
     tops = recording.network_calls()
     if not tops:
@@ -87,7 +87,7 @@ class _Extraction:
         return [c for c in self.recording.calls[:last] if c.scope == -1 and self.network[c.index]]
 
     def _glue(self) -> set[int]:
-        """Of these, the ones that a later network call depends on."""
+        """Numbers of the step's calls that a later network call depends on."""
         wanted = {ref.call for top in self.tops for ref in _refs((top.args, top.kwargs))}
         glue: set[int] = set()
         for call in reversed(self._step_calls()):
@@ -137,13 +137,13 @@ class _Extraction:
         )
 
     def _newly_saved(self, call: Recorded) -> int:
-        """Bytes that autograd keeps for a call and for no call that was asked about before."""
+        """Bytes that autograd keeps for a call, without those counted for earlier ones."""
         new = {memory: size for memory, size in call.saved.items() if memory not in self.counted}
         self.counted.update(new)
         return sum(new.values())
 
     def _behind_result(self, calls: list[Recorded]) -> list[Recorded]:
-        """Of these, what the step's result depends on: what autograd keeps for others (metrics) ends with the step."""
+        """The calls that the step's result depends on; autograd frees what it keeps for others with the step."""
         wanted = {ref.call for ref in _refs(self.recording.result)}
         if not wanted:
             return calls
@@ -166,7 +166,7 @@ class _Extraction:
         return sum(1 for kept in self.number if kept < index)
 
     def _needed(self, after: list[Recorded]) -> list[Ref]:
-        """Network values that the step reads; all answers where the recording could not see the whole step."""
+        """Network values that the step reads; all results if the recording did not reach the end of the step."""
         answers = [ref for top in self.tops for ref in _refs(top.result)]
         used = [ref for call in after for ref in call.refs()] + self.uses
         escaped = [ref for ref in used if ref.call in self.number and ref.call not in self.glue and ref not in answers]
@@ -184,7 +184,7 @@ class _Extraction:
         return [self._new(ref, "the step") for ref in wanted if ref.call in self.number or ref in self.inputs]
 
     def _unread(self) -> list[Ref]:
-        """Results that no recorded call reads: the step keeps them by other means, for example in a list."""
+        """Results that no recorded call reads: the step may keep them in other ways, for example in a list."""
         read = {ref for call in self.recording.calls for ref in call.refs()} | set(self.uses)
         kept = [_refs(top.result) for top in self.tops if not read & set(_refs(top.result))]
         return [ref for refs in kept for ref in refs]

@@ -1,4 +1,4 @@
-"""The process's random streams that user code draws from: Python's, NumPy's and torch's on the CPU."""
+"""The random streams of the process that user code draws from: Python's, NumPy's and torch's on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """What is drawn within the context leaves no trace: afterwards the streams go on from where they were."""
+    """Restore the streams when the context ends, whatever was drawn inside."""
     python, numpy, generator = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -23,7 +23,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def seed_streams(seed: int) -> None:
-    """Start all three from `seed`, a number of up to 63 bits."""
+    """Seed all three streams with `seed`, a number of up to 63 bits."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Run the user's step once on fake tensors and return its recording."""
+"""Recording: runs the user's step once on fake tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RunTime:
 
 
 class _Swallow:
-    """Answers everything with itself: stands for loggers while the step is recorded."""
+    """Returns itself for every call and attribute: takes the place of loggers while the step is recorded."""
 
     def __getattr__(self, name: str) -> Any:
         return self
@@ -47,7 +47,7 @@ class _Swallow:
 
 
 class _ObservedTrainer:
-    """The trainer as the step sees it while it is recorded: run-time values are given and their reads noted."""
+    """The trainer that the step sees while it is recorded: has given run-time values, and notes when they are read."""
 
     def __init__(self, trainer: Any, run_time: RunTime, recorder: Recorder) -> None:
         self._trainer, self._run_time, self._recorder = trainer, run_time, recorder
@@ -121,14 +121,14 @@ def _remedy(error: Exception) -> str:
 
 
 def step_arguments(function: Callable[..., Any], batch_idx: int) -> list[int]:
-    """What a step takes besides the batch: `batch_idx`, `dataloader_idx`."""
+    """Arguments of a step after the batch: `batch_idx`, `dataloader_idx`."""
     names = list(inspect.signature(function).parameters)[1:]
     known = {"batch_idx": batch_idx, "dataloader_idx": 0}
     return [known.get(name, batch_idx if position == 0 else 0) for position, name in enumerate(names[:2])]
 
 
 def _uncalled(replica: nn.Module, recorder: Recorder) -> bool:
-    """Whether a trainable parameter belongs to no module that was called."""
+    """True if a trainable parameter belongs to no module that was called."""
     called = {call.path for call in recorder.recording.modules}
     states = {name for call in recorder.recording.calls for name in call.states()}
     trainable = [name for name, parameter in replica.named_parameters() if parameter.requires_grad]
@@ -152,7 +152,7 @@ def _line_of(error: BaseException) -> str:
 
 
 def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Recorder) -> None:
-    """Attach the observed trainer, and turn logging into notes of what the step uses."""
+    """Attach the observed trainer, and let logging note the values that the step uses."""
 
     def log(*args: Any, **kwargs: Any) -> None:
         recorder.recording.logged.append((recorder.scope, user_line()))
@@ -168,7 +168,7 @@ def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Reco
 
 
 def _note_uses(metric: nn.Module, recorder: Recorder) -> None:
-    """The step uses what it hands to a metric, though the silenced metric computes nothing from it."""
+    """Note the values that the step passes to a metric, although the silenced metric computes nothing from them."""
 
     def noted(answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if recorder.scope == -1:
@@ -211,7 +211,7 @@ def _recording(recorder: Recorder, mode: FakeTensorMode) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The step is run several times: what it prints is not for the user, nor is torch's report of a failing call."""
+    """Discard what the step prints, because it runs several times, and torch's report of a failing call."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

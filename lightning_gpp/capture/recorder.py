@@ -1,4 +1,4 @@
-"""Records what the user's step calls, at the level the user wrote it: functions of torch, and calls of modules.
+"""The recorder: notes the calls of the user's step as the user wrote them, of torch functions and of modules.
 
 Works on fake tensors: shapes and dtypes without memory or compute.
 """
@@ -26,7 +26,7 @@ from lightning_gpp.errors import CaptureError
 
 
 def _folders(package: str) -> Sequence[str]:
-    """The folders of a package, which is not imported for it; none if it is not installed."""
+    """The folders of a package, without importing it; none if it is not installed."""
     spec = find_spec(package)
     return (spec.submodule_search_locations if spec is not None else None) or ()
 
@@ -38,12 +38,12 @@ _LIBRARY = (
     str(contextlib.__file__),
     "<",
 )
-"""Where frames are not the user's."""
+"""Folders whose code is not the user's."""
 
 
 @dataclass(frozen=True)
 class FunctionApply:
-    """A custom autograd function as a callable, so that its own backward survives a replay."""
+    """A custom autograd function as a callable, so that a replay keeps its backward."""
 
     function: type[torch.autograd.Function]
 
@@ -97,7 +97,7 @@ class Recorder(TorchFunctionMode):
     def watch(self, module: nn.Module) -> None:
         for tensor, name in names_of(module):
             self._states[id(tensor)] = name
-            self.keep(tensor)  # a forward may replace its buffer: the freed one's identity would go to another tensor
+            self.keep(tensor)  # a forward may replace its buffer, and another tensor would get the id of the freed one
             self.state_storages.add(storage_id(tensor))
         for path, child in module.named_modules():
             self._paths[id(child)] = path
@@ -159,7 +159,7 @@ class Recorder(TorchFunctionMode):
         return self.record(func, target_of(func, name), args, kwargs, functools.partial(func, *args, **kwargs))
 
     def apply(self, cls: type, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handler for custom autograd functions: one call, whatever they do inside."""
+        """Handle a custom autograd function as one call, whatever it does inside."""
         run = functools.partial(plain, *args, **kwargs)
         return run() if self._paused else self.record(FunctionApply(cls), f"{cls.__name__}.apply", args, kwargs, run)
 
@@ -218,7 +218,7 @@ class Recorder(TorchFunctionMode):
         call.result = self.refs(result)
 
     def _aliases(self, changed: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Known values that share memory with a changed tensor and are not returned."""
+        """Known values that share memory with a changed tensor and are not among the outputs."""
         storages = {storage_id(tensor) for tensor in changed}
         returned = {id(tensor) for tensor in outputs}
         return [t for storage in storages for t in self._storages.get(storage, ()) if id(t) not in returned]
@@ -239,7 +239,7 @@ class Recorder(TorchFunctionMode):
     # --- values
 
     def refs(self, tree: Any) -> Any:
-        """The tree with references in the places of known tensors and modules."""
+        """The tree with references instead of known tensors and modules."""
         return pytree.tree_map(self._ref, tree)
 
     def _ref(self, leaf: Any) -> Any:
@@ -252,7 +252,7 @@ class Recorder(TorchFunctionMode):
         return leaf
 
     def use(self, tree: Any) -> None:
-        """The step uses these values in a way that is not a call of torch (logs them, returns them)."""
+        """Note values that the step uses otherwise than in a call of torch: logs or returns them."""
         self.uses.extend(leaf for leaf in pytree.tree_leaves(self.refs(tree)) if isinstance(leaf, Ref))
 
     def _read(self, name: str, tensor: torch.Tensor) -> Any:
@@ -270,7 +270,7 @@ class Recorder(TorchFunctionMode):
         return _plausible(name, tensor)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor alive, so that its identity and its memory's address stay its own."""
+        """Keep a tensor alive, so that no other tensor gets its id or memory."""
         self._alive.append(tensor)
 
     # --- regions
@@ -290,7 +290,7 @@ def _has_state(module: nn.Module) -> bool:
 
 
 def _no_function() -> None:
-    """Stands for the call that made a tensor of the batch."""
+    """The function of recorded calls that stand for tensors of the batch."""
 
 
 def target_of(func: Callable[..., Any], name: str) -> str:
@@ -300,7 +300,7 @@ def target_of(func: Callable[..., Any], name: str) -> str:
 
 
 def _plausible(name: str, tensor: torch.Tensor) -> Any:
-    """A value that the step may go on with; nothing that is captured may depend on it."""
+    """A value for the step to continue with; no captured value may depend on it."""
     import numpy as np
 
     ones = np.ones(tuple(tensor.shape))
@@ -313,7 +313,7 @@ def _plausible(name: str, tensor: torch.Tensor) -> Any:
 
 
 def register_dataclasses(output: Any) -> None:
-    """Let pytree see into dataclasses that a module returns."""
+    """Register dataclasses that a module returns with pytree."""
     import dataclasses
 
     for leaf in pytree.tree_leaves(output):
@@ -323,9 +323,9 @@ def register_dataclasses(output: Any) -> None:
 
 
 def refusal(line: str, reason: str, remedy: str) -> CaptureError:
-    """A CaptureError in the form every one has: line, reason, two ways out."""
+    """A CaptureError in the form common to all: line, reason, two ways out."""
     return CaptureError(
         f"Cannot capture the step at {line}: {reason}.\n"
         f"Ways out: (1) {remedy}; or (2) declare the stages yourself, as modules and the edges between them "
-        "(strategy.stages with `inputs:`, see docs/capture.md): they run eagerly, as they are, and nothing is captured."
+        "(strategy.stages with `inputs:`, see docs/capture.md): they run eagerly, and nothing is captured."
     )

@@ -1,4 +1,4 @@
-"""What a recording holds: calls of functions and of modules, and references to the values between them."""
+"""The recording: calls of functions and of modules, and references to the values between them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The modes a call ran under, where they differ from those of the step."""
+    """The modes of a call that differ from those of the step; None: as the step."""
 
     grad: bool
     autocast: tuple[tuple[str, bool, Any], ...]
@@ -50,11 +50,11 @@ class Context:
 
 @dataclass(slots=True)
 class Recorded:
-    """A call of a function. `args`, `kwargs`: trees of values, with references in the places of tensors.
+    """A call of a function. `args` and `kwargs` are trees of values with references instead of tensors.
 
     `outputs`: for each recorded output (sizes, dtype, requires_grad). The first `num_returned` are the tensor leaves of
-    the result, the rest are earlier values (`mutated`) as they are after this call changed them in place.
-    `scope`: number of the module call it belongs to; -1 at the level of the step.
+    the result, the rest are earlier values (`mutated`) after this call changed them in place.
+    `scope`: number of the module call that it belongs to; -1 at the level of the step.
     """
 
     index: int
@@ -70,16 +70,16 @@ class Recorded:
     result: Any = None
     mutated: list[Ref] = field(default_factory=list)
     overwritten: list[Ref] = field(default_factory=list)
-    """Values as they were before this call changed them in place, returned ones included."""
+    """Values before this call changed them in place, returned ones included."""
     num_returned: int = 0
     flops: float = 0
     saved: dict[int, int] = field(default_factory=dict)
-    """Bytes of every memory that autograd keeps for it, by a number that is the memory's own."""
+    """Bytes of every storage that autograd keeps for this call, by the identity of the storage."""
     saved_bytes: float = 0
-    """Of the memories that no earlier call keeps."""
+    """Bytes of the storages that no earlier call keeps."""
     random: bool = False
     step_number: int = -1
-    """Among the step's own calls on network values, its number; -1 inside modules."""
+    """Number among the step's own calls on network values; -1 inside modules."""
 
     def refs(self) -> list[Ref]:
         leaves = pytree.tree_leaves((self.args, self.kwargs))
@@ -91,9 +91,9 @@ class Recorded:
 
 @dataclass(slots=True)
 class ModuleCall:
-    """A call of a module: `first`..`last` (exclusive) are the recorded calls inside. `parent`: the call it is in.
+    """A call of a module. The recorded calls inside are `first` to `last` (exclusive); `parent` is the call around it.
 
-    `result`: the output tree with references in the places of tensors.
+    `result`: the output tree with references instead of tensors.
     """
 
     number: int
@@ -120,16 +120,16 @@ class Recording:
     batch_refs: dict[Ref, int] = field(default_factory=dict)
     """References that stand for tensors of the batch (calls without a function)."""
     result: Any = None
-    """What the step returned, with references in the places of tensors."""
+    """The result of the step, with references instead of tensors."""
     complete: bool = True
-    """Whether the recording reached the end of the step; if not, `stopped` says where it ended."""
+    """True if the recording reached the end of the step; otherwise `stopped` tells where it ended."""
     stopped: str = ""
     value_reads: list[tuple[int, str]] = field(default_factory=list)
-    """(number of module calls before it, line) of reads of a tensor's value at the level of the step."""
+    """Reads of a tensor's value at the level of the step: (number of module calls before, line)."""
     state_reads: list[tuple[str, int, str]] = field(default_factory=list)
-    """(attribute, scope, line) of reads of run-time values such as `current_epoch`."""
+    """Reads of run-time values such as `current_epoch`: (attribute, scope, line)."""
     logged: list[tuple[int, str]] = field(default_factory=list)
-    """(scope, line) of calls of `self.log`."""
+    """Calls of `self.log`: (scope, line)."""
 
     def network_calls(self) -> list[ModuleCall]:
         return [call for call in self.modules if call.parent == -1]

@@ -1,4 +1,4 @@
-"""The machine a plan is made for: devices, the links between them, and well-known machines by name."""
+"""The machine that a plan is made for: devices, links between them, and well-known machines by name."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Which devices there are, and what joins them: any mix of devices, in nested groups such as nodes and racks.
+"""The cluster: devices of any kinds, and the links between them, in nested groups such as nodes and racks.
 
-A cluster is its devices, numbered from 0, and its levels, from the innermost outwards. A level says for every device
-in which group it is, and which link joins the devices of a group:
+A cluster has devices, numbered from 0, and levels, from the innermost outwards. A level assigns every device to a
+group, and has the link that joins the devices of a group:
 
     device                       0  1  2  3  4  5  6  7
     level 0, link NVLink         0  0  0  0  1  1  1  1     the groups are nodes
     level 1, link InfiniBand     0  0  0  0  0  0  0  0
 
-Devices 2 and 3 talk over NVLink, 3 and 4 over InfiniBand: the innermost level whose group holds both decides.
-A link of one pair in one direction, where given, comes before all levels.
+Devices 2 and 3 talk over NVLink, 3 and 4 over InfiniBand: the innermost level that has both in one group decides.
+A link given for a single pair, in one direction, takes precedence over all levels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTHING_TO_CROSS: Final = Link()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A way for devices to talk: `groups` has the group number of every device, `link` joins those of one group."""
+    """One level of links: `groups` has the group of every device, `link` joins the devices of a group."""
 
     link: Link
     groups: tuple[int, ...]
@@ -57,7 +57,7 @@ class Cluster:
         name: for reports.
         devices: the kind of each device.
         levels: innermost first.
-        links: of single pairs, (from, to); these come before the levels.
+        links: links of single pairs, (from, to), which take precedence over the levels.
 
     Raises:
         ConfigError: there is no device, a level or link does not fit the devices, or nothing joins two of them.
@@ -98,8 +98,8 @@ class Cluster:
         Args:
             name: for reports.
             nodes: of any kinds.
-            between: joins devices of different nodes; may be left out where `links` joins them all.
-            links: of single pairs, (from, to), before all else.
+            between: the link of devices of different nodes; not needed if `links` joins them all.
+            links: links of single pairs, (from, to), which take precedence over all others.
         """
         if not nodes:
             raise ConfigError(f"Cluster {name!r} has no nodes; give at least one.")
@@ -118,19 +118,19 @@ class Cluster:
 
     @property
     def homogeneous(self) -> bool:
-        """Whether all devices are of one kind; says nothing about the links."""
+        """True if all devices are of one kind, whatever the links."""
         return len(self.kinds) == 1
 
     def kind(self, device: int) -> int:
-        """Where the device's kind is in `kinds`."""
+        """The index of a device's kind in `kinds`."""
         return self._kind_of[device]
 
     def node_of(self, device: int) -> int:
-        """The device's group at the innermost level; without levels every device is a node of its own."""
+        """The group of a device at the innermost level; without levels every device is a node of its own."""
         return self.levels[0].groups[device] if self.levels else device
 
     def link(self, src: int, dst: int) -> Link:
-        """What joins two devices in this direction; free of cost from a device to itself."""
+        """The link from one device to another; free of cost from a device to itself."""
         if src == dst:
             return _NOTHING_TO_CROSS
         if self.links and (src, dst) in self.links:
@@ -142,11 +142,11 @@ class Cluster:
 
     @property
     def contended(self) -> bool:
-        """Whether messages between different pairs of devices share bandwidth."""
+        """True if messages between different pairs of devices share bandwidth."""
         return any(level.link.shared != "pair" for level in self.levels)
 
     def ports(self, src: int, dst: int) -> tuple[Port, ...]:
-        """What a message from `src` to `dst` occupies while its bytes flow: a cable, or a port at either end."""
+        """The ports that a message from `src` to `dst` occupies while its bytes flow: a cable, or one at either end."""
         if src == dst:
             return ()
         if (src, dst) in self.links:
@@ -172,9 +172,9 @@ class Cluster:
         return 2 * (num_devices - 1) * max(self.link(*pair).seconds(num_bytes / num_devices) for pair in ring)
 
     def repeated(self, times: int, memory_parts: int) -> Cluster:
-        """Every device `times` times over, each with a part of its memory: device i is device i modulo `num_devices`.
+        """The cluster repeated `times` times, its memory divided: device i is device i modulo `num_devices`.
 
-        For planning several stages per device; what joins a device to itself costs as much as a neighbour.
+        Used to plan several stages per device. The link of a device to itself costs as much as that to a neighbour.
         """
         number = self.num_devices
         copies = range(0, times * number, number)
@@ -195,14 +195,14 @@ class Cluster:
         return any(level.groups[src % number] == level.groups[dst % number] for level in self.levels)
 
     def subset(self, devices: Sequence[int]) -> Cluster:
-        """Only these devices, renumbered from 0 in the order given; groups keep their numbers.
+        """The cluster of these devices alone, renumbered from 0 in the order given; groups keep their numbers.
 
         Raises:
             ConfigError: a device is not of this cluster, or is named twice.
         """
         if len(set(devices)) < len(devices) or not set(devices) <= set(range(self.num_devices)):
             raise ConfigError(
-                f"Devices {list(devices)} of cluster {self.name!r}: each must be named once and lie between 0 and "
+                f"Devices {list(devices)} of cluster {self.name!r}: each must be named once and be between 0 and "
                 f"{self.num_devices - 1}."
             )
         number = {old: new for new, old in enumerate(devices)}
@@ -222,7 +222,7 @@ class Cluster:
 
 
 def _links_unlike_the_first(nodes: Sequence[Node]) -> Iterator[tuple[tuple[int, int], Link]]:
-    """A level has one link, that of the first node: pairs within nodes that have another one are given singly."""
+    """Links of the pairs inside nodes whose link differs from the first node's, which is that of the level."""
     start = 0
     for node in nodes:
         if node.link != nodes[0].link:
@@ -251,11 +251,11 @@ def _check(cluster: Cluster) -> None:
 
 def _check_connected(cluster: Cluster) -> None:
     if any(len(set(level.groups)) == 1 for level in cluster.levels):
-        return  # spares a thousand devices their million pairs
+        return  # avoids the million pairs of a thousand devices
     for src, dst in permutations(range(cluster.num_devices), 2):
         joined = any(level.groups[src] == level.groups[dst] for level in cluster.levels)
         if not joined and (src, dst) not in cluster.links:
             raise ConfigError(
-                f"Cluster {cluster.name!r}: nothing joins device {src} to device {dst}. "
+                f"Cluster {cluster.name!r}: no link joins device {src} to device {dst}. "
                 "Give `between` (the link of devices of different nodes), or a link of this pair under `links`."
             )

@@ -1,4 +1,4 @@
-"""What one device can compute, move and hold."""
+"""The device: the speed of its arithmetic and memory, and its capacity."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lightning_gpp.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Peaks of a device as its manufacturer states them, and the fractions of them that real operators reach.
+    """A device: peaks as its manufacturer states them, and the fractions of them that real operators reach.
 
     Args:
-        name: of the kind of device, such as "a100_sxm_80gb".
-        memory_bytes: what a process can allocate on it.
+        name: the kind of device, such as "a100_sxm_80gb".
+        memory_bytes: bytes that a process can allocate on it.
         peak_flops: FLOP/s by the name of the data type ("float32", "bfloat16", ...); at least one.
-        peak_bytes_per_second: of its memory.
+        peak_bytes_per_second: bandwidth of its memory.
         flops_efficiency: fraction of `peak_flops` that large matrix products reach, above 0 and at most 1.
         bytes_efficiency: fraction of `peak_bytes_per_second` that large copies reach, above 0 and at most 1.
-        seconds_per_operator: what calling an operator costs, however small its tensors.
+        seconds_per_operator: cost of calling an operator, however small its tensors.
         source: where the peaks come from.
 
     Raises:
@@ -52,11 +52,11 @@ class Device:
             raise ConfigError(f"Device {self.name!r}: {name}={value:g} must be {must}.")
 
     def flops_per_second(self, dtype: str = "float32") -> float:
-        """What is sustained for tensors of `dtype`; where its peak is unknown, float32's, else the lowest known."""
+        """Sustained FLOP/s for `dtype`; if its peak is unknown, those of float32, or of the slowest known type."""
         peak = self.peak_flops.get(dtype, self.peak_flops.get("float32", min(self.peak_flops.values())))
         return peak * self.flops_efficiency
 
     @property
     def bytes_per_second(self) -> float:
-        """What the memory sustains, reading and writing together."""
+        """Sustained bandwidth of the memory, reading and writing together."""
         return self.peak_bytes_per_second * self.bytes_efficiency

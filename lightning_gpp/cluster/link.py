@@ -1,4 +1,4 @@
-"""What it costs to send bytes from one device to another."""
+"""The link: the cost of sending bytes from one device to another."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final
 from lightning_gpp.errors import ConfigError
 
 SHARED: Final = ("pair", "device", "node")
-"""Who shares a link's bandwidth: nobody but the pair; all that a device sends (and receives); all that a node does."""
+"""The sharing of a link's bandwidth: by the pair alone, by all messages of a device, or by all messages of a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A directed connection of two devices: seconds until a message's first byte arrives, then bytes per second.
+    """A directed connection of two devices: latency of a message's first byte, then bandwidth.
 
     Args:
         latency: seconds.
-        bytes_per_second: of one direction.
-        shared: who shares them, a name of SHARED: "pair" for a cable of its own, "device" for a port into a switch,
-            "node" for a network card of several devices.
+        bytes_per_second: bandwidth in one direction.
+        shared: the users of the bandwidth, one of SHARED: "pair" for a cable of its own, "device" for a port into a
+            switch, "node" for a network card of several devices.
 
     Raises:
         ConfigError: the latency is below 0, the bandwidth is not above 0, or `shared` is none of these.
@@ -40,5 +40,5 @@ class Link:
             )
 
     def seconds(self, num_bytes: float) -> float:
-        """From the start of sending until the last of `num_bytes` bytes arrived."""
+        """Seconds from the start of sending to the arrival of the last of `num_bytes` bytes."""
         return self.latency + num_bytes / self.bytes_per_second

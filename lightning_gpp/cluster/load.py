@@ -9,8 +9,8 @@
                                     - {devices: [0, 8], bytes_per_second: 1e9}
 
 A device is the name of a preset, or a mapping with the fields of `Device`; with `like`, a preset's name, it gives only
-the fields that differ. `num` says how many such nodes there are, and `num_nodes` how often the whole list of nodes. A
-link under `links` holds in both directions, unless `one_way: true`. `num_devices` keeps only the first devices.
+the fields that differ. `num` is the number of such nodes, `num_nodes` repeats the list of nodes. A link under `links`
+holds in both directions, unless `one_way: true`. `num_devices` keeps only the first devices.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _TEXTS: Final = ("name", "source")
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """The cluster that a YAML file describes; without a `name`, it is called as the file is.
+    """The cluster that a YAML file describes. Without a `name` it gets the name of the file.
 
     Raises:
-        ConfigError: the file cannot be read, or see `cluster_of`.
+        ConfigError: the file cannot be read, or its settings are wrong (see `cluster_of`).
     """
     try:
         settings = yaml.safe_load(Path(path).read_text())
@@ -60,7 +60,7 @@ def cluster_of(settings: Settings) -> Cluster:
     """The cluster that these settings describe (see the top of this file).
 
     Raises:
-        ConfigError: names the setting, as `cluster.<key>`, its value and what it may be.
+        ConfigError: a setting is wrong. Names it as `cluster.<key>`, with its value and the allowed ones.
     """
     settings = _mapping(settings, "cluster")
     if "preset" not in settings and "nodes" not in settings:
@@ -100,7 +100,7 @@ def _nodes(entry: object, key: str) -> list[Node]:
     link = _optional_link(settings.get("link"), f"{key}.link") or Link()
     count = _integer(settings.get("count", 1), f"{key}.count")
     if count > 1 and settings.get("link") is None:
-        raise ConfigError(f"{key}.link is missing: say what joins the {count} devices of this node.")
+        raise ConfigError(f"{key}.link is missing: give the link that joins the {count} devices of this node.")
     with _at(f"{key}.count"):
         return [Node(device=device, count=count, link=link)] * num
 
@@ -180,7 +180,7 @@ def _integer(value: object, key: str) -> int:
 
 
 def _number(value: object, key: str) -> float:
-    """YAML 1.1 reads 1e9 as text, so text that is a number counts as one."""
+    """A number, also one in text: YAML 1.1 reads 1e9 as text."""
     if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
             return float(value)
@@ -191,7 +191,7 @@ def _number(value: object, key: str) -> float:
 
 @contextmanager
 def _at(key: str) -> Iterator[None]:
-    """Puts the key before the message of an error that does not know it."""
+    """Inside, a ConfigError gets the key in front of its message."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Looking up what a user named, with the names that come close if there is no such thing."""
+"""Look-up of names that users give, with suggestions for misspelt ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Named = TypeVar("Named")
 
 
 def one_of(known: Mapping[str, Named], name: object, key: str, what: str) -> Named:
-    """What is known by this name.
+    """The entry with this name.
 
     Raises:
-        ConfigError: nothing is; names the configuration's key and what is known.
+        ConfigError: there is none. Names the configuration key and the known names.
     """
     if isinstance(name, str) and name in known:
         return known[name]
@@ -22,7 +22,7 @@ def one_of(known: Mapping[str, Named], name: object, key: str, what: str) -> Nam
 
 
 def check_keys(given: Iterable[object], known: Iterable[str], key: str) -> None:
-    """Raises ConfigError for the first key that is not known."""
+    """Raise ConfigError for the first unknown key."""
     known = list(known)
     for name in given:
         if name not in known:

@@ -2,10 +2,10 @@
 
 Peaks are the manufacturer's: dense (without structured sparsity), tensor cores for float16 and bfloat16. "float32" is
 without tensor cores, as PyTorch multiplies by default; where TF32 is allowed, "tf32" is its peak. "float64" is without
-tensor cores. A data type that a device has no units for is left out. Memory is the nominal decimal size, a few per cent
-below what the driver reports: room for the CUDA context and fragmentation.
+tensor cores. Data types without hardware support are left out. Memory is the nominal decimal size, a few per cent
+below what the driver reports, which leaves some for the CUDA context and fragmentation.
 
-Assumptions, not anyone's figures: the efficiencies (half of the arithmetic, 70 % of the memory bandwidth) and
+Assumptions, not published figures: the efficiencies (half of the arithmetic, 70 % of the memory bandwidth) and
 6 microseconds to call an operator, which are the defaults of `Device`; and the latencies below. Measurements
 (`lightning_gpp.measure.calibrate`) replace the former.
 """
@@ -23,7 +23,7 @@ from lightning_gpp.errors import ConfigError
 
 _V100_PEAKS: Final = {"float16": 125e12, "float32": 15.7e12, "float64": 7.8e12}
 _A100_PEAKS: Final = {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12, "float64": 9.7e12}
-# the sheet gives 1,979 and 989 TFLOP/s with sparsity, which is twice the dense figure
+# the data sheet gives 1,979 and 989 TFLOP/s with sparsity, which is twice the dense figure
 _HOPPER_PEAKS: Final = {"bfloat16": 989.5e12, "float16": 989.5e12, "tf32": 494.5e12, "float32": 67e12, "float64": 34e12}
 
 _V100_SHEET: Final = "NVIDIA V100 Tensor Core GPU datasheet (January 2020), SXM2"
@@ -103,10 +103,10 @@ _DEVICES: Final = (
     ),
     Device(
         name="cpu",
-        memory_bytes=4e9,  # an assumption: what one of several processes of a host may use
+        memory_bytes=4e9,  # an assumption: the memory of one of several processes of a host
         peak_flops={"bfloat16": 211e9, "float32": 102e9, "float64": 48e9},
         peak_bytes_per_second=23e9,
-        # assumptions: layers of small models reach this much less than large products and copies do
+        # assumptions: layers of small models are slower than large products and copies by these factors
         flops_efficiency=0.3,
         bytes_efficiency=0.35,
         seconds_per_operator=8e-6,
@@ -116,22 +116,22 @@ _DEVICES: Final = (
 
 DEVICES: Final[dict[str, Device]] = {device.name: device for device in _DEVICES}
 
-# Bandwidths are peaks of one direction. Latencies are assumptions: what starting an NCCL send costs.
+# Bandwidths are peaks of one direction. Latencies are assumptions: the cost of starting an NCCL send.
 _NCCL: Final = 15e-6
 _NCCL_NETWORK: Final = 20e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A kind of node, any number of which make a cluster.
+    """A kind of machine; a cluster is any number of them as its nodes.
 
     Args:
-        name: of the clusters built of it.
-        device: the kind of all its devices.
+        name: name of its clusters.
+        device: kind of all its devices.
         count: devices of a node.
-        link: joins two devices of a node.
-        between: joins devices of different nodes.
-        any_count: whether a node can have more devices than `count`, as a host can have more processes.
+        link: link of two devices of a node.
+        between: link of devices of different nodes.
+        any_count: True if a node can have more devices than `count`, as a host can have more processes.
     """
 
     name: str
@@ -204,7 +204,7 @@ _MACHINES: Final = (
     ),
     Machine(
         # Processes that talk by gloo. An idle pair measured 59 microseconds and 1.6 GB/s over loopback (PyTorch 2.13,
-        # AMD EPYC); processes that compute on all cores get less, and these are assumptions of how much less. Between
+        # AMD EPYC); processes that compute on all cores get less, by an assumed factor. Between
         # nodes 1 Gb/s Ethernet, an assumption too.
         name="cpu_host",
         device=DEVICES["cpu"],
@@ -219,12 +219,12 @@ CLUSTERS: Final[dict[str, Machine]] = {machine.name: machine for machine in _MAC
 
 
 def preset_cluster(name: str, num_nodes: int = 1, num_devices: int | None = None) -> Cluster:
-    """The cluster of this name with `num_nodes` nodes, or only the first `num_devices` devices of it.
+    """The preset of this name with `num_nodes` nodes, or only its first `num_devices` devices.
 
-    A host with CPUs has as many devices (processes) as asked for; spread evenly over its nodes.
+    Hosts with CPUs have as many devices (processes) as asked for, spread evenly over the nodes.
 
     Raises:
-        ConfigError: the name is unknown, num_nodes or num_devices is below 1, or there are not that many devices.
+        ConfigError: the name is unknown, num_nodes or num_devices is below 1, or the preset has fewer devices.
     """
     machine = one_of(CLUSTERS, name, "cluster.preset", "cluster")
     check_counts(num_nodes, num_devices)

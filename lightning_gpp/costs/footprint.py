@@ -1,4 +1,4 @@
-"""What a device keeps for the parameters of its stages, whatever is in flight: weights, gradients, optimizer state."""
+"""The footprint of parameters: bytes that a device keeps all the time for weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PRECISIONS: Final = {"64-true": 0.0, "32-true": 0.0, "bf16-true": 0.0, "16-true"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes per byte of parameters.
+    """Bytes that a device keeps per byte of parameters.
 
     Args:
         optimizer: a key of OPTIMIZER_STATES.
         precision: a key of PRECISIONS. With "...-true" the parameters themselves have that precision already.
 
     Raises:
-        ConfigError: one of them is unknown.
+        ConfigError: the optimizer or precision is unknown.
     """
 
     optimizer: str = "adam"
@@ -40,5 +40,5 @@ class Footprint:
 
     @property
     def copies(self) -> float:
-        """Weights, gradients, the optimizer's state, and autocast's copy."""
+        """Copies per byte: weights, gradients, the optimizer's state, and autocast's copy."""
         return 2 + OPTIMIZER_STATES[self.optimizer] + PRECISIONS[self.precision]

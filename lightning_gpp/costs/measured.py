@@ -1,7 +1,7 @@
-"""Measured seconds: of whole blocks of a model, spread over the operators in them, behind the interface of cost models.
+"""Measured costs: seconds of blocks of a model, spread over the operators in them.
 
-A block is timed as one piece, because a single operator is too short for a clock and costs another time alone than
-among its neighbours. What an operator has of its block's seconds is its share of the block by the roofline model.
+A block is timed as a unit, because a single operator is too short for a clock, and takes another time alone than among
+its neighbours. An operator gets the share of its block's seconds that it has in the roofline model.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 
 SHORTEST: Final = 1e-9
-"""Seconds below which nothing can be measured."""
+"""The shortest time that can be measured, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSeconds:
-    """Seconds of some operators together, by the number of samples of the micro-batch."""
+    """Measured seconds of a group of operators, by the number of samples of the micro-batch."""
 
     operators: tuple[str, ...]
     points: Mapping[int, Seconds]
@@ -42,15 +42,15 @@ class MeasuredCosts:
 
     @property
     def name(self) -> str:
-        """The table's."""
+        """The name of the table."""
         return self.table.name
 
     def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
-        """See `CostModel`; values that come from the data cost nothing.
+        """Seconds as in `CostModel`; values that come from the data cost nothing.
 
         Raises:
             ConfigError: the device is of another kind than the measured one.
-            PlanError: the table is of another model.
+            PlanError: the table is for another model.
         """
         if device.name != self.device:
             raise ConfigError(
@@ -62,24 +62,24 @@ class MeasuredCosts:
         entry = self.table.operators.get(operator.name)
         if entry is None:
             raise PlanError(
-                f"The costs ({self.name}) have no figures for operator {operator.name!r}: they are those of another "
-                "model. Measure this one, or choose strategy.costs=roofline."
+                f"The costs ({self.name}) have no figures for operator {operator.name!r}: they were measured for "
+                "another model. Measure this one, or choose strategy.costs=roofline."
             )
         parts = (entry.forward, entry.input_gradient, entry.weight_gradient)
         return Seconds(*(part.at(num_samples) for part in parts))
 
 
 def spread(graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device, name: str) -> CostTable:
-    """Seconds of operators from seconds of blocks.
+    """The table of operators that follows from the seconds of blocks.
 
-    An operator that several blocks compute (cheap glue) has the mean of its parts in them; one that no block computes,
+    An operator that several blocks compute (cheap glue) gets the mean of its parts in them. One that no block computes,
     because nothing reads it, costs nothing.
 
     Args:
         graph: the operators.
-        blocks: what was measured.
-        device: says by the roofline model which share of its block an operator is.
-        name: of the table.
+        blocks: the measured seconds.
+        device: the device by whose roofline model operators share the seconds of a block.
+        name: name of the table.
     """
     roofline = Roofline(graph)
     found: dict[str, list[OperatorSeconds]] = {}
@@ -112,7 +112,7 @@ def _parts(whole: OperatorSeconds, expected: Sequence[Seconds]) -> list[Operator
 
 
 def _shares(weights: Sequence[float], otherwise: Sequence[float] | None = None) -> Sequence[float]:
-    """Weights that sum to 1; `otherwise`, or equal ones, where all are 0."""
+    """The weights scaled to sum to 1. If all are 0: those of `otherwise`, or equal ones."""
     total = sum(weights)
     if total > 0:
         return [weight / total for weight in weights]
@@ -135,10 +135,10 @@ def _mean(parts: Sequence[OperatorSeconds]) -> OperatorSeconds:
 
 
 def fitted(points: Mapping[int, float]) -> Affine:
-    """The affine function with the least squares of relative errors through seconds by samples; nowhere negative.
+    """The non-negative affine function of samples with the least squares of relative errors.
 
-    Through two points it is exact, unless it would be negative at 0 samples or fall. One point is taken as
-    proportional to the samples. Seconds below a hundredth of the largest count as much as that.
+    It is exact for two points, unless it would fall or be negative at 0 samples. A single point is taken as
+    proportional to the samples. Seconds below a hundredth of the largest have the weight of that hundredth.
     """
     largest = max(points.values())
     if largest < SHORTEST:

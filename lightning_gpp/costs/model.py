@@ -1,4 +1,4 @@
-"""What an operator costs: one interface for figures that are computed, measured or read from a file."""
+"""The interface of cost models: seconds of operators that are computed, measured or read from a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CostModel(Protocol):
 
     @property
     def name(self) -> str:
-        """Says in reports where the figures come from."""
+        """The origin of the figures, for reports."""
         ...
 
     def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:

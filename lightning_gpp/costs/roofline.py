@@ -1,9 +1,9 @@
-"""Seconds of operators by the roofline model, from nothing but the operator graph and a few figures of a device.
+"""The roofline model: seconds of operators from the operator graph and a few figures of a device.
 
 Source: S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009.
 An operator takes as long as its arithmetic or as moving its tensors, whichever is longer, plus the cost of calling it.
-The constant cost of a call, and parameters that are read once per micro-batch however small that is, are what makes
-small micro-batches inefficient.
+Small micro-batches are inefficient because of the constant cost of a call, and because parameters are read once per
+micro-batch, however small it is.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from lightning_gpp.costs.model import Seconds
 from lightning_gpp.graph import Operator, OperatorGraph
 
 ACCUMULATION_PASSES: Final = 3
-"""Adding a micro-batch's weight gradient to the sum so far reads both and writes one."""
+"""Passes over memory to accumulate a weight gradient: read both, write one."""
 
 
 class Roofline:
-    """Costs of the operators of a graph by the roofline model.
+    """A cost model of the operators of a graph.
 
-    The backward of an operator with parameters is one product for the gradient of its input, where that is wanted, and
-    one for that of its weights. Of other operators it costs twice the forward: both factors of a product have one.
+    The backward of an operator with parameters has one product for the gradient of its input, if that is needed, and
+    one for that of its weights. The backward of other operators costs two forwards: one for each factor of a product.
     """
 
     name = "roofline"
@@ -44,7 +44,7 @@ class Roofline:
         return known[key]
 
     def _kind(self, operator: Operator) -> Hashable:
-        """Operators that are equal in this cost the same: models repeat their blocks."""
+        """A key that is equal for operators of equal cost: models repeat their blocks."""
         edges = self.graph.nx.in_edges(operator.name, data="outputs")
         read = tuple(self.graph[source].outputs[output] for source, _, outputs in edges for output in outputs)
         sizes = tuple(self.graph.parameter_bytes[name] for name in operator.parameters)
@@ -79,7 +79,7 @@ class Roofline:
         return float(read + written) + min(self._parameter_bytes(operator), self._gathered(operator, num_samples))
 
     def _gathered(self, operator: Operator, num_samples: int) -> float:
-        """Lookups (no arithmetic) read no more of their table than they write."""
+        """Bytes of parameters that an operator reads; look-ups (no arithmetic) read only as many as they write."""
         if operator.flops.at(num_samples):
             return float("inf")
         return float(sum(spec.bytes(num_samples) for spec in operator.outputs))
@@ -93,5 +93,5 @@ def _dtype(operator: Operator) -> str:
 
 
 def has_backward(operator: Operator) -> bool:
-    """Whether autograd visits the operator: it makes something that requires grad, or it is the step itself."""
+    """True if autograd visits the operator: an output requires a gradient, or it is the step itself."""
     return operator.target == "step" or any(spec.requires_grad for spec in operator.outputs)

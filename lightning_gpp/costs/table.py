@@ -1,4 +1,4 @@
-"""Seconds of operators that were measured elsewhere, by operator name."""
+"""A cost model from a table: seconds of operators by name, measured elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_gpp.graph import Affine, Operator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSeconds:
-    """Seconds of one operator, affine in the samples of the micro-batch: its forward, and both halves of its backward.
+    """Seconds of one operator, affine in the samples of the micro-batch: the forward and both halves of the backward.
 
     `input_gradient` and `weight_gradient` are 0 where there is no such gradient.
     """
@@ -29,21 +29,21 @@ class OperatorSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """Seconds of every operator of a graph, as a cost model. `name` says where they come from."""
+    """Seconds of every operator of a graph, as a cost model. `name` tells their origin."""
 
     name: str
     operators: Mapping[str, OperatorSeconds]
 
     def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
-        """Seconds for a micro-batch. They hold for the device that they were measured on, whichever `device` is.
+        """Seconds for a micro-batch, on the device they were measured on, whichever `device` is.
 
         Raises:
             PlanError: the table does not list the operator.
         """
         if operator.name not in self.operators:
             raise PlanError(
-                f"Costs of {self.name}: operator {operator.name!r} is not listed. Use the costs that were read "
-                "together with the graph, or measure them for it."
+                f"Costs of {self.name}: operator {operator.name!r} is not listed. Use the costs that came with "
+                "the graph, or measure them for it."
             )
         listed = self.operators[operator.name]
         parts = (listed.forward, listed.input_gradient, listed.weight_gradient)

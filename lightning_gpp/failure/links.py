@@ -1,8 +1,8 @@
 """Connections between the ranks' failure monitors: a star of TCP sockets around rank 0 that carries lines of JSON.
 
-A socket says more, and sooner, than keys in a store: the kernel closes it in the moment a process ends, however it
-ends, and the other side needs no polling to see it. Only a process that is stopped keeps its socket open; for that
-there are the heartbeats. The star costs rank 0 one small message per rank and tick, and every other rank one per tick.
+Sockets tell more, and sooner, than keys in a store: the kernel closes a socket as soon as its process ends, for any
+reason, and the other side notices without polling. Only a stopped process keeps its socket open, which heartbeats
+reveal. The star costs rank 0 one small message per rank and tick, and every other rank one per tick.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Message = dict[str, Any]
 
 _CHUNK: Final = 1 << 16
 _BACKLOG_LIMIT: Final = 1 << 20
-"""Bytes kept for a peer that does not read; beyond that it is stopped, and heartbeats are of no use to it."""
+"""Bytes to keep for a peer that does not read. With more than that it must be stopped, and needs no heartbeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where rank 0 listens; the token keeps out connections of other jobs and port scanners."""
+    """The address of rank 0; the token keeps out connections of other jobs and port scanners."""
 
     host: str
     port: int
@@ -39,7 +39,7 @@ class Address:
 
 
 class Link:
-    """One connection to the monitor of another rank: whole messages over a socket that never blocks."""
+    """One connection to the monitor of another rank: complete messages over a socket that never blocks."""
 
     def __init__(self, connection: socket.socket, rank: int, process: ProcessIdentity) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -48,16 +48,16 @@ class Link:
         self.rank = rank
         self.process = process
         self.heard = time.monotonic()
-        """When the peer was last heard of."""
+        """Time of the last message of the peer."""
         self.action = ""
-        """What the peer last said it was doing."""
+        """The last activity that the peer reported."""
         self.done = False
-        """Whether the peer has ended its part and may close the connection."""
+        """True after the peer said that it has finished and may close the connection."""
         self._unsent = b""
         self._unread = b""
 
     def send(self, message: Message) -> None:
-        """Send, as far as the peer reads; the rest goes with the next call."""
+        """Send as much as the peer reads; the rest is sent by the next call."""
         if len(self._unsent) < _BACKLOG_LIMIT:
             self._unsent += _encode(message)
         self.flush()
@@ -68,10 +68,10 @@ class Link:
         except BlockingIOError:
             return
         except OSError:
-            self._unsent = b""  # the peer is gone; reading tells
+            self._unsent = b""  # the peer has ended; reading will tell
 
     def receive(self) -> tuple[list[Message], bool]:
-        """Messages that have arrived, and whether the connection has ended."""
+        """Received messages, and True if the connection has ended."""
         while chunk := self._read():
             self._unread += chunk
         *lines, self._unread = self._unread.split(b"\n")
@@ -83,7 +83,7 @@ class Link:
         self.socket.close()
 
     def _read(self) -> bytes | None:
-        """Bytes; none at the end of the connection; None when there is nothing to read yet."""
+        """Received bytes: empty at the end of the connection, None if there are none yet."""
         try:
             return self.socket.recv(_CHUNK)
         except BlockingIOError:
@@ -93,7 +93,7 @@ class Link:
 
 
 class Listener:
-    """Rank 0's side of the start."""
+    """The socket on which rank 0 accepts the other ranks."""
 
     def __init__(self) -> None:
         both = socket.has_dualstack_ipv6()
@@ -103,7 +103,7 @@ class Listener:
         self.address = Address(host=host, port=self._socket.getsockname()[1], token=secrets.token_hex(16))
 
     def accept(self, world_size: int, patience: float) -> dict[int, Link]:
-        """Links to all other ranks. Raises PeerFailure naming the ranks that are missing after `patience` seconds."""
+        """Links to all other ranks. Raises PeerFailure with the ranks that are missing after `patience` seconds."""
         links: dict[int, Link] = {}
         deadline = time.monotonic() + patience
         with self._socket:
@@ -128,7 +128,7 @@ class Listener:
 
 
 def connect(address: Address, rank: int, patience: float) -> dict[int, Link]:
-    """The other side: a link to rank 0. Raises PeerFailure if rank 0 does not answer within `patience` seconds."""
+    """The link of another rank to rank 0. Raises PeerFailure if rank 0 does not answer within `patience` seconds."""
     try:
         connection = socket.create_connection((address.host, address.port), timeout=patience)
         connection.sendall(_encode(_introduction(rank, address.token)))
@@ -142,7 +142,7 @@ def connect(address: Address, rank: int, patience: float) -> dict[int, Link]:
 
 
 def exchange_through(group: dist.ProcessGroup | None = None) -> Callable[[Address | None], Address]:
-    """How rank 0's address becomes known: a broadcast in `group` (default: the default process group)."""
+    """A function that sends rank 0's address to all, by a broadcast in `group` (default: the default process group)."""
 
     def exchange(address: Address | None) -> Address:
         box = [address]
@@ -159,7 +159,7 @@ def _introduction(rank: int, token: str) -> Message:
 
 
 def _hello(connection: socket.socket, patience: float = 5.0) -> Message:
-    """The first line of a connection, or nothing if what arrives is not one of ours."""
+    """The first message of a connection; empty if the peer is not a monitor of this job."""
     connection.settimeout(patience)
     try:
         message = json.loads(b"".join(_first_line(connection)))

@@ -1,15 +1,14 @@
-"""Failures end all ranks: the first cause is found, told to every rank and printed, and no process stays behind.
+"""The failure monitor: one rank's failure ends all ranks, every rank prints the first cause, and no process stays.
 
-A rank that fails in a pipeline leaves the others in receives that never end. The process group's own timeout must be
-longer than the longest legal wait (compiling a first step, writing a checkpoint), so it finds a failure late and names
-the wrong rank: the one that waited. Here, every rank has a thread that is connected with rank 0's (`links`), and
+A rank that fails in a pipeline leaves the others in receives that never end. The timeout of the process group must be
+longer than the longest legitimate wait (compiling a first step, writing a checkpoint), so it detects a failure late and
+names the wrong rank, the one that waited. Here, every rank has a thread that is connected with rank 0's (`links`):
 
-* an exception is reported by the rank that raised it,
-* a process that ends without having said so (killed, `os._exit`) is noticed by its closed connection, at once,
-* a process that is stopped is noticed by its missing heartbeats, after `timeout` seconds, and killed by the ranks on
-  its host,
-* the first of these is printed by every rank, and the process ends with exit code 1, from the thread (`watch`): the
-  main thread may wait in a receive for ever.
+* a rank reports the exception that it raised,
+* a process that ends without a report (killed, `os._exit`) is noticed at once, by its closed connection,
+* a stopped process is noticed after `timeout` seconds, by its missing heartbeats, and killed by the ranks on its host,
+* every rank prints the first of these, and its thread (`watch`) ends the process with exit code 1: the main thread may
+  wait in a receive for ever.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from lightning_gpp.failure.processes import ProcessIdentity, exit_now
 from lightning_gpp.failure.watch import EXIT_CODE, Cause, Watcher
 
 _CONSEQUENCE_GRACE: Final = 2.0
-"""Seconds an error of communication waits for its cause to be named."""
+"""Seconds that a communication error waits for its cause to arrive."""
 _CONSEQUENCES: Final = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "gloo")
 _SHORT: Final = 8
-"""Frames of a traceback that travel to the other ranks: the innermost."""
+"""Innermost frames of a traceback that are sent to the other ranks."""
 
 
 class FailureMonitor:
     """Watches over the ranks of a job, from `start` to `stop`.
 
     `timeout`: seconds without a heartbeat after which a rank counts as stopped. It must exceed the longest time for
-    which no thread of a rank runs (a C call that holds the interpreter's lock). None or 0: silence is never judged (for
-    debuggers); exceptions and ends of processes still are.
+    which no thread of a rank runs (a C call that holds the interpreter's lock). None or 0: silence is no failure (for
+    debuggers), but exceptions and ends of processes are.
     `describe` tells what this rank is doing (`2F1, training`); it is called from a thread and must be cheap.
     `exchange` makes rank 0's address known to all; default: a broadcast in the default process group.
-    `exit_grace`: seconds a rank that failed has to end by itself, printing its traceback, before it is ended.
+    `exit_grace`: seconds for a failed rank to print its traceback and end by itself, before it is ended.
     `patience`: seconds for all ranks to connect at the start, and for rank 0 to wait for the others at the end.
     """
 
@@ -88,10 +87,10 @@ class FailureMonitor:
         return self
 
     def report(self, error: BaseException) -> None:
-        """This rank fails with `error`: tell the others. Returns if that is the first cause, for the caller to raise.
+        """Tell the others that this rank fails with `error`. Returns if that is the first cause; the caller raises it.
 
-        An error that only shows that another rank has gone waits for that rank to be named. If another rank failed
-        first, this process ends here; likewise after `sys.exit(0)`, which would pass for success.
+        An error that may only follow from the end of another rank waits for that cause. If another rank failed first,
+        this process ends here; likewise after `sys.exit(0)`, which would pass for success.
         """
         watcher = self._watcher
         if watcher is None or not watcher.is_alive() or os.getpid() != self._process.pid:
@@ -108,7 +107,7 @@ class FailureMonitor:
             exit_now(EXIT_CODE)
 
     def fail(self, event: str, trace: str = "") -> None:
-        """This rank fails by something that is no exception: `event` is a verb phrase. Returns when the others know."""
+        """Tell the others that this rank fails by `event`, a verb phrase, not an exception. Returns when they know."""
         watcher = self._watcher
         if watcher is None or not watcher.is_alive():
             return
@@ -125,9 +124,9 @@ class FailureMonitor:
         watcher.known.wait(self._exit_grace)
 
     def stop(self) -> None:
-        """End quietly. Ranks may do so at different times: rank 0 waits up to `patience` seconds for the others.
+        """End the watch. Ranks may do so at different times: rank 0 waits up to `patience` seconds for the others.
 
-        After a failure of this rank it does nothing, so that the error can be raised; after one of another rank the
+        Does nothing after a failure of this rank, so that the error can be raised. After a failure of another rank the
         process ends here.
         """
         watcher, self._watcher = self._watcher, None
@@ -142,7 +141,7 @@ class FailureMonitor:
 
     @property
     def cause(self) -> Cause | None:
-        """The first cause of the job's failure, once it is known here."""
+        """The first cause of the job's failure; None until it is known here."""
         return self._watcher.cause if self._watcher is not None else None
 
     def __enter__(self) -> FailureMonitor:
@@ -163,7 +162,7 @@ class FailureMonitor:
         return listener.accept(self.world_size, self._patience)
 
     def _wait_for_the_end(self) -> None:
-        """The watcher ends the process; this thread must not return into code that works with dead ranks."""
+        """Wait for the watcher to end the process: this thread must not communicate with dead ranks."""
         threading.Event().wait(self._exit_grace)
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -172,7 +171,7 @@ class FailureMonitor:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Whether an error may only show that communication with another rank broke off."""
+    """True if an error may only follow from a broken connection with another rank."""
     if error is None:
         return False
     if isinstance(error, (dist.DistError, ConnectionError, PeerFailure)):

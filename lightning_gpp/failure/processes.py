@@ -1,4 +1,4 @@
-"""Operating-system processes of a job: who they are, how they ended, and how to end them."""
+"""Operating-system processes of a job: identity, kind of end, and ways to end them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
 _STATE, _START_TIME, _EXIT_STATUS = 0, 19, 49
-"""Places in /proc/PID/stat, counted after the command (proc(5): fields 3, 22 and 52)."""
+"""Positions in /proc/PID/stat, counted after the command (proc(5): fields 3, 22 and 52)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIdentity:
-    """A process, recognisable from another process.
+    """A process, identified so that other processes recognise it.
 
     `machine` is equal for two processes only if they may send each other signals by `pid`: same boot of the same kernel
     and same pid namespace. `started` (clock ticks since boot) tells a process from a later one with the same number.
@@ -47,18 +47,18 @@ class ProcessIdentity:
 
     @property
     def is_here(self) -> bool:
-        """Whether its pid means something in this process."""
+        """True if its pid is valid in this process."""
         return self.machine == _machine()
 
     def state(self) -> str:
-        """`R`, `S`, `T` (stopped) ... as in proc(5), `Z` or "" when it is gone, `?` when that is not known here."""
+        """The state as in proc(5): `R`, `S`, `T` (stopped) ...; `Z` or "" after its end, `?` if unknown here."""
         if not self.is_here:
             return "?"
         fields = self._stat()
         return fields[_STATE] if fields else ("" if sys.platform == "linux" or not _exists(self.pid) else "?")
 
     def ending(self, patience: float = 0.3) -> str:
-        """How it ended, as far as that is known here: a verb phrase. Waits up to `patience` seconds for the end."""
+        """The way it ended, as far as known here: a verb phrase. Waits up to `patience` seconds for the end."""
         deadline = time.monotonic() + patience
         while self.state() not in ("", "Z", "?") and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -68,7 +68,7 @@ class ProcessIdentity:
         return "was killed or exited without finishing"
 
     def kill(self) -> bool:
-        """SIGKILL, if it can be reached from here and is still there. Returns whether a signal was sent."""
+        """Send SIGKILL if the process is on this machine and still exists. Returns True if a signal was sent."""
         if self.state() in ("", "Z", "?"):
             return False
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -113,11 +113,11 @@ def _ending(status: int) -> str:
 
 
 def bind_to_parent(parent: int | None = None) -> None:
-    """Let this process be killed by the kernel as soon as its parent ends (Linux; elsewhere nothing happens).
+    """Have the kernel kill this process as soon as its parent ends (on Linux; elsewhere nothing happens).
 
-    For processes that a launcher started and would leave behind. `parent` is the expected parent's pid: if that one has
-    gone already, this process ends here. The kernel's signal is SIGKILL, which leaves no time for a message: release
-    the binding with `release_from_parent` once a `FailureMonitor` runs, which notices the same and says so.
+    For processes that a launcher starts and would leave behind. `parent` is the expected parent's pid: if that process
+    has ended already, this one ends here. The kernel's signal is SIGKILL, which leaves no time for a message: call
+    `release_from_parent` once a `FailureMonitor` runs, which notices the same and reports it.
     """
     _set_parent_death_signal(signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
@@ -138,12 +138,12 @@ def _set_parent_death_signal(number: int) -> None:
 
 
 def say(text: str) -> None:
-    """Write to stderr, at once and in one piece, but never wait longer than a second for it."""
+    """Write to stderr, immediately and in one piece, but wait at most a second for it."""
     bounded(lambda: _print(text))
 
 
 def exit_now(code: int) -> None:
-    """End this process from any thread, whatever its main thread is doing; its worker processes end first."""
+    """End this process from any thread, whatever the main thread is doing; its worker processes end first."""
     bounded(_flush)
     for child in multiprocessing.active_children():
         child.kill()
@@ -151,7 +151,7 @@ def exit_now(code: int) -> None:
 
 
 def bounded(function: Callable[[], None], seconds: float = 1.0) -> None:
-    """Run `function`, but do not wait for it longer than `seconds`: a full pipe must not stop a process from ending."""
+    """Run `function` and wait at most `seconds` for it: a full pipe must not keep a process from ending."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)

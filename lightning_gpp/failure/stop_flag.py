@@ -1,8 +1,8 @@
-"""Signals that ask a job to end become a flag, which all ranks look at together between two steps.
+"""The stop flag: signals that ask a job to end set a flag, which all ranks read together between two steps.
 
-A handler that saves or communicates wherever Python happens to be meets ranks that wait in a receive, and never ends. A
-process is signalled alone, or all are at slightly different times; so the flag is agreed on by a reduction at a point
-that all ranks pass, and what follows (a checkpoint, an exit code) may then be collective.
+A signal handler that saves or communicates at an arbitrary point would wait for ranks that wait in a receive, for ever.
+One process may be signalled alone, or all at slightly different times. So the ranks agree on the flag by a reduction
+at a point that all of them pass, and what follows (a checkpoint, an exit code) may be collective.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopFlag:
-    """While it is installed (a context manager), `signals` only set a flag. Main thread only; ValueError elsewhere.
+    """A context manager in which `signals` only set a flag. Main thread only; ValueError elsewhere.
 
-    A main thread that waits in a receive does not run Python's handlers, and if its peer never sends, no rank reaches
-    the point where the flag is looked at. So a signal that no `agreed` has answered within `patience` seconds is given
-    to `overdue`, in a thread. Forked workers keep the default behaviour of `signals`.
+    A main thread that waits in a receive runs no Python handlers, and if its peer never sends, no rank reaches the
+    point at which the flag is read. So a signal that no call of `agreed` has answered within `patience` seconds is
+    passed to `overdue`, in a thread. Forked workers keep the default behaviour of `signals`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StopFlag:
     ) -> None:
         self.signals = tuple(signals)
         self.received: signal.Signals | None = None
-        """The signal this rank has received; of several, the one with the highest number."""
+        """The signal that this rank has received; the one with the highest number if there are several."""
         self._overdue = overdue
         self._patience = patience
         self._answered = threading.Event()
@@ -73,13 +73,13 @@ class StopFlag:
     def agreed(
         self, group: dist.ProcessGroup | None = None, device: torch.device | None = None
     ) -> signal.Signals | None:
-        """The signal that any rank of `group` has received, on all. Collective; `device` as its backend asks."""
+        """The signal that any rank of `group` has received. Collective; `device` must suit the backend."""
         number = torch.tensor(self.received or 0, device=device)
         dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
         return self.answer(int(number))
 
     def answer(self, number: int) -> signal.Signals | None:
-        """As `agreed`, for callers that reduce `received or 0` (MAX) along with other numbers."""
+        """Like `agreed`, for callers that reduce `received or 0` (MAX) together with other numbers."""
         if number == 0:
             return None
         self._answered.set()
@@ -89,12 +89,12 @@ class StopFlag:
         if os.getpid() == self._process and self._installed:
             self.received = signal.Signals(max(self.received or 0, number))
             return
-        # in a worker, or put back after the end by someone who had saved it
+        # in a worker, or restored after the end by code that had saved it
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
     def _listen(self) -> None:
-        """Every signal that has a handler in Python arrives here as a byte, even while the main thread waits."""
+        """Read signals, which arrive as bytes even while the main thread waits."""
         with self._woken:
             while number := self._woken.recv(1):
                 if number[0] in self.signals:
@@ -112,7 +112,7 @@ class StopFlag:
                 os.write(self._previous_wakeup, number)
 
     def _forget_in_worker(self) -> None:
-        """A worker's signals are its own: its copy of the socket would report them to this rank."""
+        """Forget the socket in a forked worker, whose copy of it would report the worker's signals to this rank."""
         with contextlib.suppress(ValueError):
             if self._installed:
                 signal.set_wakeup_fd(-1)

@@ -1,4 +1,4 @@
-"""The thread that watches over other ranks while the main thread computes or waits, and ends the process in time."""
+"""The watcher: a thread that watches other ranks while the main thread computes or waits, and ends the process."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from lightning_gpp.failure.processes import ProcessIdentity, exit_now, say
 EXIT_CODE: Final = 1
 
 _OTHERS_GRACE: Final = 1.0
-"""Seconds rank 0 gives the others to end by themselves, before it kills those on its host and ends too."""
+"""Seconds for other ranks to end by themselves before rank 0 kills those on its host and ends, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Why a job fails: what happened to which rank first."""
+    """The cause of a job's failure: the rank that failed first, and the event."""
 
     rank: int
     process: ProcessIdentity
     action: str
-    """What the rank was doing, or was last heard to do."""
+    """The last known activity of the rank."""
     event: str
-    """What happened, as a verb phrase: `raised ValueError: ...`, `was killed by SIGKILL`."""
+    """The event as a verb phrase: `raised ValueError: ...`, `was killed by SIGKILL`."""
     reported: bool = False
-    """Whether the rank said so itself, and so ends by itself."""
+    """True if the rank reported it itself, and so ends by itself."""
     traceback: str = ""
 
     @classmethod
@@ -50,10 +50,10 @@ class Cause:
 
 
 class Watcher(threading.Thread):
-    """Owns the links of one rank. Judges the ranks at their other ends, passes on the first cause, ends the process.
+    """Owns the links of one rank: detects failures of their peers, passes on the first cause, and ends the process.
 
-    Rank 0 has a link to every other rank, the others have one to rank 0: what one of them finds, rank 0 tells all.
-    Rank 0's order of arrival decides which cause is the first.
+    Rank 0 has a link to every other rank, the others have one to rank 0, which tells all what any of them detects. The
+    first cause is the one that arrives at rank 0 first.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Watcher(threading.Thread):
         self.rank = rank
         self.cause: Cause | None = None
         self.known = threading.Event()
-        """Set when `cause` is, and has been printed."""
+        """Set after `cause` is known and printed."""
         self._links = links
         self._timeout = timeout
         self._describe = describe
@@ -75,11 +75,11 @@ class Watcher(threading.Thread):
         self._open()
 
     def submit(self, cause: Cause) -> None:
-        """From another thread: this rank fails."""
+        """Report a failure of this rank, from another thread."""
         self._post(partial(self._submit, cause))
 
     def finish(self, patience: float) -> None:
-        """From another thread: this rank ends well. Returns when all linked ranks have ended, or after `patience`."""
+        """Report the regular end of this rank, from another thread. Returns when all peers end, or after `patience`."""
         self._post(partial(self._finish, patience))
         self.join(patience + 2.0)
 
@@ -119,7 +119,7 @@ class Watcher(threading.Thread):
                 with contextlib.suppress(OSError):
                     link.socket.shutdown(socket.SHUT_WR)
 
-    # --- what comes in
+    # --- incoming messages
 
     def _read(self, link: Link) -> None:
         messages, ended = link.receive()
@@ -142,11 +142,11 @@ class Watcher(threading.Thread):
             self._adopt(self._submitted or self._found(link, self._silence(link) + link.process.ending()))
 
     def _silence(self, link: Link) -> str:
-        """A stopped process may have been killed by another rank, a moment before this one judged it."""
+        """Describe a silent peer; another rank may have killed it a moment before."""
         seconds = time.monotonic() - link.heard
         return f"stopped answering {seconds:.1f} s ago and " if self._timeout and seconds > self._timeout / 2 else ""
 
-    # --- what time does
+    # --- time
 
     def _tick(self, now: float) -> None:
         self._forgive_own_pause(now)
@@ -159,7 +159,7 @@ class Watcher(threading.Thread):
             self._judge(now)
 
     def _forgive_own_pause(self, now: float) -> None:
-        """After a time in which this thread did not run, nobody's silence can be known."""
+        """Restart all waits after a pause of this thread, which may have missed messages."""
         if self._timeout and now - self._last_tick > self._timeout / 2:
             for link in self._links.values():
                 link.heard = now
@@ -173,7 +173,7 @@ class Watcher(threading.Thread):
     def _action(self) -> str:
         try:
             return self._describe()
-        except Exception as error:  # the watch must go on whatever a caller's description does
+        except Exception as error:  # the watch must continue whatever the caller's description raises
             return f"unknown ({error!r})"
 
     # --- the end
@@ -190,7 +190,7 @@ class Watcher(threading.Thread):
             link.send({"cause": asdict(cause)})
         self._end_by = time.monotonic() + self._grace(cause)
         self._announce(cause)
-        self.known.set()  # last: the rank that failed may end from here on
+        self.known.set()  # last: the failed rank may end after this
         if not cause.reported:
             cause.process.kill()
 
@@ -244,7 +244,7 @@ class Watcher(threading.Thread):
         self._forget()
 
     def _forget(self) -> None:
-        """Close this process's sockets. In forked workers: while they hold copies, nobody sees this rank's end."""
+        """Close the sockets in a forked worker: while it has copies, other ranks do not notice the end of this one."""
         for link in self._links.values():
             link.close()
         for each in (self._wake, self._woken, self._selector):

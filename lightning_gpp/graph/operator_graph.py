@@ -1,6 +1,6 @@
-"""What a model computes: a directed acyclic graph of operators, as plain data.
+"""The operator graph: the operators of a step and the tensors between them, as plain data.
 
-Sizes that depend on the number of samples are affine in it (`Affine`), so that one graph serves every micro-batch size.
+Sizes are affine in the number of samples (`Affine`), so one graph serves every micro-batch size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPE_BYTES: Final = {
 }
 
 BATCH_STATISTICS: Final = frozenset({"batch_norm"})
-"""Operators whose outputs have one row per sample, though every row depends on all samples."""
+"""Operators whose outputs have one row per sample although every row depends on all samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Affine:
 class TensorSpec:
     """Shape (affine in the number of samples), dtype and differentiability of a tensor.
 
-    `dynamic`: shape and dtype are not known before the tensor is there; those given mean nothing.
+    `dynamic`: shape and dtype are known only at run time; the values here mean nothing.
     `mixes_samples`: the values depend on the samples, but not sample by sample (a mean over them, a loss).
     """
 
@@ -85,7 +85,7 @@ class TensorSpec:
 
     @property
     def sliceable(self) -> bool:
-        """Whether one sample is one index of the batch dimension, so that intervals of samples can be cut out."""
+        """True if one sample is one index of the batch dimension, so that intervals of samples can be cut out."""
         dim = self.batch_dim
         return dim is not None and self.shape[dim] == Affine(1, 0)
 
@@ -95,7 +95,7 @@ class TensorSpec:
 
     @property
     def divisible(self) -> bool:
-        """Whether a part of the samples can have its own part of the tensor: cut out, or the same for every sample."""
+        """True if some of the samples can have their own part of the tensor: cut out, or equal for every sample."""
         return not self.dynamic and not self.mixes_samples and (self.sliceable or not self.varies)
 
 
@@ -123,7 +123,7 @@ class Operator:
 
     @property
     def mixes_samples(self) -> bool:
-        """Whether replicas that share a micro-batch would compute something else than one device with all of it."""
+        """True if replicas that share a micro-batch would compute something else than one device alone."""
         return self.target in BATCH_STATISTICS or any(spec.mixes_samples for spec in self.outputs)
 
 

@@ -1,1 +1,1 @@
-"""What the present machine is (`detect.detect`) and what it sustains (`calibrate.calibrate`)."""
+"""Measurements on this machine: its devices (`detect`), their speed (`calibrate`), and costs of operators (`costs`)."""

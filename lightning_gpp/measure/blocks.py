@@ -1,4 +1,4 @@
-"""Which parts of a model are measured: blocks as fine as plans cut it, each with a fingerprint of what it computes."""
+"""Blocks: the parts of a model that are measured, as fine as plans can cut it, with fingerprints of their content."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Modules = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A stage of a plan with one stage per block. `content`: equal for blocks that compute the same on other data."""
+    """A stage of a plan with one stage per block. `content`: equal for blocks that compute the same."""
 
     stage: int
     name: str
@@ -38,7 +38,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """All blocks of a model, and what runs them."""
+    """All blocks of a model, and the pipeline that runs them."""
 
     plan: Plan
     pipeline: Pipeline
@@ -46,16 +46,16 @@ class Blocks:
 
 
 def find_blocks(capture: Capture, module: nn.Module, seconds: Mapping[str, float], num_pieces: float) -> Blocks:
-    """Cut the model at module borders, the user's step apart.
+    """Cut the model at module borders, with the user's step separate.
 
-    Where so fine a cut goes through a module that must run whole, or through tensors whose shapes are not known, it is
-    made coarser, up to the whole model as one block.
+    If the cut goes through a module that cannot be cut, or through tensors of unknown shape, it is made coarser, up to
+    the model as one block.
 
     Args:
-        capture: of the module's step.
-        module: what the blocks run.
-        seconds: of every operator, in any unit: only shares of the whole count.
-        num_pieces: a block has no more than 1 / `num_pieces` of all seconds, unless it cannot be divided.
+        capture: capture of the module's step.
+        module: module that the blocks run.
+        seconds: seconds of every operator, in any unit: only their shares count.
+        num_pieces: a block has at most 1 / `num_pieces` of all seconds, unless it cannot be divided.
 
     Raises:
         CaptureError: the model cannot run, not even as one block.
@@ -74,7 +74,7 @@ def find_blocks(capture: Capture, module: nn.Module, seconds: Mapping[str, float
 
 
 def _cuts(capture: Capture, seconds: Mapping[str, float], num_pieces: float) -> Iterator[list[Modules]]:
-    """From the finest to the whole model."""
+    """Cuts of the model, from the finest to no cut."""
     for pieces in (num_pieces, *(limit for limit in (64, 16, 4, 1) if limit < num_pieces)):
         units = find_units(capture.graph, num_pieces=pieces, seconds=seconds).units
         modules = [tuple(path for path in unit.modules if path != STEP) for unit in units]
@@ -119,7 +119,7 @@ class _Content:
         self._states = {name: tensor for tensor, name in names_of(module)}
 
     def of(self, operators: Sequence[Operator], sent: Sequence[tuple[str, int]]) -> str:
-        """The fingerprint of a block that hands out the values `sent`."""
+        """The fingerprint of a block with the results `sent`."""
         known: dict[str, str] = {operator.name: str(index) for index, operator in enumerate(operators)}
         lines = [line for operator in operators for line in self._lines(operator, known)]
         lines += [f"sent {self._value(name, output, known)}" for name, output in sent]
@@ -152,7 +152,7 @@ class _Content:
         return repr(leaf) if simple else type(leaf).__name__
 
     def _value(self, name: str, output: int, known: dict[str, str]) -> str:
-        """A value of the block by its operator's place in it, one from outside by its form and order of appearance."""
+        """The position of a value's operator in the block; form and order of appearance of a value from outside."""
         outside = name not in known
         number = known.setdefault(name, f"outside {len(known)}")
         return f"{number}.{output}" + (f" {_spec(self._capture.graph[name].outputs[output])}" if outside else "")
@@ -169,7 +169,7 @@ def _spec(spec: TensorSpec) -> str:
 
 
 def _source(kind: type) -> str:
-    """The step is Python that no graph describes: its class, or only the class's name where there is no source."""
+    """The source of the step's class, which no graph describes; the name of the class if it has no source."""
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError):

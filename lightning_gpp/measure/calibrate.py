@@ -1,4 +1,4 @@
-"""What a device of this machine sustains under PyTorch, measured in a second or two."""
+"""Calibration: the speed that a device of this machine reaches with PyTorch, measured in a second or two."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_gpp.measure.memory import memory_bytes
 SECONDS_PER_FIGURE: Final = 0.4
 LARGEST_MATRIX: Final = 8192
 LONG_ENOUGH: Final = 0.01
-"""Seconds of one matrix product from which starting it, and reading the clock, no longer show."""
-COPIED_BYTES: Final = 128 * 2**20  # more than the caches hold
+"""Seconds of a matrix product above which starting it and reading the clock are negligible."""
+COPIED_BYTES: Final = 128 * 2**20  # larger than the caches
 OPERATORS_PER_LOOP: Final = 200
 
 
@@ -30,9 +30,9 @@ def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, num_thre
     addition that autograd records.
 
     Args:
-        device: of this machine, "cpu" or "cuda:0".
-        dtype: of the matrices; a floating-point type.
-        num_threads: of a CPU; 1 is what the processes of a pipeline use. The number in force before is restored.
+        device: a device of this machine, "cpu" or "cuda:0".
+        dtype: type of the matrices; a floating-point type.
+        num_threads: threads of a CPU; processes of a pipeline use 1. The previous number is restored.
 
     Raises:
         ConfigError: the data type is not floating-point, or the device is neither a CPU nor a CUDA device.
@@ -69,7 +69,7 @@ def _name(device: torch.device) -> str:
 
 
 def _flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Grows the matrices until one product takes long enough, so that one code fits a laptop and an H200."""
+    """FLOP/s of matrices large enough that one product takes long, on a laptop as on an H200."""
     size = 128
     while True:
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

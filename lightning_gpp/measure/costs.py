@@ -1,4 +1,4 @@
-"""Costs of operators, measured on a device of this machine: one block of the model after the other."""
+"""Measured costs of operators, on a device of this machine, one block of the model at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightning_gpp.plan import SOURCE
 from lightning_gpp.runtime.stage import MicroBatch
 
 Progress = Callable[[int, int, str], None]
-"""Called before each measurement: how many are done, how many there are, the block's name and samples."""
+"""Called before each measurement with the number of those done, their total, and the block's name and samples."""
 
 SECONDS_PER_BLOCK: Final = 0.2
 
@@ -51,26 +51,25 @@ def measure_costs(
     budget: float = SECONDS_PER_BLOCK,
     progress: Progress | None = None,
 ) -> MeasuredCosts:
-    """Measure what the operators of a captured model cost on the present device.
+    """Measure the costs of the operators of a captured model on this machine's device.
 
-    The model is cut into blocks at module borders. Each block runs alone on random inputs of its captured shapes (on
-    the batch where it reads that). Blocks with the same content are measured once, and never again on this kind of
-    device with this version of PyTorch. Neither the module nor the random streams change. No more memory is taken than
-    the largest block needs.
+    The model is cut into blocks at module borders. Each block runs alone, on the batch or on random inputs of its
+    captured shapes. Blocks with equal content are measured once, and never again on this kind of device with this
+    version of PyTorch. The module and the random streams do not change. It takes the memory of the largest block.
 
     Args:
-        capture: of the module's training step.
-        module: may be on the meta device.
+        capture: capture of the module's training step.
+        module: the module; may be on the meta device.
         batch: a mini-batch with real tensors.
-        device: what `torch_device` is called in the cluster to plan for.
-        sizes: of micro-batches in samples, two or more for costs that hold at other sizes too.
-        torch_device: where to measure, "cpu" or "cuda:0".
-        num_pieces: a block has at most 1 / `num_pieces` of the whole by the roofline model, unless it is undividable.
-        num_threads: of a CPU; 1 is what the processes of a pipeline use. The number in force before is restored.
+        device: the device of the cluster to plan for that `torch_device` is.
+        sizes: samples of micro-batches; two or more, so that costs hold for other sizes, too.
+        torch_device: device to measure on, "cpu" or "cuda:0".
+        num_pieces: a block has at most 1 / `num_pieces` of the roofline model's seconds, unless it cannot be divided.
+        num_threads: threads of a CPU; processes of a pipeline use 1. The previous number is restored.
         cache: folder of the cache; None is `store.default_folder()`.
-        context: in which modules compute, for example autocast, as when the step was captured.
-        budget: seconds for each block and size; every one is repeated at least 3 times.
-        progress: told what is measured.
+        context: context in which modules compute, for example autocast, as in the capture.
+        budget: seconds for each block and size; each is repeated at least 3 times.
+        progress: called before each measurement.
 
     Raises:
         ConfigError: the sizes do not fit the batch, or the batch has no values.
@@ -97,13 +96,13 @@ def measure_costs(
 
 
 def _missing(blocks: Blocks, sizes: Sequence[int], store: Store) -> list[tuple[Block, int]]:
-    """The first of all blocks with the same content, size after size, as far as the store does not know it."""
+    """Blocks and sizes that the store does not know, one for equal content."""
     unique = {block.content: block for block in reversed(blocks.blocks)}
     return [(block, size) for size in sizes for block in unique.values() if (block.content, size) not in store.figures]
 
 
 class _Bench:
-    """Puts blocks on the device, one at a time, and times them."""
+    """Moves blocks to the device, one at a time, and times them."""
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ class _Bench:
             store.save()
 
     def _forget(self) -> None:
-        """What the user's step returned."""
+        """Drop the results of the user's step."""
         self._step.outputs.clear()
 
     def _measure(self, block: Block, size: int) -> Seconds:
@@ -176,7 +175,7 @@ def _checked_sizes(sizes: Sequence[int], batch: Any) -> list[int]:
 
 @contextmanager
 def _prepared(device: torch.device, num_threads: int) -> Iterator[None]:
-    """The threads of a pipeline's process, and random streams that go on afterwards as if nothing had happened."""
+    """Use the threads of a pipeline's process; restore them, and the random streams, at the end."""
     before = torch.get_num_threads()
     with ExitStack() as stack:
         stack.enter_context(undisturbed())
@@ -190,7 +189,7 @@ def _prepared(device: torch.device, num_threads: int) -> Iterator[None]:
 
 
 def _kind(device: torch.device, num_threads: int) -> str:
-    """What decides the speed of a device, in words."""
+    """A description of everything that determines the speed of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).name
     threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
@@ -200,6 +199,6 @@ def _kind(device: torch.device, num_threads: int) -> str:
 def _processor() -> str:
     try:
         names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:  # no such file outside Linux
+    except OSError:  # the file exists on Linux only
         names = []
     return next(iter(names), platform.processor() or platform.machine() or os.name)

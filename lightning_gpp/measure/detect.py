@@ -1,4 +1,4 @@
-"""Which cluster the present machine is."""
+"""Detection of the cluster that this machine is."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ PRODUCTS: Final = (
     (r"T4", "t4"),
     (r"L4", "l4"),
 )
-"""The driver's names, after "NVIDIA" or "Tesla", and the devices they are; a name must match whole."""
+"""Devices by the driver's names for them, without "NVIDIA" or "Tesla"; a name must match entirely."""
 
 LINKS: Final = {machine.device.name: machine.link for machine in CLUSTERS.values()} | {
     "a100_sxm_40gb": CLUSTERS["dgx_a100"].link,
     "v100_sxm2_32gb": CLUSTERS["summit"].link,
 }
-"""What joins devices of a kind in the cluster that is made of them."""
+"""Links between devices of a kind, in the preset that consists of them."""
 
 PCIE: Final = CLUSTERS["pcie_a100"].link
-"""Joins devices of kinds that are not known, or not the same."""
+"""The link between devices of unknown or different kinds."""
 
 
 def detect(num_devices: int | None = None) -> Cluster:
     """The CUDA devices of this machine, or the CPU if it has none, as processes that share its memory.
 
-    A GPU that has no preset is measured (`calibrate`), which takes a few seconds. Memory is what the machine has. The
-    links are those of the cluster that such devices usually make; what joins them in fact is not looked into.
+    A GPU without a preset is measured (`calibrate`), which takes a few seconds. Memory is that of the machine. Links
+    are those of the preset of such devices; the real ones are not measured.
 
     Args:
-        num_devices: how many to use; all GPUs by default, or one process for every CPU core.
+        num_devices: number of devices to use; by default all GPUs, or one process for every CPU core.
 
     Raises:
-        ConfigError: num_devices is below 1, or more than there are GPUs.
+        ConfigError: num_devices is below 1 or above the number of GPUs.
     """
     if num_devices is not None and num_devices < 1:
         raise ConfigError(f"num_devices={num_devices} must be 1 or more.")
@@ -74,7 +74,7 @@ def _gpus(num_devices: int) -> Cluster:
 
 
 def _gpu(device: torch.device, known: dict[str, Device]) -> Device:
-    """Measures each unknown product once: `known` has those already seen."""
+    """The device of a GPU. Products without a preset are measured once, and kept in `known`."""
     product = torch.cuda.get_device_properties(device).name
     if product not in known:
         known[product] = _preset(product) or _measured(device)

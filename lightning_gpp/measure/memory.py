@@ -1,4 +1,4 @@
-"""How many bytes a device has."""
+"""The memory of a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONTAINER_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All of a GPU's memory, or what the host (or the container, if it has a limit) lets this process use."""
+    """Bytes of a GPU, or of the host, or those that the container's limit leaves to this process."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _container_limit())
@@ -22,5 +22,8 @@ def _container_limit() -> int:
     unlimited = 2**63
     try:
         return int(CONTAINER_LIMIT.read_text())
-    except (OSError, ValueError):  # no such file outside Linux control groups; the word "max" where there is no limit
+    except (
+        OSError,
+        ValueError,
+    ):  # the file exists in Linux control groups only; it contains "max" if there is no limit
         return unlimited

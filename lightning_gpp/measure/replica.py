@@ -1,4 +1,4 @@
-"""A copy of the user's module whose parameters take memory only while they are used."""
+"""Hollow copies of the user's module, whose parameters take memory only while they are used."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def hollow_copy(module: nn.Module, device: torch.device) -> nn.Module:
 
 @contextmanager
 def filled(replica: nn.Module, module: nn.Module, names: Iterable[str], device: torch.device) -> Iterator[None]:
-    """Within the context these parameters and buffers of the replica have the module's values, on the device.
+    """Give these parameters and buffers of the replica the module's values on the device, inside the context.
 
-    Those that have none, because the module is on the meta device, get small random numbers (zeros if integer).
+    If the module is on the meta device they get small random numbers (zeros if integer).
     """
     originals = {name: tensor for tensor, name in names_of(module)}
     hollow = {name: tensor for tensor, name in names_of(replica)}
@@ -58,7 +58,7 @@ def _filled(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def random_like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Normally distributed numbers; true where boolean, zero where integer, which every table of embeddings has."""
+    """Normally distributed numbers; booleans are true, integers zero, which is a valid index of every embedding."""
     if dtype is torch.bool:
         return torch.ones(shape, dtype=dtype, device=device)
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -67,7 +67,7 @@ def random_like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def _swap(replica: nn.Module, replacements: Mapping[int, Tensor]) -> None:
-    """A tied tensor is replaced wherever it is."""
+    """Replace tensors under all of their names, those of tied ones included."""
     for owner in replica.modules():
         named = [
             *owner.named_parameters(recurse=False, remove_duplicate=False),
@@ -79,4 +79,4 @@ def _swap(replica: nn.Module, replacements: Mapping[int, Tensor]) -> None:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """What logging does while a step is measured."""
+    """Replaces logging while a step is measured."""

@@ -1,4 +1,4 @@
-"""Figures of blocks that were measured before, in one JSON file per kind of device and version of PyTorch."""
+"""The store of measured blocks: one JSON file per kind of device and version of PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_gpp.costs.model import Seconds
 FORMAT: Final = 1
 
 Key = tuple[str, int]
-"""A block's content, and the samples of its micro-batch."""
+"""The content of a block, and the samples of its micro-batch."""
 
 
 def default_folder() -> Path:
@@ -26,11 +26,11 @@ def default_folder() -> Path:
 
 
 class Store:
-    """What is known of blocks on one kind of device.
+    """Measured seconds of blocks on one kind of device.
 
     Args:
-        folder: where the file is; it need not exist.
-        device: name of the kind of device, with all that decides its speed.
+        folder: folder of the file; it need not exist.
+        device: description of the kind of device, with everything that determines its speed.
     """
 
     def __init__(self, folder: str | Path, device: str) -> None:
@@ -40,7 +40,7 @@ class Store:
         self.figures: dict[Key, Seconds] = self._read()
 
     def save(self) -> None:
-        """Write what is known, with what others wrote in the meantime; warn where that is impossible."""
+        """Write the figures, merged with those that other processes have written; warn if that is impossible."""
         figures = {**self._read(), **self.figures}
         blocks: dict[str, dict[str, list[float]]] = {}
         for (content, size), seconds in sorted(figures.items()):
@@ -75,8 +75,8 @@ class Store:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warnings.warn(
-                f"The cache of measured costs {self.path} is damaged ({type(error).__name__}: {error}); all blocks are "
-                "measured again, and it is written anew.",
+                f"The cache of measured costs {self.path} is damaged ({type(error).__name__}: {error}). All blocks are "
+                "measured again, and the file is rewritten.",
                 stacklevel=2,
             )
             return {}

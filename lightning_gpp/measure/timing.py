@@ -1,7 +1,7 @@
-"""How long one block takes, forwards and backwards.
+"""Timing of blocks, forwards and backwards.
 
-A stage has many blocks, but calls Python and autograd once. What that takes is measured with a block that computes
-nothing, and taken off.
+A stage has many blocks, but calls Python and autograd once. That overhead is measured with an empty block, and
+subtracted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_gpp.runtime.stage import MicroBatch, StageModule
 
 WARM_UPS: Final = 2
 FEWEST: Final = 3
-"""Repetitions at least."""
+"""The least number of repetitions."""
 
 
 Times = tuple[float, float, float]
@@ -38,12 +38,12 @@ class _Nothing:
 
 @dataclass(kw_only=True)
 class BlockTimer:
-    """Runs blocks again and again, as the executor runs a stage.
+    """Runs blocks repeatedly, as the executor runs a stage.
 
     Args:
-        device: where the tensors are.
-        context: in which modules compute, for example autocast; backwards run outside.
-        budget: seconds after which a block that was repeated often enough is left.
+        device: device of the tensors.
+        context: context in which modules compute, for example autocast; backwards run outside.
+        budget: seconds per block, which may be exceeded to reach the least number of repetitions.
         after: called after every repetition.
     """
 
@@ -58,7 +58,7 @@ class BlockTimer:
         self._of_nothing = self._medians(_Nothing(), {"x": tiny}, MicroBatch(0, 0, 1, 1))
 
     def seconds(self, stage: StageModule, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> Seconds:
-        """Medians. The input gradients are timed alone, the weight gradients are what a full backward takes more."""
+        """Median seconds. Input gradients are timed alone; weight gradients take the rest of the full backward."""
         times = self._medians(stage, values, micro_batch)
         pairs = zip(times, self._of_nothing, strict=True)
         forward, backward, inputs = (max(0.0, time - nothing) for time, nothing in pairs)
@@ -76,7 +76,7 @@ class BlockTimer:
         return forward, backward, inputs
 
     def _repetition(self, stage: StageModule, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> Times:
-        """A forward with a full backward, and another one with a backward to its inputs only."""
+        """Seconds of a forward, of its full backward, and of a backward to the inputs only after another forward."""
         forward, roots, _, seeds = self._forward(stage, values, micro_batch)
         backward = self._timed(lambda: torch.autograd.backward(roots, seeds))[0] if roots else 0.0
         _, roots, leaves, seeds = self._forward(stage, values, micro_batch)
@@ -89,7 +89,7 @@ class BlockTimer:
     def _forward(
         self, stage: StageModule, values: Mapping[str, Tensor], micro_batch: MicroBatch
     ) -> tuple[float, list[Tensor], list[Tensor], list[Tensor]]:
-        """Seconds, differentiable outputs, differentiable inputs, and a gradient for each output."""
+        """Run a forward. Returns its seconds, differentiable outputs and inputs, and a gradient for each output."""
         given = {name: value.detach().requires_grad_(value.requires_grad) for name, value in values.items()}
         with self.context():
             seconds, outputs = self._timed(lambda: stage.forward(given, micro_batch))

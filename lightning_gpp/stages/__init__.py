@@ -1,4 +1,4 @@
-"""The code that runs a plan's stages: parts of a captured step, or modules that the user declared as stages."""
+"""Stages: the modules that run a plan's stages, from a captured step or as the user declared them."""
 
 from lightning_gpp.stages.build import CapturedStage, Pipeline, build
 from lightning_gpp.stages.declared import Declared, declare, is_declared

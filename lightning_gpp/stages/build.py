@@ -1,4 +1,4 @@
-"""A plan's stages as things that run: what `Capture.build` returns."""
+"""Building of stages: from a capture and a plan to modules that run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_gpp.stages.step import StepRunner, UserStep, slots_of
 
 @dataclass(slots=True)
 class CapturedStage:
-    """Runs a stage's source, and the user's step behind it if the stage holds it."""
+    """Runs the source of a stage, followed by the user's step if the stage has it."""
 
     code: Forward
     source: str
@@ -46,8 +46,8 @@ class CapturedStage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages, slots of every edge of the plan, names of each stage's parameters and buffers, the user's step, and the
-    data that it hands to the stages."""
+    """All that runs a pipeline: stages, slots of every edge of the plan, names of the parameters and buffers of each
+    stage, the user's step, and the source of the stages' inputs."""
 
     stages: tuple[StageModule, ...]
     slots: tuple[tuple[Slot, ...], ...]
@@ -59,7 +59,7 @@ class Pipeline:
 
 @singledispatch
 def build(captured: Any, plan: Plan, module: nn.Module) -> Pipeline:
-    """The stages of a plan, running the modules of `module`.
+    """Build the stages of a plan from the modules of `module`.
 
     Args:
         captured: the `Capture` or `Declared` that the plan was made for.
@@ -67,10 +67,10 @@ def build(captured: Any, plan: Plan, module: nn.Module) -> Pipeline:
         module: the module that was captured, or a copy of it.
 
     Raises:
-        CaptureError: a cut goes through a module that can only run whole.
+        CaptureError: the plan cuts a module that cannot be cut.
         PlanError: the plan's edges or modules are not those of `captured`.
     """
-    raise TypeError(f"There are no stages of a {type(captured).__name__}.")
+    raise TypeError(f"No stages can be built of a {type(captured).__name__}.")
 
 
 @build.register
@@ -170,7 +170,7 @@ def _stage(
 
 
 def _parts(module: nn.Module, paths: Sequence[str], states: Sequence[str]) -> tuple[nn.Module, ...]:
-    """Modules that run whole, with all inside, and the owners of the tensors that are read one by one."""
+    """Modules that a stage calls, with all inside, and the owners of tensors that it reads directly."""
     whole = [part for path in paths for part in module.get_submodule(path).modules()]
     owners = [module.get_submodule(name.rpartition(".")[0]) for name in states]
     return tuple(dict.fromkeys([*whole, *owners]))

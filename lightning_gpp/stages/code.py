@@ -1,4 +1,4 @@
-"""Python source for a stage: calls of original modules where a whole module is in the stage, recorded calls elsewhere.
+"""The Python source of a stage: calls of modules that are in the stage entirely, and recorded calls elsewhere.
 
 def forward(values, b):
     input0 = values["input0"]
@@ -31,7 +31,7 @@ Forward = Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]]
 
 
 def variable(ref: Ref) -> str:
-    """The name of a value, in the source and as a slot."""
+    """The name of a value in the source and as a slot."""
     return f"input{-1 - ref.call}" if ref.call < 0 else f"v{ref.call}_{ref.output}"
 
 
@@ -41,8 +41,8 @@ class StageCode:
 
     Args:
         mine: numbers of the recorded calls of this stage.
-        received: values that other stages or the source give.
-        wanted: values that others (or the step) read.
+        received: values from other stages or the source.
+        wanted: values that other stages or the step read.
     """
 
     network: Network
@@ -62,7 +62,9 @@ class StageCode:
         self._emit(-1, 0, len(self.network.calls))
         missing = [variable(ref) for ref in self.wanted if variable(ref) not in self.defined]
         if missing:
-            raise CaptureError(f"Values {missing} are read by other stages but are inside a module that runs whole.")
+            raise CaptureError(
+                f"Values {missing} are read by other stages, but are inside a module that cannot be cut."
+            )
         results = ", ".join(f"{variable(ref)!r}: {self._sent(ref)}" for ref in self.wanted)
         self.lines.append(f"return {{{results}}}")
         return self._function()
@@ -86,13 +88,13 @@ class StageCode:
         return f"{variable(ref)}__kept" if self._keeps(ref) else variable(ref)
 
     def _keeps(self, ref: Ref) -> bool:
-        """Whether a value must be copied for others, because this stage changes it in place afterwards."""
+        """True if a value must be copied for others, because this stage changes it in place afterwards."""
         return ref.call >= 0 and any(ref in self.network.calls[number].overwritten for number in self.mine)
 
     # --- structure
 
     def _emit(self, scope: int, first: int, last: int) -> None:
-        """Emit what is directly inside a module call (or the step, scope -1), in recorded order."""
+        """Emit the calls directly inside a module call (or the step, scope -1), in recorded order."""
         children = [m for m in self.network.modules if m.parent == scope and first <= m.first and m.last <= last]
         calls = [c for c in self.network.calls[first:last] if c.scope == scope and c.index in self.mine]
         items: list[ModuleCall | Recorded] = [*children, *calls]
@@ -114,7 +116,7 @@ class StageCode:
             self._emit(call.number, call.first, call.last)
 
     def _whole(self, call: ModuleCall, inside: set[int]) -> bool:
-        """Whether the original module can be called: its arguments exist here, and nothing else leaves it."""
+        """True if the original module can be called: its arguments exist here, and only its result is read outside."""
         leaves = pytree.tree_leaves((call.args, call.kwargs))
         if any(isinstance(leaf, Opaque) for leaf in leaves):
             return False
@@ -168,7 +170,7 @@ class StageCode:
             raise refusal(
                 call.line,
                 f"`{call.target}` takes an object that is made anew in every run, in a forward that is cut into stages",
-                "let the module that makes the object run whole (list it in strategy.stages)",
+                "keep the module that makes the object in one stage (list it in strategy.stages)",
             )
         if call.checkpoint is not None and self._region_of(call.scope) != call.checkpoint:
             raise refusal(
@@ -201,7 +203,7 @@ class StageCode:
             self.defined.add(variable(ref))
 
     def _alias_outputs(self, numbers: Iterable[int]) -> None:
-        """Earlier values that were changed in place keep their object and get a new name."""
+        """Name values that a call changed in place; the object stays the same."""
         for number in numbers:
             call = self.network.calls[number]
             for position, before in enumerate(call.mutated):
@@ -263,18 +265,18 @@ class StageCode:
         return f"getattr({self._name('owner', self.module.get_submodule(owner))}, {attribute!r})"
 
     def _name(self, stem: str, value: Any) -> str:
-        """A name in the source's namespace that stands for a value."""
+        """A name for a value in the namespace of the source."""
         for number in range(len(self.names) + 2):
             name = f"{stem}_{number}"
             if name not in self.names:
                 self.names[name] = value
                 return name
-        raise AssertionError("unreachable: there are more numbers than names")
+        raise AssertionError("unreachable: there are infinitely many names")
 
 
 @contextmanager
 def _modes(context: Context, ambient: Context) -> Any:
-    """Enter the grad and autocast modes a call was recorded under, as far as the user's code set them."""
+    """Enter the grad and autocast modes that the user's code set when a call was recorded."""
     with ExitStack() as stack:
         if context.grad != ambient.grad:
             stack.enter_context(torch.set_grad_enabled(context.grad))
@@ -286,7 +288,7 @@ def _modes(context: Context, ambient: Context) -> Any:
 
 
 def _release(lines: list[str]) -> list[str]:
-    """Drop every value after the line that reads it last, so that memory is free as early as in eager code."""
+    """Delete every value after the line that reads it last, so that memory is freed as early as in eager code."""
     last: dict[str, int] = {}
     for number, line in enumerate(lines):
         for name in re.findall(r"\b(?:v\d+_\d+|input\d+|out_\d+)\b", line):

@@ -1,7 +1,7 @@
-"""Stages that the user declared, as modules and the edges between them: they run eagerly, and nothing is captured.
+"""Declared stages: modules and the edges between them, given by the user; they run eagerly, and nothing is captured.
 
-The way out for what cannot be captured: a stage is one module, called with the results of other stages and with
-arguments of the network's call. Shapes are known only when tensors are there, so edges are dynamic.
+This is for models that cannot be captured. A stage is one module, called with results of other stages and with
+arguments of the network's call. Shapes are known only at run time, so edges are dynamic.
 
     stages:
       - {name: image, modules: [image_tower], inputs: ["@image"]}
@@ -39,7 +39,7 @@ GIVEN = TensorSpec(shape=(), dtype="float32", requires_grad=False, dynamic=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """One declared stage: a module path, and what each of its arguments is (position or name -> reference)."""
+    """One declared stage: a module path, and the references of its arguments by position or name."""
 
     name: str
     module: str
@@ -51,14 +51,14 @@ class Declaration:
 
 
 def is_declared(entries: Any) -> bool:
-    """Whether `strategy.stages` declares edges."""
+    """True if `strategy.stages` declares edges."""
     listed = isinstance(entries, Sequence) and not isinstance(entries, str)
     return listed and any(isinstance(entry, Mapping) and "inputs" in entry for entry in entries)
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What stands for a `Capture` where the user declared the stages."""
+    """Takes the place of a `Capture` if the user declared the stages."""
 
     graph: OperatorGraph
     declarations: tuple[Declaration, ...]
@@ -182,7 +182,7 @@ def _graph(module: nn.Module, declarations: Sequence[Declaration]) -> OperatorGr
 
 
 def _ordered(declarations: Sequence[Declaration]) -> list[Declaration]:
-    """Declarations such that each comes after what it reads.
+    """The declarations in an order in which each comes after those that it reads.
 
     Raises:
         PlanError: there is a cycle.
@@ -212,7 +212,7 @@ def _sent(declaration: Declaration, declarations: Sequence[Declaration]) -> tupl
 
 @dataclass(slots=True)
 class EagerStage:
-    """Calls one module of the user. `sent`: the references of its result that other stages read."""
+    """Calls one module of the user. `sent`: the parts of its result that other stages read."""
 
     declaration: Declaration
     root: nn.Module
@@ -222,7 +222,7 @@ class EagerStage:
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        """The module and all inside."""
+        """The module and all its submodules."""
         return tuple(self.root.get_submodule(self.declaration.module).modules())
 
     def forward(self, values: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -239,7 +239,7 @@ def _part(result: Any, reference: str, name: str) -> torch.Tensor:
     part = _item(result, key) if key else result
     if not isinstance(part, torch.Tensor):
         raise CaptureError(
-            f"Stage {name!r} gives {_described(result)}, in which {reference!r} is no tensor. Name a part of the "
+            f"Stage {name!r} gives {_described(result)}, in which {reference!r} is not a tensor. Name a part of the "
             f"result, as in '{name}.0' or '{name}.key' (strategy.stages, `inputs`)."
         )
     return part
@@ -253,7 +253,7 @@ def _described(result: Any) -> str:
 
 
 def _item(result: Any, key: str) -> Any:
-    """A part of a stage's result, by position, key or attribute; None if there is none."""
+    """A part of a stage's result by position, key or attribute; None if it does not exist."""
     if isinstance(result, Mapping):
         return result.get(key)
     if key.isdigit() and isinstance(result, Sequence):
@@ -263,7 +263,7 @@ def _item(result: Any, key: str) -> Any:
 
 @dataclass(kw_only=True)
 class DeclaredStep(StepRunner):
-    """The step around declared stages: its outermost call of the network is answered by the last stage's result."""
+    """The user's step around declared stages: its outermost call of the network returns the last stage's result."""
 
     declarations: tuple[Declaration, ...]
 
@@ -283,13 +283,13 @@ class DeclaredStep(StepRunner):
         raise CaptureError("The step did not call the module whose stages are declared (strategy.stages).")
 
     def run(self, micro_batch: MicroBatch, result: Any) -> dict[str, torch.Tensor]:
-        """Run the whole step with the network's call answered by `result`."""
+        """Run the step; its call of the network returns `result`."""
         self.start_streams(micro_batch)
         with answered(self._networks(), lambda *_: result):
             return self.finish(micro_batch, self.call(micro_batch))
 
     def _networks(self) -> dict[str, nn.Module]:
-        """The module itself and the innermost one that holds all stages: whichever the step calls first."""
+        """Candidates for the network: the module itself, and the innermost one that contains all stages."""
         parts = [declaration.module.split(".")[:-1] for declaration in self.declarations]
         common = [level[0] for level in zip(*parts, strict=False) if len(set(level)) == 1]
         paths = {"", ".".join(common)}

@@ -1,4 +1,4 @@
-"""Runs the stages of a plan that are slices: each calls the modules of its stage with its tokens."""
+"""Slices of stages: each calls the modules of its unsliced stage with its own tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tokens = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A tensor `name` of which `part` holds the tokens `[start, stop)`."""
+    """One slice of a tensor: `part` holds the tokens `[start, stop)` of the tensor `name`."""
 
     name: str
     tokens: Tokens
@@ -38,7 +38,7 @@ class Cut:
 
 
 def innermost(stage: StageModule) -> StageModule:
-    """The stage that all others are around."""
+    """The stage inside all wrappers."""
     return innermost(stage.stage) if isinstance(stage, Around) else stage
 
 
@@ -47,12 +47,12 @@ class SlicedStage(Around):
     """Computes the tokens of one slice.
 
     Args:
-        stage: computes all tokens.
-        tokens: of this slice.
-        length: of the whole sequence, in tokens.
-        earlier: names of what the slice before carries.
-        later: names of what the next one gets; empty for the last slice.
-        received, sent: tensors that are cut.
+        stage: the unsliced stage.
+        tokens: interval of this slice.
+        length: number of tokens of the sequence.
+        earlier: names of tensors that the previous slice carries to this one.
+        later: names of tensors that this slice carries to the next one; empty for the last slice.
+        received, sent: sliced tensors.
     """
 
     tokens: Tokens
@@ -63,7 +63,7 @@ class SlicedStage(Around):
     sent: tuple[Cut, ...]
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """From the parts of the slice's tokens, and what is carried to it, to the same of its results."""
+        """The slice's part of every result, from its part of every input and what earlier slices carry to it."""
         outputs, kept = self._run(values, micro_batch)
         parts = {cut.part: outputs[cut.name] for cut in self.sent}
         return {**parts, **dict(zip(self.later, kept, strict=False))}
@@ -71,7 +71,7 @@ class SlicedStage(Around):
     def carried(
         self, values: Mapping[str, Tensor], earlier: Sequence[Tensor], micro_batch: MicroBatch
     ) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
-        """The stage's results for the slice's tokens, under their own names, and what the slice carries on."""
+        """The stage's results for the slice's tokens under their original names, and the tensors for the next slice."""
         return self._run({**values, **dict(zip(self.earlier, earlier, strict=True))}, micro_batch)
 
     def _run(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
@@ -87,19 +87,19 @@ class SlicedStage(Around):
 def _where(tokens: Tokens) -> str:
     return (
         f"It was computing tokens [{tokens[0]}, {tokens[1]}), a slice (strategy.slices). Code that counts tokens must "
-        "ask lightning_gpp.sequence.positions (docs/slicing.md); strategy.slice_modules leaves modules whole."
+        "ask lightning_gpp.sequence.positions (docs/slicing.md); strategy.slice_modules leaves modules unsliced."
     )
 
 
 @dataclass(slots=True, kw_only=True)
 class WholeStage(Around):
-    """A stage between slices: puts together what they send, and cuts what they get.
+    """An unsliced stage beside slices: joins what they send, and cuts what they receive.
 
     Args:
-        stage: what it is.
+        stage: the stage itself.
         dim: the dimension that counts tokens.
-        received: by the tensor's name its parts in order.
-        sent: parts that slices get.
+        received: slices of every received tensor, in order, by its name.
+        sent: slices of tensors that sliced stages receive.
     """
 
     dim: int
@@ -107,7 +107,7 @@ class WholeStage(Around):
     sent: tuple[Cut, ...]
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """As the stage's, with parts of tensors beside them."""
+        """The stage's results, and their slices."""
         joined = {name: torch.cat([values[cut.part] for cut in cuts], self.dim) for name, cuts in self.received.items()}
         outputs = self.stage.forward({**values, **joined}, micro_batch)
         return {**outputs, **{cut.part: cut.of(outputs[cut.name], self.dim) for cut in self.sent}}
@@ -115,30 +115,30 @@ class WholeStage(Around):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutSource:
-    """The user's step up to the network, whose data slices get in parts."""
+    """The source of a plan with slices: cuts data for them."""
 
     source: StepRunner
     dim: int
     sent: tuple[Cut, ...]
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """All data, and the parts."""
+        """All inputs, and their slices."""
         values = self.source.inputs(micro_batch)
         return {**values, **{cut.part: cut.of(values[cut.name], self.dim) for cut in self.sent}}
 
 
 class Slicer:
-    """From stages that are put together, and the tensors between them, to those of a plan with slices.
+    """Makes stages with slices, and the tensors between them, from those of the unsliced plan.
 
     Args:
-        graph: of the model.
-        plan: with slices.
-        whole: the same, put together.
-        slots: for every edge of the latter its tensors.
-        uncut: names of tensors of other sequences, which slices get whole.
+        graph: graph of the model.
+        plan: the plan with slices.
+        whole: the unsliced plan.
+        slots: tensors of every edge of the unsliced plan.
+        uncut: names of tensors of other sequences, which every slice receives unsliced.
 
     Raises:
-        PlanError: the plan lacks edges over which slices carry.
+        PlanError: the plan lacks edges between slices that the model needs.
     """
 
     def __init__(
@@ -153,19 +153,19 @@ class Slicer:
         self._check_carrying()
 
     def slots(self) -> tuple[tuple[Slot, ...], ...]:
-        """For every edge its tensors."""
+        """The tensors of every edge."""
         return tuple(self._slots_of(edge, cuts) for edge, cuts in zip(self.plan.edges, self._cuts, strict=True))
 
     def stages(self, stages: Sequence[StageModule]) -> tuple[StageModule, ...]:
-        """Every stage of the plan, from those that are put together."""
+        """The stages of the plan, from those of the unsliced plan."""
         return tuple(self._stage(index, stages[number]) for index, number in enumerate(self.whole.numbers))
 
     def source(self, source: StepRunner) -> CutSource:
-        """The data, and the parts that slices get."""
+        """The source of inputs and of their slices."""
         return CutSource(source=source, dim=self.plan.sequence_dim, sent=self._sent(SOURCE))
 
     def _check_carrying(self) -> None:
-        """A plan that was edited may lack an edge over which slices carry, or have one too many."""
+        """Raise PlanError if the plan, which may have been edited, has too few or too many edges between slices."""
         present = {(e.src, e.dst) for e in self.plan.edges if e.src != SOURCE and self._ends(e)[0] == self._ends(e)[1]}
         needed = {
             pair
@@ -214,7 +214,7 @@ class Slicer:
         return above or self.plan.stages[edge.dst].tokens
 
     def _cuts_of(self, edge: Edge) -> tuple[Cut, ...]:
-        """The tensors of an edge that are cut; what slices of one stage carry is not."""
+        """The sliced tensors of an edge. Tensors that slices of one stage carry are not sliced."""
         tokens = self._tokens(edge)
         if tokens is None or edge.artificial:
             return ()
@@ -246,11 +246,11 @@ class Slicer:
         return tuple(Slot(name, cut_spec(spec, dim, stop)) for name, (spec, dim) in zip(names, specs, strict=True))
 
     def _names(self, index: int, stop: int) -> tuple[str, ...]:
-        """Of what is carried behind token `stop`."""
+        """Names of the tensors that the slice up to token `stop` carries to the next one."""
         number = self.whole.numbers[index]
         return tuple(slice_name(f"carried{n}", (0, stop)) for n in range(len(self._carried[number])))
 
 
 def repeated(items: Sequence[tuple[str, ...]], whole: Unsliced) -> tuple[tuple[str, ...], ...]:
-    """What every stage has, for its slices."""
+    """Entries of the unsliced stages, repeated for each of their slices."""
     return tuple(items[number] for number in whole.numbers)

@@ -1,4 +1,4 @@
-"""The user's step at run time: run up to its network calls for their inputs, and run whole with the calls answered."""
+"""The user's step at run time: runs up to its network calls for their inputs, or entirely with their results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Answer = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 @functools.cache
 def _answering(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of modules whose calls are answered; it differs from `kind` in nothing else."""
+    """A subclass of `kind` whose calls are answered, and which is the same otherwise."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return vars(self)[_ANSWER](self, args, kwargs)
@@ -48,7 +48,7 @@ _ANSWER: Final = "_gpp_answer"
 
 @contextmanager
 def answered(modules: Mapping[str, nn.Module], answer: Answer) -> Iterator[None]:
-    """Within the context, a call of one of the modules is answered by `answer(call number, module, args, kwargs)`."""
+    """Inside, a call of one of the modules returns `answer(call number, module, args, kwargs)`."""
     numbers = itertools.count()
 
     def numbered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,7 +67,7 @@ def answered(modules: Mapping[str, nn.Module], answer: Answer) -> Iterator[None]
 
 
 class _Holes(TorchFunctionMode):
-    """Answers calls on values that are not here with meta tensors, and notes what real values they are mixed with."""
+    """Returns meta tensors for calls on values of other devices, and notes the real values they are combined with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class _Holes(TorchFunctionMode):
 
 @dataclass(kw_only=True)
 class StepRunner:
-    """Runs the user's step on micro-batches of one mini-batch. `outputs`: what the step returned for each."""
+    """Runs the user's step on micro-batches of one mini-batch. `outputs`: the result of the step for each."""
 
     module: nn.Module
     returns_loss: bool
@@ -108,39 +108,39 @@ class StepRunner:
     _users_streams: ExitStack = field(default_factory=ExitStack)
 
     def begin(self, batch: Any, invoke: Callable[[Any], Any], seed: int) -> None:
-        """Take this replica's mini-batch. `invoke(samples)` calls the user's step; `seed` of its draws."""
+        """Take this replica's mini-batch. `invoke(samples)` calls the user's step; `seed` starts its random streams."""
         self.end()
         self._batch, self._invoke, self._seed = batch, invoke, seed
         self._users_streams.enter_context(undisturbed())
 
     def end(self) -> None:
-        """Let go of the mini-batch; the user's random streams go on from where they were."""
+        """Release the mini-batch, and restore the user's random streams."""
         self._users_streams.close()
         self._batch = self._invoke = None
         self.outputs = []
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Run the step up to its network calls; their tensors, by slot name."""
-        raise TypeError(f"{type(self).__name__} does not say what the inputs of the network are.")
+        """Run the step up to its network calls, and return their tensors by slot name."""
+        raise TypeError(f"{type(self).__name__} does not compute the inputs of the network.")
 
     def whole(self, micro_batch: MicroBatch) -> Any:
-        """Run the step with its modules as they are, unsplit; what it returned. Draws the same random numbers."""
+        """Run the unsplit step with its modules and return its result. Draws the same random numbers."""
         self.start_streams(micro_batch)
         return self.call(micro_batch)
 
     def finish(self, micro_batch: MicroBatch, output: Any) -> dict[str, torch.Tensor]:
-        """Note what the step returned; `{LOSS: loss}` in training."""
+        """Keep the result of the step. Returns `{LOSS: loss}` in training."""
         self.outputs.append((micro_batch, output))
         return {LOSS: loss_of(output)} if self.returns_loss else {}
 
     def call(self, micro_batch: MicroBatch) -> Any:
         if self._invoke is None:
-            raise CaptureError("The user's step was asked to run without a batch; call begin() first.")
+            raise CaptureError("The user's step has no batch; call begin() first.")
         total = batch_size_of(self._batch)
         return self._invoke(slice_batch(self._batch, micro_batch.start, micro_batch.stop, total))
 
     def start_streams(self, micro_batch: MicroBatch) -> None:
-        """Start the step's own random streams, the same for the source and the step."""
+        """Seed the step's random streams, in the same way for the source and the step."""
         seed_streams((self._seed * 1_000_003 + micro_batch.index) % (1 << 63))
 
 
@@ -163,10 +163,10 @@ class UserStep(StepRunner):
     # --- source
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Run the step up to its last network call; the arguments of these calls, by slot name.
+        """Run the step up to its last network call, and return the arguments of its network calls by slot name.
 
         Raises:
-            CaptureError: the step calls its modules in another way than when it was captured.
+            CaptureError: the step calls its modules otherwise than when it was captured.
         """
         found: dict[str, torch.Tensor] = {}
         holes = _Holes()
@@ -216,9 +216,9 @@ class UserStep(StepRunner):
                 found[name] = leaves[key[2]]
 
     def _compare(self, captured: list[Any], leaves: list[Any], holes: _Holes, call: ModuleCall | Recorded) -> None:
-        """Python values that were captured must be the same now: nothing is frozen silently."""
+        """Check that captured Python values are the same now, so that none is frozen silently."""
         if len(captured) != len(leaves):
-            raise refusal(call.line, "the call has other arguments than when it was captured", "keep them the same")
+            raise refusal(call.line, "the call has different arguments than when it was captured", "keep them the same")
         for before, now in zip(captured, leaves, strict=True):
             frozen = isinstance(before, bool | int | float | str) or before is None
             if frozen and not isinstance(now, torch.Tensor) and before != now and not isinstance(before, Size):
@@ -260,10 +260,10 @@ class UserStep(StepRunner):
     # --- step
 
     def run(self, micro_batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Run the whole step, with its network calls answered from `values`; `{LOSS: loss}` in training.
+        """Run the step with the results of its network calls from `values`. Returns `{LOSS: loss}` in training.
 
-        Values that the step only handed to its next network calls when it was captured are meta tensors, and so is what
-        the step makes of them; reading them is an error of torch.
+        Values that the captured step only passed on to network calls are meta tensors, and so are values computed from
+        them; reading them is an error of torch.
         """
         holes = _Holes()
 
@@ -291,10 +291,10 @@ class UserStep(StepRunner):
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss that a training step returned.
+    """The loss in the result of a training step.
 
     Raises:
-        CaptureError: there is none, or it is not a scalar.
+        CaptureError: there is no loss, or it is not a scalar.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

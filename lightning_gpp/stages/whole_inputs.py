@@ -1,8 +1,8 @@
-"""Which inputs of the network are another sequence than the one that is cut, though they have as many tokens.
+"""Detection of inputs that are another sequence than the sliced one, although they may have as many tokens.
 
-A decoder that is cut reads all of what an encoder made. Lengths tell both apart only where they differ; so inputs are
-shortened by a token, in a run on fake tensors: what may be shorter while the model carries as many tokens as before
-does not belong to the sequence that is carried.
+A sliced decoder reads all results of an encoder. Lengths tell the two sequences apart only if they differ, so inputs
+are shortened by a token in a run on fake tensors: those that can be shorter while the model carries as many tokens as
+before do not belong to the carried sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_gpp.stages.build import build
 
 SAMPLES: Final = 4
 MOST_RUNS: Final = 64
-"""Sets of inputs that are tried, larger ones first."""
+"""Limit on the sets of inputs that are tried, largest first."""
 
 
 def with_whole_inputs(
@@ -39,7 +39,7 @@ def with_whole_inputs(
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
 ) -> OperatorGraph:
-    """The graph that knows which of its operators work on other sequences than the one that is carried."""
+    """The graph with the operators marked that work on other sequences than the carried one."""
     lengths = {int(operator.outputs[0].shape[at].fixed) for operator, at in carried(captured.graph).values()}
     if len(lengths) != 1:
         return captured.graph
@@ -53,7 +53,7 @@ def with_whole_inputs(
 
 
 def _others(trial: _Trial, candidates: list[str], length: int) -> tuple[str, ...]:
-    """The largest set of inputs that can be shorter without anything that is carried being so."""
+    """The largest set of inputs that can be shorter while all carried tensors keep their length."""
     if trial.carried_lengths(()) != {length}:
         return ()
     sets = (found for size in range(len(candidates) - 1, 0, -1) for found in combinations(candidates, size))
@@ -61,7 +61,7 @@ def _others(trial: _Trial, candidates: list[str], length: int) -> tuple[str, ...
 
 
 def _work_on(graph: OperatorGraph, others: Iterable[str], cut: set[str]) -> frozenset[str]:
-    """Operators that depend on the one kind of inputs, and on none of the other."""
+    """Operators that depend on inputs of other sequences only, not on inputs of the sliced one."""
     whole, mixed = set(others), set(cut)
     for operator in graph:
         sources = set(graph.nx.predecessors(operator.name))
@@ -73,7 +73,7 @@ def _work_on(graph: OperatorGraph, others: Iterable[str], cut: set[str]) -> froz
 
 
 class _Trial:
-    """Runs the whole network on fake tensors."""
+    """Runs the network on fake tensors."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class _Trial:
         self._stage = build(captured, plan, isolated_copy(module, self._mode, device)).stages[0]
 
     def carried_lengths(self, shorter: Iterable[str]) -> set[int]:
-        """The tokens of what is carried if these inputs have one less than others; empty if that cannot be computed."""
+        """Lengths of carried tensors if these inputs are one token shorter; empty if the network cannot run then."""
         short = set(shorter)
         with self._mode, self._context(), torch.no_grad(), observed() as lengths:
             values = {
@@ -102,7 +102,7 @@ class _Trial:
             }
             try:
                 self._stage.forward(values, MicroBatch(0, 0, SAMPLES, SAMPLES))
-            except Exception:  # the user's code, with sizes that it may not be made for
+            except Exception:  # the user's code may raise anything for sizes that it is not made for
                 return set()
         return set(lengths)
 

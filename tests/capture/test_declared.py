@@ -151,5 +151,5 @@ def test_a_part_that_the_result_does_not_have(reference: str) -> None:
     broken = entries()
     broken[-1] = {**broken[-1], "inputs": [reference]}
     declared = declare(module, zoo.batch(), broken, step="training_step")
-    with pytest.raises(CaptureError, match=f"gives a tuple of 2 items, in which '{reference}' is no tensor"):
+    with pytest.raises(CaptureError, match=f"gives a tuple of 2 items, in which '{reference}' is not a tensor"):
         split_gradients(module, declared, plan_of(declared), zoo.batch())

@@ -138,7 +138,7 @@ def test_a_subset_renumbers_devices_and_keeps_their_links(order: list[int], size
 
 @pytest.mark.parametrize("devices", [[0, 0], [6], [-1]])
 def test_a_subset_names_each_device_once(devices: list[int]) -> None:
-    with pytest.raises(ConfigError, match="'mixed': each must be named once and lie between 0 and 5"):
+    with pytest.raises(ConfigError, match="'mixed': each must be named once and be between 0 and 5"):
         MIXED.subset(devices)
 
 
@@ -168,9 +168,9 @@ def test_levels_and_links_fit_the_devices() -> None:
 
 def test_every_pair_is_joined_in_both_directions() -> None:
     nodes = [Node(device=FAST, count=1), Node(device=SLOW, count=1)]
-    with pytest.raises(ConfigError, match="nothing joins device 0 to device 1. Give `between`"):
+    with pytest.raises(ConfigError, match="no link joins device 0 to device 1. Give `between`"):
         Cluster.of_nodes("apart", nodes)
-    with pytest.raises(ConfigError, match="nothing joins device 1 to device 0"):
+    with pytest.raises(ConfigError, match="no link joins device 1 to device 0"):
         Cluster(name="one way", devices=(FAST, SLOW), levels=(), links={(0, 1): INSIDE})
     cluster = Cluster(name="pair", devices=(FAST, SLOW), levels=(), links={(0, 1): INSIDE, (1, 0): BETWEEN})
     assert [cluster.node_of(device) for device in range(2)] == [0, 1]

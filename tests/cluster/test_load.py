@@ -81,7 +81,7 @@ def test_links_alone_can_join_the_nodes() -> None:
     settings = {"nodes": [{"device": "t4"}, {"device": "l4"}], "links": [{"devices": [0, 1], "latency": 1}]}
     assert cluster_of(settings).link(1, 0).latency == 1
     settings["nodes"].append({"device": "t4"})
-    with pytest.raises(ConfigError, match=r"cluster\.nodes: .* nothing joins device 0 to device 2\. Give `between`"):
+    with pytest.raises(ConfigError, match=r"cluster\.nodes: .* no link joins device 0 to device 2\. Give `between`"):
         cluster_of(settings)
 
 
@@ -128,7 +128,11 @@ MISTAKES: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("nodes", 1, "count"), 2.5, "cluster.nodes[1].count=2.5 must be a whole number"),
     (("nodes", 1, "num"), 0, "cluster.nodes[1].num=0 must be 1 or more"),
     (("nodes", 1, "cuont"), 1, "cluster.nodes[1].cuont is not a setting. Did you mean count"),
-    (("nodes", 1, "link"), None, "cluster.nodes[1].link is missing: say what joins the 4 devices of this node"),
+    (
+        ("nodes", 1, "link"),
+        None,
+        "cluster.nodes[1].link is missing: give the link that joins the 4 devices of this node",
+    ),
     (("nodes", 1, "link"), {"latency": -1}, "cluster.nodes[1].link: Link: latency=-1 s must not be below 0"),
     (("nodes", 1, "link"), {"bandwidth": 1}, "cluster.nodes[1].link.bandwidth is not a setting. There are: bytes_per"),
     (("nodes", 1), {"count": 1}, "cluster.nodes[1].device is missing"),
@@ -137,7 +141,7 @@ MISTAKES: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("between", "bytes_per_second"), 0, "cluster.between: Link: latency=2e-05 s must not be below 0, bytes_per_secon"),
     (("between", "latency"), True, "cluster.between.latency=True must be a number"),
     (("between",), 25e9, "cluster.between must be a mapping of settings"),
-    (("between",), None, "cluster.nodes: Cluster 'lab': nothing joins device 0 to device 9. Give `between`"),
+    (("between",), None, "cluster.nodes: Cluster 'lab': no link joins device 0 to device 9. Give `between`"),
     (
         ("links", 1, "devices"),
         [0, 17],

@@ -126,5 +126,5 @@ def test_costs_of_another_device_are_refused() -> None:
 
 def test_costs_of_another_model_are_refused() -> None:
     costs = MeasuredCosts(CostTable(name="here", operators={}), CPU.name)
-    with pytest.raises(PlanError, match="no figures for operator 'op1': they are those of another model"):
+    with pytest.raises(PlanError, match="no figures for operator 'op1': they were measured for another model"):
         costs.seconds(graph()["op1"], 4, CPU)

@@ -213,7 +213,7 @@ def test_slices_of_other_tokens() -> None:
     with pytest.raises(PlanError, match="must be cut at the same tokens"):
         replace(plan, stages=tuple(stages))
     crossed = tuple(replace(edge, dst=3) if (edge.src, edge.dst) == (0, 2) else edge for edge in plan.edges)
-    with pytest.raises(PlanError, match="Edge 0 -> 3 joins slices of other tokens"):
+    with pytest.raises(PlanError, match="Edge 0 -> 3 joins slices of different tokens"):
         replace(plan, edges=crossed)
 
 

@@ -93,7 +93,7 @@ def test_the_stage_of_the_step() -> None:
     with pytest.raises(ConfigError, match=r"lists stage 'rest', which runs the training step.*'@step' a stage of its"):
         plan_for(captured(), options, 3)
     placement = [{**entry, "recompute": True} for entry in LISTED]
-    with pytest.raises(PlanError, match=r"Stage 'rest' is to be recomputed, but it runs the user's step \('@step'\)"):
+    with pytest.raises(PlanError, match=r"Stage 'rest' has recompute=true, but it runs the user's step \('@step'\)"):
         plan_for(captured(), GPPStrategy(stages=placement).options, 3)
 
 
