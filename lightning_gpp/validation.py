@@ -80,19 +80,22 @@ def _wrapped(kind: Any, extra: Extra) -> TypeAdapter[Any]:
 
 
 def _problem(kind: Any, content: object, failure: ValidationError) -> str:
-    """The deepest of the errors in words, unknown keys first; those at the same key are alternatives."""
+    """The deepest of the errors in words; of equally deep ones an unknown key first, a missing key last.
+
+    Errors at the same key are those of alternative types.
+    """
     errors = [(_path(content, error["loc"][1:]), error) for error in failure.errors()]
-    path, first = max(errors, key=lambda item: (len(item[0]), item[1]["type"] == _UNKNOWN))
+    path, first = max(errors, key=lambda item: (len(item[0]), item[1]["type"] == _UNKNOWN, item[1]["type"] != _MISSING))
     key = _written(path)
     if first["type"] == _UNKNOWN:
         return f"{key} is not a key.{did_you_mean(path[-1], _keys(kind, path[:-1]))}"
-    if first["type"] == "missing":
+    if first["type"] == _MISSING:
         return f"{key} is missing."
     allowed = " or ".join(dict.fromkeys(_allowed(error) for other, error in errors if other == path))
     return f"{key or 'the content'} is {shown(_value(content, path))}; it must be {allowed}."
 
 
-_UNKNOWN = "unexpected_keyword_argument"
+_UNKNOWN, _MISSING = "unexpected_keyword_argument", "missing"
 
 
 def _path(content: Any, location: Sequence[int | str]) -> tuple[int | str, ...]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import networkx as nx
+from annotated_types import Ge
+
+from lightning_gpp.errors import PlanError
 
 DTYPE_BYTES: Final = {
     "float64": 8,
@@ -179,39 +182,46 @@ class OperatorGraph:
         return json.dumps(content, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> OperatorGraph:
-        content = json.loads(text)
-        tables = {key: content[key] for key in ("parameter_bytes", "parameter_sizes", "buffer_bytes")}
-        graph = cls(**tables)
-        for entry in content["operators"]:
-            graph.add(_operator_from(entry))
-        for source, target, outputs in content["edges"]:
+    def from_json(cls, text: str, *, place: str = "graph") -> OperatorGraph:
+        """Read what `to_json` wrote.
+
+        Args:
+            text: JSON.
+            place: where it comes from, for messages.
+
+        Raises:
+            PlanError: a key is missing or unknown, a value has the wrong type, or two operators have one name.
+        """
+        from lightning_gpp.validation import validated  # loads a library that a graph itself does not need
+
+        content = validated(_Content, json.loads(text), place=place, error=PlanError, remedy=REMEDY)
+        graph = cls(
+            parameter_bytes=content.parameter_bytes,
+            parameter_sizes=content.parameter_sizes,
+            buffer_bytes=content.buffer_bytes,
+        )
+        for index, operator in enumerate(content.operators):
+            if operator.name in graph.nx:
+                raise PlanError(f"{place}: operators[{index}].name is {operator.name!r}; {_UNIQUE} {REMEDY}")
+            graph.add(operator)
+        for source, target, outputs in content.edges:
             for output in outputs:
                 graph.connect(source, target, output)
         return graph
 
 
-def _operator_from(entry: dict[str, Any]) -> Operator:
-    outputs = tuple(
-        TensorSpec(
-            shape=tuple(Affine(**dim) for dim in spec["shape"]),
-            dtype=spec["dtype"],
-            requires_grad=spec["requires_grad"],
-            dynamic=spec["dynamic"],
-            mixes_samples=spec.get("mixes_samples", False),
-        )
-        for spec in entry["outputs"]
-    )
-    return Operator(
-        name=entry["name"],
-        target=entry["target"],
-        module=entry["module"],
-        parameters=tuple(entry["parameters"]),
-        buffers=tuple(entry["buffers"]),
-        outputs=outputs,
-        flops=Affine(**entry["flops"]),
-        saved_bytes=Affine(**entry["saved_bytes"]),
-        random=entry["random"],
-        cluster=entry["cluster"],
-        line=entry["line"],
-    )
+REMEDY: Final = "Write the graph again with OperatorGraph.to_json()."
+_UNIQUE: Final = "it must be a name that no other operator has."
+
+Size = Annotated[int, Ge(0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Content:
+    """The keys of a graph's JSON. An edge has its two operators, and the outputs that the second reads."""
+
+    operators: tuple[Operator, ...]
+    edges: tuple[tuple[str, str, tuple[int, ...]], ...]
+    parameter_bytes: dict[str, Size]
+    parameter_sizes: dict[str, Size]
+    buffer_bytes: dict[str, Size]

@@ -18,7 +18,6 @@ from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP
 from lightning_gpp.planning.assignment.assign import DATA, StageDraft, make_plan
 from lightning_gpp.planning.readers import dnn_partitioning, read_graph
-from lightning_gpp.planning.readers.located import Located
 from tests.planning import graphs
 
 PIPER = """{"maxMemoryPerDevice": 8e10, "maxDevices": 4, "bandwidth": 25e9, "mbsInBatch": 8,
@@ -71,7 +70,7 @@ def write(folder: Path, content: Any) -> Path:
 def test_own_graphs_come_back_as_they_were(tmp_path: Path) -> None:
     graph = graphs.two_towers()
     again, costs = read_graph(write(tmp_path, graph.to_json()))
-    assert again.to_json() == graph.to_json()
+    assert json.loads(again.to_json()) == json.loads(graph.to_json())
     assert costs is None
 
 
@@ -201,7 +200,7 @@ def profiles(draw: st.DrawFn) -> Any:
 
 @given(profiles())
 def test_no_time_is_lost(content: Any) -> None:
-    graph, costs = dnn_partitioning.read(Located(content, "profile.json"), 1.0)
+    graph, costs = dnn_partitioning.read(content, "profile.json", 1.0)
     total = sum((s.forward + s.backward for s in costs.operators.values()), Affine()).at(1)
     assert total == pytest.approx(sum(entry["fpgaLatency"] for entry in content["nodes"]))
     assert list(costs.operators) == [operator.name for operator in graph]
@@ -218,56 +217,62 @@ def changed(text: str, old: str, new: str) -> str:
 NATIVE = graphs.chain(2).to_json()
 
 REFUSED = {
-    "not_json": ("{", r"graph\.json: is not JSON .* Give a file"),
+    "not_json": ("{", r"graph\.json: is not JSON: Expecting property name"),
     "unknown": ('{"layers": []}', r"no known kind of operator graph; its keys are: layers\. Expected"),
-    "list": ("[1]", r"its keys are: none\. Expected"),
+    "list": ("[1]", r"the content is \[1\]; it must be an object"),
     "missing": (
         changed(PIPER, '"memoryUsageA": 30, ', ""),
-        r"nodes\[2\]\.TMPCs\.1\[0\]\.memoryUsageA is missing\. Add",
+        r"nodes\[2\]\.TMPCs\.1\[0\]\.memoryUsageA is missing\.",
     ),
-    "negative": (changed(PIPER, '"timePerSample": 6', '"timePerSample": -6'), r"timePerSample must be a number .*-6"),
-    "no_degree": (PIPER.replace('"1": [', '"2": ['), r"nodes\[0\]\.TMPCs\.1 is missing\. Add it"),
+    "negative": (changed(PIPER, '"timePerSample": 6', '"timePerSample": -6'), r"timePerSample is -6; it must be >= 0"),
+    "no_degree": (PIPER.replace('"1": [', '"2": ['), r"nodes\[0\]\.TMPCs\.1 is missing\."),
     "no_way": (
         '{"mbsInBatch": 1, "nodes": [{"id": 0, "TMPCs": {"1": []}}], "edges": []}',
-        "must list at least one way",
+        r"TMPCs\.1 is \[\]; it must be .* at least 1 item",
     ),
-    "no_object": ('{"maxFPGAs": 1, "nodes": [3], "edges": []}', r"nodes\[0\] must be an object .* but is 3"),
-    "no_list": ('{"maxFPGAs": 1, "nodes": {}, "edges": []}', r"nodes must be a list"),
+    "no_object": ('{"maxFPGAs": 1, "nodes": [3], "edges": []}', r"nodes\[0\] is 3; it must be a mapping"),
+    "no_list": ('{"maxFPGAs": 1, "nodes": {}, "edges": []}', r"nodes is {}; it must be a list"),
     "two_ids": (
         changed(PIPER, '"id": 2,', '"id": 1,'),
-        r"nodes\[3\]\.id must be an id that no other node has, but is 1",
+        r"nodes\[3\]\.id is 1; it must be an id that no other node has",
     ),
-    "no_node": (changed(PIPER, '"destId": 1', '"destId": 5'), r"edges\[0\]\.destId must be the id of a node, but is 5"),
+    "no_node": (changed(PIPER, '"destId": 1', '"destId": 5'), r"edges\[0\]\.destId is 5; it must be the id of a node"),
     "cycle": (changed(PIPER, '"sourceId": 2', '"sourceId": 7'), r"edges form a cycle: 7 -> 7\. .* remove one"),
-    "id": (changed(PIPER, '"id": 2,', '"id": "x",'), r"nodes\[3\]\.id must be a whole number, but is 'x'"),
-    "name": (changed(PIPER, '"head_out"', "5"), r"nodes\[3\]\.name must be text, but is 5"),
+    "id": (changed(PIPER, '"id": 2,', '"id": "x",'), r"nodes\[3\]\.id is 'x'; it must be a whole number"),
+    "name": (changed(PIPER, '"head_out"', "5"), r"nodes\[3\]\.name is 5; it must be text"),
     "flag": (
         json.dumps(LAYERS).replace('"isBackwardNode": true', '"isBackwardNode": 2'),
-        "must be true, false, 0 or 1",
+        "isBackwardNode is 2; it must be true or false or one of 0 or 1",
     ),
-    "native_key": (changed(NATIVE, '"saved_bytes"', '"kept"'), r"operators\[0\]\.saved_bytes is missing\. Add it"),
-    "native_type": ('{"operators": 3, "edges": [], "parameter_bytes": {}}', r"graph\.json: parameter_sizes is missing"),
+    "native_key": (changed(NATIVE, '"saved_bytes"', '"kept"'), r"operators\[0\]\.kept is not a key\..* saved_bytes"),
+    "native_type": (
+        '{"operators": 3, "edges": [], "parameter_bytes": {}}',
+        r"graph\.json: operators is 3; it must be a",
+    ),
     "native_value": (
         changed(NATIVE, '"float32"', '"float32", "shape": 3'),
-        r"\[0\]\.shape must be a list .*is 3",
+        r"\[0\]\.shape is 3; it must be a list",
     ),
     "native_edge": (changed(NATIVE, '"name": "op1"', '"name": "op9"'), r"operator 'op1' is not among operators\. Add"),
     "native_output": (changed(NATIVE, "[\n    0\n   ]", "[4]"), r"reads outputs \[4\] of 'op0', which has 1"),
     "native_nan": (
         changed(NATIVE, '"per_sample": 0.0', '"per_sample": NaN'),
-        r"per_sample must be a number, but is nan",
+        r"per_sample is nan; it must be a finite number",
     ),
-    "native_negative": (changed(NATIVE, '"per_sample": 0', '"per_sample": -1'), r"per_sample must be .* not below 0"),
-    "native_size": (re.sub('(weight": )[0-9]+', r"\1-4", NATIVE), r"weight must be a number that is not below 0"),
+    "native_negative": (
+        changed(NATIVE, '"per_sample": 0', '"per_sample": -1'),
+        r"per_sample is -1.*; it must not be",
+    ),
+    "native_size": (re.sub('(weight": )[0-9]+', r"\1-4", NATIVE), r"weight is -4.*; it must be >= 0"),
     "native_twice": (
         changed(NATIVE, '"name": "op1"', '"name": "op0"'),
-        r"no other operator has, but is 'op0'",
+        r"is 'op0'; it must be a name that no other operator has",
     ),
     "native_empty": (
         '{"operators": [], "edges": [], "parameter_bytes": {}, "parameter_sizes": {}, "buffer_bytes": {}}',
         r"operators is empty\. Write the graph again",
     ),
-    "native_table": ('{"operators": [], "parameter_bytes": 3}', r"parameter_bytes must be an object .* but is 3"),
+    "native_table": ('{"operators": [], "parameter_bytes": 3}', r"parameter_bytes is 3; it must be a mapping"),
     "deep": ("[" * 200_000, r"is not JSON"),
     "native_parameter": (changed(NATIVE, '"blocks.1.weight": ', '"other": '), r"parameter 'blocks.1.weight', which"),
 }
@@ -293,5 +298,5 @@ def test_own_graphs_must_not_be_cyclic_and_must_be_in_order(tmp_path: Path) -> N
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"none\.json: cannot be read .* Give the path"):
+    with pytest.raises(PlanError, match=r"none\.json: cannot be read: No such file"):
         read_graph(tmp_path / "none.json")

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from lightning_gpp.costs.table import CostTable
 from lightning_gpp.errors import PlanError
+from lightning_gpp.files import read_json
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning.readers import dnn_partitioning, native, piper
-from lightning_gpp.planning.readers.located import load
+from lightning_gpp.validation import shown
 
 __all__ = ["read_graph"]
 
@@ -28,15 +29,16 @@ def read_graph(path: str | Path, *, time_unit: float = 1e-3) -> tuple[OperatorGr
     Raises:
         PlanError: the file cannot be read, is of no known kind, lacks a key, or its edges form a cycle.
     """
-    content = load(path)
+    content, file = read_json(path, error=PlanError), str(path)
+    if not isinstance(content, dict):
+        raise PlanError(f"{file}: the content is {shown(content)}; it must be an object (curly brackets).")
     if native.recognises(content):
-        return native.read(content), None
+        return native.read(content, file), None
     if piper.recognises(content):
-        return piper.read(content, time_unit)
+        return piper.read(content, file, time_unit)
     if dnn_partitioning.recognises(content):
-        return dnn_partitioning.read(content, time_unit)
-    keys = ", ".join(content.value) if isinstance(content.value, dict) and content.value else "none"
+        return dnn_partitioning.read(content, file, time_unit)
     raise PlanError(
-        f"{content.file}: no known kind of operator graph; its keys are: {keys}. Expected is 'operators' "
-        "(this library), 'maxMemoryPerDevice' (Piper) or 'maxSizePerFPGA' (dnn-partitioning)."
+        f"{file}: no known kind of operator graph; its keys are: {', '.join(content) or 'none'}. Expected is "
+        "'operators' (this library), 'maxMemoryPerDevice' (Piper) or 'maxSizePerFPGA' (dnn-partitioning)."
     )

@@ -30,13 +30,17 @@ The mini-batch that was profiled counts as one sample.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 import networkx as nx
+from pydantic import Field
 
 from lightning_gpp.costs.table import CostTable
+from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning.readers.entries import (
+    Amount,
     Entry,
     assemble,
     edges_of,
@@ -47,43 +51,67 @@ from lightning_gpp.planning.readers.entries import (
     unique_names,
 )
 from lightning_gpp.planning.readers.folding import Node, Profile, folded, profile_of, read_by_loss
-from lightning_gpp.planning.readers.located import Located
+from lightning_gpp.validation import validated
 
 
-def recognises(content: Located) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Node:
+    id: int
+    time: Annotated[Amount, Field(alias="fpgaLatency")]
+    size: Amount
+    backward: Annotated[bool | Literal[0, 1], Field(alias="isBackwardNode")]
+    name: str | None = None
+    colour: Annotated[int | None, Field(alias="colorClass")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Edge:
+    source: Annotated[int, Field(alias="sourceId")]
+    target: Annotated[int, Field(alias="destId")]
+    size: Amount | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Content:
+    nodes: tuple[_Node, ...]
+    edges: tuple[_Edge, ...]
+
+
+def recognises(content: Mapping[str, Any]) -> bool:
     return "maxSizePerFPGA" in content or "maxFPGAs" in content
 
 
-def read(content: Located, time_unit: float) -> tuple[OperatorGraph, CostTable]:
+def read(content: Mapping[str, Any], file: str, time_unit: float) -> tuple[OperatorGraph, CostTable]:
     """See `lightning_gpp.planning.readers.read_graph`."""
-    listed = nodes_of(content)
+    checked = validated(_Content, content, place=file, error=PlanError, extra="ignore")
+    listed = nodes_of(checked.nodes, file)
     names = unique_names({number: name_of(node) for number, node in listed.items()})
     nodes = {number: _node(node, names[number], time_unit) for number, node in listed.items()}
-    profile = profile_of(nodes, _graph(content, nodes))
+    profile = profile_of(nodes, _graph(edges_of(checked.edges, nodes, file), nodes))
     backward, step_backward = folded(profile)
     entries = {number: _entry(profile, number, backward) for number in profile.operators}
     pairs = list(profile.graph.subgraph(profile.operators).edges)
     for number in read_by_loss(profile) or read_by_step(entries, pairs):
         entries[number] = replace(entries[number], feeds_step=True)
-    return assemble(entries, pairs, name=content.file, step_backward=step_backward)
+    return assemble(entries, pairs, name=file, step_backward=step_backward)
 
 
-def _node(node: Located, name: str, time_unit: float) -> Node:
+def _node(node: _Node, name: str, time_unit: float) -> Node:
     return Node(
         name=name,
-        seconds=node["fpgaLatency"].number() * time_unit,
-        size=node["size"].number(),
-        backward=node["isBackwardNode"].flag(),
-        colour=node["colorClass"].integer() if "colorClass" in node else None,
+        seconds=node.time * time_unit,
+        size=node.size,
+        backward=bool(node.backward),
+        colour=node.colour,
     )
 
 
-def _graph(content: Located, nodes: Mapping[int, Node]) -> nx.DiGraph:
+def _graph(edges: Mapping[tuple[int, int], _Edge], nodes: Mapping[int, Node]) -> nx.DiGraph:
     """Node ids, and edges with their bytes; an edge without `size` sends all that its node occupies."""
     graph = nx.DiGraph()
     graph.add_nodes_from(nodes)
-    for (source, target), edge in edges_of(content, nodes).items():
-        graph.add_edge(source, target, size=edge["size"].number() if "size" in edge else nodes[source].size)
+    for (source, target), edge in edges.items():
+        graph.add_edge(source, target, size=nodes[source].size if edge.size is None else edge.size)
     return graph
 
 

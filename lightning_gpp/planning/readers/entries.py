@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated, Protocol, TypeVar
 
 import networkx as nx
+from annotated_types import Ge
 
 from lightning_gpp.costs.table import CostTable, OperatorSeconds
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP
 from lightning_gpp.planning.assignment.assign import DATA
-from lightning_gpp.planning.readers.located import Located
 
 FLOAT_BYTES = 4
 """Bytes of an element of a parameter; the profiles were taken in single precision."""
+
+
+Amount = Annotated[float, Ge(0)]
+"""A number of a profile: seconds or bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,43 +64,65 @@ def unique_names(names: Mapping[int, str]) -> dict[int, str]:
     return unique
 
 
-def name_of(node: Located) -> str:
+class NodeContent(Protocol):
+    """What nodes of all profiles have."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def name(self) -> str | None: ...
+
+
+class EdgeContent(Protocol):
+    """What edges of all profiles have: the ids of the nodes at their ends."""
+
+    @property
+    def source(self) -> int: ...
+
+    @property
+    def target(self) -> int: ...
+
+
+AnyNode = TypeVar("AnyNode", bound=NodeContent)
+AnyEdge = TypeVar("AnyEdge", bound=EdgeContent)
+
+
+def name_of(node: NodeContent) -> str:
     """The node's name, or one made of its id."""
-    return node["name"].text() if "name" in node else f"node{node['id'].integer()}"
+    return f"node{node.id}" if node.name is None else node.name
 
 
-def nodes_of(content: Located) -> dict[int, Located]:
+def nodes_of(nodes: Sequence[AnyNode], file: str) -> dict[int, AnyNode]:
     """The nodes of a file by their ids.
 
     Raises:
         PlanError: two nodes have one id.
     """
-    nodes: dict[int, Located] = {}
-    for node in content["nodes"]:
-        number = node["id"].integer()
-        if number in nodes:
-            raise node["id"].error("must be an id that no other node has")
-        nodes[number] = node
-    return nodes
+    known: dict[int, AnyNode] = {}
+    for index, node in enumerate(nodes):
+        if node.id in known:
+            raise PlanError(f"{file}: nodes[{index}].id is {node.id}; it must be an id that no other node has.")
+        known[node.id] = node
+    return known
 
 
-def edges_of(content: Located, ids: Iterable[int]) -> dict[Pair, Located]:
-    """The edges of a file, by the numbers of the nodes at their ends.
+def edges_of(edges: Sequence[AnyEdge], ids: Iterable[int], file: str) -> dict[Pair, AnyEdge]:
+    """The edges of a file, by the ids of the nodes at their ends.
 
     Raises:
         PlanError: an edge names a node that does not exist, or the edges form a cycle.
     """
     known = set(ids)
-    edges: dict[Pair, Located] = {}
-    for edge in content["edges"]:
-        for end in ("sourceId", "destId"):
-            if edge[end].integer() not in known:
-                raise edge[end].error("must be the id of a node")
-        edges[edge["sourceId"].integer(), edge["destId"].integer()] = edge
-    graph = nx.DiGraph(list(edges))
+    for index, edge in enumerate(edges):
+        for key, end in (("sourceId", edge.source), ("destId", edge.target)):
+            if end not in known:
+                raise PlanError(f"{file}: edges[{index}].{key} is {end}; it must be the id of a node.")
+    joined = {(edge.source, edge.target): edge for edge in edges}
+    graph = nx.DiGraph(list(joined))
     if not nx.is_directed_acyclic_graph(graph):
-        raise cyclic(content.file, [str(source) for source, *_ in nx.find_cycle(graph)])
-    return edges
+        raise cyclic(file, [str(source) for source, *_ in nx.find_cycle(graph)])
+    return joined
 
 
 def cyclic(file: str, names: list[str]) -> PlanError:

@@ -3,61 +3,52 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import networkx as nx
 
 from lightning_gpp.errors import PlanError
-from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.graph import Affine, Operator, OperatorGraph
+from lightning_gpp.graph.operator_graph import REMEDY
 from lightning_gpp.planning.readers.entries import cyclic
-from lightning_gpp.planning.readers.located import Located
 
 
-def recognises(content: Located) -> bool:
+def recognises(content: Mapping[str, Any]) -> bool:
     return "operators" in content
 
 
-def read(content: Located) -> OperatorGraph:
+def read(content: Mapping[str, Any], file: str) -> OperatorGraph:
     """The graph, checked as far as planning relies on it.
 
     Raises:
         PlanError: a key is missing, an edge or a parameter leads nowhere, or the order is not that of a run.
     """
-    _check_figures(content)
-    try:
-        graph = OperatorGraph.from_json(json.dumps(content.value))
-    except KeyError as error:
-        raise PlanError(f"{content.file}: key {error} is missing. {_REMEDY}") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise PlanError(f"{content.file}: {error}. {_REMEDY}") from error
+    graph = OperatorGraph.from_json(json.dumps(content), place=file)
     if not len(graph):
-        raise PlanError(f"{content.file}: operators is empty. {_REMEDY}")
-    _check_edges(graph, content.file)
-    _check_parameters(graph, content.file)
+        raise PlanError(f"{file}: operators is empty. {REMEDY}")
+    _check_edges(graph, file)
+    _check_figures(graph, file)
+    _check_parameters(graph, file)
     return graph
 
 
-def _check_figures(content: Located) -> None:
-    """Sizes of the model are numbers that are not below 0, those of a micro-batch do not fall with its samples."""
-    for key in ("parameter_bytes", "parameter_sizes", "buffer_bytes"):
-        for entry in content[key].entries():
-            entry.number()
-    names: set[str] = set()
-    for operator in content["operators"]:
-        if (name := operator["name"].text()) in names:
-            raise operator["name"].error("must be a name that no other operator has")
-        names.add(name)
-        for figure in (operator["flops"], operator["saved_bytes"], *_dimensions(operator)):
-            figure["per_sample"].number()
-            figure["fixed"].finite()
+def _check_figures(graph: OperatorGraph, file: str) -> None:
+    """Sizes and costs must not fall with the samples of a micro-batch."""
+    for index, operator in enumerate(graph):
+        for key, figure in _figures(operator):
+            if figure.per_sample < 0:
+                raise PlanError(
+                    f"{file}: operators[{index}].{key}.per_sample is {figure.per_sample}; it must not be below 0."
+                )
 
 
-def _dimensions(operator: Located) -> Iterator[Located]:
-    for output in operator["outputs"]:
-        yield from output["shape"]
-
-
-_REMEDY = "Write the graph again with OperatorGraph.to_json()."
+def _figures(operator: Operator) -> Iterator[tuple[str, Affine]]:
+    yield "flops", operator.flops
+    yield "saved_bytes", operator.saved_bytes
+    for output, spec in enumerate(operator.outputs):
+        for dim, size in enumerate(spec.shape):
+            yield f"outputs[{output}].shape[{dim}]", size
 
 
 def _check_edges(graph: OperatorGraph, file: str) -> None:

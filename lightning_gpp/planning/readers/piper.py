@@ -17,11 +17,18 @@ the forward's size. What Piper calls a sample is one micro-batch of the profile,
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from annotated_types import MinLen
+from pydantic import Field
 
 from lightning_gpp.costs.table import CostTable
+from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning.readers.entries import (
+    Amount,
     Entry,
     assemble,
     edges_of,
@@ -31,47 +38,80 @@ from lightning_gpp.planning.readers.entries import (
     read_by_step,
     unique_names,
 )
-from lightning_gpp.planning.readers.located import Located
+from lightning_gpp.validation import validated
 
 FORWARD_SHARE = 1 / 3
 """Of the time for forward and backward."""
 
 
-def recognises(content: Located) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """A way to run a layer."""
+
+    seconds: Annotated[Amount, Field(alias="timePerSample")]
+    parameter_bytes: Annotated[Amount, Field(alias="parameterSize")]
+    saved_bytes: Annotated[Amount, Field(alias="memoryUsageA")]
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ways:
+    """The ways to run a layer without tensor parallelism."""
+
+    alone: Annotated[tuple[_Way, ...], MinLen(1), Field(alias="1")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Node:
+    id: int
+    ways: Annotated[_Ways, Field(alias="TMPCs")]
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Edge:
+    source: Annotated[int, Field(alias="sourceId")]
+    target: Annotated[int, Field(alias="destId")]
+    bytes: Annotated[Amount, Field(alias="communicationCost")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Content:
+    nodes: tuple[_Node, ...]
+    edges: tuple[_Edge, ...]
+
+
+def recognises(content: Mapping[str, Any]) -> bool:
     return "maxMemoryPerDevice" in content or "mbsInBatch" in content
 
 
-def read(content: Located, time_unit: float) -> tuple[OperatorGraph, CostTable]:
+def read(content: Mapping[str, Any], file: str, time_unit: float) -> tuple[OperatorGraph, CostTable]:
     """See `lightning_gpp.planning.readers.read_graph`."""
-    nodes = nodes_of(content)
+    profile = validated(_Content, content, place=file, error=PlanError, extra="ignore")
+    nodes = nodes_of(profile.nodes, file)
     names = unique_names({number: name_of(node) for number, node in nodes.items()})
-    edges = edges_of(content, nodes)
+    edges = edges_of(profile.edges, nodes, file)
     sent = dict.fromkeys(nodes, 0.0)
     for (source, _), edge in edges.items():
-        sent[source] = max(sent[source], edge["communicationCost"].number())
+        sent[source] = max(sent[source], edge.bytes)
     entries = {number: _entry(node, names[number], sent[number], time_unit) for number, node in nodes.items()}
     for number in read_by_step(entries, edges):
         entries[number] = replace(entries[number], feeds_step=True)
-    return assemble(entries, edges, name=content.file)
+    return assemble(entries, edges, name=file)
 
 
-def _entry(node: Located, name: str, sent: float, time_unit: float) -> Entry:
-    way = _way(node)
-    seconds = way["timePerSample"].number() * time_unit
+def _entry(node: _Node, name: str, sent: float, time_unit: float) -> Entry:
+    way = _way(node.ways.alone)
     entry = Entry(
         name=name,
-        forward=FORWARD_SHARE * seconds,
-        backward=(1 - FORWARD_SHARE) * seconds,
+        forward=FORWARD_SHARE * way.seconds * time_unit,
+        backward=(1 - FORWARD_SHARE) * way.seconds * time_unit,
         output_bytes=sent,
-        saved_bytes=way["memoryUsageA"].number(),
+        saved_bytes=way.saved_bytes,
     )
-    return own_parameter(entry, way["parameterSize"].number())
+    return own_parameter(entry, way.parameter_bytes)
 
 
-def _way(node: Located) -> Located:
+def _way(ways: Sequence[_Way]) -> _Way:
     """How the node runs on one device: keeping everything where the file says so, else the first way listed."""
-    ways = list(node["TMPCs"]["1"])
-    if not ways:
-        raise node["TMPCs"]["1"].error("must list at least one way to run the node")
-    plain = [way for way in ways if "id" in way and way["id"].value == "vanilla"]
-    return (plain or ways)[0]
+    return next((way for way in ways if way.id == "vanilla"), ways[0])
