@@ -156,6 +156,10 @@ def _tasks(work: Work, first: Mapping[int, int]) -> dict[tuple[int, int], list[l
     return {place: [[number for *_, number in sorted(own)] for own in kinds] for place, kinds in tasks.items()}
 
 
+_Candidate = tuple[bool, int, int, int, _Replica, int]
+"""The rank of a task (four numbers), its replica and its kind."""
+
+
 @dataclass(slots=True)
 class BubbleFilling:
     """The policy of `fill`. Starts nothing more once some device takes `below` seconds for certain."""
@@ -181,7 +185,16 @@ class BubbleFilling:
     def choose(self, device: int) -> int | None:
         if self.seconds >= self.below:
             return None
-        ready: list[tuple[bool, int, int, int, _Replica, int]] = []
+        ready, blocked, expected = self._candidates(device)
+        urgent = self.preference.forwards_first and any(replica.pending for replica in blocked)
+        if ready and not urgent:
+            *_, replica, kind = min(ready) if len(ready) > 1 else ready[0]
+            return self._started(kind, replica)
+        return self._filler(device, expected, blocked)
+
+    def _candidates(self, device: int) -> tuple[list[_Candidate], list[_Replica], float]:
+        """Ready tasks that fit the memory, replicas whose tasks do not fit, and the time of the next arrival."""
+        ready: list[_Candidate] = []
         blocked: list[_Replica] = []
         now, expected, takes = self.clock.time, inf, self.clock.tasks.takes
         last = INPUT if self.preference.forwards_first else FORWARD
@@ -194,11 +207,7 @@ class BubbleFilling:
                     blocked.append(replica)
                 else:
                     ready.append((kind == last, replica.depth, replica.done[kind], replica.index, replica, kind))
-        urgent = self.preference.forwards_first and any(replica.pending for replica in blocked)
-        if ready and not urgent:
-            *_, replica, kind = min(ready) if len(ready) > 1 else ready[0]
-            return self._started(kind, replica)
-        return self._filler(device, expected, blocked)
+        return ready, blocked, expected
 
     def force(self) -> int | None:
         """The forward nearest to a sink, if all devices wait for memory."""
