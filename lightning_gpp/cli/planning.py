@@ -21,10 +21,10 @@ from lightning_gpp.planning.assignment.layout_check import misfit
 from lightning_gpp.reports import Prediction, graph_svg, prediction_text, search_progress, timeline_svg
 from lightning_gpp.simulation import Timeline
 from lightning_gpp.strategy import GPPStrategy
-from lightning_gpp.strategy.reporting import simulated
 from lightning_gpp.training.machine import Machine, resolved
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.planner import check_devices, devices_wanted, planned
+from lightning_gpp.training.predicted import simulated
 from lightning_gpp.training.replicas import idle_sharding
 
 

@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
 from typing import Final
 
@@ -32,6 +33,8 @@ from lightning_gpp.failure.watch import EXIT_CODE, Cause, Watcher
 _CONSEQUENCE_GRACE: Final = 2.0
 """Seconds that a communication error waits for its cause to arrive."""
 _CONSEQUENCES: Final = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "gloo")
+_HEARTBEATS: Final = 5
+"""A rank counts as stopped after this part of the time in which all ranks must have ended."""
 _SHORT: Final = 8
 """Innermost frames of a traceback that are sent to the other ranks."""
 
@@ -69,6 +72,21 @@ class FailureMonitor:
         self._watcher: Watcher | None = None
         self._process = ProcessIdentity.current()
         self._excepthook = sys.excepthook
+
+    @classmethod
+    def within(
+        cls, limit: timedelta, *, rank: int, world_size: int, describe: Callable[[], str] = str
+    ) -> FailureMonitor:
+        """A monitor that ends all ranks within about `limit` after one of them failed."""
+        seconds = limit.total_seconds()
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            timeout=seconds / _HEARTBEATS,
+            describe=describe,
+            exit_grace=min(5.0, seconds / _HEARTBEATS),
+            patience=max(60.0, seconds),
+        )
 
     def start(self) -> FailureMonitor:
         """Connect and watch. All ranks call it at the same point. Raises PeerFailure if a rank cannot be reached."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -95,6 +95,35 @@ class _Holes(TorchFunctionMode):
         return result
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invocation:
+    """A call of the user's step that lacks its samples.
+
+    Args:
+        function: the user's method.
+        rest: its arguments after the samples.
+        around: entered around each call, with the number of samples.
+        sums: whether the loss is a sum over samples, from which the mean is made, as the pipeline weights means.
+    """
+
+    function: Callable[..., Any]
+    rest: Sequence[Any] = ()
+    around: Callable[[int], AbstractContextManager[Any]] = nullcontext
+    sums: bool = False
+
+    def __call__(self, samples: Any, num_samples: int) -> Any:
+        with self.around(num_samples):
+            output = self.function(samples, *self.rest)
+        return _scaled(output, 1 / num_samples) if self.sums else output
+
+
+def _scaled(output: Any, factor: float) -> Any:
+    """A step's output with another loss."""
+    if isinstance(output, torch.Tensor):
+        return output * factor
+    return {**output, "loss": output["loss"] * factor} if isinstance(output, Mapping) else output
+
+
 @dataclass(kw_only=True)
 class StepRunner:
     """Runs the user's step on micro-batches of one mini-batch. `outputs`: the result of the step for each."""
@@ -103,20 +132,22 @@ class StepRunner:
     returns_loss: bool
     outputs: list[tuple[MicroBatch, Any]] = field(default_factory=list)
     _batch: Any = None
-    _invoke: Callable[[Any], Any] | None = None
+    _total: int = 0
+    _invocation: Invocation | None = None
     _seed: int = 0
     _users_streams: ExitStack = field(default_factory=ExitStack)
 
-    def begin(self, batch: Any, invoke: Callable[[Any], Any], seed: int) -> None:
+    def begin(self, batch: Any, invoke: Callable[[Any], Any] | Invocation, seed: int) -> None:
         """Take this replica's mini-batch. `invoke(samples)` calls the user's step; `seed` starts its random streams."""
         self.end()
-        self._batch, self._invoke, self._seed = batch, invoke, seed
+        self._invocation = invoke if isinstance(invoke, Invocation) else Invocation(function=invoke)
+        self._batch, self._total, self._seed = batch, batch_size_of(batch), seed
         self._users_streams.enter_context(undisturbed())
 
     def end(self) -> None:
         """Release the mini-batch, and restore the user's random streams."""
         self._users_streams.close()
-        self._batch = self._invoke = None
+        self._batch = self._invocation = None
         self.outputs = []
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -134,10 +165,10 @@ class StepRunner:
         return {LOSS: loss_of(output)} if self.returns_loss else {}
 
     def call(self, micro_batch: MicroBatch) -> Any:
-        if self._invoke is None:
+        if self._invocation is None:
             raise CaptureError("The user's step has no batch; call begin() first.")
-        total = batch_size_of(self._batch)
-        return self._invoke(slice_batch(self._batch, micro_batch.start, micro_batch.stop, total))
+        samples = slice_batch(self._batch, micro_batch.start, micro_batch.stop, self._total)
+        return self._invocation(samples, micro_batch.num_samples)
 
     def start_streams(self, micro_batch: MicroBatch) -> None:
         """Seed the step's random streams, in the same way for the source and the step."""
@@ -181,7 +212,7 @@ class UserStep(StepRunner):
         self.start_streams(micro_batch)
         with without_effects([self.module]), answered(self._modules, answer), torch.no_grad():
             try:
-                with holes if self._mixes else _nothing():
+                with holes if self._mixes else nullcontext():
                     self.call(micro_batch)
             except Stopped:
                 pass
@@ -275,7 +306,7 @@ class UserStep(StepRunner):
             return self._result(self._expect(number, module), value)
 
         self.start_streams(micro_batch)
-        with answered(self._modules, answer), holes if self._mixes else _nothing():
+        with answered(self._modules, answer), holes if self._mixes else nullcontext():
             output = self.call(micro_batch)
         return self.finish(micro_batch, output)
 
@@ -305,11 +336,6 @@ def loss_of(output: Any) -> torch.Tensor:
             " A step cannot be skipped by returning None in a pipeline: return a zero loss (for example 0 * loss)."
         )
     return loss
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def slots_of(keys: Sequence[InputKey]) -> dict[str, InputKey]:

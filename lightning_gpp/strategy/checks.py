@@ -34,11 +34,7 @@ def _problems(module: pl.LightningModule) -> Iterator[str]:
             f"{name} overrides `backward`, but in a pipeline every stage runs its own backward. Put the change into "
             "the loss, or use `on_after_backward` to change gradients."
         )
-    for step in compiled_steps(module, STEPS):
-        yield (
-            f"{name}.{step} is compiled (torch.compile) with the network inside, which is to be cut into stages. "
-            "Compile the modules that it calls, which stages call whole: for example self.encoder.compile()."
-        )
+    yield from compiled_steps(module, STEPS)
     for step in STEPS:
         if uses_dataloader_iter(getattr(module, step)):
             yield (

@@ -15,8 +15,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_gpp.strategy.logs import LogRecorder
+from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ NAMES = (
 class SharedHooks:
     """Replaces the hooks that a module overrides; `detach` puts them back."""
 
-    def __init__(self, module: pl.LightningModule, control: Control, engine: Engine) -> None:
-        self.module, self.control, self.engine, self.logs = module, control, engine, engine.logs
+    def __init__(self, module: pl.LightningModule, control: Control, steps: Steps) -> None:
+        self.module, self.control, self.steps = module, control, steps
         self._warned: set[str] = set()
         self._attached: list[str] = []
 
@@ -47,16 +47,16 @@ class SharedHooks:
         self._attached = []
 
     def _shared(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        recorder = LogRecorder(self.module)
+        recorder, logs = LogRecorder(self.module, self.steps.host.user_code), self.steps.logs
 
         @functools.wraps(plain)
         def hook(*args: Any, **kwargs: Any) -> Any:
             recorder.reset()
-            with self.engine.user_code(), recorder.run(1 if name.endswith("epoch_end") else self.engine.batch_size):
+            with recorder.run(1 if name.endswith("epoch_end") else self.steps.incoming.batch_size):
                 result = self._call(name, plain, *args, **kwargs)
             stops = float(result == -1), float(self.module.trainer.should_stop)
-            calls, values = self.logs.exchange(recorder if self.control.runs_step else None, stops)
-            self.logs.replay(self.module, calls, values[2:])
+            calls, values = logs.exchange(recorder if self.control.runs_step else None, stops)
+            logs.replay(self.module, calls, values[2:])
             if values[1]:
                 self.module.trainer.should_stop = True
             return -1 if values[0] else None

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
@@ -23,6 +23,7 @@ from torchmetrics import Metric
 from lightning_gpp._compat.lightning import forward_cache, set_forward_cache
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.options import Context
 
 _SIGNATURE = inspect.signature(pl.LightningModule.log)
 
@@ -70,11 +71,18 @@ def _combine(values: Tensor, samples: Tensor, reduction: str) -> Tensor:
     return (values * samples).sum() / samples.sum().clamp(min=1)
 
 
+@dataclass(slots=True)
+class UserCode:
+    """Whether this rank is inside user code that other ranks do not run, so that nobody would answer it."""
+
+    running: bool = False
+
+
 class LogRecorder:
     """Records what a module logs instead of logging it. One run of user code counts only if it ended normally."""
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        self.module = module
+    def __init__(self, module: pl.LightningModule, user_code: UserCode) -> None:
+        self.module, self._user_code = module, user_code
         self.calls: dict[Call, Values] = {}
         self._metric_paths = {id(part): path for path, part in module.named_modules() if isinstance(part, Metric)}
         self._owners = [part for part in module.modules() if isinstance(part, pl.LightningModule)]
@@ -87,14 +95,17 @@ class LogRecorder:
         return self
 
     @contextmanager
-    def run(self, num_samples: int) -> Iterator[None]:
-        """Record one run of user code over `num_samples` samples."""
+    def run(self, num_samples: int, context: Context = nullcontext) -> Iterator[None]:
+        """Record one run of user code over `num_samples` samples, which computes inside `context`."""
         self._run, self._samples = [], num_samples
+        before, self._user_code.running = self._user_code.running, True
         for owner in self._owners:
             object.__setattr__(owner, "log", self._log)
         try:
-            yield
+            with context():
+                yield
         finally:
+            self._user_code.running = before
             for owner in self._owners:
                 vars(owner).pop("log", None)
         for call, value, samples in self._run:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
-import secrets
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -19,9 +17,6 @@ from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import bind_to_parent, release_from_parent
 from lightning_gpp.training.control import Control
 
-HEARTBEATS: Final = 5
-"""A rank counts as stopped after this part of the time in which all ranks must have ended."""
-
 
 def tie_to_launcher(environment: ClusterEnvironment) -> None:
     """A process that Lightning's launcher started ends with the one that started it, until it is watched over."""
@@ -29,7 +24,9 @@ def tie_to_launcher(environment: ClusterEnvironment) -> None:
         bind_to_parent(int(os.environ[LAUNCHER]))
 
 
-def join(environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: timedelta) -> None:
+def start_process_group(
+    environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: timedelta
+) -> None:
     """Initialise torch.distributed, unless it is; it is destroyed when the interpreter exits."""
     if dist.is_initialized():
         return
@@ -50,22 +47,13 @@ def leave() -> None:
 
 def watch(control: Control, limit: timedelta, describe: Callable[[], str]) -> FailureMonitor:
     """Start watching over all ranks; after a failure they end within about `limit`."""
-    seconds = limit.total_seconds()
-    monitor = FailureMonitor(
-        rank=control.rank,
-        world_size=control.world_size,
-        timeout=seconds / HEARTBEATS,
-        describe=describe,
-        exit_grace=min(5.0, seconds / HEARTBEATS),
-        patience=max(60.0, seconds),
-    )
+    monitor = FailureMonitor.within(limit, rank=control.rank, world_size=control.world_size, describe=describe)
     monitor.start()
     release_from_parent()
     return monitor
 
 
-def agreed_seed(seed: int | None, control: Control) -> int:
-    """The seed of the random streams: as given, else `seed_everything`'s, else drawn by rank zero."""
-    if seed is None and os.environ.get("PL_GLOBAL_SEED"):
-        seed = int(os.environ["PL_GLOBAL_SEED"])
-    return int(control.broadcast(secrets.randbits(62) if seed is None else seed))
+def given_seed() -> int | None:
+    """The seed of Lightning's `seed_everything`, if it was called."""
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    return int(seed) if seed else None

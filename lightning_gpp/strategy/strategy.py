@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,21 +30,20 @@ from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.option import documents, takes_fields_of
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import devices_per_pipeline
-from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.simulation import Timeline
 from lightning_gpp.strategy.arguments import Arguments
 from lightning_gpp.strategy.checks import check_layer_sync
 from lightning_gpp.strategy.data import Placeholder, distribute
 from lightning_gpp.strategy.guard import FailureGuard
-from lightning_gpp.strategy.processes import join, tie_to_launcher, watch
-from lightning_gpp.strategy.reporting import simulated
+from lightning_gpp.strategy.processes import tie_to_launcher, watch
 from lightning_gpp.strategy.run import Run
-from lightning_gpp.training.checkpoint import KEY, entry, load_state, whole_state
+from lightning_gpp.training.checkpoint import KEY, entry, load_state
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
-from lightning_gpp.training.planner import devices_wanted
+from lightning_gpp.training.predicted import simulated
+from lightning_gpp.training.setup import join, pipelines_of
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class GPPStrategy(ParallelStrategy):
         self._known: Plan | None = None
         self._resumed: dict[str, Any] = {}
         self._failed = False
+        self._accumulating = False
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
@@ -105,7 +106,7 @@ class GPPStrategy(ParallelStrategy):
     def num_pipelines(self) -> int:
         """Copies of the whole pipeline."""
         world_size = self.num_nodes * self.num_processes
-        return self.options.num_pipelines or max(1, world_size // devices_wanted(self.options, world_size))
+        return pipelines_of(self.options, world_size)
 
     @property
     def is_distributed(self) -> bool:
@@ -139,25 +140,26 @@ class GPPStrategy(ParallelStrategy):
         self.set_world_ranks()
         if self.cluster_environment is None:
             raise ConfigError("The strategy has no cluster environment yet; it gets one from the trainer.")
-        join(self.cluster_environment, self.options.process_group_backend, self.root_device, self.options.timeout)
+        start_process_group(
+            self.cluster_environment, self.options.process_group_backend, self.root_device, self.options.timeout
+        )
         if self._control is None:
-            num_devices = devices_per_pipeline(self.world_size, self.num_pipelines)
-            mesh = Mesh(num_devices, self.num_pipelines, self.global_rank, timeout=self.options.timeout)
-            self._control = Control(mesh)
+            self._control = join(self.options, self.global_rank, self.world_size)
         self._failed = False
         self._monitor = watch(self._control, self.options.failure_timeout, self._describe)
         if self.world_size > 1 and self.lightning_module is not None:
             self._guard = FailureGuard(self.lightning_module.trainer, self._monitor)
 
     def _describe(self) -> str:
-        return "set-up" if self._run is None else self._run.engine.describe()
+        engine = self._engine
+        return "set-up" if engine is None else engine.describe()
 
     # -- what ranks tell each other -----------------------------------------------------------------------------------
 
     @property
     def _alone(self) -> bool:
         """Whether nobody else would answer: before there are processes, and in user code that runs on one rank."""
-        inside = self._run is not None and self._run.engine.inside_user_code
+        inside = self._run is not None and self._run.steps.host.user_code.running
         return self._control is None or inside or self._failed
 
     def barrier(self, name: str | None = None) -> None:
@@ -206,7 +208,9 @@ class GPPStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         check_layer_sync(layer_sync(self))
         self.model = self.precision_plugin.convert_module(self.model)
-        self._run = Run(self, trainer, self._control, self._resumed, self._known)
+        self._run = Run(
+            trainer, self, control=self._control, options=self.options, resumed=self._resumed, known=self._known
+        )
         if trainer.state.fn == TrainerFn.FITTING:
             self._run.set_up_training()
         self._run.attach()
@@ -251,49 +255,47 @@ class GPPStrategy(ParallelStrategy):
         run, module = self._run, self.lightning_module
         announced = run is not None and module is not None and current_hook(module) == "batch_to_device"
         if run is not None and announced and not run.control.runs_step:
-            known = run.engine.announce(None)
-            return Placeholder(torch.empty(run.engine.batch_size, 0)) if known else None
+            known = run.incoming.announce(None)
+            return Placeholder(torch.empty(run.incoming.batch_size, 0)) if known else None
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if run is not None and announced:
-            run.engine.announce(batch)
+            run.incoming.announce(batch)
         return batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """All forwards and backwards of a mini-batch; the detached loss, the same on all ranks of the pipeline."""
-        return self._running.train([*args, *kwargs.values()])
+        return self._running.steps.train(self._training, [*args, *kwargs.values()], last=not self._accumulating)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """What the user's step returns, on the rank that runs it."""
-        return self._running.engine.evaluate("validation_step", [*args, *kwargs.values()])
+        return self._running.steps.evaluate("validation_step", [*args, *kwargs.values()])
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """What the user's step returns, on the rank that runs it."""
-        return self._running.engine.evaluate("test_step", [*args, *kwargs.values()])
+        return self._running.steps.evaluate("test_step", [*args, *kwargs.values()])
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """What the user's step returns, on the rank that runs it; None elsewhere."""
-        return self._running.engine.evaluate("predict_step", [*args, *kwargs.values()])
+        return self._running.steps.evaluate("predict_step", [*args, *kwargs.values()])
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the hooks around backward: the step has computed the gradients; here they are summed over ranks."""
-        run, module = self._running, self.lightning_module
+        module = self.lightning_module
         if module is None:
             raise ConfigError("The strategy has no module; use trainer.fit(model).")
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        run.synchronise_gradients()
+        if not self._accumulating:
+            self._training.sum_gradients()
         return self.precision_plugin.post_backward(closure_loss, module)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step what this rank steps; then all ranks get what others stepped for them."""
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._running.publish(optimizer)
-        return result
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Between mini-batches of one optimizer step gradients stay where they are."""
-        with self._running.accumulating():
+        self._accumulating = True
+        try:
             yield
+        finally:
+            self._accumulating = False
 
     @property
     def _running(self) -> Run:
@@ -301,14 +303,22 @@ class GPPStrategy(ParallelStrategy):
             raise ConfigError("A step was run outside of trainer.fit, validate, test and predict.")
         return self._run
 
+    @property
+    def _engine(self) -> Engine | None:
+        return None if self._run is None else self._run.engine
+
+    @property
+    def _training(self) -> Engine:
+        if self._engine is None:
+            raise ConfigError("A training step was run outside of trainer.fit.")
+        return self._engine
+
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state, under original names; complete on global rank 0. All ranks must call it."""
-        placement = None if self._run is None else self._run.engine.placement
-        if placement is None or self._control is None or self.lightning_module is None or self._failed:
-            return super().lightning_module_state_dict()
-        return whole_state(self.lightning_module, placement, self._control)
+        engine = self._engine
+        return super().lightning_module_state_dict() if engine is None or self._failed else engine.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state in the user's indexing; complete on global rank 0. All ranks must call it."""
@@ -320,9 +330,8 @@ class GPPStrategy(ParallelStrategy):
         if self._failed and self.world_size > 1:
             log.warning("No checkpoint is written to %s: this rank has failed, and the others have ended.", filepath)
             return
-        if self._run is not None and self._run.engine.plan is not None:
-            engine = self._run.engine
-            checkpoint[KEY] = entry(engine.seed, engine.step, str(engine.plan))
+        if self._engine is not None:
+            checkpoint[KEY] = entry(self._engine.job.seed, self._engine.num_steps, str(self._engine.plan))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -335,9 +344,8 @@ class GPPStrategy(ParallelStrategy):
         """Load a whole state dict; keeps the part that lives here, once parameters are placed."""
         if self.lightning_module is None:
             raise ConfigError("The strategy has no module to load a checkpoint into; use a Trainer.")
-        load_state(self.lightning_module, checkpoint["state_dict"], strict)
-        if self._run is not None:
-            self._run.engine.drop_foreign()
+        load = partial(load_state, self.lightning_module) if self._engine is None else self._engine.load_state_dict
+        load(checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizers' states."""
@@ -348,7 +356,7 @@ class GPPStrategy(ParallelStrategy):
     @property
     def plan(self) -> Plan | None:
         """Who computes what; None before it is known."""
-        return None if self._run is None else self._run.engine.plan
+        return None if self._engine is None else self._engine.plan
 
     def timeline(self) -> Timeline:
         """The simulated timeline of a mini-batch under the plan.
@@ -356,7 +364,7 @@ class GPPStrategy(ParallelStrategy):
         Raises:
             PlanError: there is no plan yet.
         """
-        graph = None if self._run is None else self._run.engine.graph
-        if self._run is None or self.plan is None or graph is None:
+        engine = self._engine
+        if engine is None:
             raise PlanError("There is no plan yet; it is made when trainer.fit starts, or at the first mini-batch.")
-        return simulated(self.plan, graph, self._run.engine.machine(), self.num_pipelines)
+        return simulated(engine.plan, engine.graph, engine.machine(), self.num_pipelines)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_gpp._compat.torch import is_compiled, uncompiled
@@ -17,23 +14,27 @@ from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.slices import innermost
 
 
-def compiled_steps(module: pl.LightningModule, steps: tuple[str, ...]) -> Iterator[str]:
-    """Those of the user's steps that are compiled whole, with the network that is to be cut."""
+def compiled_steps(module: nn.Module, steps: Sequence[str]) -> Iterator[str]:
+    """Refusals of the user's steps that are compiled as one, together with the network that is to be cut."""
     for step in steps:
-        function: Callable[..., Any] = getattr(module, step)
+        function = getattr(module, step, None)
         if uncompiled(function) is not function:
-            yield step
+            yield (
+                f"{type(module).__name__}.{step} is compiled (torch.compile) with the network inside, which is to be "
+                "cut into stages. Compile the modules that it calls, which stages call whole: for example "
+                "self.encoder.compile()."
+            )
 
 
-def warn_of_cuts(module: nn.Module, captured: Capture | Declared, pipeline: Pipeline) -> None:
-    """Say which compiled modules no stage calls, because stages hold parts of them."""
+def warning_of_cuts(module: nn.Module, captured: Capture | Declared, pipeline: Pipeline) -> str:
+    """Says which compiled modules no stage calls, because stages hold parts of them; empty if there are none."""
     cut = _cut(module, captured, pipeline)
-    if cut:
-        rank_zero_warn(
-            f"{', '.join(cut)}: compiled (torch.compile), but the plan cuts through, so that the parts run as they "
-            "are, not compiled. Compile the parts that stages call whole, or keep the module in one stage "
-            "(strategy.stages)."
-        )
+    if not cut:
+        return ""
+    return (
+        f"{', '.join(cut)}: compiled (torch.compile), but the plan cuts through, so that the parts run as they are, "
+        "not compiled. Compile the parts that stages call whole, or keep the module in one stage (strategy.stages)."
+    )
 
 
 def _cut(module: nn.Module, captured: Capture | Declared, pipeline: Pipeline) -> list[str]:

@@ -5,6 +5,7 @@ Runs on gloo and on CPU tensors whatever the accelerator, so that it never queue
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -16,7 +17,12 @@ from lightning_gpp.runtime.mesh import Mesh
 
 
 class Control:
-    """What the ranks of a mesh tell each other."""
+    """What the ranks of a mesh tell each other.
+
+    Attributes:
+        runs_step: whether this rank loads data and runs the user's step.
+        step_rank: global rank that runs the user's step for this pipeline.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -24,16 +30,8 @@ class Control:
         self.num_devices, self.num_pipelines = mesh.num_devices, mesh.num_pipelines
         self.pipeline, self.device = mesh.pipeline, mesh.device
         self.world, self._pipeline_group = mesh.control_group, mesh.pipeline_control_group
-
-    @property
-    def runs_step(self) -> bool:
-        """Whether this rank loads data and runs the user's step."""
-        return self.device == 0
-
-    @property
-    def step_rank(self) -> int:
-        """Global rank that runs the user's step for this pipeline."""
-        return self.mesh.global_rank(0)
+        self.runs_step = self.device == 0
+        self.step_rank = mesh.global_rank(0)
 
     def share(self, numbers: Tensor) -> Tensor:
         """Numbers (a CPU tensor) of the step's rank, on every rank of its pipeline; overwrites the others' in place."""
@@ -65,6 +63,11 @@ class Control:
         yes = torch.tensor(int(decision))
         dist.all_reduce(yes, dist.ReduceOp.MIN if everyone else dist.ReduceOp.MAX, group=self.world)
         return bool(yes)
+
+    def warn(self, text: str) -> None:
+        """Warn once for all ranks, on global rank 0."""
+        if self.rank == 0:
+            warnings.warn(text, stacklevel=3)
 
     def barrier(self) -> None:
         dist.barrier(group=self.world)

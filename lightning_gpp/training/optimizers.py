@@ -91,6 +91,13 @@ class OptimizerIndex:
         state = self.optimizer.state_dict()["state"]
         return {name: state[place] for place, name in enumerate(names) if place in state}
 
+    def move(self, device: torch.device) -> None:
+        """Move the state of the optimizer to a device; step counters stay where the optimizer wants them."""
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and key != "step":
+                    state[key] = value.to(device)
+
     def ordered_state(self) -> dict[str, Any]:
         """The same, in an order that all ranks share."""
         state = self.state()

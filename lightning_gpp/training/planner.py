@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_gpp.capture import Capture, capture_step
@@ -200,9 +200,10 @@ def _given(plan: Plan, captured: Subject, options: Options, machine: Callable[[]
     """A plan from a file, with the schedule that the settings name, if they do."""
     unused = ", ".join(contradicted(plan, options))
     if unused:
-        rank_zero_warn(
+        warnings.warn(
             f"{unused} is not used: strategy.plan says something else, and it is the plan that runs. Edit the plan's "
-            "file, or make a new one with these settings."
+            "file, or make a new one with these settings.",
+            stacklevel=2,
         )
     if options.schedule in (None, plan.schedule):
         return plan

@@ -9,9 +9,7 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import (
     ASGD,
@@ -26,6 +24,7 @@ from torch.optim import (
     RAdam,
     RMSprop,
 )
+from torch.utils.hooks import RemovableHandle
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
@@ -50,11 +49,13 @@ class Layout:
         plan: of training.
         placement: where parameters live.
         uses: the stages that use them.
+        complete: whether rank 0 had all of them before.
     """
 
     plan: Plan
     placement: Placement
     uses: Uses
+    complete: bool = True
 
 
 class Replicas:
@@ -76,16 +77,19 @@ class Replicas:
         PlanError: a parameter that several stages use would be cut.
     """
 
-    def __init__(
-        self, module: LightningModule, layout: Layout, indices: Sequence[OptimizerIndex], control: Control
-    ) -> None:
+    def __init__(self, module: nn.Module, layout: Layout, indices: Sequence[OptimizerIndex], control: Control) -> None:
         self.module, self.layout, self.control = module, layout, control
         self._indices = indices
-        self.sharding = _sharding(layout.plan, control.num_pipelines)
+        idle = idle_sharding(layout.plan, control.num_pipelines)
+        if idle:
+            control.warn(idle)
+        self.sharding = "none" if idle else layout.plan.sharding
         self._facts = self._current_facts()
         self._owned: OwnedParameters | None = None
+        self._hooks: list[RemovableHandle] = []
         if self.sharding == "zero1":
             self._owned = self._with_owners()
+            self._hooks = [index.optimizer.register_step_post_hook(self._publish) for index in indices]
         if self.sharding == "fsdp":
             check_elementwise([index.optimizer for index in indices])
         self._sync = self._made()
@@ -149,33 +153,35 @@ class Replicas:
     def finish(self) -> None:
         """After the last mini-batch before a step: gradients become sums over the replicas."""
         self._sync.sync()
-        known = self._names()
-        self._follow()
-        if self._names() - known:  # given to an optimizer since the mini-batch began
-            self._sum(self._names() - known)
+        added = self._follow()
+        if added:  # given to an optimizer since the mini-batch began
+            self._sum(added)
 
     def grad_norm(self) -> Tensor:
         """Of the whole model's gradient; all ranks call this."""
         return self._sync.grad_norm()
 
-    def publish(self, optimizer: Optimizer) -> None:
+    def restore(self) -> None:
+        """Give the module unsharded parameters again, for good. All ranks call it."""
+        for hook in self._hooks:
+            hook.remove()
+        if isinstance(self._sync, ShardedStages):
+            self._sync.restore()
+
+    def _publish(self, optimizer: Optimizer, *_: object) -> None:
         """After a step of an optimizer: all holders get what the owners computed."""
         for index in self._indices:
             if index.optimizer is optimizer and self._owned is not None:
                 self._owned.publish(index.names)
 
-    def restore(self) -> None:
-        """Give the module whole parameters again, for good. All ranks call it."""
-        if isinstance(self._sync, ShardedStages):
-            self._sync.restore()
-
     # -- construction -------------------------------------------------------------------------------------------------
 
-    def _follow(self) -> None:
-        """Hooks may have frozen or released parameters, or given an optimizer more of them."""
+    def _follow(self) -> set[str]:
+        """Hooks may have frozen or released parameters, or given an optimizer more of them: the names of these."""
         facts = self._current_facts()
         if facts == self._facts:
-            return
+            return set()
+        known = self._names()
         for index in self._indices:
             index.refresh(self.module, self._stepped_here(), self._stepped())
         self._facts = facts
@@ -183,6 +189,7 @@ class Replicas:
             self._sync.refresh(*self._summed())
         else:
             self._sync = self._made()
+        return self._names() - known
 
     def _sum(self, names: set[str]) -> None:
         parameters, holders = self._summed()
@@ -310,13 +317,6 @@ def check_elementwise(optimizers: Sequence[Optimizer]) -> None:
                 "replica step a part of every parameter, which is right for optimizers that treat elements one by "
                 f"one: {known}. Use one of these, or strategy.sharding=zero1, which steps whole parameters."
             )
-
-
-def _sharding(plan: Plan, num_pipelines: int) -> str:
-    idle = idle_sharding(plan, num_pipelines)
-    if idle:
-        rank_zero_warn(idle)
-    return "none" if idle else plan.sharding
 
 
 def idle_sharding(plan: Plan, num_pipelines: int) -> str:

@@ -10,26 +10,36 @@ projection of the whole.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.random import fork_rng
 
 from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.isolate import private_copy
+from lightning_gpp.capture.randomness import undisturbed
+from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.errors import SelfCheckError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.neutral import Neutral
 from lightning_gpp.runtime.stage import MicroBatch
+from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import build
 from lightning_gpp.stages.declared import Declared
-from lightning_gpp.stages.step import loss_of
+from lightning_gpp.stages.step import Invocation, loss_of
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.host import Job
+from lightning_gpp.training.parameters import Placement, equalise, tensors_of
+from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.session import Session
+
+SMALL: Final = 50_000_000
+"""Parameters up to which a model is checked without being asked."""
 
 PROJECTIONS: Final = 3
 TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -46,43 +56,58 @@ def refuses_check(module: nn.Module, plan: Plan) -> str:
     return ""
 
 
+def check_first(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport) -> None:
+    """Compare split and unsplit on the first pipeline if the user wants it and it can be done. All ranks call this.
+
+    Raises:
+        SelfCheckError: see `self_check`.
+    """
+    if captured.step != TRAINING or not _wanted(job, plan):
+        return
+    equalise(job.module, job.control)
+    if job.control.pipeline == 0:
+        with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):
+            self_check(job, captured, plan, batch, transport)
+
+
+def _wanted(job: Job, plan: Plan) -> bool:
+    wanted = job.options.self_check
+    if wanted == "auto":
+        wanted = sum(parameter.numel() for parameter in job.module.parameters()) < SMALL
+    reasons = [reason for reason in job.control.gather(refuses_check(job.module, plan)) if reason]
+    if wanted and reasons and job.control.rank == 0:
+        job.host.inform(f"The self-check (strategy.self_check) is left out: {reasons[0]}.")
+    return bool(wanted) and not reasons
+
+
 def samples_of(plan: Plan, batch_size: int) -> int:
     """Samples of the micro-batch that is compared: every stage takes it whole."""
     return min(batch_size, *(stage.micro_batch_size for stage in plan.stages))
 
 
-def self_check(
-    module: nn.Module,
-    captured: Capture | Declared,
-    plan: Plan,
-    batch: Any,
-    *,
-    control: Control,
-    call: Callable[[nn.Module, Any], Any],
-    session: Callable[[nn.Module], Session],
-    device: torch.device,
-    precision: torch.dtype,
-) -> None:
+def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport) -> None:
     """Compare split and unsplit on the first samples of `batch`. All ranks of one pipeline call this together.
 
     Args:
-        module: the whole module, its parameters still on every rank.
+        job: of a module whose parameters are still on every rank.
+        captured: the training step.
+        plan: its stages.
         batch: on the rank that runs the step; ignored elsewhere.
-        call: `call(module, samples)` runs the user's step of a module, in its context.
-        session: makes the session of a module.
-        precision: of the computation, for the tolerance.
+        transport: to the other devices.
 
     Raises:
         SelfCheckError: on all ranks, naming what differs.
     """
-    samples = samples_of(plan, captured.batch_size)
+    control, samples = job.control, samples_of(plan, captured.batch_size)
     part = slice_batch(batch, 0, samples, captured.batch_size) if control.runs_step else None
-    whole, split = _copy(module, device), _copy(module, device)
+    whole, split = _copy(job.module, job.device), _copy(job.module, job.device)
+    placement = Placement({name: tuple(range(control.num_devices)) for name in tensors_of(job.module)})
     # torch.compile does not work in a mode of dispatch, and remembers that for what it was asked to compile there
     with torch.compiler.set_stance("force_eager"), Neutral():  # type: ignore[no-untyped-call]
-        expected = _unsplit(whole, captured, plan, part, samples, call) if control.runs_step else {}
-        found = _split(split, session, part, samples, call)
-    difference = _compare(whole, control, expected, found, TOLERANCES[precision], device)
+        expected = _unsplit(job, whole, captured, plan, part, samples) if control.runs_step else {}
+        session = Session(job, capture=captured, plan=plan, module=split, placement=placement, transport=transport)
+        actual = _split(job, session, split, part, samples)
+    difference = _compare(whole, control, expected, actual, TOLERANCES[job.precision], job.device)
     verdict = control.share_object(difference if control.runs_step else None)
     if verdict:
         raise SelfCheckError(verdict)
@@ -100,16 +125,16 @@ def _ignore(*_: Any, **__: Any) -> None:
     """Logging during the check reaches nobody."""
 
 
+def _invocation(job: Job, module: nn.Module) -> Invocation:
+    function = getattr(module, TRAINING)
+    return Invocation(function=function, rest=step_arguments(function, 0), around=job.host.around(TRAINING))
+
+
 def _unsplit(
-    whole: nn.Module,
-    captured: Capture | Declared,
-    plan: Plan,
-    part: Any,
-    samples: int,
-    call: Callable[[nn.Module, Any], Any],
+    job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, part: Any, samples: int
 ) -> dict[str, Any]:
     step = build(captured, plan, whole).step
-    step.begin(part, lambda batch: call(whole, batch), seed=0)
+    step.begin(part, _invocation(job, whole), seed=0)
     with torch.enable_grad():
         loss = loss_of(step.whole(MicroBatch(0, 0, samples, samples)))
     step.end()
@@ -117,14 +142,8 @@ def _unsplit(
     return {"loss": loss.item(), "projections": _projections(whole), "norms": _norms(whole)}
 
 
-def _split(
-    split: nn.Module,
-    session: Callable[[nn.Module], Session],
-    part: Any,
-    samples: int,
-    call: Callable[[nn.Module, Any], Any],
-) -> dict[str, Any]:
-    outputs = session(split).run(part, lambda batch: call(split, batch), samples, loss_weight=1.0 / samples, step=0)
+def _split(job: Job, session: Session, split: nn.Module, part: Any, samples: int) -> dict[str, Any]:
+    outputs = session.run(part, _invocation(job, split), samples, loss_weight=1.0 / samples, step=0)
     loss = loss_of(outputs[0][1]).item() if outputs else 0.0
     return {"loss": loss, "projections": _projections(split)}
 

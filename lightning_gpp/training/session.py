@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_gpp.capture import Capture
@@ -21,11 +20,14 @@ from lightning_gpp.runtime.stage import Around, MicroBatch, StageModule
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES
+from lightning_gpp.slices import is_sliced
 from lightning_gpp.stages import Pipeline, build
 from lightning_gpp.stages.declared import Declared
-from lightning_gpp.training.control import Control
+from lightning_gpp.stages.step import Invocation
+from lightning_gpp.training.host import Job
 from lightning_gpp.training.options import Context
 from lightning_gpp.training.parameters import Placement
+from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.replicas import Forwarded, Replicas, counterparts
 from lightning_gpp.training.slice_check import checked_slices
 
@@ -51,19 +53,13 @@ class Session:
     """Runs a step on mini-batches of one form, of any number of samples.
 
     Args:
+        job: of the run.
         capture: the step.
         plan: its stages.
-        module: the user's module, with the parameters of this rank.
+        module: the job's module with the parameters of this rank, or a copy of it.
         placement: where parameters live.
-        control: who this rank is.
         transport: to the other devices.
-        device: where this rank computes.
-        streams: of random numbers.
-        context: in which modules compute.
-        training: whether backwards run.
-        trace: whether actions are measured.
         replicas: what ranks with the same parameters do together; None if they have nothing to do.
-        check_slices: compare slices with their whole stage once, in the precision of this type.
 
     Raises:
         PlanError: a stage needs parameters that live elsewhere.
@@ -71,35 +67,32 @@ class Session:
 
     def __init__(
         self,
+        job: Job,
         *,
         capture: Capture | Declared,
         plan: Plan,
         module: nn.Module,
         placement: Placement,
-        control: Control,
         transport: Transport,
-        device: torch.device,
-        streams: RandomStreams,
-        context: Context,
-        training: bool,
-        trace: bool,
         replicas: Replicas | None = None,
-        check_slices: torch.dtype | None = None,
     ) -> None:
-        self.capture, self.plan, self.training = capture, plan, training
+        self.capture, self.plan, self.training = capture, plan, capture.step == TRAINING
         self.pipeline: Pipeline = build(capture, plan, module)
         _check_placement(self.pipeline, plan, placement, capture.step)
-        self._control, self._transport, self._device = control, transport, device
-        self._streams, self._trace = streams, trace
-        stages: Sequence[StageModule] = self.pipeline.stages
-        if check_slices is not None:
-            stages = checked_slices(stages, plan, check_slices)
-        self._stages = [InContext(stage, context) for stage in stages]
+        self._job, self._control, self._transport = job, job.control, transport
+        self._streams = RandomStreams(job.seed, job.device)
+        context = job.host.context(capture.step)
+        self._stages = [InContext(stage, context) for stage in self._checked(self.pipeline.stages)]
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.latest: Executor | None = None
         self._told: set[int] = set()
         self._replicas = replicas
         self._numbers = None if replicas is None else counterparts(plan, self.pipeline.parameters, replicas.layout)
+
+    def _checked(self, stages: Sequence[StageModule]) -> Sequence[StageModule]:
+        """The stages; in training, slices are compared with their whole stage once."""
+        wanted = self.training and self._job.options.self_check is not False and is_sliced(self.plan)
+        return checked_slices(stages, self.plan, self._job.precision) if wanted else stages
 
     def executor(self, batch_size: int, together: bool = True) -> Executor:
         """What runs mini-batches of this many samples; made at the first one. `together`: replicas meet in between."""
@@ -113,11 +106,11 @@ class Session:
                 slots=self.pipeline.slots,
                 transport=self._transport,
                 source=self.pipeline.source if control.runs_step else None,
-                torch_device=self._device,
+                torch_device=self._job.device,
                 streams=self._streams,
                 pipeline=control.pipeline,
                 sharding=Forwarded(replicas, self._numbers or {}) if together and replicas is not None else None,
-                trace=self._trace,
+                trace=self._job.options.trace,
             )
         return self._executors[key]
 
@@ -133,7 +126,7 @@ class Session:
         return self._replicas.agree(_meetings(self.executor(batch_size).program) if known else 0)
 
     def run(
-        self, batch: Any, invoke: Callable[[Any], Any], batch_size: int, *, loss_weight: float, step: int
+        self, batch: Any, invoke: Invocation, batch_size: int, *, loss_weight: float, step: int
     ) -> list[tuple[MicroBatch, Any]]:
         """Run all actions of this rank for a mini-batch; what the user's step returned for each micro-batch, in order.
 

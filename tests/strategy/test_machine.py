@@ -14,9 +14,9 @@ from lightning_gpp.cluster import Cluster, preset_cluster
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.measure.memory import memory_bytes
 from lightning_gpp.planning import manual
-from lightning_gpp.strategy.reporting import simulated
 from lightning_gpp.training.machine import Machine, first, footprint_of, present, resolved
 from lightning_gpp.training.option_values import cluster_given
+from lightning_gpp.training.predicted import simulated
 from tests.planning import graphs
 from tests.strategy import harness
 from tests.strategy.harness import loader, make_module
@@ -118,10 +118,8 @@ def fitted(rank: int, folder: str) -> list[Any]:
     trainer = harness.trainer(strategy, 2, max_epochs=1)
     module = make_module()
     trainer.fit(module, loader(8))
-    run = strategy._run
-    assert run is not None
     assert strategy.plan is not None
-    machine = run.engine.machine()
+    machine = strategy._training.machine()
     costs = "" if machine.costs is None else machine.costs.name
     return [str(strategy.plan), strategy.plan.notes, costs, machine.footprint.optimizer, strategy.timeline().makespan]
 

@@ -1,28 +1,24 @@
-"""What a run tells about itself: the plan at the start, a simulated timeline, and a measured trace."""
+"""A trace of a run: when this rank ran which action, and at the end what was simulated against what was measured."""
 
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from lightning_utilities.core.rank_zero import rank_zero_info
-
-from lightning_gpp.costs.roofline import Roofline
-from lightning_gpp.errors import GPPError, PlanError
-from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning import estimate
-from lightning_gpp.reports import compare_timelines, comparison_text, plan_table, timeline_text
-from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import Span, StageCosts, Timeline, simulate
+from lightning_gpp.errors import GPPError
+from lightning_gpp.plan import Plan
+from lightning_gpp.reports import compare_timelines, comparison_text, timeline_text
+from lightning_gpp.schedules import Action
+from lightning_gpp.simulation import Span, Timeline
 from lightning_gpp.simulation.timeline import trace_style
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.machine import Machine
-from lightning_gpp.training.measured import Timings, gathered
+from lightning_gpp.training.predicted import simulated
 
 COMPARED: Final = 100
 """How many of the last mini-batches are compared with the simulation."""
@@ -33,39 +29,8 @@ QUEUED: Final = (
 )
 """For every device but the CPU."""
 
-
-def announce_plan(plan: Plan, num_pipelines: int) -> None:
-    """Print the plan, on global rank zero."""
-    copies = f", {num_pipelines} pipelines" if num_pipelines > 1 else ""
-    rank_zero_info(f"The plan{copies}:\n{plan_table(plan)}")
-    if len([stage for stage in plan.stages if stage.modules != (STEP,)]) == 1 and len(plan.stages[0].devices) > 1:
-        rank_zero_info(
-            "All devices share one stage: for this model data parallelism alone is estimated to be fastest. "
-            "strategy.max_replicas=1 makes a pipeline with one stage per device."
-        )
-
-
-def simulated(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int = 1) -> Timeline:
-    """The timeline of one mini-batch on a machine; where nothing is known of costs, all actions take the same time.
-
-    Raises:
-        PlanError: the machine has fewer devices than the plan.
-    """
-    known = machine.costs is not None or any(operator.flops.at(1) for operator in graph)
-    costs = _costs(plan, graph, machine, num_pipelines) if known else StageCosts.uniform(plan)
-    return simulate(compile_program(plan, copies=num_pipelines), costs)
-
-
-def _costs(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int) -> StageCosts:
-    cluster, needed = machine.cluster, plan.num_devices * num_pipelines
-    if cluster.num_devices < plan.num_devices:
-        raise PlanError(
-            f"The plan needs {plan.num_devices} devices, the cluster {cluster.name!r} has {cluster.num_devices}. Give "
-            "the cluster more (cluster.num_nodes, cluster.num_devices), or make a plan for it."
-        )
-    copies = num_pipelines if cluster.num_devices >= needed else 1
-    costs = machine.costs or Roofline(graph)
-    return estimate(graph, plan, cluster, costs, footprint=machine.footprint, num_pipelines=copies)
+Timings: TypeAlias = "Sequence[tuple[Action, float, float]]"
+"""What a device did in one mini-batch: action, start and stop, in seconds of its own clock."""
 
 
 class TraceFile:
@@ -83,7 +48,7 @@ class TraceFile:
         """Add the timings of the mini-batch that ran last."""
         if engine.current is None or engine.current.latest is None:
             return
-        executor, number = engine.current.latest, engine.step - 1
+        executor, number = engine.current.latest, engine.num_steps - 1
         self._first = number if self._first is None else self._first
         self._latest.append((number, executor.program.batch_size, tuple(executor.timings)))
         names = [stage.name for stage in engine.current.plan.stages]
@@ -119,7 +84,7 @@ class TraceFile:
         """On global rank zero: print the simulated times against the measured ones of all ranks, and write them beside
         the trace. All ranks must call it, after a run without failures."""
         plan, graph = engine.plan, engine.graph
-        if not self._latest or plan is None or graph is None:
+        if not self._latest:
             return
         measured = gathered(self._alike(plan.batch_size), plan, self.control)
         if self.control.rank != 0:
@@ -128,11 +93,11 @@ class TraceFile:
             expected = simulated(plan, graph, engine.machine(), self.control.num_pipelines)
             table = comparison_text(compare_timelines(expected, measured))
         except GPPError as error:
-            rank_zero_info(f"Simulated and measured times are not compared: {error}")
+            engine.job.host.inform(f"Simulated and measured times are not compared: {error}")
             return
         heading = f"Simulated and measured, mean of {len(measured)} mini-batches of {plan.batch_size} samples:"
         text = "\n".join([heading, table, *([] if engine.device.type == "cpu" else [QUEUED])])
-        rank_zero_info(text)
+        engine.job.host.inform(text)
         drawn = (("One mini-batch, simulated", expected), ("The last one, measured", measured[-1]))
         parts = [text, *(f"{name}:\n{timeline_text(timeline)}" for name, timeline in drawn)]
         (self.path.parent / "gpp-trace-compared.txt").write_text("\n\n".join(parts) + "\n")
@@ -143,3 +108,30 @@ class TraceFile:
         alike = {number: timings for number, size, timings in self._latest if size == batch_size}
         later = {number: timings for number, timings in alike.items() if number != self._first}
         return later or alike
+
+
+def gathered(timings: Mapping[int, Timings], plan: Plan, control: Control) -> list[Timeline]:
+    """The timelines of all mini-batches and pipelines, on all ranks. All ranks must call it.
+
+    Processes of one machine read the same clock. Those of others are set by a barrier, which all leave at about the
+    same time: their times are as exact as that.
+
+    Args:
+        timings: of this rank, by the number of the mini-batch; the ranks of a pipeline have the same.
+        plan: of the stages.
+        control: who this rank is.
+    """
+    control.barrier()
+    ranks = control.gather((socket.gethostname(), time.perf_counter(), dict(timings)))
+    (host, clock, _), timelines = ranks[0], []
+    shifts = [0.0 if other == host else clock - theirs for other, theirs, _ in ranks]
+    for pipeline in range(control.num_pipelines):
+        members = [control.mesh.global_rank(device, pipeline) for device in range(control.num_devices)]
+        for number in sorted(ranks[members[0]][2]):
+            spans = (_spans(ranks[rank][2][number], shifts[rank]) for rank in members)
+            timelines.append(Timeline(stages=tuple(stage.name for stage in plan.stages), devices=tuple(spans)))
+    return timelines
+
+
+def _spans(timings: Timings, shift: float) -> tuple[Span, ...]:
+    return tuple(Span(action, start + shift, stop + shift) for action, start, stop in timings)

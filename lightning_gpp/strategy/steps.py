@@ -1,0 +1,121 @@
+"""Lightning's steps on an engine: what the trainer hands to them, what they return, and what all ranks log of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.engine import Engine
+from lightning_gpp.training.host import Host
+from lightning_gpp.training.incoming import Incoming
+from lightning_gpp.training.options import Context
+from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.trace import TraceFile
+
+_CONTEXTS: Final = {
+    TRAINING: "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
+_TYPES: Final = {"bf16": torch.bfloat16, "16": torch.float16}
+
+
+class LightningHost(Host):
+    """The trainer around an engine: steps compute in the contexts of its precision plugin, and what they log is kept.
+
+    Attributes:
+        recorder: of the logs of the user's step.
+        user_code: whether the user's step, or a hook, runs.
+    """
+
+    def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
+        super().__init__(precision=_TYPES.get(str(plugin.precision).split("-")[0]))
+        self._plugin = plugin
+        self.user_code = UserCode()
+        self.recorder = LogRecorder(module, self.user_code)
+
+    def context(self, step: str) -> Context:
+        context: Context = getattr(self._plugin, _CONTEXTS[step])
+        return context
+
+    def around(self, step: str) -> Callable[[int], AbstractContextManager[Any]]:
+        return partial(self.recorder.run, context=self.context(step))
+
+    def inform(self, text: str) -> None:
+        rank_zero_info(text)
+
+
+class Steps:
+    """Runs the steps of a trainer's loops.
+
+    Args:
+        module: of the trainer.
+        control: who this rank is.
+        host: records the logs.
+        incoming: tells which mini-batch comes.
+        device: where this rank computes.
+        set_up: makes the engine at the first mini-batch, from the name of the step and the mini-batch.
+
+    Attributes:
+        engine: what runs the steps; None before it is set up.
+        trace: of the training steps, if the user wants one.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        control: Control,
+        host: LightningHost,
+        incoming: Incoming,
+        device: torch.device,
+        set_up: Callable[[str, Any], Engine],
+    ) -> None:
+        self.module, self.control, self.host, self.incoming, self.device = module, control, host, incoming, device
+        self.logs = LogExchange(control, device)
+        self.engine: Engine | None = None
+        self.trace: TraceFile | None = None
+        self._set_up = set_up
+
+    def train(self, engine: Engine, arguments: Sequence[Any], last: bool) -> Any:
+        """All forwards and backwards of a mini-batch; the loss (on all ranks), with the rest of a dict where it is."""
+        self.host.recorder.reset()
+        outputs = engine.train(arguments, accumulated=self.module.trainer.accumulate_grad_batches, last=last)
+        if self.trace is not None:
+            self.trace.add(engine)
+        loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})
+        (number,) = self._share([loss.item()])
+        if not outputs:
+            return torch.tensor(number, dtype=torch.float64, device=self.device)
+        return {"loss": loss, **rest} if rest else loss
+
+    def evaluate(self, step: str, arguments: Sequence[Any]) -> Any:
+        """Run a validation, test or prediction step; what it returned, on the rank that runs it; None elsewhere."""
+        if self.engine is None:
+            self.engine = self._set_up(step, arguments[0])
+        self.host.recorder.reset()
+        result = self.engine.run(step, arguments)
+        if step != "predict_step":
+            self._share([])
+        return result
+
+    def _share(self, numbers: Sequence[float]) -> list[float]:
+        """Replay the step's logs everywhere; `numbers` of the step's rank, and whether it wants to stop."""
+        trainer = self.module.trainer
+        recorder = self.host.recorder if self.control.runs_step else None
+        calls, values = self.logs.exchange(recorder, [float(trainer.should_stop), *numbers])
+        stop, *rest = values
+        if stop:
+            trainer.should_stop = True
+        count = len(rest) - 2 * len(calls)
+        self.logs.replay(self.module, calls, rest[count:])
+        return rest[:count]

@@ -1,0 +1,74 @@
+"""The program around an engine, and the job that it starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_gpp.plan import Plan
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.options import Context, Options
+
+log = logging.getLogger(__name__)
+
+
+class Host:
+    """The program that runs an engine: here a plain loop. Frameworks that take part in every step derive from it.
+
+    Args:
+        context: makes the context in which modules compute, for example autocast.
+        precision: the type that the context computes in; None if that is the type of the parameters.
+    """
+
+    def __init__(self, context: Context = nullcontext, precision: torch.dtype | None = None) -> None:
+        self._context, self.precision = context, precision
+
+    def context(self, step: str) -> Context:
+        """Makes the context in which the modules of a step compute, on all ranks."""
+        return self._context
+
+    def around(self, step: str) -> Callable[[int], AbstractContextManager[Any]]:
+        """Makes the context of one run of the user's step, from its number of samples, on the rank that runs it."""
+        context = self.context(step)
+        return lambda num_samples: context()
+
+    def inform(self, text: str) -> None:
+        """Show the user something that is no warning. Called on global rank 0."""
+        log.info(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A module on the ranks of a job, before there is a plan for it.
+
+    Args:
+        module: the user's.
+        control: who this rank is.
+        options: what the user asks for.
+        device: where this rank computes.
+        seed: of the random streams; the same on all ranks.
+        num_nodes: machines of the job.
+        host: the program that runs the engine.
+        known: the plan of an earlier run, which evaluation keeps.
+    """
+
+    module: nn.Module
+    control: Control
+    options: Options
+    device: torch.device
+    seed: int
+    num_nodes: int = 1
+    host: Host = field(default_factory=Host)
+    known: Plan | None = None
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The least precise type that modules compute in."""
+        kinds = [parameter.dtype for parameter in self.module.parameters() if parameter.is_floating_point()]
+        return self.host.precision or min(kinds, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)

@@ -1,0 +1,54 @@
+"""The mini-batch that comes next: its number of samples and its form, known to all ranks of a pipeline."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_gpp.capture.batch import batch_size_of
+from lightning_gpp.training.batches import signature
+from lightning_gpp.training.control import Control
+
+
+class Incoming:
+    """Tells the ranks of a pipeline which mini-batch comes.
+
+    Attributes:
+        batch_size: samples of the mini-batch that was announced last.
+        form: a fingerprint of its structure, and of which parameters are trained.
+    """
+
+    def __init__(self, module: nn.Module, control: Control) -> None:
+        self.module, self.control = module, control
+        self.batch_size, self.form = 0, 0
+        self.follow()
+
+    def follow(self) -> None:
+        """Take notice of the parameters that are in the module now, in the places of others."""
+        self.parameters = list(self.module.parameters())
+
+    def announce(self, batch: Any) -> bool:
+        """Share the facts of a mini-batch, which counts only on the rank that runs the step; False if it is None."""
+        numbers = torch.zeros(2, dtype=torch.int64)
+        if self.control.runs_step:
+            facts = (-1, 0) if batch is None else (batch_size_of(batch), self.form_of(batch))
+            numbers = torch.tensor(facts)
+        self.batch_size, self.form = self.control.share(numbers).tolist()
+        return self.batch_size >= 0
+
+    def form_of(self, batch: Any) -> int:
+        """Fingerprint of what a capture depends on: the batch's structure, and which parameters are trained."""
+        return signature(batch) ^ (zlib.crc32(self.trained()) << 16)
+
+    def trained(self) -> bytes:
+        """For every parameter of the module 1 if it requires a gradient, else 0."""
+        return bytes([parameter.requires_grad for parameter in self.parameters])
+
+    def train_as(self, trained: bytes) -> None:
+        """Let the parameters that are marked require a gradient, and no others."""
+        for parameter, flag in zip(self.parameters, trained, strict=True):
+            if parameter.requires_grad != bool(flag):
+                parameter.requires_grad_(bool(flag))

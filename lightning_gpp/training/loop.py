@@ -1,0 +1,122 @@
+"""The front for plain training loops: an engine for a module, its optimizers and an example of its mini-batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.failure.monitor import FailureMonitor
+from lightning_gpp.training.compiled import compiled_steps
+from lightning_gpp.training.engine import Engine
+from lightning_gpp.training.host import Host, Job
+from lightning_gpp.training.incoming import Incoming
+from lightning_gpp.training.machine import footprint_of
+from lightning_gpp.training.options import Context, Options
+from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.setup import agreed_seed, join, set_up
+
+UserStep = Callable[[nn.Module, Any], Any]
+"""From a module and a mini-batch to the loss, or to a dict with the key "loss"."""
+
+
+@contextmanager
+def initialize(
+    module: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    example_batch: Any,
+    *,
+    step: UserStep | None = None,
+    options: Options | None = None,
+    device: torch.device | None = None,
+    context: Context = nullcontext,
+    precision: torch.dtype | None = None,
+) -> Iterator[Engine]:
+    """Train a module in stages, in a loop of one's own.
+
+        with initialize(model, optimizer, batch, step=loss_of, options=Options(num_micro_batches=8)) as engine:
+            for batch in batches:
+                loss = engine.train_step(batch)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    All ranks of `torch.distributed` run the same loop. Inside the context each rank holds its part of the module, which
+    its optimizers step; afterwards the module of global rank 0 is complete again. If one rank fails, all end.
+
+    Args:
+        module: built alike on all ranks.
+        optimizers: of the module's parameters.
+        example_batch: a mini-batch; counts only on global rank 0.
+        step: computes the loss, also for `Engine.evaluate`. Default: the module's method `training_step`.
+        options: what `GPPStrategy` takes as arguments. Default: a plan for all ranks from the partitioner.
+        device: where this rank computes. Default: the current CUDA device if the backend is NCCL, else the CPU.
+        context: makes the context in which modules compute, for example autocast.
+        precision: the type that the context computes in.
+
+    Raises:
+        ConfigError: there is no process group, or an option cannot work.
+        CaptureError, PlanError: the module cannot be trained in stages.
+    """
+    if not dist.is_initialized():
+        raise ConfigError(
+            "There is no process group yet: call torch.distributed.init_process_group() first, in processes that "
+            "torchrun started."
+        )
+    options, given = options or Options(), [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    control = join(options, dist.get_rank(), dist.get_world_size())
+    describe = lambda: "set-up" if engine is None else engine.describe()  # noqa: E731
+    engine: Engine | None = None
+    limit, ranks = options.failure_timeout, {"rank": control.rank, "world_size": control.world_size}
+    with FailureMonitor.within(limit, **ranks, describe=describe), _with_step(module, step):
+        job = Job(
+            module=module,
+            control=control,
+            options=options,
+            device=device or _default_device(),
+            seed=agreed_seed(options.seed, control),
+            num_nodes=_num_nodes(control.world_size),
+            host=Host(context, precision),
+        )
+        for refusal in compiled_steps(module, [TRAINING]):
+            raise ConfigError(refusal)
+        engine = set_up(
+            job, Incoming(module, control), example_batch, optimizers=given, footprint=footprint_of(given, "32-true")
+        )
+        yield engine
+        engine.release()
+
+
+@contextmanager
+def _with_step(module: nn.Module, step: UserStep | None) -> Iterator[None]:
+    """Inside, the module has the function as its methods for training and validation."""
+    if step is None:
+        yield
+        return
+
+    def method(self: nn.Module, batch: Any) -> Any:
+        return step(self, batch)
+
+    names = (TRAINING, "validation_step")
+    vars(module).update(dict.fromkeys(names, MethodType(method, module)))
+    try:
+        yield
+    finally:
+        for name in names:
+            del vars(module)[name]
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _num_nodes(world_size: int) -> int:
+    """Machines of the job, as torchrun says."""
+    return world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -1,0 +1,35 @@
+"""Simulation of a plan on the machine that it was made for."""
+
+from __future__ import annotations
+
+from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.errors import PlanError
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.plan import Plan
+from lightning_gpp.planning import estimate
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.simulation import StageCosts, Timeline, simulate
+from lightning_gpp.training.machine import Machine
+
+
+def simulated(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int = 1) -> Timeline:
+    """The timeline of one mini-batch on a machine; where nothing is known of costs, all actions take the same time.
+
+    Raises:
+        PlanError: the machine has fewer devices than the plan.
+    """
+    known = machine.costs is not None or any(operator.flops.at(1) for operator in graph)
+    costs = _costs(plan, graph, machine, num_pipelines) if known else StageCosts.uniform(plan)
+    return simulate(compile_program(plan, copies=num_pipelines), costs)
+
+
+def _costs(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int) -> StageCosts:
+    cluster, needed = machine.cluster, plan.num_devices * num_pipelines
+    if cluster.num_devices < plan.num_devices:
+        raise PlanError(
+            f"The plan needs {plan.num_devices} devices, the cluster {cluster.name!r} has {cluster.num_devices}. Give "
+            "the cluster more (cluster.num_nodes, cluster.num_devices), or make a plan for it."
+        )
+    copies = num_pipelines if cluster.num_devices >= needed else 1
+    costs = machine.costs or Roofline(graph)
+    return estimate(graph, plan, cluster, costs, footprint=machine.footprint, num_pipelines=copies)

@@ -1,0 +1,94 @@
+"""The sessions of a run: one for each of the user's steps and each form of its mini-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_gpp.capture import Capture
+from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.transport import Transport
+from lightning_gpp.stages.declared import Declared
+from lightning_gpp.training.batches import outline
+from lightning_gpp.training.host import Job
+from lightning_gpp.training.incoming import Incoming
+from lightning_gpp.training.planner import TRAINING, captured_step, evaluation_plan, refitted
+from lightning_gpp.training.replicas import Layout, Replicas
+from lightning_gpp.training.session import Session
+from lightning_gpp.training.shards import without_shards
+
+
+class Sessions:
+    """Makes a session when a step, or a form of its mini-batches, comes for the first time.
+
+    Args:
+        job: of the run.
+        incoming: tells the form of the mini-batch.
+        captured: the step that the plan was made for.
+        form: of the mini-batch that it was captured with.
+        layout: where parameters live.
+        transport: to the other devices.
+        replicas: what ranks with the same parameters do together, in training.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        incoming: Incoming,
+        *,
+        captured: Capture | Declared,
+        form: int,
+        layout: Layout,
+        transport: Transport,
+        replicas: Replicas | None,
+    ) -> None:
+        self.job, self.incoming, self.layout = job, incoming, layout
+        self.captured, self._form = captured, form
+        self._transport, self._replicas = transport, replicas
+        self._sessions: dict[tuple[str, int], Session] = {}
+
+    def of(self, step: str, batch: Any) -> Session:
+        """The session for the mini-batch that was announced; `batch` counts only on the rank that runs the step."""
+        key = step, self.incoming.form
+        if key not in self._sessions:
+            self._sessions[key] = self._new(step, batch)
+        return self._sessions[key]
+
+    def _new(self, step: str, batch: Any) -> Session:
+        captured = self._captured(step, batch)
+        plan = (refitted if step == TRAINING else evaluation_plan)(captured, self.layout.plan)
+        replicas = self._replicas
+        if replicas is not None and step != TRAINING and replicas.sharding != "fsdp":
+            replicas = None
+        return Session(
+            self.job,
+            capture=captured,
+            plan=plan,
+            module=self.job.module,
+            placement=self.layout.placement,
+            transport=self._transport,
+            replicas=replicas,
+        )
+
+    def _captured(self, step: str, batch: Any) -> Capture | Declared:
+        """The capture of this form of the batch; the first one was made for the plan."""
+        if (self.captured.step, self._form) == (step, self.incoming.form):
+            return self.captured
+        control, incoming = self.job.control, self.incoming
+        facts = (outline(batch), incoming.trained()) if control.runs_step else None
+        example, trained = control.share_object(facts)
+        incoming.train_as(trained)  # user code may have changed it where the step runs only
+        with without_shards(self.job.module):
+            return capture_of(self.job, step, example, self.layout.plan)
+
+
+def capture_of(job: Job, step: str, example: Any, known: Plan | None) -> Capture | Declared:
+    """The user's step of a job, captured on a mini-batch without memory, or declared.
+
+    Args:
+        job: of the run.
+        step: the name of the method.
+        example: the mini-batch.
+        known: the plan of the run, if there is one.
+    """
+    context = job.host.context(step)
+    return captured_step(job.module, example, step, job.options, context, job.device, known)

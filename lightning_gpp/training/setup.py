@@ -1,0 +1,211 @@
+"""The set-up of a run, from a module and one mini-batch to an engine with everything in its place.
+
+capture the step  ->  plan on rank 0, for all  ->  agree on it  ->  connect the devices  ->  check one micro-batch
+                  ->  keep this rank's parameters, and their part of the optimizers  ->  engine
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_gpp.capture import Capture
+from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.costs.model import CostModel
+from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.planning import devices_per_pipeline
+from lightning_gpp.reports import plan_table
+from lightning_gpp.reports.progress import search_progress
+from lightning_gpp.runtime.mesh import Mesh
+from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
+from lightning_gpp.stages import build
+from lightning_gpp.stages.declared import Declared
+from lightning_gpp.training.batches import outline
+from lightning_gpp.training.compiled import warning_of_cuts
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.costs import measured_costs
+from lightning_gpp.training.engine import Engine
+from lightning_gpp.training.host import Job
+from lightning_gpp.training.incoming import Incoming
+from lightning_gpp.training.machine import Machine, resolved
+from lightning_gpp.training.optimizers import OptimizerIndex
+from lightning_gpp.training.options import Options
+from lightning_gpp.training.parameters import move, place, settle
+from lightning_gpp.training.planner import TRAINING, devices_wanted, plan_for
+from lightning_gpp.training.replicas import Layout, Replicas
+from lightning_gpp.training.self_check import check_first
+from lightning_gpp.training.sessions import Sessions, capture_of
+
+
+def set_up(
+    job: Job,
+    incoming: Incoming,
+    batch: Any,
+    *,
+    step: str = TRAINING,
+    optimizers: Sequence[Optimizer] = (),
+    footprint: Footprint | None = None,
+    num_steps: int = 0,
+) -> Engine:
+    """Build the engine of a run. All ranks call this together.
+
+    Args:
+        job: of the run.
+        incoming: announces mini-batches.
+        batch: an example of a mini-batch; counts only on global rank 0.
+        step: the method that the plan is for.
+        optimizers: made for the whole module; afterwards they step this rank's part of it. None without training.
+        footprint: memory of a device per byte of parameters, for planning.
+        num_steps: mini-batches that were trained earlier; random streams go on from there.
+
+    Raises:
+        CaptureError, PlanError, ConfigError: the module cannot be trained in stages, or not as the options say.
+        SelfCheckError: the stages do not compute what the module computes.
+        GPPError: the ranks do not agree on what they captured.
+    """
+    example = job.control.broadcast(outline(batch) if job.control.rank == 0 else None)
+    captured = capture_of(job, step, example, job.known)
+    form = incoming.form_of(example)
+    machine = _JobMachine(job, footprint or Footprint())
+    plan = _plan_of_rank_0(job, captured, batch, machine)
+    _check_step_device(plan)
+    _check_agreement(job, captured, plan)
+    _announce(job, plan)
+    transport = _connect(job, plan)
+    check_first(job, captured, plan, batch, transport)
+    indices = [OptimizerIndex(optimizer, job.module) for optimizer in optimizers]
+    layout = _place_parameters(job, captured, plan)
+    replicas = Replicas(job.module, layout, indices, job.control) if step == TRAINING else None
+    incoming.follow()
+    sessions = Sessions(
+        job, incoming, captured=captured, form=form, layout=layout, transport=transport, replicas=replicas
+    )
+    return Engine(sessions, indices=indices, replicas=replicas, machine=machine.look, num_steps=num_steps)
+
+
+def join(options: Options, rank: int, world_size: int) -> Control:
+    """Divide the ranks of a job into pipelines, and connect them. All ranks call this together.
+
+    Raises:
+        ConfigError: the number of ranks is not a multiple of the devices of a pipeline.
+    """
+    num_pipelines = pipelines_of(options, world_size)
+    num_devices = devices_per_pipeline(world_size, num_pipelines)
+    return Control(Mesh(num_devices, num_pipelines, rank, timeout=options.timeout))
+
+
+def pipelines_of(options: Options, world_size: int) -> int:
+    """Replicas of the whole pipeline."""
+    return options.num_pipelines or max(1, world_size // devices_wanted(options, world_size))
+
+
+def agreed_seed(seed: int | None, control: Control) -> int:
+    """The seed of the random streams: as given, else drawn by rank 0."""
+    return int(control.broadcast(secrets.randbits(62) if seed is None else seed))
+
+
+class _JobMachine:
+    """The devices of a job, and what was measured on them.
+
+    Attributes:
+        costs: seconds of operators, on rank 0 after they were measured.
+    """
+
+    def __init__(self, job: Job, footprint: Footprint) -> None:
+        self._job, self._footprint = job, footprint
+        self.costs: CostModel | None = None
+
+    def look(self) -> Machine:
+        """The machine that plans are made for."""
+        job = self._job
+        cluster = resolved(job.options.cluster, job.control.world_size, job.num_nodes, job.device.type)
+        return Machine(cluster=cluster, footprint=self._footprint, costs=self.costs)
+
+    def measured(self, captured: Capture | Declared, batch: Any) -> Machine:
+        """The same, after the costs of a training step were measured if the user wants that."""
+        job, machine = self._job, self.look()
+        if job.options.costs == "measured" and captured.step == TRAINING:
+            context = job.host.context(TRAINING)
+            self.costs = measured_costs(
+                captured, job.module, batch, job.options, machine.cluster, device=job.device, context=context
+            )
+        return replace(machine, costs=self.costs)
+
+
+def _plan_of_rank_0(job: Job, captured: Capture | Declared, batch: Any, machine: _JobMachine) -> Plan:
+    """Plan on rank 0 and broadcast the plan or the error: a search may end with another plan in every process."""
+    outcome: Plan | GPPError | None = None
+    if job.control.rank == 0:
+        try:
+            with search_progress() as progress:
+                measured = lambda: machine.measured(captured, batch)  # noqa: E731
+                outcome = plan_for(captured, job.options, job.control.num_devices, job.known, measured, progress)
+        except GPPError as error:
+            outcome = error
+    outcome = job.control.broadcast(outcome)
+    if not isinstance(outcome, Plan):
+        raise outcome or GPPError("Rank 0 made no plan.")
+    return outcome
+
+
+def _check_step_device(plan: Plan) -> None:
+    stage = plan.stages[plan.step_stage]
+    if stage.devices != (0,):
+        raise ConfigError(
+            f"Stage {stage.name!r} runs the user's step ({STEP!r}) on devices {stage.devices}; it must run on device 0 "
+            "alone, which loads the data. Number the devices accordingly; to replicate the stage's modules, give "
+            f"{STEP!r} a stage of its own."
+        )
+
+
+def _check_agreement(job: Job, captured: Capture | Declared, plan: Plan) -> None:
+    text = f"{captured.fingerprint} {plan}"
+    digests = job.control.gather(hashlib.sha256(text.encode()).hexdigest()[:12])
+    if len(set(digests)) > 1:
+        raise GPPError(
+            f"The ranks captured different steps or made different plans; fingerprints by rank: {digests}. The "
+            "model's structure must not depend on the rank or on unseeded random choices; or give all ranks one "
+            "plan by strategy.plan."
+        )
+
+
+def _announce(job: Job, plan: Plan) -> None:
+    """Show a new plan."""
+    if job.known is not None or job.control.rank != 0:
+        return
+    count = job.control.num_pipelines
+    job.host.inform(f"The plan{f', {count} pipelines' if count > 1 else ''}:\n{plan_table(plan)}")
+    if len([stage for stage in plan.stages if stage.modules != (STEP,)]) == 1 and len(plan.stages[0].devices) > 1:
+        job.host.inform(
+            "All devices share one stage: for this model data parallelism alone is estimated to be fastest. "
+            "strategy.max_replicas=1 makes a pipeline with one stage per device."
+        )
+
+
+def _connect(job: Job, plan: Plan) -> DistributedTransport:
+    """One transport for all sessions: device 0 is connected to all, which evaluation may need more than training."""
+    devices = range(1, job.control.num_devices)
+    pairs = {*pairs_of(plan), *((0, device) for device in devices), *((device, 0) for device in devices)}
+    return DistributedTransport(job.control.mesh, pairs, device=job.device)
+
+
+def _place_parameters(job: Job, captured: Capture | Declared, plan: Plan) -> Layout:
+    """Let every rank hold what its stages use, on its device, and nothing else."""
+    pipeline = build(captured, plan, job.module)
+    if warning := warning_of_cuts(job.module, captured, pipeline):
+        job.control.warn(warning)
+    used = [(*names, *buffers) for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]
+    placement = place(job.module, plan, used)
+    complete = settle(job.module, placement, job.control)
+    move(job.module, job.device)
+    uses = {
+        name: tuple(stage for stage, names in enumerate(pipeline.parameters) if name in names)
+        for name, _ in job.module.named_parameters()
+    }
+    return Layout(plan=plan, placement=placement, uses=uses, complete=complete)
