@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, register_schedule
     from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
     from lightning_gpp.strategy import GPPStrategy
+    from lightning_gpp.training.engine import Engine
+    from lightning_gpp.training.loop import initialize
+    from lightning_gpp.training.options import Options
 
 __version__ = "0.1.0"
 
@@ -57,6 +60,7 @@ __all__ = [
     "Draft",
     "DraftStage",
     "Edge",
+    "Engine",
     "Evaluator",
     "Figures",
     "GPPError",
@@ -65,6 +69,7 @@ __all__ = [
     "Link",
     "Node",
     "OperatorGraph",
+    "Options",
     "PeerFailure",
     "Plan",
     "PlanError",
@@ -82,6 +87,7 @@ __all__ = [
     "capture_step",
     "compile_program",
     "estimate",
+    "initialize",
     "load_cluster",
     "partition",
     "preset_cluster",
@@ -103,6 +109,9 @@ _ORIGINS: Final = {
     "schedules": ("Action", "Kind", "Schedule", "compile_program", "register_schedule"),
     "simulation": ("StageCost", "StageCosts", "Timeline", "simulate"),
     "strategy": ("GPPStrategy",),
+    "training.engine": ("Engine",),
+    "training.loop": ("initialize",),
+    "training.options": ("Options",),
 }
 """Names by the module they come from, which is loaded at their first use: planning does not load torch, and nothing but
 the strategy loads Lightning."""

@@ -181,13 +181,6 @@ def disable_sigterm_broadcast(trainer: Any) -> None:
     trainer._signal_connector._sigterm_notifier_fn = lambda number, frame: None
 
 
-def optimizer_to_device(optimizer: Any, device: torch.device) -> None:
-    """Move the state of an optimizer."""
-    from lightning.fabric.utilities.optimizer import _optimizer_to_device
-
-    _optimizer_to_device(optimizer, device)
-
-
 def reset_metric(metric: Any, value: Any, count: int) -> None:
     """Tell a torchmetrics object that it was updated elsewhere, `count` times, and the value of its last batch."""
     metric._update_count = count

@@ -35,7 +35,7 @@ from lightning_gpp.strategy.arguments import Arguments
 from lightning_gpp.strategy.checks import check_layer_sync
 from lightning_gpp.strategy.data import Placeholder, distribute
 from lightning_gpp.strategy.guard import FailureGuard
-from lightning_gpp.strategy.processes import tie_to_launcher, watch
+from lightning_gpp.strategy.processes import start_process_group, tie_to_launcher, watch
 from lightning_gpp.strategy.run import Run
 from lightning_gpp.training.checkpoint import KEY, entry, load_state
 from lightning_gpp.training.control import Control

@@ -31,8 +31,8 @@ CPU: Final = torch.device("cpu")
 class Engine:
     """Trains and evaluates a module in stages. `set_up` builds it; all ranks call its methods together.
 
-    A loop calls `train_step` and `evaluate`, and steps and zeroes its optimizers as always. Programs that do more in a step
-    call its parts: `announce`, `train` and `sum_gradients`.
+    A loop calls `train_step` and `evaluate`, and steps and zeroes its optimizers as always. Programs that do more in a
+    step call its parts: `announce`, `train` and `sum_gradients`.
 
     Args:
         sessions: run the user's steps.

@@ -196,15 +196,6 @@ def test_closures_run_once() -> None:
         fit(Repeated(), on_train_start=compat.install_automatic_optimization)
 
 
-def test_optimizer_to_device() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], momentum=0.9)
-    weight.grad = torch.ones(2)
-    optimizer.step()
-    compat.optimizer_to_device(optimizer, torch.device("meta"))
-    assert optimizer.state[weight]["momentum_buffer"].is_meta
-
-
 # --- data
 
 

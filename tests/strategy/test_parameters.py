@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_gpp import CheckpointError, ConfigError, GPPError, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.mesh import Mesh
-from lightning_gpp.strategy.logs import LogRecorder
+from lightning_gpp.strategy.logs import LogRecorder, UserCode
 from lightning_gpp.training.checkpoint import load_state, whole_state
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.engine import Engine, _check_step_device
+from lightning_gpp.training.host import Job
+from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, drop, settle, tensors_of
 from lightning_gpp.training.session import _check_placement
+from lightning_gpp.training.setup import _check_step_device, set_up
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_module
 
@@ -110,17 +111,10 @@ def disagree(rank: int) -> str:
     module = make_module()
     if rank == 1:
         module.left.append(nn.Tanh())
-    engine = Engine(
-        module,
-        control=control_of(rank, 2),
-        options=harness.strategy().options,
-        precision=Precision(),
-        device=torch.device("cpu"),
-        seed=0,
-        on_plan=lambda plan: None,
-    )
+    control, options = control_of(rank, 2), harness.strategy().options
+    job = Job(module=module, control=control, options=options, device=torch.device("cpu"), seed=0)
     try:
-        engine.make_plan("training_step", next(iter(loader())))
+        set_up(job, Incoming(module, control), next(iter(loader())))
     except GPPError as error:
         return str(error)
     return ""
@@ -186,16 +180,27 @@ def test_states_of_an_optimizer_by_name() -> None:
         index.load(full)
 
 
+def test_the_state_of_an_optimizer_moves_without_its_step_counter() -> None:
+    module = make_module()
+    optimizer = module.configure_optimizers()["optimizer"]
+    sum(p.sum() for p in module.parameters()).backward()
+    optimizer.step()
+    OptimizerIndex(optimizer, module).move(torch.device("meta"))
+    state = optimizer.state[module.head.weight]
+    assert state["exp_avg"].is_meta
+    assert not state["step"].is_meta
+
+
 def test_a_metric_that_is_no_attribute() -> None:
     module = make_module()
-    recorder = LogRecorder(module)
+    recorder = LogRecorder(module, UserCode())
     with recorder.run(1), pytest.raises(ConfigError, match="MeanMetric that is not an attribute of the module"):
         module.log("mean", MeanMetric())
 
 
 def test_logged_values_combine_as_they_reduce() -> None:
     module = make_module()
-    recorder = LogRecorder(module)
+    recorder = LogRecorder(module, UserCode())
     for samples, value in ((2, 1.0), (6, 3.0)):
         with recorder.run(samples):
             module.log("mean", value)

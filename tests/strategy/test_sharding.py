@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from lightning_gpp.runtime.operations import ComputeBackward
 from lightning_gpp.runtime.sharding.shards import StageShards, local
 from lightning_gpp.training.optimizers import state_bytes
 from lightning_gpp.training.parameters import bytes_of
-from lightning_gpp.training.replicas import ELEMENTWISE, Replicas, _sharding, check_elementwise
+from lightning_gpp.training.replicas import ELEMENTWISE, Replicas, check_elementwise, idle_sharding
 from tests.strategies import chain
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_data, make_module
@@ -382,8 +383,20 @@ def test_refused() -> None:
         check_elementwise([torch.optim.Adafactor(parameters)])
 
 
+def fit_unshared(rank: int) -> list[str]:
+    """The warnings of a run whose only process holds everything, and that its gradients are whole."""
+    strategy = harness.strategy(stages=[{"modules": ["left", "right", "head"]}], sharding="fsdp")
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        module = make_module()
+        harness.trainer(strategy, 1, max_epochs=1).fit(module, loader())
+    assert all(type(parameter) is torch.nn.Parameter for parameter in module.parameters())
+    return [str(warning.message) for warning in heard]
+
+
 def test_nothing_to_split() -> None:
     alone = replace(chain((1, 1), 1), sharding="fsdp")
-    with pytest.warns(UserWarning, match=r"strategy.sharding=fsdp has nothing to split"):
-        assert _sharding(alone, 1) == "none"
-    assert _sharding(alone, 2) == "fsdp"
+    assert "strategy.sharding=fsdp has nothing to split" in idle_sharding(alone, 1)
+    assert idle_sharding(alone, 2) == ""
+    (heard,) = harness.run(1, fit_unshared)
+    assert any("strategy.sharding=fsdp has nothing to split" in message for message in heard)
