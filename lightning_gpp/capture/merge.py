@@ -12,7 +12,7 @@ from torch import nn
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.network import Network
 from lightning_gpp.capture.recorder import refusal
-from lightning_gpp.capture.recording import ModuleCall, Recorded, Size
+from lightning_gpp.capture.recording import AffineSize, ModuleCall, Recorded
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Affine, TensorSpec
 
@@ -117,7 +117,7 @@ def _merge_leaf(a: Any, b: Any, c: Any, sizes: tuple[int, int], line: str) -> An
     if isinstance(a, int):
         if a != b:
             raise _depends(line, f"the number {a} was {b}", "`batch_idx`, `current_epoch` or `global_step`")
-        return a if a == c else Size(fit(a, c, sizes))
+        return a if a == c else AffineSize(fit(a, c, sizes))
     if isinstance(a, float | complex):
         return _frozen(a, b, c, line)
     if isinstance(a, nn.Module):

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_gpp._compat.torch import FakeTensor, pytree, storage_id, version
 from lightning_gpp.capture.isolate import names_of
-from lightning_gpp.capture.recording import Context, ModuleCall, ModuleRef, Recorded, Recording, Ref, StateRef
+from lightning_gpp.capture.recording import CallModes, ModuleCall, ModuleRef, Recorded, Recording, Ref, StateRef
 from lightning_gpp.errors import CaptureError
 
 
@@ -65,10 +65,10 @@ def is_user_code(file: str) -> bool:
     return not file.startswith(_LIBRARY)
 
 
-def current_context() -> Context:
+def current_context() -> CallModes:
     devices = ("cpu", "cuda")
     cast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
-    return Context(torch.is_grad_enabled(), cast)
+    return CallModes(torch.is_grad_enabled(), cast)
 
 
 class Recorder(TorchFunctionMode):

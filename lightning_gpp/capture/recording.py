@@ -33,14 +33,14 @@ class ModuleRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class AffineSize:
     """An integer that depends on the number of samples."""
 
     value: Affine
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class CallModes:
     """The modes of a call that differ from those of the step; None: as the step."""
 
     grad: bool
@@ -64,7 +64,7 @@ class Recorded:
     kwargs: dict[str, Any]
     scope: int
     line: str
-    context: Context
+    context: CallModes
     checkpoint: int | None = None
     outputs: list[tuple[tuple[int, ...], str, bool]] = field(default_factory=list)
     result: Any = None
@@ -101,7 +101,7 @@ class ModuleCall:
     parent: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    context: Context
+    context: CallModes
     line: str
     first: int
     checkpoint: int | None = None
@@ -114,7 +114,7 @@ class Recording:
     """One run of the user's step on fake tensors of `num_samples` samples."""
 
     num_samples: int
-    ambient: Context
+    ambient: CallModes
     calls: list[Recorded] = field(default_factory=list)
     modules: list[ModuleCall] = field(default_factory=list)
     batch_refs: dict[Ref, int] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from lightning_gpp.cluster.cluster import Cluster, Level, Node, Port
 from lightning_gpp.cluster.device import Device
 from lightning_gpp.cluster.link import Link
 from lightning_gpp.cluster.load import cluster_of, load_cluster
-from lightning_gpp.cluster.presets import CLUSTERS, DEVICES, Machine, preset_cluster
+from lightning_gpp.cluster.presets import CLUSTERS, DEVICES, ClusterPreset, preset_cluster
 
 __all__ = [
     "CLUSTERS",
@@ -15,7 +15,7 @@ __all__ = [
     "Device",
     "Level",
     "Link",
-    "Machine",
+    "ClusterPreset",
     "Node",
     "Port",
     "cluster_of",

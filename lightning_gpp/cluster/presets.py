@@ -122,7 +122,7 @@ _NCCL_NETWORK: Final = 20e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class ClusterPreset:
     """A kind of machine; a cluster is any number of them as its nodes.
 
     Args:
@@ -150,7 +150,7 @@ class Machine:
 
 
 _MACHINES: Final = (
-    Machine(
+    ClusterPreset(
         # Four of the six V100 of a node, as GraphPipe's evaluation used. Each V100 has six NVLink 2.0 bricks of 25 GB/s
         # in one direction, two for every neighbour: OLCF Summit User Guide. Between the two sockets, NVLink to the host
         # is as wide and the X-Bus wider. Between nodes one EDR InfiniBand port of 100 Gb/s, which the devices of a
@@ -161,7 +161,7 @@ _MACHINES: Final = (
         link=Link(latency=_NCCL, bytes_per_second=50e9),
         between=Link(latency=_NCCL_NETWORK, bytes_per_second=12.5e9, shared="node"),
     ),
-    Machine(
+    ClusterPreset(
         # NVLink 3.0 with NVSwitch, 600 GB/s in both directions together; one HDR InfiniBand adapter of 200 Gb/s for
         # every GPU: DGX A100 User Guide.
         name="dgx_a100",
@@ -170,7 +170,7 @@ _MACHINES: Final = (
         link=Link(latency=_NCCL, bytes_per_second=300e9, shared="device"),
         between=Link(latency=_NCCL_NETWORK, bytes_per_second=25e9, shared="device"),
     ),
-    Machine(
+    ClusterPreset(
         # NVLink 4.0 with NVSwitch, 900 GB/s in both directions together; one NDR InfiniBand adapter of 400 Gb/s for
         # every GPU: DGX H100/H200 User Guide.
         name="dgx_h100",
@@ -179,14 +179,14 @@ _MACHINES: Final = (
         link=Link(latency=_NCCL, bytes_per_second=450e9, shared="device"),
         between=Link(latency=_NCCL_NETWORK, bytes_per_second=50e9, shared="device"),
     ),
-    Machine(
+    ClusterPreset(
         name="dgx_h200",  # as dgx_h100
         device=DEVICES["h200_sxm"],
         count=8,
         link=Link(latency=_NCCL, bytes_per_second=450e9, shared="device"),
         between=Link(latency=_NCCL_NETWORK, bytes_per_second=50e9, shared="device"),
     ),
-    Machine(
+    ClusterPreset(
         # PCIe 3.0 x16: 8 GT/s on 16 lanes, 128 of 130 bits payload. Between nodes 10 Gb/s Ethernet, an assumption.
         name="t4_box",
         device=DEVICES["t4"],
@@ -194,7 +194,7 @@ _MACHINES: Final = (
         link=Link(latency=_NCCL, bytes_per_second=15.75e9, shared="device"),
         between=Link(latency=50e-6, bytes_per_second=1.25e9, shared="node"),
     ),
-    Machine(
+    ClusterPreset(
         # PCIe 4.0 x16: 16 GT/s on 16 lanes. Between nodes 100 Gb/s Ethernet, an assumption.
         name="pcie_a100",
         device=DEVICES["a100_pcie_80gb"],
@@ -202,7 +202,7 @@ _MACHINES: Final = (
         link=Link(latency=_NCCL, bytes_per_second=31.5e9, shared="device"),
         between=Link(latency=50e-6, bytes_per_second=12.5e9, shared="node"),
     ),
-    Machine(
+    ClusterPreset(
         # Processes that talk by gloo. An idle pair measured 59 microseconds and 1.6 GB/s over loopback (PyTorch 2.13,
         # AMD EPYC); processes that compute on all cores get less, by an assumed factor. Between
         # nodes 1 Gb/s Ethernet, an assumption too.
@@ -215,7 +215,7 @@ _MACHINES: Final = (
     ),
 )
 
-CLUSTERS: Final[dict[str, Machine]] = {machine.name: machine for machine in _MACHINES}
+CLUSTERS: Final[dict[str, ClusterPreset]] = {machine.name: machine for machine in _MACHINES}
 
 
 def preset_cluster(name: str, num_nodes: int = 1, num_devices: int | None = None) -> Cluster:

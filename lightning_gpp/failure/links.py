@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning_gpp.errors import PeerFailure
 from lightning_gpp.failure.processes import ProcessIdentity
 
-Message = dict[str, Any]
+PeerMessage = dict[str, Any]
 
 _CHUNK: Final = 1 << 16
 _BACKLOG_LIMIT: Final = 1 << 20
@@ -38,7 +38,7 @@ class Address:
     token: str
 
 
-class Link:
+class PeerLink:
     """One connection to the monitor of another rank: complete messages over a socket that never blocks."""
 
     def __init__(self, connection: socket.socket, rank: int, process: ProcessIdentity) -> None:
@@ -56,7 +56,7 @@ class Link:
         self._unsent = b""
         self._unread = b""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PeerMessage) -> None:
         """Send as much as the peer reads; the rest is sent by the next call."""
         if len(self._unsent) < _BACKLOG_LIMIT:
             self._unsent += _encode(message)
@@ -70,7 +70,7 @@ class Link:
         except OSError:
             self._unsent = b""  # the peer has ended; reading will tell
 
-    def receive(self) -> tuple[list[Message], bool]:
+    def receive(self) -> tuple[list[PeerMessage], bool]:
         """Received messages, and True if the connection has ended."""
         while chunk := self._read():
             self._unread += chunk
@@ -102,9 +102,9 @@ class Listener:
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
         self.address = Address(host=host, port=self._socket.getsockname()[1], token=secrets.token_hex(16))
 
-    def accept(self, world_size: int, patience: float) -> dict[int, Link]:
+    def accept(self, world_size: int, patience: float) -> dict[int, PeerLink]:
         """Links to all other ranks. Raises PeerFailure with the ranks that are missing after `patience` seconds."""
-        links: dict[int, Link] = {}
+        links: dict[int, PeerLink] = {}
         deadline = time.monotonic() + patience
         with self._socket:
             while len(links) < world_size - 1:
@@ -116,7 +116,7 @@ class Listener:
                     links[link.rank] = link
         return links
 
-    def _accept_one(self, deadline: float) -> Link | None:
+    def _accept_one(self, deadline: float) -> PeerLink | None:
         self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
         connection, _ = self._socket.accept()
         hello = _hello(connection)
@@ -124,16 +124,16 @@ class Listener:
             connection.close()
             return None
         connection.sendall(_encode(_introduction(0, self.address.token)))
-        return Link(connection, hello["rank"], ProcessIdentity(**hello["process"]))
+        return PeerLink(connection, hello["rank"], ProcessIdentity(**hello["process"]))
 
 
-def connect(address: Address, rank: int, patience: float) -> dict[int, Link]:
+def connect(address: Address, rank: int, patience: float) -> dict[int, PeerLink]:
     """The link of another rank to rank 0. Raises PeerFailure if rank 0 does not answer within `patience` seconds."""
     try:
         connection = socket.create_connection((address.host, address.port), timeout=patience)
         connection.sendall(_encode(_introduction(rank, address.token)))
         hello = _hello(connection, patience)
-        return {0: Link(connection, 0, ProcessIdentity(**hello["process"]))}
+        return {0: PeerLink(connection, 0, ProcessIdentity(**hello["process"]))}
     except (OSError, KeyError) as error:
         raise PeerFailure(
             f"Rank {rank} cannot reach rank 0's failure monitor at {address.host}:{address.port} ({error!r}). "
@@ -154,11 +154,11 @@ def exchange_through(group: dist.ProcessGroup | None = None) -> Callable[[Addres
     return exchange
 
 
-def _introduction(rank: int, token: str) -> Message:
+def _introduction(rank: int, token: str) -> PeerMessage:
     return {"rank": rank, "token": token, "process": asdict(ProcessIdentity.current())}
 
 
-def _hello(connection: socket.socket, patience: float = 5.0) -> Message:
+def _hello(connection: socket.socket, patience: float = 5.0) -> PeerMessage:
     """The first message of a connection; empty if the peer is not a monitor of this job."""
     connection.settimeout(patience)
     try:
@@ -176,7 +176,7 @@ def _first_line(connection: socket.socket) -> Iterator[bytes]:
         yield byte
 
 
-def _encode(message: Message) -> bytes:
+def _encode(message: PeerMessage) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_gpp.errors import GPPError, PeerFailure
-from lightning_gpp.failure.links import Address, Link, Listener, connect, exchange_through
+from lightning_gpp.failure.links import Address, Listener, PeerLink, connect, exchange_through
 from lightning_gpp.failure.processes import ProcessIdentity, exit_now
 from lightning_gpp.failure.watch import EXIT_CODE, Cause, Watcher
 
@@ -172,7 +172,7 @@ class FailureMonitor:
             self.report(error)
         self.stop()
 
-    def _connect(self) -> dict[int, Link]:
+    def _connect(self) -> dict[int, PeerLink]:
         if self.rank != 0:
             return connect(self._exchange(None), self.rank, self._patience)
         listener = Listener()

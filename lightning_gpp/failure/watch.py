@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
 
-from lightning_gpp.failure.links import Link, Message
+from lightning_gpp.failure.links import PeerLink, PeerMessage
 from lightning_gpp.failure.processes import ProcessIdentity, exit_now, say
 
 EXIT_CODE: Final = 1
@@ -57,7 +57,7 @@ class Watcher(threading.Thread):
     """
 
     def __init__(
-        self, *, rank: int, links: dict[int, Link], timeout: float, describe: Callable[[], str], exit_grace: float
+        self, *, rank: int, links: dict[int, PeerLink], timeout: float, describe: Callable[[], str], exit_grace: float
     ) -> None:
         super().__init__(name="gpp-failure-monitor", daemon=True)
         self.rank = rank
@@ -121,27 +121,27 @@ class Watcher(threading.Thread):
 
     # --- incoming messages
 
-    def _read(self, link: Link) -> None:
+    def _read(self, link: PeerLink) -> None:
         messages, ended = link.receive()
         for message in messages:
             self._hear(link, message)
         if ended:
             self._lose(link)
 
-    def _hear(self, link: Link, message: Message) -> None:
+    def _hear(self, link: PeerLink, message: PeerMessage) -> None:
         link.action = message.get("action", link.action)
         link.done = link.done or "done" in message
         if "cause" in message:
             self._adopt(Cause.of(message["cause"]))
 
-    def _lose(self, link: Link) -> None:
+    def _lose(self, link: PeerLink) -> None:
         self._selector.unregister(link.socket)
         link.close()
         del self._links[link.rank]
         if not link.done and self.cause is None:
             self._adopt(self._submitted or self._found(link, self._silence(link) + link.process.ending()))
 
-    def _silence(self, link: Link) -> str:
+    def _silence(self, link: PeerLink) -> str:
         """Describe a silent peer; another rank may have killed it a moment before."""
         seconds = time.monotonic() - link.heard
         return f"stopped answering {seconds:.1f} s ago and " if self._timeout and seconds > self._timeout / 2 else ""
@@ -178,7 +178,7 @@ class Watcher(threading.Thread):
 
     # --- the end
 
-    def _found(self, link: Link, event: str) -> Cause:
+    def _found(self, link: PeerLink, event: str) -> Cause:
         action = f"{link.action}, {time.monotonic() - link.heard:.1f} s before" if link.action else ""
         return Cause(rank=link.rank, process=link.process, action=action, event=event)
 

@@ -194,7 +194,7 @@ class OperatorGraph:
         """
         from lightning_gpp.validation import validated  # loads a library that a graph itself does not need
 
-        content = validated(_Content, json.loads(text), place=place, error=PlanError, remedy=REMEDY)
+        content = validated(_GraphContent, json.loads(text), place=place, error=PlanError, remedy=REMEDY)
         graph = cls(
             parameter_bytes=content.parameter_bytes,
             parameter_sizes=content.parameter_sizes,
@@ -213,15 +213,15 @@ class OperatorGraph:
 REMEDY: Final = "Write the graph again with OperatorGraph.to_json()."
 _UNIQUE: Final = "it must be a name that no other operator has."
 
-Size = Annotated[int, Ge(0)]
+NonNegative = Annotated[int, Ge(0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Content:
+class _GraphContent:
     """The keys of a graph's JSON. An edge has its two operators, and the outputs that the second reads."""
 
     operators: tuple[Operator, ...]
     edges: tuple[tuple[str, str, tuple[int, ...]], ...]
-    parameter_bytes: dict[str, Size]
-    parameter_sizes: dict[str, Size]
-    buffer_bytes: dict[str, Size]
+    parameter_bytes: dict[str, NonNegative]
+    parameter_sizes: dict[str, NonNegative]
+    buffer_bytes: dict[str, NonNegative]

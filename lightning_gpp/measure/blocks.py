@@ -14,7 +14,7 @@ from torch import nn
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.isolate import names_of
-from lightning_gpp.capture.recording import Recorded, Ref, Size, StateRef
+from lightning_gpp.capture.recording import AffineSize, Recorded, Ref, StateRef
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Operator, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Plan
@@ -23,7 +23,7 @@ from lightning_gpp.planning.assignment.modules import stage_names
 from lightning_gpp.planning.problem.units import find_units
 from lightning_gpp.stages import Pipeline, build
 
-Modules = tuple[str, ...]
+ModulePaths = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ def find_blocks(capture: Capture, module: nn.Module, seconds: Mapping[str, float
     return Blocks(plan=plan, pipeline=pipeline, blocks=_described(capture, module, plan))
 
 
-def _cuts(capture: Capture, seconds: Mapping[str, float], num_pieces: float) -> Iterator[list[Modules]]:
+def _cuts(capture: Capture, seconds: Mapping[str, float], num_pieces: float) -> Iterator[list[ModulePaths]]:
     """Cuts of the model, from the finest to no cut."""
     for pieces in (num_pieces, *(limit for limit in (64, 16, 4, 1) if limit < num_pieces)):
         units = find_units(capture.graph, num_pieces=pieces, seconds=seconds).units
@@ -83,7 +83,7 @@ def _cuts(capture: Capture, seconds: Mapping[str, float], num_pieces: float) -> 
     yield [("", STEP)]
 
 
-def _built(capture: Capture, module: nn.Module, modules: Sequence[Modules]) -> tuple[Plan, Pipeline]:
+def _built(capture: Capture, module: nn.Module, modules: Sequence[ModulePaths]) -> tuple[Plan, Pipeline]:
     drafts = [
         StageDraft(name=name, modules=paths, devices=(index,), micro_batch_size=capture.batch_size)
         for index, (name, paths) in enumerate(zip(stage_names(modules), modules, strict=True))
@@ -95,7 +95,7 @@ def _built(capture: Capture, module: nn.Module, modules: Sequence[Modules]) -> t
 def _described(capture: Capture, module: nn.Module, plan: Plan) -> tuple[Block, ...]:
     assignment = assign(capture.graph, [stage.modules for stage in plan.stages])
     flows = crossing(capture.graph, assignment)
-    content = _Content(capture, module)
+    content = _BlockContent(capture, module)
     blocks = []
     for index, stage in enumerate(plan.stages):
         operators = [operator for operator in capture.graph if index in assignment[operator.name]]
@@ -111,7 +111,7 @@ def _described(capture: Capture, module: nn.Module, plan: Plan) -> tuple[Block, 
     return tuple(blocks)
 
 
-class _Content:
+class _BlockContent:
     """Describes operators without the names of modules and the numbers of calls, which differ between equal blocks."""
 
     def __init__(self, capture: Capture, module: nn.Module) -> None:
@@ -146,7 +146,7 @@ class _Content:
         if isinstance(leaf, StateRef):
             tensor = self._states[leaf.name]
             return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
-        if isinstance(leaf, Size):
+        if isinstance(leaf, AffineSize):
             return str(leaf.value)
         simple = leaf is None or isinstance(leaf, bool | int | float | str | slice | torch.dtype)
         return repr(leaf) if simple else type(leaf).__name__

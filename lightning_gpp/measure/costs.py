@@ -30,7 +30,7 @@ from lightning_gpp.measure.timing import BlockTimer
 from lightning_gpp.plan import SOURCE
 from lightning_gpp.runtime.stage import MicroBatch
 
-Progress = Callable[[int, int, str], None]
+MeasuringProgress = Callable[[int, int, str], None]
 """Called before each measurement with the number of those done, their total, and the block's name and samples."""
 
 SECONDS_PER_BLOCK: Final = 0.2
@@ -49,7 +49,7 @@ def measure_costs(
     cache: str | Path | None = None,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     budget: float = SECONDS_PER_BLOCK,
-    progress: Progress | None = None,
+    progress: MeasuringProgress | None = None,
 ) -> MeasuredCosts:
     """Measure the costs of the operators of a captured model on this machine's device.
 
@@ -119,7 +119,9 @@ class _Bench:
         self._step = blocks.pipeline.step
         self._timer = BlockTimer(device=device, context=context, budget=budget, after=self._forget)
 
-    def run(self, batch: Any, todo: Sequence[tuple[Block, int]], store: Store, progress: Progress | None) -> None:
+    def run(
+        self, batch: Any, todo: Sequence[tuple[Block, int]], store: Store, progress: MeasuringProgress | None
+    ) -> None:
         step = getattr(self._replica, self._capture.step)
         arguments = step_arguments(step, 0)
         batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), batch)

@@ -16,7 +16,7 @@ from lightning_gpp.costs.model import Seconds
 
 FORMAT: Final = 1
 
-Key = tuple[str, int]
+BlockKey = tuple[str, int]
 """The content of a block, and the samples of its micro-batch."""
 
 
@@ -37,7 +37,7 @@ class Store:
         self.device = device
         name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device} torch {torch.__version__}").strip("-").lower()
         self.path = Path(folder) / f"costs-{name}.json"
-        self.figures: dict[Key, Seconds] = self._read()
+        self.figures: dict[BlockKey, Seconds] = self._read()
 
     def save(self) -> None:
         """Write the figures, merged with those that other processes have written; warn if that is impossible."""
@@ -61,7 +61,7 @@ class Store:
     def _header(self) -> dict[str, Any]:
         return {"format": FORMAT, "device": self.device, "torch": torch.__version__}
 
-    def _read(self) -> dict[Key, Seconds]:
+    def _read(self) -> dict[BlockKey, Seconds]:
         try:
             content = json.loads(self.path.read_text())
             if {key: content[key] for key in self._header()} != self._header():

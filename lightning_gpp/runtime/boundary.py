@@ -26,7 +26,7 @@ from lightning_gpp.schedules.program import Message, Program
 Tensors = Sequence[Tensor | None]
 """The tensors of a message, one for each of its slots. None, on dynamic edges and for gradients: there is none."""
 
-Values = list[Tensors | None]
+MessageTensors = list[Tensors | None]
 """The tensors of all messages of a device, by message id; None: not there yet, or no longer."""
 
 DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in DTYPE_BYTES}
@@ -45,13 +45,13 @@ def carried(edge: Edge, slots: Sequence[Slot], gradient: bool) -> tuple[Slot, ..
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _MessageInterval:
     message: int
     offset: int
     length: int
 
 
-class Border:
+class EdgeTensors:
     """The messages of one edge that one action reads or makes, in the order of their samples.
 
     Args:
@@ -73,20 +73,20 @@ class Border:
         self.edge = program.plan.edges[self.edge_index]
         self.gradient = messages[0].gradient
         self.slots = carried(self.edge, slots, self.gradient)
-        self._pieces = [_Piece(m.id, m.start - interval[0], m.stop - m.start) for m in messages]
+        self._pieces = [_MessageInterval(m.id, m.start - interval[0], m.stop - m.start) for m in messages]
         self._only = messages[0].id if len(messages) == 1 else None
         _check_tiles(program.plan, messages, interval)
         if self._only is None:
             _check_sliceable(program.plan, self.edge, self.slots)
 
-    def take(self, values: Values) -> Tensors:
+    def take(self, values: MessageTensors) -> Tensors:
         """The tensors of the action, one per slot; the messages are given up."""
         if self._only is not None:
             return _pop(values, self._only)
         parts = [_pop(values, piece.message) for piece in self._pieces]
         return [self._join(slot, [part[i] for part in parts]) for i, slot in enumerate(self.slots)]
 
-    def give(self, tensors: Tensors, values: Values) -> None:
+    def give(self, tensors: Tensors, values: MessageTensors) -> None:
         """Make the messages out of the tensors of the action."""
         if self._only is not None:
             values[self._only] = tensors
@@ -103,7 +103,7 @@ class Border:
             return torch.cat(present, dim=slot.spec.batch_dim or 0)
         return total(present) if self.gradient else present[0]
 
-    def _cut(self, slot: Slot, tensor: Tensor | None, piece: _Piece, number: int) -> Tensor | None:
+    def _cut(self, slot: Slot, tensor: Tensor | None, piece: _MessageInterval, number: int) -> Tensor | None:
         if tensor is None:
             return None
         if slot.spec.varies:
@@ -121,15 +121,15 @@ def total(tensors: Iterable[Tensor]) -> Tensor:
 
 def borders(
     program: Program, ids: Iterable[int], slots: Sequence[Sequence[Slot]], interval: tuple[int, int]
-) -> list[Border]:
+) -> list[EdgeTensors]:
     """One border per edge for the messages `ids` of an action, edges in the order of the plan."""
     by_edge: dict[int, list[Message]] = {}
     for message in (program.messages[i] for i in ids):
         by_edge.setdefault(message.edge, []).append(message)
-    return [Border(program, by_edge[edge], slots[edge], interval) for edge in sorted(by_edge)]
+    return [EdgeTensors(program, by_edge[edge], slots[edge], interval) for edge in sorted(by_edge)]
 
 
-def _pop(values: Values, message: int) -> Tensors:
+def _pop(values: MessageTensors, message: int) -> Tensors:
     tensors, values[message] = values[message], None
     if tensors is None:
         raise ScheduleError(f"Message {message} is read before it is there, or twice: the program was not verified.")
@@ -166,7 +166,7 @@ Promise = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype of a tensor that a stage has to return."""
 
 
-def promises(outgoing: Iterable[Border], num_samples: int) -> list[Promise]:
+def promises(outgoing: Iterable[EdgeTensors], num_samples: int) -> list[Promise]:
     """What an action must return for its outgoing edges; tensors on dynamic edges may be anything."""
     slots = {slot.name: slot for border in outgoing if not border.edge.dynamic for slot in border.slots}
     slots.pop(TOKEN.name, None)

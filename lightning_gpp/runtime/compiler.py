@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_gpp.errors import PlanError, ScheduleError
 from lightning_gpp.plan import SOURCE
-from lightning_gpp.runtime.boundary import Border, borders, carried, promises
+from lightning_gpp.runtime.boundary import EdgeTensors, borders, carried, promises
 from lightning_gpp.runtime.module_state import ModuleState
 from lightning_gpp.runtime.operations import (
     ComputeBackward,
@@ -19,9 +19,9 @@ from lightning_gpp.runtime.operations import (
     ComputeInput,
     ComputeWeight,
     DeviceState,
-    Forward,
     ReadData,
     Saved,
+    StageForward,
     State,
 )
 from lightning_gpp.runtime.random import RandomStreams
@@ -30,7 +30,7 @@ from lightning_gpp.runtime.recompute import RecomputedForward
 from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.split import SplitBackward, Splitter
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
-from lightning_gpp.runtime.transfers import DynamicReceive, DynamicSend, Inbox, Link, Receive, Send
+from lightning_gpp.runtime.transfers import DynamicReceive, DynamicSend, Inbox, Receive, Send, TransferLink
 from lightning_gpp.runtime.weights.interface import Use, WeightPolicy
 from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES, Action, Kind
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
@@ -48,7 +48,7 @@ class Lane:
 
     number: int
     state: State
-    link: Link
+    link: TransferLink
     sends: dict[int, Send] = field(default_factory=dict)
     receives: dict[int, Receive] = field(default_factory=dict)
     saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
@@ -248,7 +248,7 @@ class Compiler:
             self._module_states[stage] = ModuleState(self._stages[stage].parts)
         return self._module_states[stage]
 
-    def _with_stream(self, action: Action) -> Forward:
+    def _with_stream(self, action: Action) -> StageForward:
         stage, state, streams = self._stages[action.stage], self._lane.state, self._streams
         if streams is None or not stage.uses_random:
             return stage.forward
@@ -331,7 +331,7 @@ def _then_release(wait: Operation, sends: Sequence[Send], device: DeviceState) -
     return run
 
 
-def _differentiable(outgoing: Iterable[Border]) -> tuple[str, ...]:
+def _differentiable(outgoing: Iterable[EdgeTensors]) -> tuple[str, ...]:
     names = (slot.name for b in outgoing for slot in b.slots if slot.spec.requires_grad or b.edge.dynamic)
     return tuple(dict.fromkeys(names))
 

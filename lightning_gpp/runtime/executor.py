@@ -24,7 +24,7 @@ from lightning_gpp.runtime.operations import DeviceState, State
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.stage import DataSource, Slot, StageModule
-from lightning_gpp.runtime.transfers import Link, Send
+from lightning_gpp.runtime.transfers import Send, TransferLink
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.runtime.weights.interface import WeightPolicy
 from lightning_gpp.schedules.actions import Action
@@ -96,7 +96,7 @@ class Executor:
 
     def _lane(self, number: int, transport: Transport, device: torch.device) -> Lane:
         state = State(len(self.program.messages), self._state)
-        return Lane(number=number, state=state, link=Link(transport, state.values, device, self._unfinished))
+        return Lane(number=number, state=state, link=TransferLink(transport, state.values, device, self._unfinished))
 
     @property
     def peak_in_flight(self) -> dict[int, int]:

@@ -41,8 +41,8 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a forward found: numbers, strings and None by namespace, and tensors."""
+class Snapshot:
+    """The state that a forward read: numbers, strings and None by namespace, and tensors."""
 
     plain: list[tuple[Namespace, dict[str, Any]]]
     tensors: list[tuple[Namespace, str, Copied]]
@@ -61,21 +61,21 @@ class ModuleState:
         ]
         self._copied: dict[int, Copied] = {}
 
-    def look(self) -> Found:
-        """What a forward is going to find. A large tensor is copied once, and again only after it changed."""
+    def snapshot(self) -> Snapshot:
+        """The state before a forward. A large tensor is copied once, and again only after it changed."""
         copied: dict[int, Copied] = {}
         tensors = [(space, name, self._copy(tensor, copied)) for space, name, tensor in self._tensors()]
         self._copied = copied
         spaces = self._namespaces
         plain = [(space, {name: value for name, value in space.items() if type(value) in _PLAIN}) for space in spaces]
-        return Found(plain, tensors)
+        return Snapshot(plain, tensors)
 
     @contextmanager
-    def restored(self, found: Found) -> Iterator[None]:
-        """Inside, modules hold what was found; afterwards what they held before, lists as long as before."""
+    def restored(self, snapshot: Snapshot) -> Iterator[None]:
+        """Inside, modules have the state of the snapshot; afterwards the previous one; lists are shortened."""
         before = [(space, dict(space)) for space in self._namespaces]
         lists = [(value, len(value)) for _, values in before for value in values.values() if type(value) is list]
-        _restore(found)
+        _restore(snapshot)
         try:
             yield
         finally:
@@ -102,11 +102,11 @@ class ModuleState:
         return copied[key]  # the same for all names of a tied tensor
 
 
-def _restore(found: Found) -> None:
-    for space, values in found.plain:
+def _restore(snapshot: Snapshot) -> None:
+    for space, values in snapshot.plain:
         space.update(values)
     copies: dict[int, Tensor] = {}
-    for space, name, one in found.tensors:
+    for space, name, one in snapshot.tensors:
         if one.is_small or not one.is_still(space.get(name)):
             key = id(one)
             if key not in copies:

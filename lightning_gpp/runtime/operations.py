@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_gpp.errors import GPPError
-from lightning_gpp.runtime.boundary import Border, Promise, Values, check_promises
+from lightning_gpp.runtime.boundary import EdgeTensors, MessageTensors, Promise, check_promises
 from lightning_gpp.runtime.split import SplitBackward
 from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch
 
-Forward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
+StageForward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
 """`StageModule.forward`, inside the stage's random stream where it has one."""
 
 
@@ -65,7 +65,7 @@ class State:
 
     def __init__(self, num_messages: int, device: DeviceState) -> None:
         self.device = device
-        self.values: Values = [None] * num_messages
+        self.values: MessageTensors = [None] * num_messages
         self.loss_weight, self.step = 1.0, 0
 
     def begin(self, loss_weight: float, step: int) -> None:
@@ -98,8 +98,8 @@ class Compute:
     owner: str
     stage: int
     micro_batch: MicroBatch
-    incoming: list[Border]
-    outgoing: list[Border]
+    incoming: list[EdgeTensors]
+    outgoing: list[EdgeTensors]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -122,7 +122,7 @@ class ComputeForward(Compute):
     `differentiable` names the outputs for which gradients will come, `saved` is None in inference.
     """
 
-    forward: Forward
+    forward: StageForward
     promised: list[Promise]
     saved: Saved | None
     differentiable: tuple[str, ...]
@@ -177,7 +177,7 @@ def _checked_loss(loss: Tensor | None, owner: str) -> Tensor:
     return loss
 
 
-def hand_out(outputs: Mapping[str, Tensor], outgoing: Iterable[Border], state: State) -> None:
+def hand_out(outputs: Mapping[str, Tensor], outgoing: Iterable[EdgeTensors], state: State) -> None:
     """Make the messages out of what a stage returned."""
     for border in outgoing:
         if border.edge.artificial:
@@ -253,7 +253,7 @@ class ComputeWeight(Compute):
         self.state.device.leave(self.stage)
 
 
-def _hand_out_gradients(leaves: Mapping[str, Tensor], outgoing: Iterable[Border], state: State) -> None:
+def _hand_out_gradients(leaves: Mapping[str, Tensor], outgoing: Iterable[EdgeTensors], state: State) -> None:
     """Make the messages out of the gradients of the inputs; a leaf that nothing depends on has gradient zero."""
     for border in outgoing:
         if border.edge.artificial:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_gpp._compat.torch import version
 from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import check_promises
-from lightning_gpp.runtime.module_state import Found, ModuleState
+from lightning_gpp.runtime.module_state import ModuleState, Snapshot
 from lightning_gpp.runtime.operations import ComputeForward, hand_out
 
 
@@ -26,13 +26,13 @@ class RecomputedForward(ComputeForward):
     modules: ModuleState
     inputs: dict[str, Tensor] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
-    found: Found = Found([], [])
+    snapshot: Snapshot = Snapshot([], [])
 
     def run(self) -> None:
         self.state.device.enter(self.stage)
         self.inputs = self._inputs(self.saved)
         self.versions = {name: version(tensor) for name, tensor in self.inputs.items()}
-        self.found = self.modules.look()
+        self.snapshot = self.modules.snapshot()
         outputs = self.forward(self.inputs, self.micro_batch)
         check_promises(outputs, self.promised, self.owner)
         hand_out(_without_graph(outputs), self.outgoing, self.state)
@@ -40,7 +40,7 @@ class RecomputedForward(ComputeForward):
     def run_again(self) -> None:
         """Make the graph: with the numbers, buffers and attributes that the first run found, which stay untouched."""
         self._check_inputs()
-        with self.modules.restored(self.found):
+        with self.modules.restored(self.snapshot):
             outputs = self.forward(self.inputs, self.micro_batch)
         check_promises(outputs, self.promised, f"{self.owner}, recomputed,")
         self.clear()
@@ -49,7 +49,7 @@ class RecomputedForward(ComputeForward):
 
     def clear(self) -> None:
         """Drop every tensor."""
-        self.inputs, self.versions, self.found = {}, {}, Found([], [])
+        self.inputs, self.versions, self.snapshot = {}, {}, Snapshot([], [])
 
     def _check_inputs(self) -> None:
         changed = [name for name, tensor in self.inputs.items() if version(tensor) != self.versions[name]]

@@ -27,9 +27,9 @@ from torch.autograd.graph import GradientEdge, Node
 from lightning_gpp._compat.torch import run_backward
 from lightning_gpp.runtime.split_plan import (
     Graph,
-    Group,
-    Plan,
+    ProductGroup,
     Signature,
+    SplitPlan,
     closed_products,
     follow,
     make_plan,
@@ -54,7 +54,7 @@ class _Known:
 
     signature: Signature
     products: list[int]
-    plan: Plan
+    plan: SplitPlan
 
     def fits(self, nodes: Sequence[Node]) -> bool:
         """Whether of a graph of this structure the same products are open."""
@@ -77,7 +77,7 @@ class Splitter:
         """False if I has been found to do all of the work."""
         return self.reason is None
 
-    def plan(self, roots: Sequence[Node], leaves: Sequence[Tensor]) -> tuple[list[Node], Plan | None]:
+    def plan(self, roots: Sequence[Node], leaves: Sequence[Tensor]) -> tuple[list[Node], SplitPlan | None]:
         """The nodes of a graph, and what to do with them; no plan if nothing can wait."""
         if self._known:
             latest = self._known[-1]
@@ -87,7 +87,7 @@ class Splitter:
         graph = walk(roots, map(node_of, leaves))
         return graph.nodes, self._found(graph)
 
-    def _found(self, graph: Graph) -> Plan | None:
+    def _found(self, graph: Graph) -> SplitPlan | None:
         """The plan of a structure that was not the latest."""
         signature = graph.signature()
         for known in self._known:
@@ -97,7 +97,7 @@ class Splitter:
                 return known.plan if known.plan.groups else None
         return self._learn(graph, signature)
 
-    def _learn(self, graph: Graph, signature: Signature) -> Plan | None:
+    def _learn(self, graph: Graph, signature: Signature) -> SplitPlan | None:
         if runs_reentrant_checkpoints(graph):
             self.reason = "it has reentrant activation checkpoints, which run only in a full backward"
             return None
@@ -121,7 +121,7 @@ class _Waiting:
     """
 
     def __init__(
-        self, group: Group, nodes: Sequence[Node], roots: Sequence[GradientEdge], seeds: Sequence[Tensor]
+        self, group: ProductGroup, nodes: Sequence[Node], roots: Sequence[GradientEdge], seeds: Sequence[Tensor]
     ) -> None:
         self._arrived: list[Later] = []  # in the order of the backward, which is that of the additions
         for number, wanted in group.products:

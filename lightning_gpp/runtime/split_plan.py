@@ -118,7 +118,7 @@ def node_of(leaf: Tensor) -> Node:
 
 
 @dataclass(slots=True, kw_only=True)
-class Group:
+class ProductGroup:
     """What one call of autograd does in W.
 
     Attributes:
@@ -133,7 +133,7 @@ class Group:
     cuts: list[int] = field(default_factory=list)
     roots: list[int] = field(default_factory=list)
 
-    def add(self, other: Group) -> None:
+    def add(self, other: ProductGroup) -> None:
         self.parameters |= other.parameters
         self.products += other.products
         self.cuts += other.cuts
@@ -141,7 +141,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SplitPlan:
     """What I and W do.
 
     Attributes:
@@ -153,7 +153,7 @@ class Plan:
 
     roots: tuple[int, ...]
     targets: tuple[int, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[ProductGroup, ...]
     closed: tuple[int, ...]
 
 
@@ -165,7 +165,7 @@ def products_of(graph: Graph) -> list[int]:
     return [number for number, node in enumerate(graph.nodes) if type(node).__name__ in PRODUCTS]
 
 
-def make_plan(graph: Graph, closed: tuple[int, ...]) -> Plan:
+def make_plan(graph: Graph, closed: tuple[int, ...]) -> SplitPlan:
     """Divide the work of a full backward into I and W."""
     planner = _Planner(graph, closed)
     for number in planner.parents_first:
@@ -174,7 +174,7 @@ def make_plan(graph: Graph, closed: tuple[int, ...]) -> Plan:
     later = {position for group in groups for position in group.roots}
     waiting = set[int]().union(*(group.parameters for group in groups))
     starts = {number for group in groups for number in (*group.cuts, *(number for number, _ in group.products))}
-    return Plan(
+    return SplitPlan(
         roots=tuple(position for position in range(len(graph.roots)) if position not in later),
         targets=(*sorted(planner.early - waiting), *sorted(starts - planner.path)),
         groups=tuple(groups),
@@ -195,7 +195,7 @@ class _Planner:
         self.early: set[int] = set()
         self._in_input = set[int]()  # where gradients arrive from nodes of I
         self._in_weight, self._started = set[int](), set[int]()  # from nodes of W, from where W starts at products
-        self._groups: list[Group] = []
+        self._groups: list[ProductGroup] = []
 
     def _reached(self, leaves: Iterable[int]) -> tuple[set[int], list[frozenset[int]], list[bool]]:
         """The path, and for all nodes off the path the parameters that they reach, and whether through a product."""
@@ -223,7 +223,7 @@ class _Planner:
             self._in_weight.update(self._children[number])
         elif number in self._roots and number not in self._in_input:
             positions = [position for position, root in enumerate(self._roots) if root == number]
-            self._groups.append(Group(parameters=set(self._parameters[number]), roots=positions))
+            self._groups.append(ProductGroup(parameters=set(self._parameters[number]), roots=positions))
             self._in_weight.update(self._children[number])
         elif number in self._in_input:
             self._enter(number)
@@ -233,7 +233,7 @@ class _Planner:
         if not self._has_product[number]:
             self.early |= self._parameters[number]
         elif not self._saves(number):
-            self._groups.append(Group(parameters=set(self._parameters[number]), cuts=[number]))
+            self._groups.append(ProductGroup(parameters=set(self._parameters[number]), cuts=[number]))
             self._in_weight.update(self._children[number])
         else:
             children = self._off_path(number) if self._is_product(number) else []
@@ -244,16 +244,16 @@ class _Planner:
         if waiting:
             operands = [i for i, child in enumerate(self._operands[number]) if child in waiting]
             parameters = set[int]().union(*(self._parameters[child] for child in waiting))
-            self._groups.append(Group(parameters=parameters, products=[(number, operands)]))
+            self._groups.append(ProductGroup(parameters=parameters, products=[(number, operands)]))
         self._started |= waiting
         self._in_input.update(child for child in self._off_path(number) if child not in waiting)
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[ProductGroup]:
         """Those that have no parameter in common with I, each with all others that it shares parameters with."""
-        groups: list[Group] = []
+        groups: list[ProductGroup] = []
         for group in self._groups:
             shares = [other for other in groups if other.parameters & group.parameters]
-            merged = Group(parameters=set())
+            merged = ProductGroup(parameters=set())
             for one in (*shares, group):
                 merged.add(one)
             groups = [other for other in groups if other not in shares] + [merged]

@@ -57,8 +57,8 @@ class StageModule(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Around:
-    """What has the modules of another stage; a base of stages that run it."""
+class StageWrapper:
+    """Base class of wrappers around a stage; has the modules of the wrapped stage."""
 
     stage: StageModule
     uses_random: bool = field(init=False)
@@ -68,7 +68,7 @@ class Around:
 
     @property
     def parts(self) -> Sequence[nn.Module]:
-        """The other stage's."""
+        """The modules of the wrapped stage."""
         return self.stage.parts
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_gpp.runtime.boundary import DTYPES, Values, decode, encode, header_length
+from lightning_gpp.runtime.boundary import DTYPES, MessageTensors, decode, encode, header_length
 from lightning_gpp.runtime.stage import Slot
 from lightning_gpp.runtime.transport import Transport, Work
 from lightning_gpp.schedules.program import Message
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class TransferLink:
     """What all transfers of a device share.
 
     `values` are the tensors of all messages, `device` is where received tensors are allocated, `unfinished` are the
@@ -29,7 +29,7 @@ class Link:
     """
 
     transport: Transport
-    values: Values
+    values: MessageTensors
     device: torch.device
     unfinished: deque[Send] = field(default_factory=deque)
 
@@ -37,7 +37,7 @@ class Link:
 class Send:
     """Start sending a message; keep its tensors until they have arrived."""
 
-    def __init__(self, link: Link, message: Message) -> None:
+    def __init__(self, link: TransferLink, message: Message) -> None:
         self._link = link
         self._message, self._peer = message.id, message.dst
         self._tensors: Sequence[Tensor] = ()
@@ -79,7 +79,7 @@ class DynamicSend(Send):
 class Receive:
     """Receive a message: `start` allocates and starts, `wait` returns when the tensors are there."""
 
-    def __init__(self, link: Link, message: Message, slots: Sequence[Slot]) -> None:
+    def __init__(self, link: TransferLink, message: Message, slots: Sequence[Slot]) -> None:
         num_samples = message.stop - message.start
         self._link = link
         self._message, self._peer = message.id, message.src
@@ -104,7 +104,7 @@ class Receive:
 class DynamicReceive(Receive):
     """Receive a message that announces its sizes: `start` receives the header, `resolve` starts with the tensors."""
 
-    def __init__(self, link: Link, message: Message, slots: Sequence[Slot]) -> None:
+    def __init__(self, link: TransferLink, message: Message, slots: Sequence[Slot]) -> None:
         super().__init__(link, message, ())
         self._length = header_length(len(slots))
         self._header = torch.empty(0)

@@ -18,7 +18,7 @@ from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assignment.assign import Assignment, assign, crossing
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
 from lightning_gpp.slices import is_sliced, unsliced
-from lightning_gpp.stages.code import Forward, StageCode, variable
+from lightning_gpp.stages.code import StageCode, StageFunction, variable
 from lightning_gpp.stages.slices import Slicer, repeated
 from lightning_gpp.stages.step import StepRunner, UserStep, slots_of
 
@@ -27,7 +27,7 @@ from lightning_gpp.stages.step import StepRunner, UserStep, slots_of
 class CapturedStage:
     """Runs the source of a stage, followed by the user's step if the stage has it."""
 
-    code: Forward
+    code: StageFunction
     source: str
     uses_random: bool
     parameters: tuple[str, ...]

@@ -24,10 +24,10 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.merge import Opaque
 from lightning_gpp.capture.network import Network
 from lightning_gpp.capture.recorder import refusal
-from lightning_gpp.capture.recording import Context, ModuleCall, ModuleRef, Recorded, Ref, Size, StateRef
+from lightning_gpp.capture.recording import AffineSize, CallModes, ModuleCall, ModuleRef, Recorded, Ref, StateRef
 from lightning_gpp.errors import CaptureError
 
-Forward = Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]]
+StageFunction = Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]]
 
 
 def variable(ref: Ref) -> str:
@@ -56,7 +56,7 @@ class StageCode:
     modules: list[str] = field(default_factory=list)
     defined: set[str] = field(default_factory=set)
 
-    def compile(self) -> Forward:
+    def compile(self) -> StageFunction:
         for ref in self.received:
             self._receive(ref)
         self._emit(-1, 0, len(self.network.calls))
@@ -72,9 +72,9 @@ class StageCode:
     def source(self) -> str:
         return "def forward(values, b):\n" + "\n".join(f"    {line}" for line in _release(self.lines))
 
-    def _function(self) -> Forward:
+    def _function(self) -> StageFunction:
         exec(compile(self.source(), "<stage>", "exec"), self.names)
-        forward: Forward = self.names["forward"]
+        forward: StageFunction = self.names["forward"]
         return forward
 
     def _receive(self, ref: Ref) -> None:
@@ -216,7 +216,7 @@ class StageCode:
         if isinstance(ref, Ref) and ref in self.wanted and self._keeps(ref):
             self.lines.append(f"{variable(ref)}__kept = {variable(ref)}.clone()")
 
-    def _line(self, text: str, context: Context) -> None:
+    def _line(self, text: str, context: CallModes) -> None:
         ambient = self.network.recording.ambient
         if context == ambient:
             self.lines.append(text)
@@ -236,7 +236,7 @@ class StageCode:
             return variable(value)
         if isinstance(value, StateRef):
             return self._state(value.name)
-        if isinstance(value, Size):
+        if isinstance(value, AffineSize):
             return f"({int(value.value.per_sample)} * b + {int(value.value.fixed)})"
         if isinstance(value, ModuleRef):
             return self._name("module", self.module.get_submodule(value.path))
@@ -275,7 +275,7 @@ class StageCode:
 
 
 @contextmanager
-def _modes(context: Context, ambient: Context) -> Any:
+def _modes(context: CallModes, ambient: CallModes) -> Any:
     """Enter the grad and autocast modes that the user's code set when a call was recorded."""
     with ExitStack() as stack:
         if context.grad != ambient.grad:

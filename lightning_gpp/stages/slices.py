@@ -14,7 +14,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, Edge, Plan
 from lightning_gpp.planning.assignment.assign import assign
 from lightning_gpp.planning.assignment.slices import carried_by, cut_spec, is_cut
-from lightning_gpp.runtime.stage import Around, MicroBatch, Slot, StageModule
+from lightning_gpp.runtime.stage import MicroBatch, Slot, StageModule, StageWrapper
 from lightning_gpp.sequence import computing
 from lightning_gpp.slices import Unsliced, slice_name
 from lightning_gpp.stages.step import StepRunner
@@ -23,7 +23,7 @@ Tokens = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SlicedTensor:
     """One slice of a tensor: `part` holds the tokens `[start, stop)` of the tensor `name`."""
 
     name: str
@@ -39,11 +39,11 @@ class Cut:
 
 def innermost(stage: StageModule) -> StageModule:
     """The stage inside all wrappers."""
-    return innermost(stage.stage) if isinstance(stage, Around) else stage
+    return innermost(stage.stage) if isinstance(stage, StageWrapper) else stage
 
 
 @dataclass(slots=True, kw_only=True)
-class SlicedStage(Around):
+class SlicedStage(StageWrapper):
     """Computes the tokens of one slice.
 
     Args:
@@ -59,8 +59,8 @@ class SlicedStage(Around):
     length: int
     earlier: tuple[str, ...]
     later: tuple[str, ...]
-    received: tuple[Cut, ...]
-    sent: tuple[Cut, ...]
+    received: tuple[SlicedTensor, ...]
+    sent: tuple[SlicedTensor, ...]
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
         """The slice's part of every result, from its part of every input and what earlier slices carry to it."""
@@ -92,7 +92,7 @@ def _where(tokens: Tokens) -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class WholeStage(Around):
+class WholeStage(StageWrapper):
     """An unsliced stage beside slices: joins what they send, and cuts what they receive.
 
     Args:
@@ -103,8 +103,8 @@ class WholeStage(Around):
     """
 
     dim: int
-    received: Mapping[str, Sequence[Cut]]
-    sent: tuple[Cut, ...]
+    received: Mapping[str, Sequence[SlicedTensor]]
+    sent: tuple[SlicedTensor, ...]
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
         """The stage's results, and their slices."""
@@ -119,7 +119,7 @@ class CutSource:
 
     source: StepRunner
     dim: int
-    sent: tuple[Cut, ...]
+    sent: tuple[SlicedTensor, ...]
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """All inputs, and their slices."""
@@ -199,10 +199,10 @@ class Slicer:
         joined = {name: sorted((c for c in received if c.name == name), key=lambda c: c.tokens) for name in names}
         return WholeStage(stage=stage, dim=self.plan.sequence_dim, received=joined, sent=sent)
 
-    def _edges(self) -> list[tuple[Edge, tuple[Cut, ...]]]:
+    def _edges(self) -> list[tuple[Edge, tuple[SlicedTensor, ...]]]:
         return list(zip(self.plan.edges, self._cuts, strict=True))
 
-    def _sent(self, index: int) -> tuple[Cut, ...]:
+    def _sent(self, index: int) -> tuple[SlicedTensor, ...]:
         return tuple(dict.fromkeys(cut for edge, cuts in self._edges() if edge.src == index for cut in cuts))
 
     def _ends(self, edge: Edge) -> tuple[int, int]:
@@ -213,18 +213,18 @@ class Slicer:
         above = None if edge.src == SOURCE else self.plan.stages[edge.src].tokens
         return above or self.plan.stages[edge.dst].tokens
 
-    def _cuts_of(self, edge: Edge) -> tuple[Cut, ...]:
+    def _cuts_of(self, edge: Edge) -> tuple[SlicedTensor, ...]:
         """The sliced tensors of an edge. Tensors that slices of one stage carry are not sliced."""
         tokens = self._tokens(edge)
         if tokens is None or edge.artificial:
             return ()
         slots = self._slots.get(self._ends(edge), ())
-        return tuple(Cut(slot.name, tokens) for slot in slots if self._is_cut(slot))
+        return tuple(SlicedTensor(slot.name, tokens) for slot in slots if self._is_cut(slot))
 
     def _is_cut(self, slot: Slot) -> bool:
         return slot.name not in self._uncut and is_cut(slot.spec, self.plan.sequence_dim, self._length)
 
-    def _slots_of(self, edge: Edge, cuts: Sequence[Cut]) -> tuple[Slot, ...]:
+    def _slots_of(self, edge: Edge, cuts: Sequence[SlicedTensor]) -> tuple[Slot, ...]:
         ends = self._ends(edge)
         if edge.artificial:
             return ()
@@ -233,7 +233,7 @@ class Slicer:
         parts = {cut.name: cut for cut in cuts}
         return tuple(self._slot(slot, parts.get(slot.name)) for slot in self._slots[ends])
 
-    def _slot(self, slot: Slot, cut: Cut | None) -> Slot:
+    def _slot(self, slot: Slot, cut: SlicedTensor | None) -> Slot:
         if cut is None:
             return slot
         return Slot(cut.part, cut_spec(slot.spec, self.plan.sequence_dim, cut.tokens[1] - cut.tokens[0]))

@@ -19,7 +19,7 @@ from lightning_gpp.capture.effects import without_effects
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.randomness import seed_streams, undisturbed
 from lightning_gpp.capture.recorder import refusal, target_of
-from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, Size
+from lightning_gpp.capture.recording import AffineSize, ModuleCall, Recorded, Ref
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
@@ -30,7 +30,7 @@ class Stopped(BaseException):
     """Ends the step after its last network call; not an Exception, so that user code does not catch it."""
 
 
-Answer = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+CallHandler = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @functools.cache
@@ -47,7 +47,7 @@ _ANSWER: Final = "_gpp_answer"
 
 
 @contextmanager
-def answered(modules: Mapping[str, nn.Module], answer: Answer) -> Iterator[None]:
+def answered(modules: Mapping[str, nn.Module], answer: CallHandler) -> Iterator[None]:
     """Inside, a call of one of the modules returns `answer(call number, module, args, kwargs)`."""
     numbers = itertools.count()
 
@@ -252,7 +252,7 @@ class UserStep(StepRunner):
             raise refusal(call.line, "the call has different arguments than when it was captured", "keep them the same")
         for before, now in zip(captured, leaves, strict=True):
             frozen = isinstance(before, bool | int | float | str) or before is None
-            if frozen and not isinstance(now, torch.Tensor) and before != now and not isinstance(before, Size):
+            if frozen and not isinstance(now, torch.Tensor) and before != now and not isinstance(before, AffineSize):
                 raise refusal(
                     call.line,
                     f"an argument was {before!r} when the step was captured and is {now!r} now",

@@ -16,7 +16,7 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.random import RandomStreams
-from lightning_gpp.runtime.stage import Around, MicroBatch, StageModule
+from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES
@@ -38,7 +38,7 @@ DATA_STREAM = -1
 
 
 @dataclass(slots=True, eq=False)
-class InContext(Around):
+class InContext(StageWrapper):
     """A stage that computes inside a context, for example autocast; its backward runs outside, as torch asks for."""
 
     context: Context

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_gpp.errors import SelfCheckError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.module_state import ModuleState
-from lightning_gpp.runtime.stage import Around, MicroBatch, StageModule
+from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.slices import SlicedStage
 
@@ -48,7 +48,7 @@ def checked_slices(
 
 
 @dataclass(slots=True, eq=False)
-class CheckedSlice(Around):
+class CheckedSlice(StageWrapper):
     """A slice that hands its first inputs to a check."""
 
     check: _Check
@@ -113,7 +113,7 @@ class _Check:
         """Afterwards buffers and attributes of the modules are as before."""
         modules = [part for part in self._slices[0].parts if part.training]
         state = ModuleState(self._slices[0].parts)
-        with state.restored(state.look()):
+        with state.restored(state.snapshot()):
             for part in modules if self._slices[0].uses_random else ():
                 part.training = False
             yield

@@ -330,9 +330,9 @@ class TestModuleState:
         module = nn.Module()
         module.register_buffer("table", torch.zeros(SMALL + 1))
         state = ModuleState([module])
-        first, second = state.look(), state.look()
+        first, second = state.snapshot(), state.snapshot()
         module.table.add_(1)
-        third = state.look()
+        third = state.snapshot()
         copies = [found.tensors[0][2].copy for found in (first, second, third)]
         assert copies[0] is copies[1]
         assert (copies[1][0], copies[2][0]) == (0, 1)
@@ -341,7 +341,7 @@ class TestModuleState:
         module = nn.Module()
         module.register_buffer("table", torch.zeros(SMALL + 1))
         state = ModuleState([module])
-        found, other = state.look(), state.look()
+        found, other = state.snapshot(), state.snapshot()
         module.table.add_(1)
         for one in (found, other):
             with state.restored(one):
@@ -354,7 +354,7 @@ class TestModuleState:
         first.register_buffer("table", torch.zeros(3))
         second.register_buffer("table", first.table)
         state = ModuleState([first, second])
-        found, kept = state.look(), first.table
+        found, kept = state.snapshot(), first.table
         first.table.add_(1)
         with state.restored(found):
             assert first.table is second.table
@@ -370,7 +370,7 @@ class TestModuleState:
         with torch.inference_mode():
             module.last = torch.ones(2)
         state = ModuleState([module])
-        found = state.look()
+        found = state.snapshot()
         module.last = torch.zeros(2)
         with state.restored(found):
             assert torch.equal(module.last, torch.ones(2))
@@ -381,7 +381,7 @@ def test_a_copy_of_the_module_is_not_needed() -> None:
     module = nn.BatchNorm1d(3)
     state = ModuleState([module])
     module.running_mean = copy.deepcopy(module.running_mean)
-    found = state.look()
+    found = state.snapshot()
     module(torch.randn(4, 3))
     mean = module.running_mean.clone()
     with state.restored(found):

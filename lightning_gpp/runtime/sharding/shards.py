@@ -26,13 +26,13 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-Place = tuple[nn.Module, str]
+ShardPlace = tuple[nn.Module, str]
 """A module of the user and the attribute under which it has a parameter."""
 
 
-def places_of(module: nn.Module) -> dict[int, list[Place]]:
+def places_of(module: nn.Module) -> dict[int, list[ShardPlace]]:
     """For the id of every parameter all places of the tree where it is registered; a tied one has several."""
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[ShardPlace]] = {}
     for part in module.modules():
         for attribute, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((part, attribute))
@@ -81,7 +81,7 @@ class StageShards:
     def __init__(
         self,
         parameters: Mapping[str, Parameter],
-        places: Mapping[int, Sequence[Place]],
+        places: Mapping[int, Sequence[ShardPlace]],
         mesh: DeviceMesh,
         flags_group: dist.ProcessGroup,
     ) -> None:
