@@ -95,7 +95,7 @@ def plan_of(
     )
     edges = tuple(Edge(src=src, dst=dst, bytes=Affine(4 * WIDTH)) for src, dst in sorted(pairs))
     plan = Plan(stages=stages, edges=edges, batch_size=num_micro_batches, schedule=schedule)
-    plan = laid_out(plan, num_devices, method.placement)
+    plan = laid_out(plan, num_devices, method.layout)
     return both_ways(plan, num_devices) if method.bidirectional else plan
 
 

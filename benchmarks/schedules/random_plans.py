@@ -155,7 +155,7 @@ GRAPHS: Final[Sequence[Callable[[random.Random, int], Pairs]]] = (
 def _placed(draw: random.Random, plan: Plan, limits: Limits) -> Plan:
     """Stages folded over devices, as the schedule wants or the other way; in both directions; or anywhere."""
     method = method_of(plan.schedule)
-    placement = method.placement if draw.random() < 0.7 else draw.choice(("looped", "zigzag"))
+    placement = method.layout if draw.random() < 0.7 else draw.choice(("looped", "zigzag"))
     kind = draw.random()
     if kind < 0.4:
         return _anywhere(draw, plan, limits)

@@ -90,7 +90,7 @@ def _laid(found: Found, graph: OperatorGraph, request: Request) -> Found:
     """What was found for every stage on a device of its own, laid on the request's devices."""
     schedule = request.schedules[0]
     method = method_of(schedule)
-    plan = laid_out(replace(found.plan, schedule=schedule), request.cluster.num_devices, method.placement)
+    plan = laid_out(replace(found.plan, schedule=schedule), request.cluster.num_devices, method.layout)
     plan = both_ways(graph, plan) if method.bidirectional else plan
     limits = tuple(float(device.memory_bytes) for device in request.cluster.devices)
     found = replace(found, answer=replace(found.answer, alternatives=()), memory_bytes=limits)
@@ -134,7 +134,7 @@ def folded(plan: Plan, graph: OperatorGraph, stages_per_device: int | None = Non
     number = stages_per_device or method.stages_per_device
     cut = sum(stage.modules != (STEP,) for stage in plan.stages)
     if number > 1:
-        plan = laid_out(plan, -(-cut // number), method.placement)
+        plan = laid_out(plan, -(-cut // number), method.layout)
     return both_ways(graph, plan) if method.bidirectional else plan
 
 

@@ -26,7 +26,7 @@ from lightning_gpp.schedules.registry import register_schedule
 #   device 1   0F1 1F0 2F0 3F1 3B1---- 2B0---- 1B0---- 0B1----
 
 
-@register_schedule("bitpipe", placement="zigzag", stages_per_device=2, bidirectional=True)
+@register_schedule("bitpipe", layout="zigzag", stages_per_device=2, bidirectional=True)
 def bitpipe(plan: Plan, batch_size: int) -> Schedule:
     """The order of Chimera for stages in a zigzag layout."""
     return bidirectional_order(plan, batch_size)

@@ -19,7 +19,7 @@ from lightning_gpp.schedules.work import work_of
 #   device 1      F0  f0  F1  f1  F2  b0      f2  B0      F3  b1      f3  B1      b2      B2      i3  I3  w3  W3
 
 
-@register_schedule("dualpipe_v", placement="zigzag", stages_per_device=2)
+@register_schedule("dualpipe_v", layout="zigzag", stages_per_device=2)
 def dualpipe_v(plan: Plan, batch_size: int) -> Schedule:
     """The published order. Backwards are split only at both ends, where a device would idle otherwise.
 

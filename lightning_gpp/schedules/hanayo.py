@@ -19,7 +19,7 @@ from lightning_gpp.schedules.registry import register_schedule
 #   device 1       1F0  2F0  1F1  2F1  2B0  1F2  1B0  2F2  2B1  1F3  1B1  2F3  2B2  1B2  2B3  1B3
 
 
-@register_schedule("hanayo", placement="zigzag", stages_per_device=2)
+@register_schedule("hanayo", layout="zigzag", stages_per_device=2)
 def hanayo(plan: Plan, batch_size: int) -> Orders:
     """1F1B by the depth of each stage; the waves come from the layout.
 

@@ -25,14 +25,14 @@ class Method:
 
     Args:
         generate: the generator.
-        placement: layout: "looped" (stage i on device i modulo the number of devices) or "zigzag" (back and forth); the
+        layout: "looped" (stage i on device i modulo the number of devices) or "zigzag" (back and forth); the
             same with one stage per device.
         stages_per_device: number that it is made for, and the least with which it makes sense.
         bidirectional: whether every stage has a second replica, in a pipeline that runs the other way.
     """
 
     generate: Generator
-    placement: str = "looped"
+    layout: str = "looped"
     stages_per_device: int = 1
     bidirectional: bool = False
 
@@ -41,7 +41,7 @@ _METHODS: Final[dict[str, Method]] = {}
 
 
 def register_schedule(
-    name: str, *, placement: str = "looped", stages_per_device: int = 1, bidirectional: bool = False
+    name: str, *, layout: str = "looped", stages_per_device: int = 1, bidirectional: bool = False
 ) -> Callable[[Generator], Generator]:
     """Make a generator of orders available as `strategy.schedule=name`; the other arguments are those of `Method`.
 
@@ -56,7 +56,7 @@ def register_schedule(
         if name in _METHODS:
             raise ScheduleError(f"A schedule named {name!r} is registered already; choose another name.")
         _METHODS[name] = Method(
-            generate=generator, placement=placement, stages_per_device=stages_per_device, bidirectional=bidirectional
+            generate=generator, layout=layout, stages_per_device=stages_per_device, bidirectional=bidirectional
         )
         return generator
 

@@ -24,7 +24,7 @@ V_HALF: Final = BuildingBlock(forward=(2, 1), backward=(1, 2), gaps=(0, 3))
 #   device 2                   F   f                           i       I
 
 
-@register_schedule("v_half", placement="zigzag", stages_per_device=2)
+@register_schedule("v_half", layout="zigzag", stages_per_device=2)
 def v_half(plan: Plan, batch_size: int) -> Schedule:
     """The compacted block; V-Min if it does not fit `plan.memory_bytes`."""
     return compacted_blocks(plan, batch_size, (V_HALF, V_MIN))

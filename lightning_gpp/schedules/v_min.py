@@ -22,7 +22,7 @@ V_MIN: Final = BuildingBlock(forward=(1, 1), backward=(1, 1), gaps=(0, 2, 4))
 #   device 1       F   f           i   I
 
 
-@register_schedule("v_min", placement="zigzag", stages_per_device=2)
+@register_schedule("v_min", layout="zigzag", stages_per_device=2)
 def v_min(plan: Plan, batch_size: int) -> Schedule:
     """The compacted block. It needs the least memory of all V schedules, and loses most by uneven times."""
     return compacted_blocks(plan, batch_size, (V_MIN,))

@@ -26,7 +26,7 @@ from lightning_gpp.schedules.work import work_of
 #   device 1      F0  f0  F1  f1  i0  w0  F2  I0  W0  f2  i1  w1  F3  I1  W1  f3  i2  w2  I2  i3  I3  W2  w3  W3
 
 
-@register_schedule("zbv", placement="zigzag", stages_per_device=2)
+@register_schedule("zbv", layout="zigzag", stages_per_device=2)
 def zbv(plan: Plan, batch_size: int) -> Schedule:
     """The published order, or that order compacted with the plan's times if that is faster; the memory of 1F1B.
 

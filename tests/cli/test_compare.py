@@ -38,7 +38,7 @@ STAGES = "strategy.stages={mean_tower: 0, error_tower: 1, worst_tower: 2, trunk:
 def folded() -> Iterator[None]:
     """1F1B, made for two stages on each device that lie forth and back."""
     method = _METHODS["1f1b"]
-    register_schedule("folded", placement="zigzag", stages_per_device=2)(method.generate)
+    register_schedule("folded", layout="zigzag", stages_per_device=2)(method.generate)
     register_schedule("twofold", bidirectional=True)(method.generate)
     yield
     del _METHODS["folded"], _METHODS["twofold"]

@@ -117,7 +117,7 @@ def plan_of(captured: Capture, run: Run) -> Plan:
         for i, modules in enumerate(parts)
     ]
     plan = make_plan(captured.graph, drafts, batch_size=BATCH, schedule=run.schedule)
-    plan = laid_out(plan, variant.num_positions, method.placement)
+    plan = laid_out(plan, variant.num_positions, method.layout)
     if method.bidirectional:
         plan = both_ways(captured.graph, plan)
     plan = replicated(replace(plan, sharding=variant.sharding), variant.num_replicas)

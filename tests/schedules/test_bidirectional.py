@@ -50,7 +50,7 @@ def test_bitpipe_on_two_devices() -> None:
 def test_what_they_want_of_a_plan() -> None:
     chimera, bitpipe = map(method_of, NAMES)
     assert (chimera.bidirectional, chimera.stages_per_device) == (True, 1)
-    assert (bitpipe.bidirectional, bitpipe.stages_per_device, bitpipe.placement) == (True, 2, "zigzag")
+    assert (bitpipe.bidirectional, bitpipe.stages_per_device, bitpipe.layout) == (True, 2, "zigzag")
 
 
 @pytest.mark.parametrize("devices", [2, 4, 6, 8, 12])

@@ -29,7 +29,7 @@ def towers_both_ways(schedule: str, num_devices: int, num_micro_batches: int) ->
     plan = plan_of([*pairs, (join, join + 1)], [1] * number, num_micro_batches, schedule=schedule)
     head = replace(plan.stages[-1], modules=("head", STEP))
     plan = replace(plan, stages=(*plan.stages[:-1], head))
-    places = [stage.devices[0] for stage in laid_out(plan, num_devices, method.placement).stages]
+    places = [stage.devices[0] for stage in laid_out(plan, num_devices, method.layout).stages]
     return round_robin(plan, [(place, num_devices - 1 - place) for place in places])
 
 

@@ -49,7 +49,7 @@ def bubble_rate(timeline: Timeline) -> float:
 @pytest.mark.parametrize("name", NAMES)
 def test_registered_for_a_v(name: str) -> None:
     method = method_of(name)
-    assert (method.placement, method.stages_per_device) == ("zigzag", 2)
+    assert (method.layout, method.stages_per_device) == ("zigzag", 2)
 
 
 # --- literal orders ---------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ def misfit(plan: Plan, schedule: str) -> str:
     held = sum(1 if method.bidirectional else len(stage.devices) for stage in stages)
     if -(-held // plan.num_devices) < number:
         return f"it is made for {number} stages on every device; there are {held} on {plan.num_devices} devices."
-    if number > 1 and not method.bidirectional and not _lies(plan, method.placement):
-        return f"it wants the stages laid {_WORDS[method.placement]}, each on one device; these lie otherwise."
+    if number > 1 and not method.bidirectional and not _lies(plan, method.layout):
+        return f"it wants the stages laid {_WORDS[method.layout]}, each on one device; these lie otherwise."
     return ""
 
 
