@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -27,9 +28,18 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     }
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+_EXPONENT: Final = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
+
+def with_numbers(content: Any) -> Any:
+    """The content with numbers for texts such as "1e9", which other loaders of YAML leave."""
+    if isinstance(content, Mapping):
+        return {key: with_numbers(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [with_numbers(value) for value in content]
+    return float(content) if isinstance(content, str) and _EXPONENT.match(content) else content
 
 
 def read_yaml(path: str | Path, *, error: type[GPPError]) -> Any:

@@ -40,8 +40,9 @@ def validated(
     kind: Callable[..., Checked],
     content: object,
     *,
-    place: str,
     error: type[GPPError],
+    place: str = "",
+    key: str = "",
     extra: Extra = "forbid",
     remedy: str = "",
 ) -> Checked:
@@ -50,8 +51,9 @@ def validated(
     Args:
         kind: a dataclass, whose fields may be dataclasses.
         content: mappings, lists and scalars, as YAML and JSON have them.
-        place: of the content, the beginning of messages.
         error: what is raised.
+        place: the file that the content is from; messages begin with it.
+        key: the key whose value the content is; it leads the keys that messages name.
         extra: what becomes of unknown keys.
         remedy: a sentence that ends messages.
 
@@ -62,10 +64,10 @@ def validated(
         checked: Checked = _wrapped(kind, extra).validate_json(json.dumps([content], default=repr))[0]
         return checked
     except ValidationError as failure:
-        problem = _problem(kind, content, failure)
+        problem = _problem(kind, content, key, failure)
     except GPPError as failure:  # of a dataclass that checks itself
-        raise type(failure)(f"{place}: {failure}") from failure
-    raise error(f"{place}: {problem}{' ' * bool(remedy)}{remedy}")
+        raise type(failure)(": ".join(filter(None, (place, key, str(failure))))) from failure
+    raise error(" ".join(filter(None, (place and f"{place}:", problem, remedy))))
 
 
 @cache
@@ -79,14 +81,14 @@ def _wrapped(kind: Any, extra: Extra) -> TypeAdapter[Any]:
     return TypeAdapter(tuple[kind], config=ConfigDict(strict=True, extra=extra, allow_inf_nan=False))
 
 
-def _problem(kind: Any, content: object, failure: ValidationError) -> str:
+def _problem(kind: Any, content: object, root: str, failure: ValidationError) -> str:
     """The deepest of the errors in words; of equally deep ones an unknown key first, a missing key last.
 
     Errors at the same key are those of alternative types.
     """
     errors = [(_path(content, error["loc"][1:]), error) for error in failure.errors()]
     path, first = max(errors, key=lambda item: (len(item[0]), item[1]["type"] == _UNKNOWN, item[1]["type"] != _MISSING))
-    key = _written(path)
+    key = _written(root, path)
     if first["type"] == _UNKNOWN:
         return f"{key} is not a key.{did_you_mean(path[-1], _keys(kind, path[:-1]))}"
     if first["type"] == _MISSING:
@@ -119,8 +121,9 @@ def _value(content: Any, path: Sequence[int | str]) -> Any:
     return content
 
 
-def _written(path: Sequence[int | str]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+def _written(root: str, path: Sequence[int | str]) -> str:
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return "".join((root, *steps)).removeprefix(".")
 
 
 def _keys(kind: Any, path: Sequence[int | str]) -> list[str]:
@@ -153,6 +156,7 @@ _ALLOWED: Mapping[str, str] = {
     "literal_error": "one of {expected}",
     "none_required": "null",
     "string_type": "text",
+    "too_short": "a list of at least {min_length}",
     "tuple_type": "a list",
 }
 """What each kind of error of pydantic asks for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 from lightning_gpp.errors import ConfigError, did_you_mean
@@ -19,11 +19,3 @@ def one_of(known: Mapping[str, Named], name: object, key: str, what: str) -> Nam
     if isinstance(name, str) and name in known:
         return known[name]
     raise ConfigError(f"{key}={name!r}: there is no such {what}.{did_you_mean(name, known)}")
-
-
-def check_keys(given: Iterable[object], known: Iterable[str], key: str) -> None:
-    """Raise ConfigError for the first unknown key."""
-    known = list(known)
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"{key}.{name} is not a setting.{did_you_mean(name, known)}")

@@ -215,6 +215,9 @@ _MACHINES: Final = (
     ),
 )
 
+MAX_DEVICES: Final = 2**17
+"""Devices of the largest cluster that can be described."""
+
 CLUSTERS: Final[dict[str, ClusterPreset]] = {machine.name: machine for machine in _MACHINES}
 
 
@@ -236,8 +239,8 @@ def preset_cluster(name: str, num_nodes: int = 1, num_devices: int | None = None
 
 def check_counts(num_nodes: int, num_devices: int | None) -> None:
     for key, value in (("num_nodes", num_nodes), ("num_devices", num_devices)):
-        if value is not None and value < 1:
-            raise ConfigError(f"cluster.{key}={value} must be 1 or more.")
+        if value is not None and not 1 <= value <= MAX_DEVICES:
+            raise ConfigError(f"cluster.{key}={value} must be 1 or more, and at most {MAX_DEVICES}.")
 
 
 def first(cluster: Cluster, num_devices: int) -> Cluster:

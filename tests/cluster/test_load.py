@@ -94,8 +94,8 @@ def test_a_file_names_its_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("nodes: [", "cannot be read as YAML"),
-        ("- 1", r"desk\.yaml: cluster must be a mapping of settings, not \[1\]"),
+        ("nodes: [", "is not YAML that can be read: .* line 2"),
+        ("- 1", r"desk\.yaml: cluster is \[1\]; it must be a mapping"),
         ("preset: nothing", r"desk\.yaml: cluster\.preset='nothing'"),
     ],
 )
@@ -107,7 +107,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, content: str, message: str) -
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read as YAML: .*No such file"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
         load_cluster(tmp_path / "none.yaml")
 
 
@@ -116,46 +116,60 @@ DEVICE = {"name": "x", "memory_bytes": 1e9, "peak_flops": {"float32": 1e12}, "pe
 # where in LAB, what is put there, and the message
 MISTAKES: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("nodes", 1, "device"), "t5", "cluster.nodes[1].device='t5': there is no such device. Did you mean t4"),
-    (("nodes", 1, "device"), 4, "cluster.nodes[1].device must be a mapping of settings, not 4"),
+    (("nodes", 1, "device"), 4, "cluster.nodes[1].device is 4; it must be a mapping"),
     (("nodes", 1, "device"), {"like": "T44"}, "cluster.nodes[1].device.like='T44': there is no such device"),
-    (("nodes", 1, "device"), {**DEVICE, "memory": 1}, "cluster.nodes[1].device.memory is not a setting. Did you mean"),
+    (("nodes", 1, "device"), {**DEVICE, "memory": 1}, "cluster.nodes[1].device.memory is not a key. Did you mean"),
     (("nodes", 1, "device"), {**DEVICE, "memory_bytes": -1}, "cluster.nodes[1].device: Device 'x': memory_bytes=-1 mu"),
-    (("nodes", 1, "device"), {**DEVICE, "memory_bytes": "16 GB"}, "device.memory_bytes='16 GB' must be a number"),
-    (("nodes", 1, "device"), {**DEVICE, "peak_flops": 1e12}, "device.peak_flops must be a mapping"),
-    (("nodes", 1, "device"), {**DEVICE, "peak_flops": {"float32": None}}, "peak_flops.float32=None must be a number"),
-    (("nodes", 1, "device"), {"name": "x"}, "cluster.nodes[1].device.memory_bytes is missing: give it, or a preset"),
-    (("nodes", 1, "count"), 0, "cluster.nodes[1].count: Node of 't4': count=0 must be 1 or more"),
-    (("nodes", 1, "count"), 2.5, "cluster.nodes[1].count=2.5 must be a whole number"),
-    (("nodes", 1, "num"), 0, "cluster.nodes[1].num=0 must be 1 or more"),
-    (("nodes", 1, "cuont"), 1, "cluster.nodes[1].cuont is not a setting. Did you mean count"),
+    (
+        ("nodes", 1, "device"),
+        {**DEVICE, "memory_bytes": "16 GB"},
+        "device.memory_bytes is '16 GB'; it must be a",
+    ),
+    (
+        ("nodes", 1, "device"),
+        {**DEVICE, "peak_flops": 1e12},
+        "device.peak_flops is 1000000000000.0; it must be",
+    ),
+    (
+        ("nodes", 1, "device"),
+        {**DEVICE, "peak_flops": {"float32": None}},
+        "peak_flops.float32 is None; it must be a",
+    ),
+    (("nodes", 1, "device"), {"name": "x"}, "cluster.nodes[1].device.memory_bytes is missing. A preset gives"),
+    (("nodes", 1, "count"), 0, "cluster.nodes[1].count is 0; it must be >= 1"),
+    (("nodes", 1, "count"), 2.5, "cluster.nodes[1].count is 2.5; it must be a whole number"),
+    (("nodes", 1, "count"), 10**9, "cluster.nodes: these are 2000000009 devices; a cluster has at most 131072"),
+    (("nodes", 1, "num"), 0, "cluster.nodes[1].num is 0; it must be >= 1"),
+    (("nodes", 1, "cuont"), 1, "cluster.nodes[1].cuont is not a key. Did you mean count"),
     (
         ("nodes", 1, "link"),
         None,
         "cluster.nodes[1].link is missing: give the link that joins the 4 devices of this node",
     ),
     (("nodes", 1, "link"), {"latency": -1}, "cluster.nodes[1].link: Link: latency=-1 s must not be below 0"),
-    (("nodes", 1, "link"), {"bandwidth": 1}, "cluster.nodes[1].link.bandwidth is not a setting. There are: bytes_per"),
+    (("nodes", 1, "link"), {"bandwidth": 1}, "cluster.nodes[1].link.bandwidth is not a key. There are: bytes_per"),
     (("nodes", 1), {"count": 1}, "cluster.nodes[1].device is missing"),
-    (("nodes",), {}, "cluster.nodes must be a list, not {}"),
-    (("nodes",), [], "cluster.nodes is empty; give at least one node"),
+    (("nodes",), {}, "cluster.nodes is {}; it must be a list"),
+    (("nodes",), [], "cluster.nodes is []; it must be a list of at least 1"),
     (("between", "bytes_per_second"), 0, "cluster.between: Link: latency=2e-05 s must not be below 0, bytes_per_secon"),
-    (("between", "latency"), True, "cluster.between.latency=True must be a number"),
-    (("between",), 25e9, "cluster.between must be a mapping of settings"),
+    (("between", "latency"), True, "cluster.between.latency is True; it must be a number"),
+    (("between",), 25e9, "cluster.between is 25000000000.0; it must be a mapping"),
     (("between",), None, "cluster.nodes: Cluster 'lab': no link joins device 0 to device 9. Give `between`"),
     (
         ("links", 1, "devices"),
         [0, 17],
-        "cluster.links[1].devices=[0, 17] must be two different devices between 0 and",
+        "cluster.links[1].devices is [0, 17]; it must be two different devices between 0 and",
     ),
-    (("links", 1, "devices"), [3, 3], "cluster.links[1].devices=[3, 3] must be two different devices"),
-    (("links", 1, "devices"), None, "cluster.links[1].devices must be a list, not None"),
-    (("links", 1, "one_way"), "no", "cluster.links[1].one_way='no' must be true or false"),
-    (("links", 1, "speed"), 1, "cluster.links[1].speed is not a setting"),
-    (("num_nodes",), 0, "cluster.num_nodes=0 must be 1 or more"),
-    (("num_nodes",), "two", "cluster.num_nodes='two' must be a whole number"),
+    (("links", 1, "devices"), [3, 3], "cluster.links[1].devices is [3, 3]; it must be two different devices"),
+    (("links", 1, "devices"), None, "cluster.links[1].devices is None; it must be a list"),
+    (("links", 1, "one_way"), "no", "cluster.links[1].one_way is 'no'; it must be true or false"),
+    (("links", 1, "speed"), 1, "cluster.links[1].speed is not a key"),
+    (("num_nodes",), 10**9, "cluster.nodes: these are 17000000000 devices; a cluster has at most 131072"),
+    (("num_nodes",), 0, "cluster.num_nodes is 0; it must be >= 1"),
+    (("num_nodes",), "two", "cluster.num_nodes is 'two'; it must be a whole number"),
     (("num_devices",), 99, "cluster.num_devices=99, but 'lab' has 17 devices"),
-    (("node",), [], "cluster.node is not a setting. Did you mean nodes"),
-    (("preset",), "summit", "cluster.name is not a setting. There are: num_devices, num_nodes, preset"),
+    (("node",), [], "cluster.node is not a key. Did you mean nodes"),
+    (("preset",), "summit", "cluster.name is not a key. There are: num_devices, num_nodes, preset"),
 ]
 
 
@@ -173,3 +187,19 @@ def test_mistakes_are_named(where: tuple[str | int, ...], value: object, message
 def test_nothing_to_go_by() -> None:
     with pytest.raises(ConfigError, match="cluster: give `preset` .* or `nodes`"):
         cluster_of({"num_nodes": 2})
+
+
+def test_a_preset_with_a_billion_nodes() -> None:
+    with pytest.raises(ConfigError, match="cluster.num_nodes=1000000000 must be 1 or more, and at most 131072"):
+        cluster_of({"preset": "dgx_h100", "num_nodes": 10**9})
+
+
+def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes("name: Müller".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin\.yaml: is not text in UTF-8, see byte 7"):
+        load_cluster(tmp_path / "latin.yaml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_cluster(tmp_path)
+    (tmp_path / "empty.yaml").touch()
+    with pytest.raises(ConfigError, match=r"empty\.yaml: cluster is None; it must be a mapping"):
+        load_cluster(tmp_path / "empty.yaml")

@@ -74,7 +74,7 @@ def test_a_cluster_is_a_file_a_mapping_or_itself(tmp_path: Path) -> None:
     ("cluster", "message"),
     [
         ("dgx_h10", "strategy.cluster='dgx_h10' is neither.*Did you mean dgx_h100"),
-        ("nowhere.yaml", "nowhere.yaml cannot be read"),
+        ("nowhere.yaml", "nowhere.yaml: cannot be read"),
         ({"preset": "cray"}, "cluster.preset='cray'"),
     ],
 )
