@@ -34,7 +34,7 @@ import lightning_gpp
 from gpp_examples.two_tower import CaptionedDigits, TwoTower
 from lightning_gpp.capture import capture_step
 from lightning_gpp.cluster import preset_cluster
-from lightning_gpp.planning import Request, partition
+from lightning_gpp.planning import Request, best_plan
 
 NUM_RANKS = 3
 STEADY = 4
@@ -128,7 +128,7 @@ def plan(show_all: bool) -> None:
     request = Request(cluster=preset_cluster("cpu_host", 1, NUM_RANKS), batch_size=captured.batch_size, seconds=2.0)
     journey = Journey()
     with journey.counted():
-        partition("auto", captured.graph, request)
+        best_plan("auto", captured.graph, request)
     report("a plan", journey, show_all)
 
 

@@ -12,13 +12,14 @@ from itertools import product
 import torch
 from torch import nn
 
-from benchmarks.planners.common import Outcome, run, simulated, table, verdict
+from benchmarks.planners.common import run, table, verdict
 from benchmarks.planners.paper import BATCH_SIZES, HARDWARE, NUM_DEVICES
 from benchmarks.workloads import graph
 from benchmarks.workloads.recommendation import WIDTH, candle_uno
 from benchmarks.workloads.workload import Built
 from lightning_gpp.capture import capture_step
-from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem
+from lightning_gpp.planning import Draft, DraftStage, Evaluator, Prediction, Problem
+from lightning_gpp.planning.problem.trial import simulated
 from lightning_gpp.schedules.warm_up import in_flight_samples
 
 MINI_BATCH = 64
@@ -58,24 +59,32 @@ def case_study() -> Iterator[str]:
     """
     problem = HARDWARE.problem(graph("case_study"), 8, MINI_BATCH)
     rows: list[list[object]] = []
-    results: dict[tuple[bool, int], Outcome] = {}
+    results: dict[tuple[bool, int], Prediction] = {}
     for chained, size in ((True, 2), (False, 2), (True, 4), (False, 4)):
         devices = range(7, -1, -1) if chained else BY_LAYERS
         draft = draft_of(problem, layer_of_case_study, size, devices, chained=chained)
-        outcome = results[chained, size] = simulated(problem, draft)
+        prediction = results[chained, size] = simulated(problem, draft)
         most = max(Evaluator(problem)(draft).in_flight) * size
-        gain = outcome.samples_per_second / results[True, 2].samples_per_second - 1
-        name, peak = "a chain" if chained else "a graph", max(outcome.timeline.peak_bytes) / 1e9
+        gain = prediction.samples_per_second / results[True, 2].samples_per_second - 1
+        name, peak = "a chain" if chained else "a graph", max(prediction.timeline.peak_bytes) / 1e9
         rows.append(
-            [name, size, outcome.plan.depth, most, f"{peak:.2f}", f"{outcome.samples_per_second:.0f}", f"{gain:+.1%}"]
+            [
+                name,
+                size,
+                prediction.plan.depth,
+                most,
+                f"{peak:.2f}",
+                f"{prediction.samples_per_second:.0f}",
+                f"{gain:+.1%}",
+            ]
         )
     header = ["stages as", "micro-batch", "depth", "most samples in flight", "peak, GB", "samples/s", "gain"]
     yield table(header, rows)
     yield from _gains(results)
 
 
-def _gains(results: dict[tuple[bool, int], Outcome]) -> Iterator[str]:
-    seconds = {key: outcome.timeline.makespan for key, outcome in results.items()}
+def _gains(results: dict[tuple[bool, int], Prediction]) -> Iterator[str]:
+    seconds = {key: prediction.timeline.makespan for key, prediction in results.items()}
     warm_up, larger = seconds[True, 2] / seconds[False, 2] - 1, seconds[False, 2] / seconds[False, 4] - 1
     both = seconds[True, 2] / seconds[False, 4] - 1
     yield (
@@ -96,7 +105,7 @@ def many_branches(seconds: float) -> Iterator[str]:
         base, *others = (entry.samples_per_second for entry in runs)
         gains.append(others[0] / base)
         columns = [f"{base:.0f}", *(f"{other:.0f} ({other / base:.2f})" for other in others)]
-        rows.append([trunk, number, *columns, *(entry.outcome for entry in runs)])
+        rows.append([trunk, number, *columns, *runs])
     yield table(["trunk layers", "branches and devices", *names, *(f"plan of {name}" for name in names)], rows)
     yield (
         "\nThe paper, whose trunk is not known: up to 2 times PipeDream with 16 branches, more with more branches. "
@@ -119,8 +128,8 @@ def in_flight() -> Iterator[str]:
     problem = _problem(with_trunk(5, 4), 6, 16 * 64)
     rows, all_equal = [], True
     for chained, expected in ((True, [384, 320, 256, 192, 128, 64]), (False, [192, 192, 192, 192, 128, 64])):
-        outcome = simulated(problem, draft_of(problem, _stage_of_candle, 64, range(5, -1, -1), chained=chained))
-        counts = [in_flight_samples(outcome.plan)[index] for index in range(len(expected))]
+        prediction = simulated(problem, draft_of(problem, _stage_of_candle, 64, range(5, -1, -1), chained=chained))
+        counts = [in_flight_samples(prediction.plan)[index] for index in range(len(expected))]
         all_equal &= counts == expected
         rows.append(["chain" if chained else "graph", *counts])
     yield table(["stages as", *(f"tower {n}" for n in range(1, 5)), "tower 0 and join", "trunk"], rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import exp, inf, log
 
 from benchmarks.workloads import graph
@@ -11,12 +12,9 @@ from lightning_gpp.cluster import Cluster, preset_cluster
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.graph import Affine, OperatorGraph
-from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Answer, Control, Draft, Problem, Request
-from lightning_gpp.planning.found import settled
+from lightning_gpp.planning import Answer, Control, Prediction, Problem, Request
 from lightning_gpp.planning.problem.registry import partitioner_of
-from lightning_gpp.planning.problem.trial import tried
-from lightning_gpp.simulation import Timeline
+from lightning_gpp.planning.problem.trial import best_trial, simulated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,55 +95,38 @@ def without_data(graph: OperatorGraph) -> OperatorGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a partitioner did; `outcome` is None where it has no plan, then `answer.notes` say why."""
+    """A search and the prediction for its plan; None if there is no plan, for reasons in `answer.notes`."""
 
     answer: Answer
     seconds: float
-    outcome: Outcome | None
+    prediction: Prediction | None
 
     @property
     def samples_per_second(self) -> float:
-        return self.outcome.samples_per_second if self.outcome else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """A plan of one pipeline, copies of it, and the simulation of its program."""
-
-    plan: Plan
-    num_pipelines: int
-    timeline: Timeline
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.plan.batch_size * self.num_pipelines / self.timeline.makespan
+        return self.prediction.samples_per_second if self.prediction else 0.0
 
     def __str__(self) -> str:
-        """Stages, depth, samples of a micro-batch; and pipelines where there are several."""
-        copies = f"{self.num_pipelines} x " if self.num_pipelines > 1 else ""
-        return f"{copies}{len(self.plan.stages)}, {self.plan.depth}, {self.plan.stages[-1].micro_batch_size}"
+        """Pipelines if there are several; stages, depth, samples of a micro-batch."""
+        if self.prediction is None:
+            return "-"
+        plan, number = self.prediction.plan, self.prediction.num_pipelines
+        pipelines = f"{number} x " if number > 1 else ""
+        return f"{pipelines}{len(plan.stages)}, {plan.depth}, {plan.stages[-1].micro_batch_size}"
 
 
 def run(partitioner: str, problem: Problem, seconds: float = 10.0) -> Run:
     """Search, and simulate the program of the plan; `seconds` limit searches that can stop at any time."""
     answer, elapsed = search(partitioner, problem, seconds)
     if answer.draft is None:
-        return Run(answer=answer, seconds=elapsed, outcome=None)
-    draft = settled(problem, answer).draft
-    assert draft is not None
-    return Run(answer=answer, seconds=elapsed, outcome=simulated(problem, draft))
+        return Run(answer=answer, seconds=elapsed, prediction=None)
+    trial = best_trial(problem, answer, partial(simulated, problem))
+    return Run(answer=answer, seconds=elapsed, prediction=trial.prediction)
 
 
 def search(partitioner: str, problem: Problem, seconds: float = 10.0) -> tuple[Answer, float]:
     """The answer, and the seconds it took."""
     control = Control(seconds=seconds)
     return partitioner_of(partitioner)(problem, control), control.elapsed
-
-
-def simulated(problem: Problem, draft: Draft) -> Outcome:
-    """The draft's whole program, sending the samples to the stages that read them included."""
-    plan, copies, timeline = tried(problem, draft)
-    return Outcome(plan=plan, num_pipelines=copies, timeline=timeline)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

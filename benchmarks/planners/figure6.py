@@ -61,7 +61,7 @@ def _throughput(entry: Cell, names: tuple[str, ...]) -> list[object]:
         entry.num_devices,
         *(_beside(entry.throughput(name), entry.published(name)) for name in names),
         f"{entry.throughput('auto') / entry.throughput('graphpipe'):.2f}",
-        *(entry.runs[name].outcome or "-" for name in names),
+        *(entry.runs[name] for name in names),
     ]
 
 
@@ -117,7 +117,7 @@ def refusals(cells: list[Cell]) -> Iterator[str]:
     """What Piper says where it has no plan."""
     said: dict[str, str] = {}
     for c in cells:
-        if c.runs["piper"].outcome is None:
+        if c.runs["piper"].prediction is None:
             said.setdefault(c.model, " ".join(c.runs["piper"].answer.notes))
     for model, notes in said.items():
         yield f"Piper on {model}: {notes}"

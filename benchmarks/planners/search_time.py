@@ -23,7 +23,7 @@ from benchmarks.planners.paper import HARDWARE, LAYERS, SAMPLES_PER_DEVICE
 from benchmarks.planners.published import pipedream_in_loops, piper_in_loops
 from benchmarks.workloads import WORKLOADS, graph
 from lightning_gpp.cluster import preset_cluster
-from lightning_gpp.planning import Answer, Control, Found, Problem, Request, partition
+from lightning_gpp.planning import Answer, Control, Prediction, Problem, Request, best_plan
 from lightning_gpp.planning.problem.registry import Partitioner, partitioner_of
 
 NUM_DEVICES: Final = 32
@@ -166,9 +166,9 @@ def auto(options: Options) -> Iterator[str]:
             request = Request(
                 cluster=preset_cluster(cluster, num_nodes=num_nodes), batch_size=batch_size, seconds=options.seconds
             )
-            found = partition("auto", graph(model), request)
-            gaps[model] = _search_gap(found)
-            rows.append([model, f"{num_nodes} x {cluster}", batch_size, *_figures(found)])
+            prediction = best_plan("auto", graph(model), request)
+            gaps[model] = _search_gap(prediction)
+            rows.append([model, f"{num_nodes} x {cluster}", batch_size, *_figures(prediction)])
     yield table(["model", "nodes", "mini-batch", *FIGURES], rows)
     num = sum(gap < 0.05 for gap in gaps.values())
     yield f"\nGap of the search below 5 %, largest mini-batches: {num} of {len(gaps)}: {verdict(num == len(gaps))}."
@@ -177,19 +177,19 @@ def auto(options: Options) -> Iterator[str]:
 FIGURES: Final = ("pipelines, stages", "search", "step", "gap of the search", "gap of the program")
 
 
-def _search_gap(found: Found) -> float:
-    return found.answer.objective / found.answer.lower_bound - 1
+def _search_gap(prediction: Prediction) -> float:
+    return prediction.search.objective / prediction.lower_bound - 1
 
 
-def _figures(found: Found) -> list[str]:
+def _figures(prediction: Prediction) -> list[str]:
     """Of `FIGURES`. The bound knows nothing of messages, so the program's gap has their time in it too."""
-    gap = found.seconds / found.answer.lower_bound - 1
-    size = f"{found.num_pipelines}, {len(found.plan.stages)}"
+    gap = prediction.seconds / prediction.lower_bound - 1
+    size = f"{prediction.num_pipelines}, {len(prediction.plan.stages)}"
     return [
         size,
-        f"{found.search_seconds:.1f} s",
-        f"{found.seconds * 1e3:.4g} ms",
-        f"{_search_gap(found):.1%}",
+        f"{prediction.search.seconds:.1f} s",
+        f"{prediction.seconds * 1e3:.4g} ms",
+        f"{_search_gap(prediction):.1%}",
         f"{gap:.1%}",
     ]
 
@@ -200,12 +200,12 @@ def large(options: Options) -> Iterator[str]:
     num_operators = len(list(graph(model)))
     request = Request(cluster=preset_cluster("dgx_h100", num_nodes=128), batch_size=batch_size, seconds=options.seconds)
     began = time.perf_counter()
-    found = partition("auto", graph(model), request)
+    prediction = best_plan("auto", graph(model), request)
     total, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    row = [model, num_operators, request.cluster.num_devices, batch_size, *_figures(found), f"{total:.1f} s"]
+    row = [model, num_operators, request.cluster.num_devices, batch_size, *_figures(prediction), f"{total:.1f} s"]
     header = ["model", "operators", "devices", "mini-batch", *FIGURES, "search and simulation", "peak memory"]
     yield table(header, [[*row, f"{peak / 1e9:.2f} GB"]])
-    yield f"\nSearch below 60 s and 4 GB: {verdict(found.search_seconds < 60 and peak < 4e9)}."
+    yield f"\nSearch below 60 s and 4 GB: {verdict(prediction.search.seconds < 60 and peak < 4e9)}."
 
 
 SECTIONS: Final[dict[str, Callable[[Options], Iterator[str]]]] = {

@@ -8,21 +8,18 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from lightning_gpp.cli.planning import Task, applied, final, task_of
+from lightning_gpp.cli.planning import Task, applied, task_of
 from lightning_gpp.cli.stopping import TimeIsUp, check_interrupted, interruptible, time_limit, uninterrupted
-from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Found, partitioner_names
+from lightning_gpp.planning import Prediction, Request, best_plan, each_schedule, partitioner_names
 from lightning_gpp.planning.assignment.layout_check import misfit
-from lightning_gpp.planning.choice import each_schedule
-from lightning_gpp.planning.copies import partition_copies
-from lightning_gpp.planning.folding import ordered
 from lightning_gpp.planning.problem.registry import partitioner_of
 from lightning_gpp.reports import Compared, partitioners_table, schedules_table, search_progress
+from lightning_gpp.reports.progress import SearchBar
 from lightning_gpp.schedules import schedule_names
 from lightning_gpp.training.machine import first
-from lightning_gpp.training.planner import check_devices, finished, planned, request_of
+from lightning_gpp.training.planner import check_devices, planned, request_of
 
 PARTITIONERS = tuple(name for name in partitioner_names() if name != "exhaustive")
 """Compared by default: all but the one that is for a handful of units and devices only."""
@@ -80,18 +77,25 @@ def _show(rows: list[ComparedRow], table: Callable[[list[ComparedRow]], str]) ->
 
 
 def _partitioned(name: str, task: Task, seconds: float) -> Compared:
-    subject = task.subject.step
     try:
         with time_limit(seconds, key="compare_seconds"), search_progress() as progress:
-            machine = first(task.machine, task.num_devices)
-            request = request_of(subject, task.options, machine, copies=task.copies, progress=progress)
-            found = partition_copies(name, subject.graph, request)
-            plan = finished(found.plan, subject, task.options)
-            return final(task, plan, found)
+            return best_plan(name, task.subject.step.graph, _request(task, progress))
     except PlanError as error:
         return str(error)
     except TimeIsUp:
         return _late(seconds)
+
+
+def _request(task: Task, progress: SearchBar | None) -> Request:
+    machine = first(task.machine, task.num_devices * (task.num_pipelines or 1))
+    return request_of(
+        task.subject.step,
+        task.options,
+        machine,
+        num_pipelines=task.num_pipelines,
+        bound_seconds=task.options.bound_seconds,
+        progress=progress,
+    )
 
 
 def _late(seconds: float) -> str:
@@ -131,17 +135,18 @@ def schedules_wanted(setting: Any) -> tuple[str, ...]:
 
 def _searched(task: Task, names: Sequence[str], seconds: float) -> Iterator[ComparedRow]:
     """Each schedule with the plan that it wants. A search that takes too long is given up, and the next one begun."""
-    machine, search = first(task.machine, task.num_devices), None
+    search = None
     with search_progress() as progress:
-        request = request_of(task.subject.step, task.options, machine, copies=task.copies, progress=progress)
+        request = _request(task, progress)
         for index, name in enumerate(names):
             if progress is not None:
                 progress.part(index, len(names), name)
             rest = replace(request, schedules=tuple(names[index:]))
             search = search or each_schedule(task.options.partitioner, task.subject.step.graph, rest)
+            outcome: Compared
             try:
                 with time_limit(seconds, key="compare_seconds"):
-                    outcome = _scheduled(task, next(search)[1])
+                    outcome = _text_of_error(next(search)[1])
             except GPPError as error:
                 outcome = str(error)
             except TimeIsUp:
@@ -149,10 +154,8 @@ def _searched(task: Task, names: Sequence[str], seconds: float) -> Iterator[Comp
             yield name, outcome
 
 
-def _scheduled(task: Task, outcome: Found | GPPError) -> Compared:
-    if isinstance(outcome, GPPError):
-        return str(outcome)
-    return final(task, finished(outcome.plan, task.subject.step, task.options), outcome)
+def _text_of_error(outcome: Prediction | GPPError) -> Compared:
+    return str(outcome) if isinstance(outcome, GPPError) else outcome
 
 
 def _on_given(task: Task, names: Sequence[str], seconds: float) -> Iterator[ComparedRow]:
@@ -178,11 +181,6 @@ def _applied(task: Task, name: str) -> Compared:
     if lack:
         return lack
     check_devices(plan, task.num_devices)
-    if machine.costs is None and not any(operator.flops.at(1) for operator in subject.graph):
-        plan = replace(plan, schedule=name)
-    else:
-        costs = machine.costs or Roofline(subject.graph)
-        plan = ordered(plan, subject.graph, machine.cluster, costs, machine.footprint, (name,))
     return replace(applied(task, plan), note=_layout_note(plan, name))
 
 

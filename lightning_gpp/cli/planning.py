@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from lightning_gpp.cli.subject import GraphFile, Step, captured, graph_file
 from lightning_gpp.cluster import Cluster, cluster_of
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Found, count_pipelines, devices_per_pipeline
+from lightning_gpp.planning import Prediction, count_pipelines, devices_per_pipeline
 from lightning_gpp.planning.assignment.layout_check import misfit
-from lightning_gpp.reports import Prediction, graph_svg, prediction_text, search_progress, timeline_svg
+from lightning_gpp.planning.problem.trial import memory_limits
+from lightning_gpp.reports import graph_svg, prediction_text, search_progress, timeline_svg
 from lightning_gpp.simulation import Timeline
 from lightning_gpp.strategy import GPPStrategy
 from lightning_gpp.training.machine import Machine, resolved
@@ -32,14 +33,14 @@ from lightning_gpp.training.replicas import idle_sharding
 class Task:
     """What to plan, for what, and how.
 
-    `num_devices`: those of one pipeline, or all of the machine's where `copies` of a smaller pipeline may be found.
+    `num_devices`: those of one pipeline, or all of the machine's if the search chooses `num_pipelines` (None).
     """
 
     subject: GraphFile | Step
     options: Options
     machine: Machine
     num_devices: int
-    copies: bool
+    num_pipelines: int | None
 
 
 def show(config: DictConfig) -> None:
@@ -92,11 +93,12 @@ def predict(task: Task) -> Prediction:
             task.options,
             lambda: task.machine,
             task.num_devices,
-            copies=task.copies,
+            num_pipelines=task.num_pipelines,
+            bound_seconds=task.options.bound_seconds,
             progress=progress,
         )
-    if result.found is not None:
-        return final(task, result.plan, result.found)
+    if result.prediction is not None:
+        return result.prediction
     check_devices(result.plan, task.num_devices)
     return applied(task, result.plan)
 
@@ -104,23 +106,12 @@ def predict(task: Task) -> Prediction:
 def applied(task: Task, plan: Plan) -> Prediction:
     """The prediction for a plan that the user gave, with as many pipelines as the machine has devices for."""
     number = count_pipelines(plan, task.machine.cluster.num_devices)
-    limits = [device.memory_bytes for device in task.machine.cluster.devices]
     return Prediction(
         plan=plan,
         num_pipelines=number,
         timeline=simulated(plan, task.subject.step.graph, task.machine, number),
-        memory_bytes=tuple(float(min(limits[device :: plan.num_devices])) for device in range(plan.num_devices)),
+        memory_bytes=memory_limits(plan, task.machine.cluster),
     )
-
-
-def final(task: Task, plan: Plan, found: Found) -> Prediction:
-    """The prediction for the final plan of a search, with the number of pipelines that the user asked for."""
-    prediction = Prediction.of(found)
-    number = found.num_pipelines if task.copies else task.machine.cluster.num_devices // task.num_devices
-    if (number, plan) == (found.num_pipelines, found.plan):
-        return prediction  # simulated already, which takes seconds for a thousand devices
-    timeline = simulated(plan, task.subject.step.graph, task.machine, number)
-    return replace(prediction, plan=plan, num_pipelines=number, timeline=timeline)
 
 
 def _advice(prediction: Prediction) -> list[str]:
@@ -155,12 +146,14 @@ def task_of(config: DictConfig) -> Task:
         L.seed_everything(config.seed, workers=True, verbose=False)
     subject = captured(config, options) if config.graph is None else graph_file(config)
     costs = subject.costs(options, whole, torch.device(device_type(config.trainer.accelerator)))
+    per_pipeline = num_devices(options, whole.num_devices)
+    replicable = config.get("cluster") is not None and options.num_pipelines is None
     return Task(
         subject=subject,
         options=options,
         machine=Machine(cluster=whole, footprint=subject.footprint, costs=costs),
-        num_devices=num_devices(options, whole.num_devices),
-        copies=config.get("cluster") is not None and options.num_pipelines is None,
+        num_devices=per_pipeline,
+        num_pipelines=None if replicable else whole.num_devices // per_pipeline,
     )
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import lightning as L
 
-from lightning_gpp.reports import Prediction, run_text, timeline_text
+from lightning_gpp.planning import Prediction
+from lightning_gpp.reports import run_text, timeline_text
 from lightning_gpp.strategy import GPPStrategy
 
 

@@ -4,7 +4,6 @@ from lightning_gpp.planning.assignment.devices import count_pipelines, devices_p
 from lightning_gpp.planning.assignment.estimate import estimate
 from lightning_gpp.planning.assignment.fit import check_model
 from lightning_gpp.planning.assignment.manual import manual
-from lightning_gpp.planning.found import Found, partition
 from lightning_gpp.planning.partitioners import exhaustive as _exhaustive  # noqa: F401  registers itself
 from lightning_gpp.planning.partitioners import graphpipe as _graphpipe  # noqa: F401  registers itself
 from lightning_gpp.planning.partitioners import pipedream as _pipedream  # noqa: F401  registers itself
@@ -13,9 +12,11 @@ from lightning_gpp.planning.partitioners.auto import search as _auto  # noqa: F4
 from lightning_gpp.planning.problem.answer import Alternative, Answer, Control
 from lightning_gpp.planning.problem.draft import Draft, DraftStage
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
+from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.registry import partitioner_names, register_partitioner
 from lightning_gpp.planning.request import Request
+from lightning_gpp.planning.search import best_order, best_plan, each_schedule
 
 __all__ = [
     "Alternative",
@@ -25,16 +26,19 @@ __all__ = [
     "DraftStage",
     "Evaluation",
     "Evaluator",
-    "Found",
+    "Prediction",
     "Problem",
     "Request",
+    "SearchFigures",
+    "best_order",
+    "best_plan",
     "check_model",
     "count_pipelines",
     "devices_per_pipeline",
+    "each_schedule",
     "estimate",
     "manual",
     "number_devices",
-    "partition",
     "partitioner_names",
     "register_partitioner",
 ]

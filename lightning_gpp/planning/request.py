@@ -34,20 +34,23 @@ class Request:
 
     Args:
         cluster: the devices to use.
-        batch_size: samples of the mini-batch of one pipeline replica.
+        batch_size: samples of the mini-batches of all pipelines together.
         num_micro_batches: or `micro_batch_size`, or neither: then the partitioner chooses.
         schedules: names to choose from.
         model: fingerprint written into the plan.
         costs: seconds of operators; by default the roofline model.
         footprint: what a device keeps per byte of parameters.
-        recompute: whether stages recompute their activations; None leaves it to the partitioner.
+        recompute: whether stages recompute their activations, or the names of those that do once they are known; None
+            leaves it to the partitioner.
         max_replicas: devices of a stage at most; None sets no limit.
         stages_per_device: stages, each on one device, that a device has; None: as the schedule wants.
         sharding: what the replicas of a stage split; one of `plan.SHARDINGS`.
         slicing: how micro-batches are cut along the sequence; None: not at all.
         num_pieces: operators are grouped into modules of no more than 1 / `num_pieces` of the whole.
-        copies: whether copies of the whole pipeline may share the mini-batch.
-        seconds: of the search, for partitioners that can stop at any time.
+        chained: run the stages one after the other, even if they do not need each other.
+        num_pipelines: pipeline replicas that share devices and mini-batch; None leaves it to the search.
+        seconds: limit of all searches together, for partitioners that can stop at any time.
+        bound_seconds: limit of the time to compute a lower bound after the search.
         progress: called during the search.
     """
 
@@ -59,14 +62,16 @@ class Request:
     model: str = ""
     costs: CostModel | None = None
     footprint: Footprint = field(default_factory=Footprint)
-    recompute: bool | None = None
+    recompute: bool | tuple[str, ...] | None = None
     max_replicas: int | None = None
     stages_per_device: int | None = None
     sharding: str = "none"
     slicing: Slicing | None = None
     num_pieces: float = inf
-    copies: bool = True
+    chained: bool = False
+    num_pipelines: int | None = None
     seconds: float = 10.0
+    bound_seconds: float = 2.0
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
@@ -74,7 +79,22 @@ class Request:
             raise ConfigError(f"A plan needs a mini-batch of at least 1 sample, got {self.batch_size}.")
         if not self.seconds > 0:
             raise ConfigError(f"strategy.search_seconds={self.seconds:g}; it must be more than 0 seconds.")
+        if not self.bound_seconds >= 0:
+            raise ConfigError(f"strategy.bound_seconds={self.bound_seconds:g}; it must be 0 seconds or more.")
         resolve_size(self.batch_size, self.num_micro_batches, self.micro_batch_size, 1)
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of a micro-batch, as far as partitioners count them as micro-batches.
+
+        Under 1F1B, slices hold no more activations than that many micro-batches. GPipe holds all, so its micro-batches
+        stay as they are.
+        """
+        return 1 if self.slicing is None or self.schedules == ("gpipe",) else self.slicing.number
+
+    def operator_costs(self, graph: OperatorGraph) -> CostModel:
+        """The given cost model, or the roofline."""
+        return self.costs or Roofline(graph)
 
     def problem(self, graph: OperatorGraph) -> Problem:
         """The same for all partitioners.
@@ -82,27 +102,34 @@ class Request:
         Raises:
             ConfigError: the micro-batches do not fit the mini-batch.
         """
-        costs, sizes = self.costs or Roofline(graph), self._sizes()
+        costs, sizes = self.operator_costs(graph), self._sizes()
         seconds = operator_seconds(graph, costs, self.cluster, sizes[-1])
         return Problem(
             graph=graph,
             costs=costs,
             units=find_units(graph, num_pieces=self.num_pieces, seconds=seconds),
             cluster=self.cluster,
-            batch_size=self.batch_size,
+            batch_size=self.batch_size * self.num_slices,
+            num_slices=self.num_slices,
             sizes=sizes,
             schedules=self.schedules,
             footprint=self.footprint,
-            recompute=self.recompute,
+            recompute=self.recompute if self.recompute is None or isinstance(self.recompute, bool) else False,
             max_replicas=inf if self.max_replicas is None else self.max_replicas,
-            copies=self.copies,
+            replicable=self.num_pipelines is None,
         )
 
     def _sizes(self) -> tuple[int, ...]:
-        if self.num_micro_batches is None and self.micro_batch_size is None:
-            sizes = {-(-self.batch_size // number) for number in NUMBERS if number <= self.batch_size}
-            smaller = {-(-self.batch_size // number) for number in MORE_NUMBERS if number <= self.batch_size}
-            devices = self.cluster.num_devices
-            sizes |= {size for size in smaller if devices <= size * MANY_STAGES <= devices * MANY_STAGES}
-            return tuple(sorted(size for size in sizes if -self.batch_size % size <= MAX_SHORT * self.batch_size))
-        return (resolve_size(self.batch_size, self.num_micro_batches, self.micro_batch_size, 1),)
+        batch_size, number = self.batch_size * self.num_slices, self.num_micro_batches
+        if number is None and self.micro_batch_size is None:
+            return _sizes_to_try(batch_size, self.cluster.num_devices)
+        number = None if number is None else number * self.num_slices
+        return (resolve_size(batch_size, number, self.micro_batch_size, 1),)
+
+
+def _sizes_to_try(batch_size: int, num_devices: int) -> tuple[int, ...]:
+    """Micro-batch sizes for a search, ascending."""
+    sizes = {-(-batch_size // number) for number in NUMBERS if number <= batch_size}
+    smaller = {-(-batch_size // number) for number in MORE_NUMBERS if number <= batch_size}
+    sizes |= {size for size in smaller if num_devices <= size * MANY_STAGES <= num_devices * MANY_STAGES}
+    return tuple(sorted(size for size in sizes if -batch_size % size <= MAX_SHORT * batch_size))

@@ -5,9 +5,8 @@ from lightning_gpp.reports.gantt import timeline_svg
 from lightning_gpp.reports.graph import graph_svg, graph_text
 from lightning_gpp.reports.measured import Comparison, FigurePair, compare_timelines, comparison_text
 from lightning_gpp.reports.memory import memory_text
-from lightning_gpp.reports.prediction import Prediction, SearchFigures
 from lightning_gpp.reports.progress import search_progress
-from lightning_gpp.reports.schedule import DeviceFigures, Traffic, schedule_figures, schedule_text
+from lightning_gpp.reports.schedule import DeviceFigures, Traffic, device_figures, schedule_figures, schedule_text
 from lightning_gpp.reports.search import alternatives_text, search_text
 from lightning_gpp.reports.table import plan_table
 from lightning_gpp.reports.text import prediction_text, run_text
@@ -18,12 +17,11 @@ __all__ = [
     "DeviceFigures",
     "Compared",
     "FigurePair",
-    "Prediction",
-    "SearchFigures",
     "Traffic",
     "alternatives_text",
     "compare_timelines",
     "comparison_text",
+    "device_figures",
     "graph_svg",
     "graph_text",
     "memory_text",

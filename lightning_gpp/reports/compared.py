@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from lightning_gpp.reports.prediction import Prediction
-from lightning_gpp.reports.schedule import DeviceFigures
+from lightning_gpp.planning import Prediction
+from lightning_gpp.reports.schedule import DeviceFigures, device_figures
 from lightning_gpp.reports.table import markdown
 from lightning_gpp.reports.units import count, distance, duration, percent, size
 
@@ -108,7 +108,7 @@ def _schedule(prediction: Prediction, ratio: str) -> list[str]:
         distance(prediction.gap),
         percent(prediction.timeline.bubble_fraction),
         _memory(prediction),
-        *_most(prediction.figures),
+        *_most(device_figures(prediction)),
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_gpp.plan import Plan
-from lightning_gpp.reports.prediction import Prediction
+from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.units import percent, size
 
 BAR = 40

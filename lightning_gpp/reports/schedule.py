@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.table import markdown
 from lightning_gpp.reports.units import percent, size
-from lightning_gpp.schedules import Action, Instruction, Kind, Program
+from lightning_gpp.schedules import Action, Instruction, Kind, Program, compile_program
 from lightning_gpp.schedules.actions import RELEASES
 from lightning_gpp.simulation import Timeline
 
@@ -60,6 +61,12 @@ class DeviceFigures:
     def traffic(self) -> Traffic:
         """Messages both ways."""
         return self.sent + self.received
+
+
+def device_figures(prediction: Prediction) -> tuple[DeviceFigures, ...]:
+    """The figures of every device of a prediction. Compiles its program."""
+    program = compile_program(prediction.plan, copies=prediction.num_pipelines)
+    return schedule_figures(program, prediction.timeline)
 
 
 def schedule_figures(program: Program, timeline: Timeline) -> tuple[DeviceFigures, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gpp.reports.prediction import Prediction
+from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.units import distance, duration, percent
 
 
@@ -27,9 +27,10 @@ def _bound(prediction: Prediction) -> str:
     if prediction.gap is None:
         return "lower bound: none is known for this plan"
     bound, gap = duration(prediction.lower_bound), distance(prediction.gap)
+    spent = f" (computed in {duration(prediction.search.bound_seconds)})" if prediction.search else ""
     return (
-        f"lower bound under {prediction.plan.schedule}: {bound}; this step is at most {gap} longer than the best "
-        "possible one"
+        f"lower bound under {prediction.plan.schedule}: {bound}{spent}; this step is at most {gap} longer than the "
+        "best possible one"
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.graph import graph_text
 from lightning_gpp.reports.memory import memory_text
-from lightning_gpp.reports.prediction import Prediction
-from lightning_gpp.reports.schedule import schedule_text
+from lightning_gpp.reports.schedule import device_figures, schedule_text
 from lightning_gpp.reports.search import search_text
 from lightning_gpp.reports.table import plan_table
 from lightning_gpp.reports.timeline import timeline_text
@@ -19,7 +19,7 @@ def prediction_text(prediction: Prediction) -> str:
         graph_text(plan),
         timeline_text(timeline),
         memory_text(prediction),
-        schedule_text(prediction.figures),
+        schedule_text(device_figures(prediction)),
         search_text(prediction),
     )
     return "\n\n".join(filter(None, sections))

@@ -22,7 +22,7 @@ from lightning_gpp.option import Converted, option, settle
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.placement import Placement, read
 from lightning_gpp.planning.assignment.slices import Slicing
-from lightning_gpp.planning.folding import check_replicas
+from lightning_gpp.planning.candidates import check_replicas
 from lightning_gpp.schedules.registry import method_of, schedule_names
 from lightning_gpp.training.option_values import (
     AUTO,
@@ -82,6 +82,12 @@ class Options:
         10.0,
         "time limit of the partitioner's search, which ends earlier if there is nothing left to gain.",
         allowed="more than 0 seconds",
+    )
+    bound_seconds: Annotated[float, Ge(0)] = option(
+        2.0,
+        "time limit of gpp-plan for a lower bound of the step time, which it computes after the search to say how much "
+        "better a plan could be; 0 leaves only the bound that all devices are busy all the time.",
+        allowed="0 seconds or more",
     )
     cluster: Converted[ClusterSpec, Cluster | str | None] = option(
         None,

@@ -12,23 +12,21 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture import Capture, capture_step
-from lightning_gpp.costs.roofline import Roofline
-from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, Plan
-from lightning_gpp.planning import Found, Request, check_model, manual
+from lightning_gpp.planning import Prediction, Request, best_order, best_plan, check_model, manual
 from lightning_gpp.planning.assignment.assign import StageDraft, assign, make_plan, mixing_stages
-from lightning_gpp.planning.assignment.fit import check_sharding
+from lightning_gpp.planning.assignment.complete import completed
+from lightning_gpp.planning.assignment.layout import lay_out_by_hand
 from lightning_gpp.planning.assignment.placement import read
-from lightning_gpp.planning.assignment.rebuild import drafts_of, remade, separated
+from lightning_gpp.planning.assignment.rebuild import drafts_of, rebuilt, separated
+from lightning_gpp.planning.assignment.reslice import slice_again, slicing_of
 from lightning_gpp.planning.assignment.slices import kept_together
-from lightning_gpp.planning.choice import best_schedule
-from lightning_gpp.planning.copies import partition_copies
-from lightning_gpp.planning.folding import KNOWN, SEARCHED_AS, folded, ordered
+from lightning_gpp.planning.candidates import SEARCHED, STANDARD
 from lightning_gpp.planning.problem.answer import Progress
-from lightning_gpp.planning.resliced import again, in_slices, put_together, slicing_of
 from lightning_gpp.schedules.registry import method_of
-from lightning_gpp.slices import is_sliced, unsliced
+from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.declared import Declared, declare, is_declared
 from lightning_gpp.stages.whole_inputs import with_whole_inputs
 from lightning_gpp.training.machine import Machine, first, resolved
@@ -69,11 +67,10 @@ def captured_step(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The plan of one pipeline, copies of it, and how it was found, where a partitioner found it."""
+    """The plan of one pipeline, and the prediction for it if a partitioner found it."""
 
     plan: Plan
-    num_pipelines: int = 1
-    found: Found | None = None
+    prediction: Prediction | None = None
 
 
 def plan_for(
@@ -134,7 +131,8 @@ def planned(
     machine: Callable[[], Machine],
     num_devices: int,
     *,
-    copies: bool = False,
+    num_pipelines: int | None = 1,
+    bound_seconds: float = 0.0,
     progress: Progress | None = None,
 ) -> Planned:
     """A new plan: from a file, by hand, or by a partitioner.
@@ -142,62 +140,62 @@ def planned(
     Args:
         captured: the step, or what else there is a graph of.
         options: of the strategy.
-        machine: asked only where a partitioner is.
-        num_devices: to plan for: those of one pipeline, or of all where there may be copies.
-        copies: whether the partitioner may choose copies of a smaller pipeline.
+        machine: asked only if a partitioner or a schedule needs to know.
+        num_devices: devices of one pipeline, or of all if their number is left open.
+        num_pipelines: pipeline replicas; None leaves their number to the partitioner.
+        bound_seconds: limit of the time for a lower bound after the search.
         progress: called during the search.
 
     Raises:
         ConfigError, PlanError: see `plan_for`.
     """
     if options.plan is not None:
-        check_model(options.plan, captured.graph, captured.fingerprint)
-        result = Planned(plan=_given(options.plan, captured, options, machine))
+        plan = _from_file(options.plan, captured, options)
     elif options.stages is not None:
-        result = Planned(plan=_by_hand(captured, options, options.stages, first(machine(), num_devices)))
+        plan = _by_hand(options.stages, captured, options)
     else:
-        result = _found(captured, options, first(machine(), num_devices), copies, progress)
-    plan = finished(result.plan, captured, options)
-    if options.schedule == AUTO and is_sliced(plan):
-        plan = _ordered(plan, captured, first(machine(), num_devices), schedules_of(options))
-    return replace(result, plan=plan)
+        there = first(machine(), num_devices * (num_pipelines or 1))
+        request = request_of(
+            captured,
+            options,
+            there,
+            num_pipelines=num_pipelines,
+            bound_seconds=bound_seconds,
+            progress=progress,
+        )
+        prediction = best_plan(options.partitioner, captured.graph, request)
+        return Planned(plan=prediction.plan, prediction=prediction)
+    plan = completed(
+        plan,
+        captured.graph,
+        recompute=options.recompute,
+        sharding=options.sharding,
+        chained=options.chain_baseline,
+        slicing=options.slicing,
+    )
+    return Planned(plan=_scheduled(plan, captured, options, machine))
 
 
-def finished(plan: Plan, captured: Subject, options: Options) -> Plan:
-    """A plan of stages with what the settings say besides: recomputation, sharding, the baseline, slices.
-
-    Raises:
-        ConfigError, PlanError: the plan cannot have it.
-    """
-    slicing = options.slicing or slicing_of(plan)
-    plan = recomputing(put_together(plan, captured.graph), options.recompute)
-    if options.sharding != "none":
-        plan = replace(plan, sharding=options.sharding)
-    plan = plan.chained() if options.chain_baseline else plan
-    plan = plan if slicing is None else in_slices(plan, captured.graph, slicing)
-    check_sharding(plan, captured.graph)
-    return plan
-
-
-def _by_hand(captured: Subject, options: Options, stages: StageSpec, machine: Machine) -> Plan:
-    schedules, placement = schedules_of(options), without_inputs(stages)
+def _by_hand(stages: StageSpec, captured: Subject, options: Options) -> Plan:
+    """Stages that the user cut. If they have no devices, they are laid out as the schedule wants them."""
+    schedules, spec = schedules_of(options), without_inputs(stages)
     plan = manual(
         captured.graph,
-        placement,
-        schedule=schedules[0] if len(schedules) == 1 else SEARCHED_AS,
+        spec,
+        schedule=schedules[0] if len(schedules) == 1 else STANDARD,
         batch_size=captured.batch_size,
         num_micro_batches=options.num_micro_batches,
         micro_batch_size=options.micro_batch_size,
         model=captured.fingerprint,
     )
-    if all(entry.devices is None for entry in read(placement)):
-        plan = folded(plan, captured.graph, options.stages_per_device)
-    plan = replace(plan, sharding=options.sharding)
-    return _ordered(plan, captured, machine, schedules)
+    if any(entry.devices is not None for entry in read(spec)):
+        return plan
+    return lay_out_by_hand(plan, captured.graph, options.stages_per_device)
 
 
-def _given(plan: Plan, captured: Subject, options: Options, machine: Callable[[], Machine]) -> Plan:
-    """A plan from a file, with the schedule that the settings name, if they do."""
+def _from_file(plan: Plan, captured: Subject, options: Options) -> Plan:
+    """The given plan, after a warning about settings that it overrides."""
+    check_model(plan, captured.graph, captured.fingerprint)
     unused = ", ".join(contradicted(plan, options))
     if unused:
         warnings.warn(
@@ -205,9 +203,21 @@ def _given(plan: Plan, captured: Subject, options: Options, machine: Callable[[]
             "file, or make a new one with these settings.",
             stacklevel=2,
         )
-    if options.schedule in (None, plan.schedule):
+    return plan
+
+
+def _scheduled(plan: Plan, captured: Subject, options: Options, machine: Callable[[], Machine]) -> Plan:
+    """Stages that the user gave, under the schedule of the settings: the fastest of all if they leave it open.
+
+    Schedules that weigh actions get their times, as far as anything is known about them.
+    """
+    if options.plan is not None and options.schedule in (None, plan.schedule):
         return plan
-    return _ordered(plan, captured, first(machine(), plan.num_devices), schedules_of(options))
+    schedules = schedules_of(options)
+    if set(schedules) <= set(SEARCHED) or not any(operator.flops.at(1) for operator in captured.graph):
+        return replace(plan, schedule=schedules[0] if len(schedules) == 1 else plan.schedule)
+    there = first(machine(), plan.num_devices)
+    return best_order(plan, captured.graph, request_of(captured, options, there)).plan
 
 
 def contradicted(plan: Plan, options: Options) -> list[str]:
@@ -223,47 +233,35 @@ def contradicted(plan: Plan, options: Options) -> list[str]:
     return [f"strategy.{name}={value}" for name, value in given.items() if value is not None]
 
 
-def _ordered(plan: Plan, captured: Subject, machine: Machine, schedules: Sequence[str]) -> Plan:
-    """The plan with the best of these schedules, as far as anything is known that could tell them apart."""
-    if set(schedules) <= set(KNOWN) or not any(operator.flops.at(1) for operator in captured.graph):
-        return replace(plan, schedule=schedules[0] if len(schedules) == 1 else plan.schedule)
-    costs = machine.costs or Roofline(captured.graph)
-    return ordered(plan, captured.graph, machine.cluster, costs, machine.footprint, schedules)
-
-
-def _found(captured: Subject, options: Options, machine: Machine, copies: bool, progress: Progress | None) -> Planned:
-    request = request_of(captured, options, machine, copies=copies, progress=progress)
-    search = partition_copies if len(request.schedules) == 1 else best_schedule
-    found = search(options.partitioner, captured.graph, request)
-    return Planned(plan=found.plan, num_pipelines=found.num_pipelines, found=found)
-
-
 def request_of(
     captured: Subject,
     options: Options,
     machine: Machine,
     *,
-    copies: bool = False,
+    num_pipelines: int | None = 1,
+    bound_seconds: float = 0.0,
     progress: Progress | None = None,
 ) -> Request:
-    """What the settings ask a partitioner for. A list of stages to recompute is for stages that are known later."""
+    """The request of the settings, for all devices of the machine."""
     recompute = options.recompute
     return Request(
         cluster=machine.cluster,
-        batch_size=captured.batch_size,
+        batch_size=captured.batch_size * (num_pipelines or 1),
         num_micro_batches=options.num_micro_batches,
         micro_batch_size=options.micro_batch_size,
         schedules=schedules_of(options),
         model=captured.fingerprint,
         costs=machine.costs,
         footprint=machine.footprint,
-        recompute=recompute if recompute is None or isinstance(recompute, bool) else False,
+        recompute=recompute if recompute is None or isinstance(recompute, bool) else tuple(recompute),
         max_replicas=options.max_replicas,
         stages_per_device=options.stages_per_device,
         sharding=options.sharding,
         slicing=options.slicing,
-        copies=copies,
+        chained=options.chain_baseline,
+        num_pipelines=num_pipelines,
         seconds=options.search_seconds,
+        bound_seconds=bound_seconds,
         progress=progress,
     )
 
@@ -276,28 +274,6 @@ def check_devices(plan: Plan, num_devices: int) -> None:
             "trainer.num_nodes / strategy.num_pipelines). Change these numbers, or the plan (strategy.plan, "
             "strategy.stages)."
         )
-
-
-def recomputing(plan: Plan, recompute: bool | Sequence[str] | None) -> Plan:
-    """The plan with these stages recomputed: none (False), all but the step's (True), those listed; None: as it is.
-
-    Raises:
-        ConfigError: a listed stage does not exist, or runs the step.
-    """
-    if recompute is None:
-        return plan
-    step = plan.stages[plan.step_stage].name
-    others = [stage.name for stage in plan.stages if stage.name != step]
-    wanted = (others if recompute else []) if isinstance(recompute, bool) else recompute
-    unknown = sorted(set(wanted) - {step, *others})
-    if unknown:
-        raise ConfigError(f"strategy.recompute lists {unknown}; the stages that can be recomputed are {others}.")
-    if step in wanted:
-        raise ConfigError(
-            f"strategy.recompute lists stage {step!r}, which runs the training step: it would log and count twice. "
-            f"Leave it out, or give {STEP!r} a stage of its own (strategy.stages); others: {others}."
-        )
-    return replace(plan, stages=tuple(replace(stage, recompute=stage.name in wanted) for stage in plan.stages))
 
 
 def devices_wanted(options: Options, world_size: int) -> int:
@@ -319,8 +295,8 @@ def devices_wanted(options: Options, world_size: int) -> int:
 def refitted(captured: Capture | Declared, plan: Plan) -> Plan:
     """The plan's stages for another step or another form of the mini-batch: with the edges and sizes of these."""
     slicing, plan = slicing_of(plan), unsliced(plan).plan
-    fresh = remade(plan, captured.graph, captured.batch_size)
-    return fresh if slicing is None else again(fresh, captured.graph, slicing)
+    fresh = rebuilt(plan, captured.graph, captured.batch_size)
+    return fresh if slicing is None else slice_again(fresh, captured.graph, slicing)
 
 
 def evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:

@@ -43,10 +43,10 @@ def test_workloads_are_written_for_gpp_plan(
     assert list(OperatorGraph.from_json(capsys.readouterr().out)) == list(graph("candle_uno_2"))
 
 
-def test_refusals_have_no_outcome() -> None:
+def test_refusals_have_no_prediction() -> None:
     machine = Hardware(flops=40e12, seconds_per_operator=20e-6, network=6.25e9)
     refused = run("piper", problem_of("candle_uno", machine.cluster(4), 64))
-    assert refused.outcome is None
+    assert refused.prediction is None
     assert "downsets" in refused.answer.notes[0]
 
 

@@ -47,7 +47,7 @@ def stubborn() -> Iterator[None]:
 
 def test_all_devices_of_a_cluster_are_used() -> None:
     task = task_of(composed(*QUICK, "cluster=dgx_h100", "cluster.num_nodes=2", name="plan"))
-    assert (task.machine.cluster.num_devices, task.num_devices, task.copies) == (16, 16, True)
+    assert (task.machine.cluster.num_devices, task.num_devices, task.num_pipelines) == (16, 16, None)
     assert {device.name for device in task.machine.cluster.devices} == {"h100_sxm"}
     assert task.machine.footprint.optimizer == "adamw"  # although it asks the trainer for the number of steps
     plan, timeline = make_plan(composed(*QUICK, "cluster=dgx_h100", "cluster.num_nodes=2", name="plan"))
@@ -79,7 +79,7 @@ def test_memory_search_and_runners_up_are_shown(capsys: pytest.CaptureFixture[st
 def test_the_strategy_s_own_cluster_counts_without_one() -> None:
     mapping = "{preset: t4_box, num_devices: 3}"
     task = task_of(composed(*QUICK, f"strategy.cluster={mapping}", "trainer.devices=auto", name="plan"))
-    assert (task.machine.cluster.num_devices, task.copies) == (3, False)
+    assert (task.machine.cluster.num_devices, task.num_pipelines) == (3, 1)
     task = task_of(composed(*QUICK, "strategy.cluster=summit", "trainer.devices=6", name="plan"))
     assert (task.machine.cluster.name, task.machine.cluster.num_devices) == ("summit", 6)
     with pytest.raises(ConfigError, match=r"'t4_box' \(strategy.cluster\) has 3 devices, the job needs 4"):

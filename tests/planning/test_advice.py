@@ -10,7 +10,7 @@ import pytest
 from lightning_gpp.cluster import Cluster, Device, Link, preset_cluster
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.errors import PlanError
-from lightning_gpp.planning import Answer, Control, Problem, Request, partition, register_partitioner
+from lightning_gpp.planning import Answer, Control, Problem, Request, best_plan, register_partitioner
 from lightning_gpp.planning.advice import advice, repeated, searched
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from tests.planning import graphs
@@ -52,12 +52,12 @@ def test_what_is_suggested_works(
 ) -> None:
     settings["recompute"] = False
     with pytest.raises(PlanError) as caught:
-        partition("auto", graphs.chain(8), request(memory, **settings))
+        best_plan("auto", graphs.chain(8), request(memory, **settings))
     assert expected in str(caught.value)
     changed = {"optimizer": "adam", **changed}
     footprint = Footprint(optimizer=changed.pop("optimizer"))
     again = request(memory, **{**settings, **changed, "footprint": footprint})
-    assert partition("auto", graphs.chain(8), again).fits
+    assert best_plan("auto", graphs.chain(8), again).fits
 
 
 def test_what_would_not_help_is_not_suggested() -> None:
@@ -76,14 +76,14 @@ def test_all_together_where_nothing_alone_is_enough() -> None:
     with pytest.raises(
         PlanError, match="recompute=true and .*size=2 and SGD without momentum as optimizer .*optimizer=sgd.* together"
     ):
-        partition("auto", graphs.chain(2), request(0.04e6, **settings))
+        best_plan("auto", graphs.chain(2), request(0.04e6, **settings))
     settings |= {"micro_batch_size": 2, "recompute": True, "footprint": Footprint(optimizer="sgd")}
-    assert partition("auto", graphs.chain(2), request(0.04e6, **settings)).fits
+    assert best_plan("auto", graphs.chain(2), request(0.04e6, **settings)).fits
 
 
 def test_more_devices_than_pieces() -> None:
     with pytest.raises(PlanError, match=r"cut into 4 pieces at most, so with strategy.max_replicas=1 it fills 4 dev"):
-        partition("auto", graphs.chain(4), request(1e9, num_devices=6, max_replicas=1))
+        best_plan("auto", graphs.chain(4), request(1e9, num_devices=6, max_replicas=1, num_pipelines=1))
 
 
 def test_another_partitioner_that_finds_one() -> None:
@@ -92,7 +92,7 @@ def test_another_partitioner_that_finds_one() -> None:
         return Answer(draft=None, objective_name="nothing", states=0, notes=("It never looked.",))
 
     with pytest.raises(PlanError, match=r"'finds nothing' found no plan. It never looked. .*strategy.partitioner=auto"):
-        partition("finds nothing", graphs.chain(4), request(1e9))
+        best_plan("finds nothing", graphs.chain(4), request(1e9))
 
 
 def test_repeated_clusters_keep_their_links() -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.errors import PlanError
-from lightning_gpp.planning import Answer, Control, Problem, Request, partition
-from lightning_gpp.planning.copies import partition_copies
+from lightning_gpp.planning import Answer, Control, Problem, Request, best_plan
 from lightning_gpp.planning.problem.registry import _PARTITIONERS, partitioner_of
 from tests.planning import graphs
 
@@ -22,7 +21,7 @@ def request(num_devices: int, **settings: Any) -> Request:
 
 
 def test_more_devices_than_pieces_are_filled_with_copies() -> None:
-    found = partition_copies("auto", graphs.chain(4), request(8))
+    found = best_plan("auto", graphs.chain(4), request(8))
     assert found.num_pipelines >= 2
     assert found.num_pipelines * found.plan.num_devices == 8
     assert found.num_pipelines * found.plan.batch_size == 32
@@ -31,8 +30,8 @@ def test_more_devices_than_pieces_are_filled_with_copies() -> None:
 
 
 def test_the_fastest_number_is_chosen() -> None:
-    found = partition_copies("auto", graphs.chain(4), request(4))
-    alone = partition("auto", graphs.chain(4), request(4, copies=False))
+    found = best_plan("auto", graphs.chain(4), request(4))
+    alone = best_plan("auto", graphs.chain(4), request(4, num_pipelines=1))
     assert found.seconds <= alone.seconds
     assert found.gap is not None
     assert any("num_pipelines=" in entry.reason for entry in found.alternatives)
@@ -40,8 +39,8 @@ def test_the_fastest_number_is_chosen() -> None:
 
 def test_where_replicas_are_free_the_partitioner_decides() -> None:
     settings = {"max_replicas": None, "num_micro_batches": 4}
-    free = partition_copies("auto", graphs.chain(4), request(4, **settings))
-    assert free.plan == partition("auto", graphs.chain(4), request(4, **settings)).plan
+    free = best_plan("auto", graphs.chain(4), request(4, **settings))
+    assert free.plan == best_plan("auto", graphs.chain(4), request(4, **settings)).plan
 
 
 def test_nothing_fits() -> None:
@@ -49,7 +48,7 @@ def test_nothing_fits() -> None:
         Device(name="small", memory_bytes=1e4, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e11), 4
     )
     with pytest.raises(PlanError, match="alone takes 65.5 kB"):
-        partition_copies("auto", graphs.chain(4), Request(cluster=small, batch_size=4, max_replicas=1, seconds=0.4))
+        best_plan("auto", graphs.chain(4), Request(cluster=small, batch_size=4, max_replicas=1, seconds=0.4))
 
 
 def test_an_interrupted_search_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +64,7 @@ def test_an_interrupted_search_is_the_last(monkeypatch: pytest.MonkeyPatch) -> N
         return partitioner_of("auto")(problem, Control(seconds=control.seconds, progress=progress))
 
     monkeypatch.setitem(_PARTITIONERS, "interrupted", interrupted)
-    found = partition_copies("interrupted", graphs.chain(4), request(4))
+    found = best_plan("interrupted", graphs.chain(4), request(4))
     assert calls == [4]
     assert found.num_pipelines == 1
-    assert "interrupted" in found.answer.notes[0]
+    assert "interrupted" in found.search.notes[0]

@@ -11,8 +11,8 @@ from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Answer, Draft, DraftStage, Evaluator, Request, estimate, manual
-from lightning_gpp.planning.found import judged
+from lightning_gpp.planning import Draft, DraftStage, Evaluator, Request, estimate, manual
+from lightning_gpp.planning.problem.trial import simulated
 from lightning_gpp.simulation import StageCosts
 from tests.planning import graphs
 
@@ -145,8 +145,7 @@ def test_the_slowest_of_all_pipelines_counts() -> None:
     cluster = replace(_cluster(2), devices=(DEVICE, slow))
     problem = Request(cluster=cluster, batch_size=8, micro_batch_size=4).problem(graph)
     stage = DraftStage(units=tuple(range(problem.num_units)), devices=(0, 1), micro_batch_size=4)
-    answer = Answer(draft=Draft(stages=(stage,)), objective_name="", states=0)
-    found = judged("test", problem, answer, 0.0)
-    assert (found.num_pipelines, found.plan.num_devices) == (2, 1)
-    assert found.seconds == pytest.approx(Evaluator(problem)(Draft(stages=(stage,))).seconds)
-    assert found.memory_bytes == (1e8,)
+    prediction = simulated(problem, Draft(stages=(stage,)))
+    assert (prediction.num_pipelines, prediction.plan.num_devices) == (2, 1)
+    assert prediction.seconds == pytest.approx(Evaluator(problem)(Draft(stages=(stage,))).seconds)
+    assert prediction.memory_bytes == (1e8,)

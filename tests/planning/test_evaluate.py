@@ -164,7 +164,7 @@ def test_recomputation_trades_memory_for_time() -> None:
 
 
 def test_the_slowest_kind_of_a_stages_devices_counts() -> None:
-    problem = _problem(graphs.chain(4), 2, copies=True)
+    problem = _problem(graphs.chain(4), 2, num_pipelines=None)
     slow = replace(DEVICE, name="slow", peak_flops={"float32": 2.5e8}, peak_bytes_per_second=2.5e8)
     mixed = replace(problem, cluster=replace(problem.cluster, devices=(DEVICE, slow)))
     stage = DraftStage(units=(0, 1, 2, 3), devices=(0, 1), micro_batch_size=2)

@@ -6,7 +6,7 @@ from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Request, check_model, manual, partition
+from lightning_gpp.planning import Request, best_plan, check_model, manual
 from tests.planning import graphs
 
 
@@ -14,7 +14,7 @@ def planned(graph: OperatorGraph, num_devices: int) -> Plan:
     request = Request(
         cluster=preset_cluster("cpu_host", num_devices=num_devices), batch_size=12, model="abc", max_replicas=1
     )
-    return partition("graphpipe", graph, request).plan
+    return best_plan("graphpipe", graph, request).plan
 
 
 def test_the_same_model_fits() -> None:

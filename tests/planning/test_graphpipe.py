@@ -14,7 +14,7 @@ import pytest
 from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.planning import Answer, Draft, Evaluator, Problem, Request, partition
+from lightning_gpp.planning import Answer, Draft, Evaluator, Problem, Request, best_plan
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe, search
 from lightning_gpp.planning.partitioners.graphpipe.lines import Fork, Line, line_of
 from lightning_gpp.planning.partitioners.graphpipe.search import PRECISION, converted, orders_of
@@ -530,10 +530,10 @@ def test_gpipe_holds_all_micro_batches() -> None:
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_models_get_plans_that_run(model: OperatorGraph, num_devices: int) -> None:
     cluster = cluster_of(num_devices, 1e9)
-    found = partition("graphpipe", model, Request(cluster=cluster, batch_size=16))
+    found = best_plan("graphpipe", model, Request(cluster=cluster, batch_size=16))
     assert found.fits
     assert found.plan.num_devices * found.num_pipelines == num_devices
-    assert found.answer.states > 0
+    assert found.search.states > 0
 
 
 def crossed() -> Problem:

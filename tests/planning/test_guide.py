@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gpp.cluster import preset_cluster
-from lightning_gpp.planning import Request, partition
+from lightning_gpp.planning import Request, best_plan
 from lightning_gpp.planning.problem.registry import _PARTITIONERS
 from tests.planning import graphs
 
@@ -20,7 +20,7 @@ def test_a_partitioner_of_ones_own() -> None:
     namespace: dict[str, Any] = {}
     exec(code, namespace)
     try:
-        found = partition("halves", graphs.chain(8), Request(cluster=preset_cluster("summit"), batch_size=32))
+        found = best_plan("halves", graphs.chain(8), Request(cluster=preset_cluster("summit"), batch_size=32))
     finally:
         del _PARTITIONERS["halves"]
     assert found.fits

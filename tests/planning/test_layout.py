@@ -11,13 +11,10 @@ from lightning_gpp.cluster import Cluster, Device, Level, Link
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning import Found, Request, manual
+from lightning_gpp.planning import Prediction, Request, best_plan, each_schedule, manual
 from lightning_gpp.planning.assignment.fit import check_sharding
-from lightning_gpp.planning.assignment.layout import both_ways, laid_out
+from lightning_gpp.planning.assignment.layout import both_ways, laid_out, lay_out_by_hand
 from lightning_gpp.planning.assignment.timed import timed, with_figures_of
-from lightning_gpp.planning.choice import best_schedule, each_schedule
-from lightning_gpp.planning.copies import partition_copies
-from lightning_gpp.planning.folding import folded
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.schedules.registry import schedule_names
 from lightning_gpp.simulation import StageCosts, simulate
@@ -29,7 +26,7 @@ SLOW = Device(name="slow", memory_bytes=1e9, peak_flops={"float32": 1e10}, peak_
 
 def request(num_devices: int, **settings: Any) -> Request:
     cluster = Cluster.uniform(SLOW, num_devices, Link(latency=1e-6, bytes_per_second=1e10))
-    return Request(cluster=cluster, **{"batch_size": 32, "seconds": 0.5, "copies": False, **settings})
+    return Request(cluster=cluster, **{"batch_size": 32, "seconds": 0.5, "num_pipelines": 1, **settings})
 
 
 def blocks(graph: OperatorGraph) -> list[str]:
@@ -90,27 +87,27 @@ def test_stages_by_hand_are_folded_as_the_schedule_wants() -> None:
     graph = graphs.chain(4)
     names = blocks(graph)
     plan = manual(graph, [{"modules": [name]} for name in names], batch_size=8, num_micro_batches=4)
-    assert folded(plan, graph) == plan
-    assert devices_of(folded(plan, graph, stages_per_device=2)) == [1, 0, 1, 0]
+    assert lay_out_by_hand(plan, graph) == plan
+    assert devices_of(lay_out_by_hand(plan, graph, stages_per_device=2)) == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_partitioner_cuts_for_so_many_stages_per_device(number: int) -> None:
-    found = partition_copies("auto", graphs.chain(12), request(2, stages_per_device=number))
+    found = best_plan("auto", graphs.chain(12), request(2, stages_per_device=number))
     assert found.plan.num_devices == 2
     assert [len(found.plan.stages_on(device)) for device in range(2)] == [number, number]
     assert found.fits
-    assert 0 < found.answer.lower_bound < found.seconds
+    assert 0 < found.lower_bound < found.seconds
     assert found.plan.stages[0].figures.forward_seconds.at(1) > 0
 
 
 def test_replicas_and_folded_stages_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"every stage on one device.*strategy.max_replicas=4.*num_pipelines"):
-        partition_copies("auto", graphs.chain(12), request(2, stages_per_device=2, max_replicas=4))
+        best_plan("auto", graphs.chain(12), request(2, stages_per_device=2, max_replicas=4))
 
 
 def test_copies_of_a_folded_pipeline() -> None:
-    found = partition_copies("auto", graphs.chain(4), request(8, stages_per_device=2, copies=True, seconds=2.0))
+    found = best_plan("auto", graphs.chain(4), request(8, stages_per_device=2, num_pipelines=None, seconds=2.0))
     assert found.num_pipelines * found.plan.num_devices == 8
     assert found.num_pipelines >= 4  # 4 blocks are 2 devices with 2 stages each, at most
 
@@ -119,9 +116,9 @@ def test_one_search_serves_all_schedules() -> None:
     names = ("1f1b", "gpipe")
     outcomes = dict(each_schedule("auto", graphs.chain(8), request(4, schedules=names)))
     assert list(outcomes) == list(names)
-    found = [outcome for outcome in outcomes.values() if isinstance(outcome, Found)]
+    found = [outcome for outcome in outcomes.values() if isinstance(outcome, Prediction)]
     assert [entry.plan.schedule for entry in found] == list(names)
-    best = best_schedule("auto", graphs.chain(8), request(4, schedules=names))
+    best = best_plan("auto", graphs.chain(8), request(4, schedules=names))
     assert best.seconds <= min(entry.seconds for entry in found) * 1.05
 
 
@@ -129,11 +126,11 @@ def test_one_search_serves_all_schedules() -> None:
 def test_no_schedule_beats_its_bound(graph: OperatorGraph) -> None:
     """Nor does the best of all beat the bound of the worst: it is that of all."""
     wanted = request(2, schedules=schedule_names(), seconds=2.0)
-    found = [outcome for _, outcome in each_schedule("auto", graph, wanted) if isinstance(outcome, Found)]
+    found = [outcome for _, outcome in each_schedule("auto", graph, wanted) if isinstance(outcome, Prediction)]
     assert len(found) > 10
-    assert all(0 < entry.answer.lower_bound <= entry.seconds * (1 + 1e-9) for entry in found)
-    best = best_schedule("auto", graph, wanted)
-    assert best.answer.lower_bound == pytest.approx(min(entry.answer.lower_bound for entry in found))
+    assert all(0 < entry.lower_bound <= entry.seconds * (1 + 1e-9) for entry in found)
+    best = best_plan("auto", graph, wanted)
+    assert best.lower_bound == pytest.approx(min(entry.lower_bound for entry in found))
 
 
 def test_a_schedule_without_a_plan_says_why() -> None:
@@ -172,7 +169,7 @@ def test_repeated_devices() -> None:
 
 def test_too_many_stages_per_device_say_how_many_there_would_be() -> None:
     with pytest.raises(PlanError, match=r"with 40 stages on each of 2 devices wants 80 stages.*stages_per_device"):
-        partition_copies("auto", graphs.chain(4), request(2, stages_per_device=40))
+        best_plan("auto", graphs.chain(4), request(2, stages_per_device=40))
 
 
 def test_tied_parameters_are_not_sharded() -> None:

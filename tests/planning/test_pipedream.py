@@ -8,7 +8,7 @@ import pytest
 from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.planning import Control, Draft, DraftStage, Evaluator, Problem, Request, partition
+from lightning_gpp.planning import Control, Draft, DraftStage, Evaluator, Problem, Request, best_plan
 from lightning_gpp.planning.partitioners.chains import levels_of
 from lightning_gpp.planning.partitioners.pipedream import pipedream, place, solve
 from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
@@ -200,7 +200,7 @@ def test_max_replicas() -> None:
 
 def test_copies_of_the_whole_are_made_only_where_allowed() -> None:
     problem = chain_problem([1, 1], Cluster.uniform(DEVICE, 2, Link(latency=1, bytes_per_second=1e9)), crossing=1e9)
-    allowed, forbidden = pipedream(problem, Control()), pipedream(replace(problem, copies=False), Control())
+    allowed, forbidden = pipedream(problem, Control()), pipedream(replace(problem, replicable=False), Control())
     assert allowed.draft is not None
     assert forbidden.draft is not None
     assert [len(stage.devices) for stage in allowed.draft.stages] == [2]
@@ -257,10 +257,11 @@ def towers(num_towers: int, num_layers: int) -> OperatorGraph:
 def test_chained_drafts_are_simulated_as_they_run(num_towers: int, size: int) -> None:
     graph = towers(num_towers, 3)
     cluster = Cluster.uniform(DEVICE, 4, Link(latency=1e-3, bytes_per_second=1e7))
-    request = Request(cluster=cluster, batch_size=16, micro_batch_size=size, max_replicas=1)
-    found = partition("pipedream", graph, request)
-    assert found.answer.draft is not None
-    evaluation = Evaluator(request.problem(graph))(found.answer.draft)
+    limits = {"max_replicas": 1, "num_pipelines": 1}
+    request = Request(cluster=cluster, batch_size=16, micro_batch_size=size, **limits)
+    found = best_plan("pipedream", graph, request)
+    assert found.search.draft is not None
+    evaluation = Evaluator(request.problem(graph))(found.search.draft)
     assert found.seconds == pytest.approx(evaluation.seconds, rel=1e-9)
     assert found.timeline.peak_bytes[::-1] == pytest.approx(evaluation.peak_bytes)
     assert evaluation.in_flight == tuple(min(16 // size, count) for count in (4, 3, 2, 1))

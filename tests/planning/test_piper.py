@@ -8,7 +8,7 @@ import networkx as nx
 import pytest
 
 from lightning_gpp.cluster import Cluster, Link
-from lightning_gpp.planning import Control, Evaluator, Problem, Request, partition
+from lightning_gpp.planning import Control, Evaluator, Problem, Request, best_plan
 from lightning_gpp.planning.partitioners.chains import levels_of, precedence
 from lightning_gpp.planning.partitioners.downsets import downsets
 from lightning_gpp.planning.partitioners.pipedream import pipedream
@@ -183,7 +183,7 @@ def test_stages_recompute_where_they_lack_memory() -> None:
 
 def test_max_replicas_and_copies() -> None:
     problem = chain_problem([1, 4, 1, 1], Cluster.uniform(DEVICE, 4, FAST))
-    for changes in ({"max_replicas": 1}, {"copies": False}):
+    for changes in ({"max_replicas": 1}, {"replicable": False}):
         answer = piper(replace(problem, **changes), Control())
         assert answer.draft is not None
         assert len(answer.draft.stages) > 1
@@ -230,10 +230,10 @@ def test_states_are_cells_and_what_they_are_compared_to() -> None:
 @pytest.mark.parametrize("num_towers", [2, 3])
 def test_its_chains_are_simulated_as_they_run(num_towers: int) -> None:
     cluster = Cluster.uniform(DEVICE, 4, Link(latency=1e-3, bytes_per_second=1e7))
-    request = Request(cluster=cluster, batch_size=16, micro_batch_size=2, max_replicas=1)
+    request = Request(cluster=cluster, batch_size=16, micro_batch_size=2, max_replicas=1, num_pipelines=1)
     graph = towers(num_towers, 3)
-    found = partition("piper", graph, request)
-    assert found.answer.draft is not None
-    evaluation = Evaluator(request.problem(graph))(found.answer.draft)
+    found = best_plan("piper", graph, request)
+    assert found.search.draft is not None
+    evaluation = Evaluator(request.problem(graph))(found.search.draft)
     assert found.seconds == pytest.approx(evaluation.seconds, rel=1e-9)
     assert found.plan.depth == len(found.plan.stages) == 4

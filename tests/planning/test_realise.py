@@ -12,7 +12,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP
 from lightning_gpp.planning import Draft, DraftStage, Problem, Request
 from lightning_gpp.planning.problem.draft import in_topological_order
-from lightning_gpp.planning.problem.realise import compress, folded, realise
+from lightning_gpp.planning.problem.realise import compress, realise, unreplicated
 from lightning_gpp.planning.problem.topology import copies, layouts, side_by_side
 from lightning_gpp.schedules import compile_program, verify
 from tests.planning import graphs
@@ -102,14 +102,14 @@ def test_equal_replicas_side_by_side_are_not_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "size"), [({"copies": False}, 4), ({"micro_batch_size": 3}, 3), ({"batch_size": 25}, 4)]
+    ("options", "size"), [({"num_pipelines": 1}, 4), ({"micro_batch_size": 3}, 3), ({"batch_size": 25}, 4)]
 )
 def test_no_copies_where_they_are_not_wanted_or_do_not_divide(options: dict[str, object], size: int) -> None:
     problem = _problem(graphs.chain(8), 4, **options)
     draft = _draft(HALVES, copies(2, 2), size)
     plan, num_pipelines = realise(problem, draft)
     assert (num_pipelines, plan.num_devices) == (1, 4)
-    assert (folded(problem, draft) == (draft, 1)) == problem.copies
+    assert (unreplicated(problem, draft) == (draft, 1)) == problem.replicable
 
 
 def test_the_step_of_a_replicated_stage_is_a_stage_of_its_own() -> None:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
-from lightning_gpp.reports import Prediction, Traffic, schedule_figures, schedule_text, schedules_table
+from lightning_gpp.planning import Prediction
+from lightning_gpp.reports import Traffic, schedule_figures, schedule_text, schedules_table
 from lightning_gpp.schedules import Kind, compile_program
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
 from tests.strategies import chain, plan_of, plans, towers

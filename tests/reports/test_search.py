@@ -8,9 +8,8 @@ from dataclasses import replace
 from rich.console import Console
 
 from lightning_gpp.cluster import preset_cluster
-from lightning_gpp.planning import Request, manual, partition
+from lightning_gpp.planning import Prediction, Request, best_plan, manual
 from lightning_gpp.reports import (
-    Prediction,
     alternatives_text,
     graph_svg,
     graph_text,
@@ -37,7 +36,7 @@ TOWERS = manual(
 
 def prediction() -> Prediction:
     request = Request(cluster=preset_cluster("summit"), batch_size=64, seconds=0.3)
-    return Prediction.of(partition("auto", graphs.two_towers(), request))
+    return best_plan("auto", graphs.two_towers(), request)
 
 
 def on_towers(*peaks: float) -> Prediction:

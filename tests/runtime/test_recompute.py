@@ -18,12 +18,12 @@ from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.errors import GPPError, PlanError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+from lightning_gpp.planning.assignment.complete import with_recomputed
 from lightning_gpp.runtime import LOSS, Executor, MicroBatch, RandomStreams
 from lightning_gpp.runtime.module_state import SMALL, ModuleState
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.stages import build
 from lightning_gpp.stages.declared import Declared, declare
-from lightning_gpp.training.planner import recomputing
 from lightning_gpp.training.session import InContext
 from tests.runtime.stages import Mixer
 from tests.runtime.test_executor import Altered, NoTransport, executor_of, one_device
@@ -256,7 +256,7 @@ class Observing(Mixer):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_between_forward_and_backward_only_the_inputs_are_held(recompute: bool) -> None:
-    plan = recomputing(replace(one_device(), schedule="gpipe"), recompute)
+    plan = with_recomputed(replace(one_device(), schedule="gpipe"), recompute)
     first, sink = Mixer(plan, 0), Observing(plan, 1)
     sink.held = held = weakref.WeakSet()
 
@@ -275,14 +275,14 @@ def test_between_forward_and_backward_only_the_inputs_are_held(recompute: bool) 
 
 def test_outputs_that_wait_to_be_read_hold_no_graph() -> None:
     """The sink reads four micro-batches of the first stage at once."""
-    plan = recomputing(plan_of([(0, 1)], [2, 8], 8, devices=[(0,), (0,)], data=True), True)
+    plan = with_recomputed(plan_of([(0, 1)], [2, 8], 8, devices=[(0,), (0,)], data=True), True)
     first = Mixer(plan, 0)
     executor_of(plan, [first, Mixer(plan, 1)]).run()
     assert first.peak_alive == 1
 
 
 def test_after_a_failure_nothing_is_held_and_it_runs_again() -> None:
-    plan = recomputing(one_device(), True)
+    plan = with_recomputed(one_device(), True)
     first, sink = Mixer(plan, 0), Altered(plan, 1, LOSS, lambda loss: None)
     executor = executor_of(plan, [first, sink])
     with pytest.raises(GPPError, match="no loss"):
@@ -303,7 +303,7 @@ class InPlace(Mixer):
 
 
 def test_an_input_that_was_changed_in_place_is_noticed() -> None:
-    plan = recomputing(one_device(), True)
+    plan = with_recomputed(one_device(), True)
     stages = [InPlace(plan, 0), Mixer(plan, 1)]
     executor = executor_of(plan, stages)
     with pytest.raises(GPPError, match=r"'stage0' \(micro-batch 0\) cannot be recomputed: its inputs \['x'\].*clone"):
@@ -311,7 +311,7 @@ def test_an_input_that_was_changed_in_place_is_noticed() -> None:
 
 
 def test_random_numbers_need_streams() -> None:
-    plan = recomputing(one_device(), True)
+    plan = with_recomputed(one_device(), True)
     stages = [Mixer(plan, 0), Mixer(plan, 1)]
     stages[0].uses_random = True
     with pytest.raises(PlanError, match=r"'stage0' draws random numbers and is to be recomputed.*`streams`"):
@@ -319,7 +319,7 @@ def test_random_numbers_need_streams() -> None:
 
 
 def test_inference_recomputes_nothing() -> None:
-    plan = recomputing(one_device(), True)
+    plan = with_recomputed(one_device(), True)
     executor = executor_of(plan, [Mixer(plan, 0), Mixer(plan, 1)], training=False)
     executor.run()
     assert not executor._compiler.recomputed

@@ -16,14 +16,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+from lightning_gpp.schedules.registry import method_of
 
-PLACEMENTS: Final = ("looped", "zigzag")
+
+def lay_out(plan: Plan, graph: OperatorGraph, num_devices: int) -> Plan:
+    """The plan with its stages, each on one device, where its schedule wants them on `num_devices` devices.
+
+    Raises:
+        ConfigError: there are fewer stages than devices.
+    """
+    method = method_of(plan.schedule)
+    plan = laid_out(plan, num_devices, method.layout)
+    return both_ways(graph, plan) if method.bidirectional else plan
+
+
+def lay_out_by_hand(plan: Plan, graph: OperatorGraph, stages_per_device: int | None = None) -> Plan:
+    """Stages that a user cut, each on one device, where the plan's schedule wants them.
+
+    Args:
+        plan: names the schedule.
+        graph: of the model.
+        stages_per_device: the user's number; by default the schedule's.
+    """
+    method = method_of(plan.schedule)
+    number = stages_per_device or method.stages_per_device
+    num_stages = sum(stage.modules != (STEP,) for stage in plan.stages)
+    if number > 1:
+        plan = laid_out(plan, -(-num_stages // number), method.layout)
+    return both_ways(graph, plan) if method.bidirectional else plan
 
 
 def laid_out(plan: Plan, num_devices: int, placement: str) -> Plan:

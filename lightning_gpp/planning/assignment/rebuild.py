@@ -1,4 +1,4 @@
-"""A plan's stages drawn up again: for another graph, put together, or with the user's step as a stage of its own."""
+"""Rebuild a plan from the modules of its stages: for another graph, unsliced, or with a stage for the user's step."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from lightning_gpp.planning.assignment.timed import with_figures_of
 from lightning_gpp.slices import unsliced
 
 
-def remade(plan: Plan, graph: OperatorGraph, batch_size: int, drafts: Sequence[StageDraft] | None = None) -> Plan:
-    """The stages of a plan for another form of the step, or other stages: with edges and sizes of the graph, and the
-    seconds that the plan knows of stages with the same names."""
+def rebuilt(plan: Plan, graph: OperatorGraph, batch_size: int, drafts: Sequence[StageDraft] | None = None) -> Plan:
+    """Rebuild a plan for another form of the step, or with other stages.
+
+    Edges and sizes are those of the graph, seconds those that the plan has for stages with the same names.
+    """
     made = make_plan(graph, drafts or drafts_of(plan), batch_size=batch_size, schedule=plan.schedule, model=plan.model)
     fresh = replace(with_figures_of(plan, made), notes=plan.notes)
     return fresh.chained() if any(edge.artificial for edge in plan.edges) else fresh
 
 
-def step_apart(plan: Plan, graph: OperatorGraph) -> Plan:
+def with_own_step_stage(plan: Plan, graph: OperatorGraph) -> Plan:
     """The plan with the user's step as a stage of its own, behind the modules that were with it."""
-    return remade(plan, graph, plan.batch_size, separated(drafts_of(plan)))
+    return rebuilt(plan, graph, plan.batch_size, separated(drafts_of(plan)))
 
 
 def separated(drafts: Sequence[StageDraft], micro_batch_size: int | None = None) -> list[StageDraft]:
-    """The user's step as a stage of its own, with micro-batches of its own size if it is given."""
+    """The drafts with a stage for the user's step alone, with micro-batches of `micro_batch_size` samples if given."""
     result: list[StageDraft] = []
     for draft in drafts:
         if STEP not in draft.modules:
@@ -42,7 +44,7 @@ def separated(drafts: Sequence[StageDraft], micro_batch_size: int | None = None)
 
 
 def drafts_of(plan: Plan) -> list[StageDraft]:
-    """The plan's stages, slices put together, before their edges and figures are known."""
+    """Drafts of the plan's stages, unsliced."""
     return [
         StageDraft(
             name=stage.name,

@@ -31,9 +31,11 @@ others are in order with (`joints`). The bound of the problem is the least of th
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from math import inf
 
 import networkx as nx
 import numpy as np
@@ -49,14 +51,20 @@ MAX_SHARES = 16
 """Numbers of replicas for which the forward's part of a unit's seconds is looked at."""
 
 
-def lower_bound(problem: Problem) -> float:
-    """Seconds that no plan's step can beat."""
+def lower_bound(problem: Problem, seconds: float = inf) -> float:
+    """Seconds that no plan's step can beat.
+
+    Args:
+        problem: the question.
+        seconds: limit of the time; a bound that is computed no further is valid, but looser.
+    """
+    began = time.perf_counter()
     bounds = {size: _Bounds(problem, size) for size in problem.sizes}
     queue = [(_balanced(problem, size), size) for size in problem.sizes]
     heapify(queue)
     while True:
         least, size = heappop(queue)
-        if bounds[size].complete:
+        if bounds[size].complete or time.perf_counter() - began >= seconds:
             return least
         heappush(queue, (bounds[size].better(least), size))
 

@@ -19,7 +19,7 @@ from lightning_gpp.planning.problem.answer import Alternative, Answer
 from lightning_gpp.planning.problem.draft import Draft, DraftStage
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.problem import Array, Problem
-from lightning_gpp.planning.problem.realise import folded
+from lightning_gpp.planning.problem.realise import unreplicated
 
 OBJECTIVE = "seconds per sample of the slowest stage"
 
@@ -83,7 +83,7 @@ def slowest_link(problem: Problem) -> float:
 def chained(problem: Problem, stages: Sequence[DraftStage]) -> Draft | None:
     """The stages as a chain; None where that would be copies of a whole pipeline and the problem allows none."""
     draft = Draft(stages=tuple(stages), schedule=problem.schedules[0], chained=True)
-    return draft if problem.copies or folded(problem, draft)[1] == 1 else None
+    return draft if problem.replicable or unreplicated(problem, draft)[1] == 1 else None
 
 
 def choose(problem: Problem, candidates: Sequence[Candidate], states: int) -> Answer:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations, product
 from math import inf
 
-from lightning_gpp.planning.bounds.bound import lower_bound
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.problem.answer import Answer, Control
 from lightning_gpp.planning.problem.draft import flows, stage_of_units
@@ -43,7 +42,6 @@ def exhaustive(problem: Problem, control: Control) -> Answer:
         objective=rank[1],
         objective_name="seconds of a step",
         states=evaluate.evaluations,
-        lower_bound=lower_bound(problem),
         notes=notes,
     )
 

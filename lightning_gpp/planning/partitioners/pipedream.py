@@ -236,7 +236,7 @@ class Level:
             room[:] = -1
         if replicas > 1:
             room[spans.rigid] = -1
-            if not problem.copies:
+            if not problem.replicable:
                 room[0, -1] = -1
         return room
 

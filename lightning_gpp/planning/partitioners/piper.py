@@ -233,7 +233,7 @@ class _Costs:
         The last two by stage and by devices of later stages; one column where it is the same for all of these.
         """
         alone = uncut | (self.rigid[index] - self.rigid[rests] > 0)
-        whole = (rests == 0) & (index == len(self.members) - 1 and not self.problem.copies)
+        whole = (rests == 0) & (index == len(self.members) - 1 and not self.problem.replicable)
         moved = (crossing[0] * self.size + crossing[1]) / self.size / self.bytes_per_second
         parameters = self.parameters[index] - self.parameters[rests]
         for degree in self.degrees:

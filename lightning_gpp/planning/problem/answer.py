@@ -31,18 +31,18 @@ class Answer:
         objective: the value that the search minimised.
         objective_name: what that is, with its unit.
         states: partial or whole solutions visited.
-        lower_bound: seconds that no plan of the problem's step can beat; 0 where the partitioner knows none.
         alternatives: drafts that lost, best first.
         notes: what a user should know, one sentence each.
+        interrupted: the user ended the search; no other one is begun.
     """
 
     draft: Draft | None
     objective: float = inf
     objective_name: str
     states: int
-    lower_bound: float = 0.0
     alternatives: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = ()
+    interrupted: bool = False
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from lightning_gpp.planning.problem.draft import (
 )
 from lightning_gpp.planning.problem.pipeline_clock import Pipeline, end_times, least_seconds
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.realise import folded
+from lightning_gpp.planning.problem.realise import unreplicated
 from lightning_gpp.planning.problem.units import Value
 from lightning_gpp.schedules.held_bytes import warm_up_peak
 from lightning_gpp.schedules.warm_up import samples_in_flight
@@ -111,7 +111,7 @@ class Evaluator:
         return self._evaluate(stages, edges, draft.schedule, order, limit, self._copies(draft))
 
     def _copies(self, draft: Draft) -> bool:
-        return self.problem.copies and folded(self.problem, draft)[1] > 1
+        return self.problem.replicable and unreplicated(self.problem, draft)[1] > 1
 
     def _divisible(self, draft: Draft) -> bool:
         """Whether nothing is cut into shares that cannot be cut; copies of a pipeline cut nothing."""

@@ -51,7 +51,8 @@ class Problem:
         footprint: what a device keeps per byte of parameters.
         recompute: whether stages may recompute their activations: None leaves it to the partitioner.
         max_replicas: devices of a stage at most.
-        copies: whether copies of the whole pipeline may share the mini-batch.
+        replicable: whether r equal replicas of every stage may be r pipeline replicas.
+        num_slices: samples of the mini-batch that are slices of one; a pipeline gets all slices of a sample.
         single_step: the user's step runs on one device, so a last stage with replicas gives it to a stage of its own.
     """
 
@@ -65,7 +66,8 @@ class Problem:
     footprint: Footprint = field(default_factory=Footprint)
     recompute: bool | None = None
     max_replicas: float = inf
-    copies: bool = True
+    replicable: bool = True
+    num_slices: int = 1
     single_step: bool = True
     _seconds: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict, init=False)
     _saved: dict[int, Array] = field(default_factory=dict, init=False)

@@ -14,11 +14,11 @@ from lightning_gpp.planning.problem.problem import Problem
 
 
 def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]:
-    """The plan of a draft, and the number of copies of its pipeline.
+    """The plan of a draft, and the number of its pipelines.
 
-    Where the problem allows copies, a draft whose stages all have r replicas, the j-th of each side by side on the j-th
-    part of the devices, is r copies of a pipeline. In any other draft the user's step runs on one device: it becomes a
-    stage of its own where its stage has replicas.
+    A draft whose stages all have r replicas, the j-th of each side by side on the j-th part of the devices, is r
+    replicas of a pipeline, if the problem allows it. In any other draft the user's step runs on one device: it becomes
+    a stage of its own if its stage has replicas.
 
     Args:
         problem: what the draft is for.
@@ -28,9 +28,9 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
     Raises:
         PlanError: the stages form a cycle.
     """
-    draft, copies = in_topological_order(problem, draft), 1
-    if problem.copies:
-        draft, copies = folded(problem, draft)
+    draft, num_pipelines = in_topological_order(problem, draft), 1
+    if problem.replicable:
+        draft, num_pipelines = unreplicated(problem, draft)
     modules = [[path for unit in stage.units for path in problem.units.units[unit].modules] for stage in draft.stages]
     paths = compress(problem.graph, modules)
     drafts = [
@@ -43,27 +43,28 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
         )
         for index, (name, stage) in enumerate(zip(stage_names(paths), draft.stages, strict=True))
     ]
-    batch_size = problem.batch_size // copies
+    batch_size = problem.batch_size // num_pipelines
     drafts = list(_with_one_step(drafts))
     plan = make_plan(problem.graph, drafts, batch_size=batch_size, schedule=draft.schedule, model=model)
-    return plan.chained() if draft.chained else plan, copies
+    return plan.chained() if draft.chained else plan, num_pipelines
 
 
-def folded(problem: Problem, draft: Draft) -> tuple[Draft, int]:
-    """The draft of one pipeline, and how many copies of it the draft is."""
-    copies, width = len(draft.stages[0].devices), len(draft.stages)
-    sizes = [problem.batch_size, *(stage.micro_batch_size for stage in draft.stages)]
+def unreplicated(problem: Problem, draft: Draft) -> tuple[Draft, int]:
+    """The draft of one pipeline, and the number of pipeline replicas that the given draft consists of."""
+    number, width = len(draft.stages[0].devices), len(draft.stages)
+    sizes = [problem.batch_size // problem.num_slices, *(stage.micro_batch_size for stage in draft.stages)]
     regular = all(
-        stage.devices == tuple(range(stage.devices[0], width * copies, width)) and stage.devices[0] < width
+        stage.devices == tuple(range(stage.devices[0], width * number, width)) and stage.devices[0] < width
         for stage in draft.stages
     )
-    if copies == 1 or not regular or any(size % copies for size in sizes):
+    if number == 1 or not regular or any(size % number for size in sizes):
         return draft, 1
-    return replace(draft, stages=tuple(_one_copy(stage, copies) for stage in draft.stages)), copies
+    return replace(draft, stages=tuple(_first_replica(stage) for stage in draft.stages)), number
 
 
-def _one_copy(stage: DraftStage, copies: int) -> DraftStage:
-    return replace(stage, devices=stage.devices[:1], micro_batch_size=stage.micro_batch_size // copies)
+def _first_replica(stage: DraftStage) -> DraftStage:
+    number = len(stage.devices)
+    return replace(stage, devices=stage.devices[:1], micro_batch_size=stage.micro_batch_size // number)
 
 
 def _with_one_step(drafts: Sequence[StageDraft]) -> Iterator[StageDraft]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.planning.problem.answer import Answer, Control
 from lightning_gpp.planning.problem.problem import Problem
 
@@ -47,3 +47,24 @@ def partitioner_of(name: str) -> Partitioner:
             "your own with @lightning_gpp.register_partitioner(...) before the trainer starts."
         )
     return _PARTITIONERS[name]
+
+
+def checked(name: str, problem: Problem, answer: object) -> Answer:
+    """What a partitioner, perhaps a user's own, returned.
+
+    Raises:
+        PlanError: it is no answer, or its draft leaves out or repeats units or devices.
+    """
+    if not isinstance(answer, Answer):
+        raise PlanError(f"The partitioner {name!r} returned {type(answer).__name__}; it must return an Answer.")
+    stages = answer.draft.stages if answer.draft else ()
+    for what, found, number in (
+        ("unit", [unit for stage in stages for unit in stage.units], problem.num_units),
+        ("device", [device for stage in stages for device in stage.devices], problem.num_devices),
+    ):
+        if answer.draft and sorted(found) != list(range(number)):
+            raise PlanError(
+                f"The partitioner {name!r} returned a draft with {what}s {sorted(found)}; each {what} from 0 to "
+                f"{number - 1} must be in one stage."
+            )
+    return answer

@@ -1,27 +1,119 @@
-"""The plan of a draft, and the simulation of the program that would run."""
+"""Trials: the plans of drafts, timed, and the simulation of the programs that would run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from heapq import nsmallest
+from typing import Final
+
+from lightning_gpp.cluster import Cluster
+from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.costs.model import CostModel
+from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import estimate
+from lightning_gpp.planning.assignment.timed import timed
+from lightning_gpp.planning.problem.answer import Alternative, Answer
 from lightning_gpp.planning.problem.draft import Draft
+from lightning_gpp.planning.problem.prediction import Prediction
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.realise import realise
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import Timeline, simulate
+from lightning_gpp.simulation import simulate
+
+NUM_RUNNERS_UP: Final = 6
+"""Runners-up of a search that are simulated beside its best draft."""
+
+MAX_ACTIONS: Final = 40_000
+"""Runners-up are tried if all their steps together have no more actions."""
 
 
-def tried(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int, Timeline]:
-    """The plan of one pipeline, the number of its copies, and the timeline of one of them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A draft of a search, the prediction for its plan, and the drafts that lost."""
+
+    draft: Draft
+    prediction: Prediction
+    alternatives: tuple[Alternative, ...] = ()
+
+
+def predicted(
+    plan: Plan, graph: OperatorGraph, cluster: Cluster, costs: CostModel, footprint: Footprint, num_pipelines: int = 1
+) -> Prediction:
+    """Time the actions and messages of a plan, and simulate its program.
+
+    Args:
+        plan: of one pipeline.
+        graph: what the plan was made from.
+        cluster: device d of pipeline p is its device p x plan.num_devices + d.
+        costs: seconds of operators.
+        footprint: what a device keeps per byte of parameters.
+        num_pipelines: pipeline replicas.
 
     Raises:
-        PlanError: the draft cannot be a plan.
+        PlanError: the plan's schedule cannot order its stages.
     """
-    plan, copies = realise(problem, draft, model)
-    costs = estimate(
-        problem.graph, plan, problem.cluster, problem.costs, footprint=problem.footprint, num_pipelines=copies
-    )
-    return plan, copies, simulate(compile_program(plan, copies=copies), costs)
+    stage_costs = estimate(graph, plan, cluster, costs, footprint=footprint, num_pipelines=num_pipelines)
+    limits = memory_limits(plan, cluster)
+    plan = timed(plan, stage_costs, limits)
+    timeline = simulate(compile_program(plan, copies=num_pipelines), stage_costs)
+    notes = {"cluster": cluster.name, "simulated_step": f"{timeline.makespan:.6g} s"}
+    plan = replace(plan, notes={**plan.notes, **notes})
+    return Prediction(plan=plan, num_pipelines=num_pipelines, timeline=timeline, memory_bytes=limits)
+
+
+def memory_limits(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
+    """The memory of every device of a pipeline: the least of all pipelines that the cluster has devices for."""
+    limits = [float(device.memory_bytes) for device in cluster.devices]
+    return tuple(min(limits[device :: plan.num_devices]) for device in range(plan.num_devices))
+
+
+def simulated(problem: Problem, draft: Draft) -> Prediction:
+    """The prediction for a draft's plan as the problem states it.
+
+    Raises:
+        PlanError: the stages form a cycle.
+    """
+    plan, number = realise(problem, draft)
+    return predicted(plan, problem.graph, problem.cluster, problem.costs, problem.footprint, number)
+
+
+def best_trial(problem: Problem, answer: Answer, predict: Callable[[Draft], Prediction]) -> Trial:
+    """The best of an answer's drafts by their programs.
+
+    A program tells more than the estimate that a search can afford for each draft: messages that share a port, the
+    order of collectives, the user's step.
+
+    Args:
+        problem: the question.
+        answer: with a draft.
+        predict: simulates a draft.
+
+    Raises:
+        PlanError: a draft cannot be a plan.
+    """
+    if answer.draft is None:
+        raise ValueError("An answer without a draft cannot be tried.")
+    first = best = Trial(draft=answer.draft, prediction=predict(answer.draft), alternatives=answer.alternatives)
+    if num_actions(problem, answer.draft) * (1 + NUM_RUNNERS_UP) > MAX_ACTIONS:
+        return first
+    for entry in nsmallest(NUM_RUNNERS_UP, answer.alternatives, key=lambda entry: entry.seconds):
+        prediction = predict(entry.draft)
+        if prediction.rank < best.prediction.rank:
+            best = Trial(
+                draft=entry.draft, prediction=prediction, alternatives=_without(entry, answer, first.prediction)
+            )
+    return best
+
+
+def _without(winner: Alternative, answer: Answer, prediction: Prediction) -> tuple[Alternative, ...]:
+    """The drafts that lost to a runner-up: the one that the search thought best comes first."""
+    if answer.draft is None:
+        return ()
+    reason = "needs more memory" if prediction.excess_bytes else "its program takes longer than its estimate"
+    loser = Alternative(draft=answer.draft, seconds=prediction.seconds, reason=reason)
+    return (loser, *(entry for entry in answer.alternatives if entry is not winner))
 
 
 def num_actions(problem: Problem, draft: Draft) -> int:

@@ -16,7 +16,7 @@ from heapq import nsmallest
 from math import inf
 from random import Random
 
-from lightning_gpp.planning.bounds.bound import lower_bound
+from lightning_gpp.planning.bounds.bound import busy_bound
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
 from lightning_gpp.planning.partitioners.auto.moves import moves
 from lightning_gpp.planning.partitioners.auto.orders import orders
@@ -49,20 +49,21 @@ MAX_EVALUATIONS = 40_000
 GOOD_ENOUGH = 1.002
 """Times the lower bound: nothing is left to be gained."""
 
+INTERRUPTED = "The search was interrupted; this is the best plan so far."
+
 Rank = tuple[float, float]
 
 
 @register_partitioner("auto")
 def auto(problem: Problem, control: Control) -> Answer:
-    """The shortest step found in `control.seconds`, with a lower bound; a good plan after a fraction of that."""
-    search = Search(problem, control, lower_bound(problem))
+    """The shortest step found in `control.seconds`; a good plan after a fraction of that."""
+    search = Search(problem, control, busy_bound(problem))
     try:
         search.run(_first_results(search))
         search.simplify()
-        notes: tuple[str, ...] = ()
     except KeyboardInterrupt:
-        notes = ("The search was interrupted; this is the best plan so far.",)
-    return search.answer(notes)
+        return replace(search.answer(), notes=(INTERRUPTED,), interrupted=True)
+    return search.answer()
 
 
 def _first_results(search: Search) -> list[Shape]:
@@ -216,16 +217,14 @@ class Search:
                 shape = random.choice(options)
         return shape
 
-    def answer(self, notes: tuple[str, ...]) -> Answer:
+    def answer(self) -> Answer:
         draft = self.best.draft() if self.best is not None and self.rank[1] < inf else None
         return Answer(
             draft=draft,
             objective=self.rank[1],
             objective_name="seconds of a step",
             states=self.evaluate.evaluations,
-            lower_bound=self.bound,
             alternatives=tuple(sorted(self._alternatives(), key=lambda entry: entry.seconds)),
-            notes=notes,
         )
 
     def _alternatives(self) -> Iterator[Alternative]:

@@ -187,7 +187,7 @@ class _Search:
         """The step's stage comes last, which is where layouts put device 0."""
         step = self.problem.num_units - 1
         pieces = sorted(with_folded(self.problem, entry.pieces, self.folded), key=lambda piece: step in piece.units)
-        for devices in placements([piece.replicas for piece in pieces], self.problem.copies):
+        for devices in placements([piece.replicas for piece in pieces], self.problem.replicable):
             stages = tuple(
                 DraftStage(
                     units=tuple(sorted(piece.units)),

@@ -1,14 +1,12 @@
-"""The prediction of a run: the one object behind every text and table of a plan."""
+"""The prediction of a run: a plan, one simulated mini-batch of it, and how good that is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Found
 from lightning_gpp.planning.problem.answer import Alternative
-from lightning_gpp.reports.schedule import DeviceFigures, schedule_figures
-from lightning_gpp.schedules import compile_program
+from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.simulation import Timeline
 
 
@@ -18,19 +16,25 @@ class SearchFigures:
 
     Args:
         partitioner: name.
+        draft: of the plan.
         objective: value that the partitioner minimized.
         objective_name: meaning and unit of the objective.
         states: partial or complete solutions visited.
-        seconds: duration of the search.
+        seconds: duration of all searches for the request, without the lower bound.
         notes: sentences for the user.
+        interrupted: the user ended the search.
+        bound_seconds: duration of computing the lower bound.
     """
 
     partitioner: str
+    draft: Draft
     objective: float
     objective_name: str
     states: int
     seconds: float
     notes: tuple[str, ...] = ()
+    interrupted: bool = False
+    bound_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,27 +61,6 @@ class Prediction:
     search: SearchFigures | None = None
     note: str = ""
 
-    @classmethod
-    def of(cls, found: Found) -> Prediction:
-        """The prediction for the outcome of a search."""
-        answer = found.answer
-        return cls(
-            plan=found.plan,
-            num_pipelines=found.num_pipelines,
-            timeline=found.timeline,
-            memory_bytes=found.memory_bytes,
-            lower_bound=answer.lower_bound,
-            alternatives=answer.alternatives,
-            search=SearchFigures(
-                partitioner=found.partitioner,
-                objective=answer.objective,
-                objective_name=answer.objective_name,
-                states=answer.states,
-                seconds=found.search_seconds,
-                notes=answer.notes,
-            ),
-        )
-
     @property
     def seconds(self) -> float:
         """Step time."""
@@ -100,6 +83,11 @@ class Prediction:
         return max((0.0, *(peak - limit for peak, limit in pairs)))
 
     @property
-    def figures(self) -> tuple[DeviceFigures, ...]:
-        """Idle time, memory, messages and collectives of every device. Compiles the program."""
-        return schedule_figures(compile_program(self.plan, copies=self.num_pipelines), self.timeline)
+    def fits(self) -> bool:
+        """True if no device exceeds its memory limit."""
+        return not self.excess_bytes
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The order of preference, least first: bytes that do not fit, then seconds per sample."""
+        return self.excess_bytes, 1 / self.samples_per_second

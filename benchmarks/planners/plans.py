@@ -1,0 +1,180 @@
+"""Step times of the plans of many requests, to be compared between two versions of the planner.
+
+    python -m benchmarks.planners.plans [examples] [paper] [random] [--output now.json] [--against before.json]
+
+The three examples on clusters of CPUs and GPUs, the GraphPipe paper's workloads on its machine, and 200 random
+requests; with schedules of all layouts. Searches are limited by evaluations instead of seconds, so a version has the
+same plans on every machine. Requests without a plan have no step time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from math import inf
+from pathlib import Path
+from random import Random
+from typing import Final
+
+from benchmarks.examples_by_name import EXAMPLES, model_and_batch
+from benchmarks.planners.common import table, without_data
+from benchmarks.planners.paper import BATCH_SIZES, HARDWARE, NUM_DEVICES
+from benchmarks.workloads import graph
+from lightning_gpp.capture import capture_step
+from lightning_gpp.cluster import Cluster, Device, Link, preset_cluster
+from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.errors import GPPError
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.planning import Request, best_plan
+from lightning_gpp.planning.partitioners.auto import search
+from lightning_gpp.schedules import schedule_names
+from tests.planning.graphs import Builder
+
+Case = tuple[str, OperatorGraph, Request]
+"""The partitioner, the model, and what is asked."""
+
+NUM_RANDOM: Final = 200
+MAX_EVALUATIONS: Final = 2_000
+"""Of drafts, in each search."""
+
+SCHEDULES: Final = ("1f1b", "gpipe", "zero_bubble", "interleaved", "zbv", "chimera")
+"""One or two of every layout."""
+
+
+def examples() -> Iterator[tuple[str, Case]]:
+    """All partitioners' default, with every schedule, on four GPUs; and the example's own machine."""
+    for name in EXAMPLES:
+        module, batch = model_and_batch(name)
+        captured = capture_step(module, batch)
+        for schedule in (*SCHEDULES, "auto"):
+            for max_replicas in (1, None):
+                request = Request(
+                    cluster=preset_cluster("pcie_a100").subset(range(4)),
+                    batch_size=captured.batch_size,
+                    schedules=schedule_names() if schedule == "auto" else (schedule,),
+                    max_replicas=max_replicas if schedule in ("1f1b", "gpipe", "zero_bubble") else None,
+                    seconds=inf,
+                )
+                yield f"{name} {schedule} {request.max_replicas}", ("auto", captured.graph, request)
+
+
+def paper() -> Iterator[tuple[str, Case]]:
+    """As figure 6, and two schedules that need another layout on the smallest machine."""
+    for model, batch_sizes in BATCH_SIZES.items():
+        for num_devices, batch_size in zip(NUM_DEVICES, batch_sizes, strict=True):
+            others = (("auto", "interleaved"), ("auto", "chimera"), ("auto", "zero_bubble")) if num_devices == 4 else ()
+            for name, schedule in (("auto", "1f1b"), ("graphpipe", "1f1b"), ("pipedream", "1f1b"), *others):
+                request = Request(
+                    cluster=HARDWARE.cluster(num_devices),
+                    batch_size=batch_size,
+                    schedules=(schedule,),
+                    costs=Roofline(graph(model)),
+                    footprint=Footprint(optimizer="sgd"),
+                    recompute=False,
+                    seconds=inf,
+                )
+                yield f"{model} {num_devices} {name} {schedule}", (name, without_data(graph(model)), request)
+
+
+def random_requests(number: int = NUM_RANDOM) -> Iterator[tuple[str, Case]]:
+    for seed in range(number):
+        yield f"random {seed}", random_case(Random(seed))
+
+
+def random_case(random: Random) -> Case:
+    """Three to eight modules that form any DAG, on two to four devices, some of them with little memory."""
+    model = random_graph(random)
+    memory = random.choice((1e9, 1e9, 3e5))
+    device = Device(name="slow", memory_bytes=memory, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e11)
+    link = Link(latency=random.choice((0.0, 1e-5)), bytes_per_second=random.choice((1e7, 1e8, 1e10)))
+    schedule = random.choice((*SCHEDULES, "1f1b", "auto"))
+    request = Request(
+        cluster=Cluster.uniform(device, random.choice((2, 3, 4)), link),
+        batch_size=random.choice((8, 12, 24)),
+        schedules=("1f1b", "gpipe", "zero_bubble") if schedule == "auto" else (schedule,),
+        recompute=random.choice((False, False, None)),
+        max_replicas=None if schedule in ("interleaved", "zbv", "chimera") else random.choice((None, None, 1)),
+        seconds=inf,
+    )
+    return "auto", model, request
+
+
+def random_graph(random: Random) -> OperatorGraph:
+    build = Builder()
+    outputs, unread = [build.data()], set[str]()
+    for index in range(random.randint(3, 8)):
+        read = random.sample(outputs, k=min(len(outputs), random.choice((1, 1, 1, 2))))
+        work, width = random.uniform(0.2, 3.0), random.choice((16, 64))
+        outputs.append(build.linear(f"layers.{index}", *read, work=work, width=width))
+        unread = unread.difference(read) | {outputs[-1]}
+    return build.step(build.linear("head", *sorted(unread), work=0.2))
+
+
+def step_seconds(case: Case) -> float | None:
+    """The simulated step of the best plan; None where there is none."""
+    name, model, request = case
+    try:
+        return best_plan(name, model, request).seconds
+    except GPPError:
+        return None
+
+
+GROUPS: Final[dict[str, Callable[[], Iterator[tuple[str, Case]]]]] = {
+    "examples": examples,
+    "paper": paper,
+    "random": random_requests,
+}
+
+
+def recorded(names: list[str]) -> tuple[dict[str, float | None], dict[str, float]]:
+    """The step time of every request, and the CPU seconds of all searches of every group."""
+    search.MAX_EVALUATIONS = MAX_EVALUATIONS
+    steps: dict[str, float | None] = {}
+    cpu_seconds = dict.fromkeys(names, 0.0)
+    for group in names:
+        for label, case in GROUPS[group]():
+            began = time.process_time()
+            steps[label] = step_seconds(case)
+            cpu_seconds[group] += time.process_time() - began
+    return steps, cpu_seconds
+
+
+def compared(before: Mapping[str, float | None], now: Mapping[str, float | None]) -> Iterator[str]:
+    """How many steps are shorter, the same or longer, and those that are longer."""
+    ratios = {label: ratio(before[label], now[label]) for label in now if label in before}
+    shorter = sum(value < 1 - 1e-5 for value in ratios.values())
+    longer = {label: value for label, value in ratios.items() if value > 1 + 1e-5}
+    counts = [len(ratios), shorter, len(ratios) - shorter - len(longer), len(longer)]
+    header = ["requests", "shorter steps", "the same", "longer", "least ratio", "largest ratio"]
+    yield table(header, [[*counts, f"{min(ratios.values()):.4f}", f"{max(ratios.values()):.4f}"]])
+    for label, value in sorted(longer.items(), key=lambda entry: -entry[1]):
+        yield f"longer: {label}, {value:.4f}"
+
+
+def ratio(before: float | None, now: float | None) -> float:
+    """Of two step times; no plan counts as an infinite one."""
+    if before is None or now is None:
+        return 1.0 if before is now else (0.0 if before is None else inf)
+    return now / before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", default=list(GROUPS), help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--output", type=Path, help="JSON file for step times and CPU seconds")
+    parser.add_argument("--against", type=Path, help="JSON file of another version")
+    options = parser.parse_args()
+    steps, cpu_seconds = recorded(options.groups)
+    if options.output:
+        rounded = {label: None if step is None else float(f"{step:.6g}") for label, step in steps.items()}
+        options.output.write_text(json.dumps({"steps": rounded, "cpu_seconds": cpu_seconds}, indent=0) + "\n")
+    if options.against:
+        print(*compared(json.loads(options.against.read_text())["steps"], steps), sep="\n")
+    print(", ".join(f"{group}: {seconds:.0f} s of CPU time" for group, seconds in cpu_seconds.items()))
+
+
+if __name__ == "__main__":
+    main()

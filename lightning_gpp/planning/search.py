@@ -1,0 +1,319 @@
+"""The front of planning: one loop over the candidates of a request that keeps the best plan.
+
+    for each schedule and number of pipelines      `candidates`
+        search       drafts by a partitioner; candidates with the same question share a search
+        lay out      a plan of one pipeline: stages on devices, sharding, slices
+        time         seconds of its actions and messages, memory left for activations
+        simulate     the program that would run
+    keep the plan that fits and has the highest throughput
+    compute a lower bound of its step time, within `Request.bound_seconds`
+
+The first candidate of a question also tries the runners-up of the search (`best_trial`); the others take the draft that
+it chose.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from lightning_gpp.errors import GPPError, PlanError
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.plan import Plan
+from lightning_gpp.planning.advice import advice
+from lightning_gpp.planning.assignment.complete import completed, with_batch_size
+from lightning_gpp.planning.assignment.layout import lay_out
+from lightning_gpp.planning.bounds.bound import busy_bound, lower_bound
+from lightning_gpp.planning.candidates import STANDARD, Candidate, candidates, num_stages_per_device
+from lightning_gpp.planning.problem.answer import Alternative, Answer, Control
+from lightning_gpp.planning.problem.draft import Draft
+from lightning_gpp.planning.problem.evaluate import Evaluator
+from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures
+from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.realise import realise
+from lightning_gpp.planning.problem.registry import checked, partitioner_of
+from lightning_gpp.planning.problem.trial import Trial, best_trial, predicted
+from lightning_gpp.planning.request import Request
+
+
+def best_plan(partitioner: str, graph: OperatorGraph, request: Request) -> Prediction:
+    """The fastest plan that fits the memory, of all schedules and numbers of pipelines that the request allows.
+
+    Raises:
+        ConfigError: there is no such partitioner, or the request contradicts itself.
+        PlanError: there is no plan; the message is that for the first candidate, and says what would help.
+    """
+    return PlanSearch(partitioner, graph, request).best()
+
+
+def each_schedule(
+    partitioner: str, graph: OperatorGraph, request: Request
+) -> Iterator[tuple[str, Prediction | GPPError]]:
+    """The best plan under every schedule of the request, in their order, or the reason why there is none.
+
+    Raises:
+        ConfigError: there is no such partitioner.
+    """
+    return PlanSearch(partitioner, graph, request).each_schedule()
+
+
+def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines: int = 1) -> Prediction:
+    """Stages that the user gave, under the fastest of the request's schedules that fits the memory.
+
+    Raises:
+        GPPError: none of them can order the stages; the error is that of the first.
+    """
+    costs, failures, predictions = request.operator_costs(graph), list[GPPError](), list[Prediction]()
+    for schedule in request.schedules:
+        scheduled = replace(plan, schedule=schedule)
+        try:
+            predictions.append(predicted(scheduled, graph, request.cluster, costs, request.footprint, num_pipelines))
+        except GPPError as error:
+            failures.append(error)
+    if not predictions:
+        raise failures[0]
+    return min(predictions, key=lambda prediction: prediction.rank)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """A question, the partitioner's answer, and the trial of the first candidate that asked."""
+
+    question: Request
+    problem: Problem
+    answer: Answer
+    seconds: float
+    trial: Trial | None = None
+
+    @property
+    def has_plan(self) -> bool:
+        return self.answer.draft is not None and Evaluator(self.problem)(self.answer.draft).fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """A candidate and the trial of the best draft for it."""
+
+    candidate: Candidate
+    search: _Search
+    trial: Trial
+
+    @property
+    def prediction(self) -> Prediction:
+        return self.trial.prediction
+
+
+class _NothingFits(PlanError):
+    """The partitioner found nothing that fits. The explanation takes trials of its own, so it comes on demand."""
+
+    def __init__(self, candidate: Candidate, search: _Search) -> None:
+        super().__init__("No plan fits the devices.")
+        self.candidate, self.search = candidate, search
+
+
+class PlanSearch:
+    """The loop over the candidates of one request, with the searches that they share; see the module."""
+
+    def __init__(self, partitioner: str, graph: OperatorGraph, request: Request) -> None:
+        self.name, self.partitioner = partitioner, partitioner_of(partitioner)
+        self.graph, self.request, self.costs = graph, request, request.operator_costs(graph)
+        self._searches: dict[Request, _Search | GPPError] = {}
+        self._bounds: dict[Request, float] = {}
+        self._explained: dict[Request, str] = {}
+        self._num_questions = max(1, len(set(_questions(request))))
+
+    def best(self) -> Prediction:
+        """See `best_plan`."""
+        outcomes, failures = self._tried(self.request.schedules)
+        if not outcomes:
+            raise self._explanation(failures[0])
+        return self._prediction(outcomes)
+
+    def each_schedule(self) -> Iterator[tuple[str, Prediction | GPPError]]:
+        """See the function of this name."""
+        for schedule in self.request.schedules:
+            outcomes, failures = self._tried((schedule,))
+            yield schedule, self._prediction(outcomes) if outcomes else self._explanation(failures[0])
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def _tried(self, schedules: Iterable[str]) -> tuple[list[_Outcome], list[GPPError]]:
+        """The candidates that have a plan, and why others have none."""
+        outcomes, failures = list[_Outcome](), list[GPPError]()
+        for schedule in schedules:
+            try:
+                for candidate in candidates(self.request, schedule):
+                    self._try(candidate, outcomes, failures)
+                    if outcomes and outcomes[-1].search.answer.interrupted:
+                        return outcomes, failures
+            except GPPError as error:
+                failures.append(error)
+        return outcomes, failures
+
+    def _try(self, candidate: Candidate, outcomes: list[_Outcome], failures: list[GPPError]) -> None:
+        try:
+            search = self._search(candidate.question())
+            if not search.has_plan:
+                raise _NothingFits(candidate, search)
+            outcomes.append(_Outcome(candidate=candidate, search=search, trial=self._trial(candidate, search)))
+        except GPPError as error:
+            failures.append(error)
+
+    def _search(self, question: Request) -> _Search:
+        """The partitioner's answer to a question, asked once."""
+        if question not in self._searches:
+            try:
+                self._searches[question] = self._asked(question)
+            except GPPError as error:
+                self._searches[question] = error
+        search = self._searches[question]
+        if isinstance(search, GPPError):
+            raise search
+        return search
+
+    def _asked(self, question: Request) -> _Search:
+        problem = question.problem(self.graph)
+        control = Control(seconds=self.request.seconds / self._num_questions, progress=self.request.progress)
+        answer = checked(self.name, problem, self.partitioner(problem, control))
+        return _Search(question=question, problem=problem, answer=answer, seconds=control.elapsed)
+
+    def _trial(self, candidate: Candidate, search: _Search) -> Trial:
+        def predict(draft: Draft) -> Prediction:
+            return self._predict(candidate, search.problem, draft)
+
+        if search.trial is None:
+            search.trial = best_trial(search.problem, search.answer, predict)
+            return search.trial
+        return replace(search.trial, prediction=predict(search.trial.draft))
+
+    def _predict(self, candidate: Candidate, problem: Problem, draft: Draft) -> Prediction:
+        """Lay out, time and simulate."""
+        request = self.request
+        plan, number = realise(problem, replace(draft, schedule=candidate.schedule), request.model)
+        if candidate.has_own_layout:
+            plan = lay_out(plan, self.graph, candidate.num_devices)
+        plan = completed(
+            with_batch_size(plan, plan.batch_size // problem.num_slices),
+            self.graph,
+            recompute=request.recompute,
+            sharding=request.sharding,
+            chained=request.chained,
+            slicing=request.slicing,
+        )
+        plan = replace(plan, notes={"partitioner": self.name})
+        number *= candidate.num_pipelines or 1
+        return predicted(plan, self.graph, request.cluster, self.costs, request.footprint, number)
+
+    # -- the outcome --------------------------------------------------------------------------------------------------
+
+    def _prediction(self, outcomes: Sequence[_Outcome]) -> Prediction:
+        """That of the best outcome, with its lower bound, the plans that lost, and the effort."""
+        best = min(outcomes, key=lambda outcome: outcome.prediction.rank)
+        answer, interrupted = best.search.answer, any(outcome.search.answer.interrupted for outcome in outcomes)
+        searches = {id(outcome.search): outcome.search for outcome in outcomes}.values()
+        began = time.perf_counter()
+        bound = self._lower_bound(outcomes, quick=interrupted)
+        return replace(
+            best.prediction,
+            lower_bound=bound,
+            alternatives=(*_lost(outcomes, best), *_alternatives(best)),
+            search=SearchFigures(
+                partitioner=self.name,
+                draft=best.trial.draft,
+                objective=answer.objective / best.search.problem.num_slices,
+                objective_name=_objective_name(best),
+                states=answer.states,
+                seconds=sum(search.seconds for search in searches),
+                notes=answer.notes,
+                interrupted=interrupted,
+                bound_seconds=time.perf_counter() - began,
+            ),
+        )
+
+    def _lower_bound(self, outcomes: Sequence[_Outcome], *, quick: bool) -> float:
+        """Seconds that no plan of any of these candidates can go below; 0 if none are known, as for slices.
+
+        For schedules that partitioners do not know, it is the step in which all devices are busy all the time.
+        """
+        if self.request.slicing is not None:
+            return 0.0
+        if quick or not all(outcome.candidate.is_searched for outcome in outcomes):
+            return min(_busy_bound(outcome) for outcome in outcomes)
+        return min(self._bound_of(outcome.search) for outcome in outcomes)
+
+    def _bound_of(self, search: _Search) -> float:
+        if search.question not in self._bounds:
+            seconds = self.request.bound_seconds / self._num_questions
+            self._bounds[search.question] = lower_bound(search.problem, seconds)
+        return self._bounds[search.question]
+
+    def _explanation(self, error: GPPError) -> GPPError:
+        """The error with the reason why nothing fits, and what would help."""
+        if not isinstance(error, _NothingFits):
+            return error
+        search = error.search
+        if search.question not in self._explained:
+            notes = (f"The partitioner {self.name!r} found no plan.", *search.answer.notes)
+            reason = advice(search.problem, search.answer.draft)
+            self._explained[search.question] = " ".join((*notes, reason))
+        return PlanError(_layout_hint(error.candidate, search) + self._explained[search.question])
+
+
+def _questions(request: Request) -> Iterator[Request]:
+    for schedule in request.schedules:
+        with suppress(GPPError):
+            for candidate in candidates(request, schedule):
+                with suppress(GPPError):
+                    yield candidate.question()
+
+
+def _busy_bound(outcome: _Outcome) -> float:
+    """The step in which all devices of the plan are busy all the time."""
+    problem = outcome.search.problem
+    return problem.num_devices / outcome.candidate.num_devices * busy_bound(problem)
+
+
+def _layout_hint(candidate: Candidate, search: _Search) -> str:
+    if not candidate.has_own_layout:
+        return ""
+    number = num_stages_per_device(candidate.request, candidate.schedule)
+    return (
+        f"strategy.schedule={candidate.schedule!r} with {number} stages on each of {candidate.num_devices} devices "
+        f"wants {search.problem.num_devices} stages. Choose fewer (strategy.stages_per_device), or fewer "
+        "devices. With that many stages there is no plan: "
+    )
+
+
+def _objective_name(outcome: _Outcome) -> str:
+    name = outcome.search.answer.objective_name
+    return name if outcome.candidate.is_searched else f"{name} of the stages as {STANDARD}"
+
+
+def _alternatives(outcome: _Outcome) -> Iterator[Alternative]:
+    """The other drafts of the search, if they are for the devices and the samples of the plan."""
+    if not outcome.candidate.has_own_layout:
+        scale = outcome.search.problem.num_slices
+        yield from (replace(entry, seconds=entry.seconds / scale) for entry in outcome.trial.alternatives)
+
+
+def _lost(outcomes: Sequence[_Outcome], best: _Outcome) -> Iterator[Alternative]:
+    """The best plan of every other schedule, and those of the same schedule with other numbers of pipelines."""
+    ranked = sorted(outcomes, key=lambda outcome: outcome.prediction.rank)
+    first = {outcome.candidate.schedule: outcome for outcome in reversed(ranked)}
+    for outcome in ranked:
+        schedule = outcome.candidate.schedule
+        if outcome is not best and (schedule == best.candidate.schedule or outcome is first[schedule]):
+            draft = replace(outcome.trial.draft, schedule=schedule)
+            yield Alternative(draft=draft, seconds=outcome.prediction.seconds, reason=_reason(outcome, best))
+
+
+def _reason(outcome: _Outcome, best: _Outcome) -> str:
+    same = outcome.candidate.schedule == best.candidate.schedule
+    number = outcome.prediction.num_pipelines
+    what = f"with strategy.num_pipelines={number}" if same else f"as {outcome.candidate.schedule}"
+    if outcome.prediction.excess_bytes:
+        return f"{what} it needs more memory"
+    slower = best.prediction.samples_per_second / outcome.prediction.samples_per_second - 1
+    return f"{what} the step takes {slower:.1%} longer"
