@@ -12,7 +12,7 @@ from lightning_gpp.cluster import Cluster, preset_cluster
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.costs.roofline import Roofline
 from lightning_gpp.graph import Affine, OperatorGraph
-from lightning_gpp.planning import Answer, Control, Prediction, Problem, Request
+from lightning_gpp.planning import Answer, Prediction, Problem, Request, SearchControl
 from lightning_gpp.planning.problem.registry import partitioner_of
 from lightning_gpp.planning.problem.trial import best_trial, simulated
 
@@ -125,7 +125,7 @@ def run(partitioner: str, problem: Problem, seconds: float = 10.0) -> Run:
 
 def search(partitioner: str, problem: Problem, seconds: float = 10.0) -> tuple[Answer, float]:
     """The answer, and the seconds it took."""
-    control = Control(seconds=seconds)
+    control = SearchControl(seconds=seconds)
     return partitioner_of(partitioner)(problem, control), control.elapsed
 
 

@@ -7,17 +7,17 @@ and a transition is no more than two comparisons: a planner that prices each sta
 
 from __future__ import annotations
 
-from lightning_gpp.planning import Answer, Control, Problem
+from lightning_gpp.planning import Answer, Problem, SearchControl
 from lightning_gpp.planning.partitioners import pipedream, piper
 from lightning_gpp.planning.problem.problem import Array
 
 
-def pipedream_in_loops(problem: Problem, control: Control) -> Answer:
+def pipedream_in_loops(problem: Problem, control: SearchControl) -> Answer:
     """PipeDream's answer."""
     return pipedream.search(problem, control, LoopLevel)
 
 
-def piper_in_loops(problem: Problem, control: Control) -> Answer:
+def piper_in_loops(problem: Problem, control: SearchControl) -> Answer:
     """Piper's answer."""
     return piper.search(problem, control, LoopDownsets)
 

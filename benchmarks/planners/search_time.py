@@ -23,7 +23,7 @@ from benchmarks.planners.paper import HARDWARE, LAYERS, SAMPLES_PER_DEVICE
 from benchmarks.planners.published import pipedream_in_loops, piper_in_loops
 from benchmarks.workloads import WORKLOADS, graph
 from lightning_gpp.cluster import preset_cluster
-from lightning_gpp.planning import Answer, Control, Prediction, Problem, Request, best_plan
+from lightning_gpp.planning import Answer, Prediction, Problem, Request, SearchControl, best_plan
 from lightning_gpp.planning.problem.registry import Partitioner, partitioner_of
 
 NUM_DEVICES: Final = 32
@@ -133,7 +133,7 @@ def least(planner: Partitioner, model: str, num_pieces: float) -> Spent:
 def _spent(planner: Partitioner, model: str, num_pieces: float) -> Spent:
     problem = problem_for(model, num_pieces)
     began = time.process_time()
-    answer = planner(problem, Control(seconds=inf))
+    answer = planner(problem, SearchControl(seconds=inf))
     return Spent(time.process_time() - began, answer.states, problem.num_units)
 
 

@@ -24,7 +24,7 @@ from lightning_gpp.cli import schema
 from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
 from lightning_gpp.errors import GPPError
 
-Task = Callable[[DictConfig], None]
+Command = Callable[[DictConfig], None]
 
 
 def config_folder() -> Path:
@@ -34,7 +34,7 @@ def config_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
-def run(command: str, config_name: str, task: Task) -> None:
+def run(command: str, config_name: str, task: Command) -> None:
     """Compose the configuration from the command line and hand it to `task`; user errors end without a traceback."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises instead of printing a shortened traceback
     # Lightning 2.6 on newer torch: nothing that a user could change, and every process would say it
@@ -62,7 +62,7 @@ def run(command: str, config_name: str, task: Task) -> None:
         sys.exit(1)
 
 
-def _told(command: str, task: Task, failed: list[GPPError]) -> Task:
+def _told(command: str, task: Command, failed: list[GPPError]) -> Command:
     """The task, whose user errors are told at once and kept: Hydra would tell all overrides of the job before them.
 
     In a sweep they end it, which Hydra does.

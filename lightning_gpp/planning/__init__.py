@@ -9,7 +9,7 @@ from lightning_gpp.planning.partitioners import graphpipe as _graphpipe  # noqa:
 from lightning_gpp.planning.partitioners import pipedream as _pipedream  # noqa: F401  registers itself
 from lightning_gpp.planning.partitioners import piper as _piper  # noqa: F401  registers itself
 from lightning_gpp.planning.partitioners.auto import search as _auto  # noqa: F401  registers itself
-from lightning_gpp.planning.problem.answer import Alternative, Answer, Control
+from lightning_gpp.planning.problem.answer import Alternative, Answer, SearchControl
 from lightning_gpp.planning.problem.draft import Draft, DraftStage
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures
@@ -21,7 +21,6 @@ from lightning_gpp.planning.search import best_order, best_plan, each_schedule
 __all__ = [
     "Alternative",
     "Answer",
-    "Control",
     "Draft",
     "DraftStage",
     "Evaluation",
@@ -29,6 +28,7 @@ __all__ = [
     "Prediction",
     "Problem",
     "Request",
+    "SearchControl",
     "SearchFigures",
     "best_order",
     "best_plan",

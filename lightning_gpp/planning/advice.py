@@ -11,7 +11,7 @@ from lightning_gpp.cluster import Cluster, Level
 from lightning_gpp.costs.footprint import OPTIMIZER_STATES
 from lightning_gpp.plan import STEP
 from lightning_gpp.planning.assignment.modules import stage_names
-from lightning_gpp.planning.problem.answer import Control
+from lightning_gpp.planning.problem.answer import SearchControl
 from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.problem import Problem
@@ -27,7 +27,7 @@ SMALLER: Final = 4
 LARGER: Final = (2, 4, 8, 16)
 """Times the devices of the cluster that are tried."""
 
-Change = Callable[[Draft], Draft]
+DraftChange = Callable[[Draft], Draft]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Suggestion:
 
     text: str
     problem: Problem
-    change: Change | None = None
+    change: DraftChange | None = None
 
 
 def advice(problem: Problem, draft: Draft | None) -> str:
@@ -77,7 +77,7 @@ def described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
 
 def searched(problem: Problem, seconds: float = SECONDS_PER_TRIAL) -> Draft | None:
     """The draft that the default partitioner finds in a short time, whether it fits or not."""
-    return partitioner_of("auto")(problem, Control(seconds=seconds)).draft
+    return partitioner_of("auto")(problem, SearchControl(seconds=seconds)).draft
 
 
 def _working(problem: Problem, draft: Draft) -> list[str]:
@@ -148,7 +148,7 @@ def _smaller(problem: Problem) -> Iterator[Suggestion]:
         )
 
 
-def _with_size(size: int) -> Change:
+def _with_size(size: int) -> DraftChange:
     return lambda draft: replace(draft, stages=tuple(replace(stage, micro_batch_size=size) for stage in draft.stages))
 
 

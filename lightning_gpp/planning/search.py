@@ -27,7 +27,7 @@ from lightning_gpp.planning.assignment.complete import completed, with_batch_siz
 from lightning_gpp.planning.assignment.layout import lay_out
 from lightning_gpp.planning.bounds.bound import busy_bound, lower_bound
 from lightning_gpp.planning.candidates import STANDARD, Candidate, candidates, num_stages_per_device
-from lightning_gpp.planning.problem.answer import Alternative, Answer, Control
+from lightning_gpp.planning.problem.answer import Alternative, Answer, SearchControl
 from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures
@@ -78,7 +78,7 @@ def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines
 
 
 @dataclass(slots=True, kw_only=True)
-class _Search:
+class _AnsweredRequest:
     """A question, the partitioner's answer, and the trial of the first candidate that asked."""
 
     question: Request
@@ -97,7 +97,7 @@ class _Outcome:
     """A candidate and the trial of the best draft for it."""
 
     candidate: Candidate
-    search: _Search
+    search: _AnsweredRequest
     trial: Trial
 
     @property
@@ -108,7 +108,7 @@ class _Outcome:
 class _NothingFits(PlanError):
     """The partitioner found nothing that fits. The explanation takes trials of its own, so it comes on demand."""
 
-    def __init__(self, candidate: Candidate, search: _Search) -> None:
+    def __init__(self, candidate: Candidate, search: _AnsweredRequest) -> None:
         super().__init__("No plan fits the devices.")
         self.candidate, self.search = candidate, search
 
@@ -119,7 +119,7 @@ class PlanSearch:
     def __init__(self, partitioner: str, graph: OperatorGraph, request: Request) -> None:
         self.name, self.partitioner = partitioner, partitioner_of(partitioner)
         self.graph, self.request, self.costs = graph, request, request.operator_costs(graph)
-        self._searches: dict[Request, _Search | GPPError] = {}
+        self._searches: dict[Request, _AnsweredRequest | GPPError] = {}
         self._bounds: dict[Request, float] = {}
         self._explained: dict[Request, str] = {}
         self._num_questions = max(1, len(set(_questions(request))))
@@ -161,7 +161,7 @@ class PlanSearch:
         except GPPError as error:
             failures.append(error)
 
-    def _search(self, question: Request) -> _Search:
+    def _search(self, question: Request) -> _AnsweredRequest:
         """The partitioner's answer to a question, asked once."""
         if question not in self._searches:
             try:
@@ -173,13 +173,13 @@ class PlanSearch:
             raise search
         return search
 
-    def _asked(self, question: Request) -> _Search:
+    def _asked(self, question: Request) -> _AnsweredRequest:
         problem = question.problem(self.graph)
-        control = Control(seconds=self.request.seconds / self._num_questions, progress=self.request.progress)
+        control = SearchControl(seconds=self.request.seconds / self._num_questions, progress=self.request.progress)
         answer = checked(self.name, problem, self.partitioner(problem, control))
-        return _Search(question=question, problem=problem, answer=answer, seconds=control.elapsed)
+        return _AnsweredRequest(question=question, problem=problem, answer=answer, seconds=control.elapsed)
 
-    def _trial(self, candidate: Candidate, search: _Search) -> Trial:
+    def _trial(self, candidate: Candidate, search: _AnsweredRequest) -> Trial:
         def predict(draft: Draft) -> Prediction:
             return self._predict(candidate, search.problem, draft)
 
@@ -243,7 +243,7 @@ class PlanSearch:
             return min(_busy_bound(outcome) for outcome in outcomes)
         return min(self._bound_of(outcome.search) for outcome in outcomes)
 
-    def _bound_of(self, search: _Search) -> float:
+    def _bound_of(self, search: _AnsweredRequest) -> float:
         if search.question not in self._bounds:
             seconds = self.request.bound_seconds / self._num_questions
             self._bounds[search.question] = lower_bound(search.problem, seconds)
@@ -275,7 +275,7 @@ def _busy_bound(outcome: _Outcome) -> float:
     return problem.num_devices / outcome.candidate.num_devices * busy_bound(problem)
 
 
-def _layout_hint(candidate: Candidate, search: _Search) -> str:
+def _layout_hint(candidate: Candidate, search: _AnsweredRequest) -> str:
     if not candidate.has_own_layout:
         return ""
     number = num_stages_per_device(candidate.request, candidate.schedule)

@@ -156,7 +156,7 @@ def _tasks(work: Work, first: Mapping[int, int]) -> dict[tuple[int, int], list[l
     return {place: [[number for *_, number in sorted(own)] for own in kinds] for place, kinds in tasks.items()}
 
 
-_Candidate = tuple[bool, int, int, int, _Replica, int]
+_TaskRank = tuple[bool, int, int, int, _Replica, int]
 """The rank of a task (four numbers), its replica and its kind."""
 
 
@@ -192,9 +192,9 @@ class BubbleFilling:
             return self._started(kind, replica)
         return self._filler(device, expected, blocked)
 
-    def _candidates(self, device: int) -> tuple[list[_Candidate], list[_Replica], float]:
+    def _candidates(self, device: int) -> tuple[list[_TaskRank], list[_Replica], float]:
         """Ready tasks that fit the memory, replicas whose tasks do not fit, and the time of the next arrival."""
-        ready: list[_Candidate] = []
+        ready: list[_TaskRank] = []
         blocked: list[_Replica] = []
         now, expected, takes = self.clock.time, inf, self.clock.tasks.takes
         last = INPUT if self.preference.forwards_first else FORWARD

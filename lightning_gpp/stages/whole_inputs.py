@@ -48,11 +48,11 @@ def with_whole_inputs(
     candidates = [name for name, spec in inputs.items() if is_cut(spec, dim, length)]
     others = {name for name in inputs if name not in candidates}
     if len(candidates) > 1 and length > 1:
-        others.update(_others(_Trial(captured, module, dim, context, device), candidates, length))
+        others.update(_others(_ShortenedRun(captured, module, dim, context, device), candidates, length))
     return captured.graph.with_whole(_work_on(captured.graph, others, set(inputs) - others))
 
 
-def _others(trial: _Trial, candidates: list[str], length: int) -> tuple[str, ...]:
+def _others(trial: _ShortenedRun, candidates: list[str], length: int) -> tuple[str, ...]:
     """The largest set of inputs that can be shorter while all carried tensors keep their length."""
     if trial.carried_lengths(()) != {length}:
         return ()
@@ -72,7 +72,7 @@ def _work_on(graph: OperatorGraph, others: Iterable[str], cut: set[str]) -> froz
     return frozenset(whole)
 
 
-class _Trial:
+class _ShortenedRun:
     """Runs the network on fake tensors."""
 
     def __init__(

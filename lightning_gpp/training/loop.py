@@ -24,7 +24,7 @@ from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.setup import agreed_seed, join, set_up
 
-UserStep = Callable[[nn.Module, Any], Any]
+StepFunction = Callable[[nn.Module, Any], Any]
 """From a module and a mini-batch to the loss, or to a dict with the key "loss"."""
 
 
@@ -34,7 +34,7 @@ def initialize(
     optimizers: Optimizer | Sequence[Optimizer],
     example_batch: Any,
     *,
-    step: UserStep | None = None,
+    step: StepFunction | None = None,
     options: Options | None = None,
     device: torch.device | None = None,
     context: Context = nullcontext,
@@ -95,7 +95,7 @@ def initialize(
 
 
 @contextmanager
-def _with_step(module: nn.Module, step: UserStep | None) -> Iterator[None]:
+def _with_step(module: nn.Module, step: StepFunction | None) -> Iterator[None]:
     """Inside, the module has the function as its methods for training and validation."""
     if step is None:
         yield

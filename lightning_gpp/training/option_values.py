@@ -12,7 +12,7 @@ from lightning_gpp.errors import ConfigError, did_you_mean
 from lightning_gpp.option import refusal
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import partitioner_names
-from lightning_gpp.planning.assignment.placement import KEYS, Placement, read
+from lightning_gpp.planning.assignment.placement import KEYS, StagesSpec, read
 from lightning_gpp.schedules.registry import schedule_names
 
 AUTO: Final = "auto"
@@ -58,7 +58,7 @@ def cluster_given(cluster: Any) -> Cluster | str | None:
     )
 
 
-def stages_given(stages: Any) -> Placement | None:
+def stages_given(stages: Any) -> StagesSpec | None:
     """The stages themselves, once they have been read.
 
     Raises:
@@ -72,7 +72,7 @@ def stages_given(stages: Any) -> Placement | None:
     return stages
 
 
-def without_inputs(stages: Placement) -> Placement:
+def without_inputs(stages: StagesSpec) -> StagesSpec:
     """The stages without the edges that the user may have declared."""
     if isinstance(stages, Mapping):
         return stages

@@ -20,7 +20,7 @@ from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.option import Converted, option, settle
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning.assignment.placement import Placement, read
+from lightning_gpp.planning.assignment.placement import StagesSpec, read
 from lightning_gpp.planning.assignment.slices import Slicing
 from lightning_gpp.planning.candidates import check_replicas
 from lightning_gpp.schedules.registry import method_of, schedule_names
@@ -36,7 +36,7 @@ from lightning_gpp.training.option_values import (
     without_inputs,
 )
 
-StageSpec = Placement
+StageSpec = StagesSpec
 """Manual placement: module path -> stage number, or stages with the keys modules, name, devices, micro_batch_size; with
 the key inputs too, where the user declares the edges between stages."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planners.published import LoopLevel, pipedream_in_loops, piper_in_loops
-from lightning_gpp.planning import Control
+from lightning_gpp.planning import SearchControl
 from lightning_gpp.planning.partitioners import pipedream, piper
 from tests.planning.problems import random_problem
 from tests.planning.test_pipedream import TWO_BY_TWO, chain_problem
@@ -21,7 +21,7 @@ def test_loops_give_the_same_answers(name: str, seed: int) -> None:
     """Drafts, bottlenecks, alternatives, and numbers of transitions; also where nothing fits."""
     vectorised, in_loops = PAIRS[name]
     problem = replace(random_problem(seed), recompute=(None, True, False)[seed % 3])
-    assert in_loops(problem, Control()) == vectorised(problem, Control())
+    assert in_loops(problem, SearchControl()) == vectorised(problem, SearchControl())
 
 
 def test_levels_are_filled_alike() -> None:

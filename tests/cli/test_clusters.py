@@ -18,7 +18,7 @@ from lightning_gpp.cli.planning import device_type, make_plan, show, task_of
 from lightning_gpp.cli.stopping import TimeIsUp, time_limit
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Answer, Control, Problem
+from lightning_gpp.planning import Answer, Problem, SearchControl
 from lightning_gpp.planning.problem.registry import _PARTITIONERS, register_partitioner
 from tests.cli.commands import command, composed
 from tests.planning import graphs
@@ -38,7 +38,7 @@ def stubborn() -> Iterator[None]:
     """A partitioner that neither ends nor keeps what it has when it is interrupted."""
 
     @register_partitioner("stubborn")
-    def search(problem: Problem, control: Control) -> Answer:
+    def search(problem: Problem, control: SearchControl) -> Answer:
         raise KeyboardInterrupt
 
     yield

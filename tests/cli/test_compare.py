@@ -20,7 +20,7 @@ from lightning_gpp.cli.plan import overrides
 from lightning_gpp.cli.planning import make_plan, show
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Answer, Control, Problem
+from lightning_gpp.planning import Answer, Problem, SearchControl
 from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.planning.assignment.layout_check import misfit
 from lightning_gpp.planning.problem import registry as partitioners
@@ -226,7 +226,7 @@ def test_ctrl_c_keeps_the_rows_so_far(stages: tuple[str, ...], capsys: pytest.Ca
 
 def test_ctrl_c_during_a_search_that_keeps_its_best_ends_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     @partitioners.register_partitioner("hurried")
-    def search(problem: Problem, control: Control) -> Answer:
+    def search(problem: Problem, control: SearchControl) -> Answer:
         with contextlib.suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         return partitioners.partitioner_of("auto")(problem, control)
@@ -280,7 +280,7 @@ def test_ctrl_c_during_the_search_of_a_partitioner(capsys: pytest.CaptureFixture
     once = iter([True])
 
     @partitioners.register_partitioner("hurried")
-    def search(problem: Problem, control: Control) -> Answer:
+    def search(problem: Problem, control: SearchControl) -> Answer:
         def press(*_: object) -> None:
             if next(once, False):
                 signal.raise_signal(signal.SIGINT)

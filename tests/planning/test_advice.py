@@ -10,7 +10,7 @@ import pytest
 from lightning_gpp.cluster import Cluster, Device, Link, preset_cluster
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.errors import PlanError
-from lightning_gpp.planning import Answer, Control, Problem, Request, best_plan, register_partitioner
+from lightning_gpp.planning import Answer, Problem, Request, SearchControl, best_plan, register_partitioner
 from lightning_gpp.planning.advice import advice, repeated, searched
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from tests.planning import graphs
@@ -88,7 +88,7 @@ def test_more_devices_than_pieces() -> None:
 
 def test_another_partitioner_that_finds_one() -> None:
     @register_partitioner("finds nothing")
-    def finds_nothing(problem: Problem, control: Control) -> Answer:
+    def finds_nothing(problem: Problem, control: SearchControl) -> Answer:
         return Answer(draft=None, objective_name="nothing", states=0, notes=("It never looked.",))
 
     with pytest.raises(PlanError, match=r"'finds nothing' found no plan. It never looked. .*strategy.partitioner=auto"):

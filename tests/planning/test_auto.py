@@ -9,7 +9,7 @@ import pytest
 
 from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning import Answer, Control, Draft, DraftStage, Evaluator, Problem, Request, best_plan
+from lightning_gpp.planning import Answer, Draft, DraftStage, Evaluator, Problem, Request, SearchControl, best_plan
 from lightning_gpp.planning.bounds.bound import lower_bound
 from lightning_gpp.planning.partitioners.auto import search
 from lightning_gpp.planning.partitioners.auto.search import auto
@@ -33,8 +33,8 @@ SECONDS = 30.0
 """Far more than these searches take: they end by themselves, so that no load of the machine changes their results."""
 
 
-def _control() -> Control:
-    return Control(seconds=SECONDS)
+def _control() -> SearchControl:
+    return SearchControl(seconds=SECONDS)
 
 
 def _problem(graph: OperatorGraph, num_devices: int = 4, **options: object) -> Problem:
@@ -163,7 +163,7 @@ def test_an_interrupt_keeps_the_best_plan() -> None:
         if len(seen) == 3:
             raise KeyboardInterrupt
 
-    answer = auto(problem, Control(seconds=SECONDS, progress=stop))
+    answer = auto(problem, SearchControl(seconds=SECONDS, progress=stop))
     assert answer.notes == ("The search was interrupted; this is the best plan so far.",)
     assert answer.objective == min(seen) == Evaluator(problem)(_draft(answer)).seconds
     _assert_valid(problem, _draft(answer))
@@ -178,14 +178,14 @@ def test_an_interrupt_on_larger_units_keeps_the_best_plan(monkeypatch: pytest.Mo
     def stop(done: float, best: float, bound: float) -> None:
         raise KeyboardInterrupt
 
-    answer = auto(problem, Control(seconds=SECONDS, progress=stop))
+    answer = auto(problem, SearchControl(seconds=SECONDS, progress=stop))
     assert answer.notes
     _assert_valid(problem, _draft(answer))
 
 
 def test_little_time_gives_a_plan() -> None:
     problem = _problem(graphs.encoder_decoder(), 4)
-    _assert_valid(problem, _draft(auto(problem, Control(seconds=0.05))))
+    _assert_valid(problem, _draft(auto(problem, SearchControl(seconds=0.05))))
 
 
 def test_alternatives_are_of_other_kinds_and_say_why_they_lost() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.planning import Control, Problem
+from lightning_gpp.planning import Problem, SearchControl
 from lightning_gpp.planning.bounds import bound
 from lightning_gpp.planning.bounds.bottleneck import joints_of
 from lightning_gpp.planning.bounds.bound import bound_of_size, lower_bound
@@ -24,7 +24,7 @@ def _optimum(problem: Problem) -> float:
     """Seconds of the best of all plans, whatever memory they need."""
     devices = tuple(replace(device, memory_bytes=1e18) for device in problem.cluster.devices)
     everything = replace(problem, cluster=replace(problem.cluster, devices=devices))
-    return exhaustive(everything, Control(seconds=float("inf"))).objective
+    return exhaustive(everything, SearchControl(seconds=float("inf"))).objective
 
 
 def _mixed(problem: Problem, seed: int) -> Problem:

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.errors import PlanError
-from lightning_gpp.planning import Answer, Control, Problem, Request, best_plan
+from lightning_gpp.planning import Answer, Problem, Request, SearchControl, best_plan
 from lightning_gpp.planning.problem.registry import _PARTITIONERS, partitioner_of
 from tests.planning import graphs
 
@@ -54,14 +54,14 @@ def test_nothing_fits() -> None:
 def test_an_interrupted_search_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
-    def interrupted(problem: Problem, control: Control) -> Answer:
+    def interrupted(problem: Problem, control: SearchControl) -> Answer:
         calls.append(problem.num_devices)
 
         def progress(done: float, best: float, bound: float) -> None:
             if best < float("inf"):
                 raise KeyboardInterrupt
 
-        return partitioner_of("auto")(problem, Control(seconds=control.seconds, progress=progress))
+        return partitioner_of("auto")(problem, SearchControl(seconds=control.seconds, progress=progress))
 
     monkeypatch.setitem(_PARTITIONERS, "interrupted", interrupted)
     found = best_plan("interrupted", graphs.chain(4), request(4))

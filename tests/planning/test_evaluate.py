@@ -14,7 +14,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request
 from lightning_gpp.planning.partitioners.exhaustive import shapes
 from lightning_gpp.planning.problem import pipeline_clock
-from lightning_gpp.planning.problem.pipeline_clock import Pipeline, end_times
+from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, end_times
 from lightning_gpp.planning.problem.units import UnitGraph
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE, random_case, simulated
@@ -237,7 +237,7 @@ def test_a_limit_gives_a_lower_bound_with_data_and_replicas(family: Callable[[],
 @pytest.mark.parametrize("first", ["1f1b", "gpipe"])
 def test_long_runs_are_continued_by_their_period(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that two chains of different speed lead to, and 200 micro-batches."""
-    pipeline = Pipeline(
+    pipeline = ClockedStages(
         forward=[1.0, 0.7, 1.1, 0.4],
         again=[0.0, 0.7, 0.0, 0.0],
         backward=[2.0, 1.1, 2.3, 0.9],

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from lightning_gpp.planning import Control
+from lightning_gpp.planning import SearchControl
 from lightning_gpp.planning.partitioners.exhaustive import exhaustive
 from tests.planning.problems import random_problem
 
 
 def test_the_best_of_those_tried_in_time_and_a_note() -> None:
     problem = random_problem(4, num_units=5, num_devices=4)
-    everything, some = exhaustive(problem, Control(seconds=float("inf"))), exhaustive(problem, Control(seconds=0.0))
+    everything, some = (
+        exhaustive(problem, SearchControl(seconds=float("inf"))),
+        exhaustive(problem, SearchControl(seconds=0.0)),
+    )
     assert everything.notes == ()
     assert some.states < everything.states
     assert some.objective >= everything.objective

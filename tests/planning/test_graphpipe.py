@@ -32,7 +32,7 @@ from lightning_gpp.planning.partitioners.series_parallel import (
     parallel,
     series,
 )
-from lightning_gpp.planning.problem.answer import Control
+from lightning_gpp.planning.problem.answer import SearchControl
 from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
 from tests.planning import graphs
 from tests.planning.problems import DEVICE, Given
@@ -304,7 +304,7 @@ def test_equals_the_best_of_all_strategies(seeds: range, monkeypatch: pytest.Mon
         assert converted(problem).tree == tree
         judge = Judge(problem, problem.sizes[0])
         best = min((seconds for seconds, _, _ in judge.strategies(tree)), default=inf)
-        answer = graphpipe(problem, Control())
+        answer = graphpipe(problem, SearchControl())
         if best == inf:
             assert answer.draft is None, seed
             continue
@@ -321,7 +321,7 @@ def test_equals_the_best_of_all_strategies_of_an_order(seeds: range) -> None:
         judge = Judge(problem, problem.sizes[0])
         trees = trees_of(problem)
         best = [min((seconds for seconds, _, _ in judge.strategies(tree)), default=inf) for tree in trees]
-        answer = graphpipe(problem, Control())
+        answer = graphpipe(problem, SearchControl())
         assert (answer.draft is None) == (min(best) == inf), seed
         if answer.draft is not None:
             bundles += len(trees) > 1
@@ -369,7 +369,7 @@ def test_random_problems_are_varied() -> None:
     seen = dict.fromkeys(("none", "recompute", "replicas", "tail or head", "parallel stages", "fork in a stage"), 0)
     for seed in range(160):
         problem, tree = random_problem(seed)
-        draft = graphpipe(problem, Control()).draft
+        draft = graphpipe(problem, SearchControl()).draft
         if draft is None:
             seen["none"] += 1
             continue
@@ -410,7 +410,7 @@ def test_case_study_has_half_the_depth_of_a_chain() -> None:
     tree = towers(2, 4, 1)
     kinds = [(1.0, 1.0, 10)] * 8 + [(0.001, 0.0, 0)]
     problem = problem_of(chained(tree), kinds, cluster_of(8, 1e9), 2, batch_size=64)
-    draft = graphpipe(problem, Control()).draft
+    draft = graphpipe(problem, SearchControl()).draft
     assert draft is not None
     assert sorted(len(stage.units) for stage in draft.stages) == [1] * 7 + [2]
     assert depth_of(problem, draft) == 5  # the branch without the concatenation has four stages, and that one follows
@@ -436,7 +436,7 @@ def test_candle_has_the_in_flight_samples_of_its_authors_strategy() -> None:
     in_flight = {piece.units[0]: piece.in_flight * problem.sizes[0] for piece in pieces}
     assert {len(piece.units): piece.units for piece in pieces}[5] == (16, 17, 18, 19, 20)
     assert in_flight == {0: 192, 4: 192, 8: 192, 12: 192, 16: 128, 21: 64}
-    draft = graphpipe(problem, Control()).draft
+    draft = graphpipe(problem, SearchControl()).draft
     assert draft is not None
     assert sorted(Evaluator(problem)(draft).in_flight) == [1, 2, 3, 3, 3, 3]
 
@@ -468,8 +468,8 @@ def chain_problem(memory: float, recompute: bool | None, num_devices: int = 2) -
 
 def test_recomputes_only_where_nothing_else_fits() -> None:
     """Stages of two layers: 40 bytes stay, and two micro-batches of 20 bytes are in flight at the first."""
-    roomy = graphpipe(chain_problem(80.0, None), Control()).draft
-    tight = graphpipe(chain_problem(75.0, None), Control()).draft
+    roomy = graphpipe(chain_problem(80.0, None), SearchControl()).draft
+    tight = graphpipe(chain_problem(75.0, None), SearchControl()).draft
     assert roomy is not None
     assert tight is not None
     assert [stage.recompute for stage in roomy.stages] == [False, False]
@@ -479,26 +479,26 @@ def test_recomputes_only_where_nothing_else_fits() -> None:
 
 def test_moves_layers_where_recomputing_is_not_allowed() -> None:
     """One layer and three: the last stage has one micro-batch in flight, and holds 60 + 30 bytes."""
-    draft = graphpipe(chain_problem(90.0, False), Control()).draft
+    draft = graphpipe(chain_problem(90.0, False), SearchControl()).draft
     assert draft is not None
     assert [len(stage.units) for stage in draft.stages] == [2, 2]
     unequal = replace(chain_problem(75.0, False), max_replicas=1)
-    answer = graphpipe(unequal, Control())
+    answer = graphpipe(unequal, SearchControl())
     assert answer.draft is None
     assert "fit the memory" in answer.notes[0]
-    more = graphpipe(chain_problem(75.0, False, num_devices=4), Control()).draft
+    more = graphpipe(chain_problem(75.0, False, num_devices=4), SearchControl()).draft
     assert more is not None
     assert [len(stage.units) for stage in more.stages] == [1, 1, 1, 1]
 
 
 def test_all_stages_but_that_of_the_step_recompute_where_it_is_demanded() -> None:
-    draft = graphpipe(replace(chain_problem(1e9, True), max_replicas=1), Control()).draft
+    draft = graphpipe(replace(chain_problem(1e9, True), max_replicas=1), SearchControl()).draft
     assert draft is not None
     assert [stage.recompute for stage in draft.stages] == [True, False]
 
 
 def test_nothing_fits() -> None:
-    answer = graphpipe(chain_problem(10.0, None), Control())
+    answer = graphpipe(chain_problem(10.0, None), SearchControl())
     assert answer.draft is None
     assert answer.objective == inf
     assert "No stages fit the memory of the 2 devices" in answer.notes[0]
@@ -506,15 +506,15 @@ def test_nothing_fits() -> None:
 
 
 def test_a_stage_does_not_fit_though_the_weights_would() -> None:
-    answer = graphpipe(chain_problem(45.0, None), Control())
+    answer = graphpipe(chain_problem(45.0, None), SearchControl())
     assert answer.draft is None
     assert answer.states > 0
 
 
 def test_gpipe_holds_all_micro_batches() -> None:
     """Twelve micro-batches of 20 bytes beside 40 bytes that stay; 1F1B needs 80 bytes for the same stages."""
-    assert graphpipe(replace(chain_problem(200.0, False), schedules=("gpipe",)), Control()).draft is None
-    draft = graphpipe(replace(chain_problem(280.0, False), schedules=("gpipe",)), Control()).draft
+    assert graphpipe(replace(chain_problem(200.0, False), schedules=("gpipe",)), SearchControl()).draft is None
+    draft = graphpipe(replace(chain_problem(280.0, False), schedules=("gpipe",)), SearchControl()).draft
     assert draft is not None
     assert draft.schedule == "gpipe"
 
@@ -545,7 +545,7 @@ def crossed() -> Problem:
 
 def test_other_graphs_are_converted_at_a_price() -> None:
     problem = crossed()
-    answer = graphpipe(problem, Control())
+    answer = graphpipe(problem, SearchControl())
     assert answer.draft is not None
     assert Evaluator(problem)(answer.draft).fits
     assert "not series-parallel" in answer.notes[0]
@@ -559,7 +559,7 @@ def test_broadcasts_are_placed_after_the_search() -> None:
     shifted = [replace(v, src=v.src + 1, dsts=tuple(dst + 1 for dst in v.dsts)) for v in problem.units.values]
     mask = Value(src=0, dsts=tuple(range(1, 10)), bytes=Affine(1.0), num_directions=1)
     problem = problem_of([mask, *shifted], [(1e-4, 0.0, 0)] + [(1.0, 1.0, 10)] * 9, cluster_of(4, 1e9), 2)
-    answer = graphpipe(problem, Control())
+    answer = graphpipe(problem, SearchControl())
     assert answer.draft is not None
     assert sorted(unit for stage in answer.draft.stages for unit in stage.units) == list(range(10))
     assert any("1 units of negligible cost" in note for note in answer.notes)
@@ -573,11 +573,11 @@ def test_micro_batch_size_with_the_shortest_step() -> None:
     tree = towers(2, 2, 1)
     kinds = [(1.0, 1.0, 10)] * 5
     problem = replace(problem_of(chained(tree), kinds, cluster_of(4, 1e9), 1), sizes=(1, 2, 3, 4, 6, 12))
-    answer = graphpipe(problem, Control())
+    answer = graphpipe(problem, SearchControl())
     assert answer.draft is not None
     seconds = Evaluator(problem)(answer.draft).seconds
     for size in problem.sizes:
-        draft = graphpipe(replace(problem, sizes=(size,)), Control()).draft
+        draft = graphpipe(replace(problem, sizes=(size,)), SearchControl()).draft
         assert draft is None or Evaluator(problem)(draft).seconds >= seconds * (1 - 2 * PRECISION)
     assert [entry.seconds for entry in answer.alternatives] == sorted(entry.seconds for entry in answer.alternatives)
     assert all(entry.seconds >= seconds for entry in answer.alternatives)
@@ -585,7 +585,7 @@ def test_micro_batch_size_with_the_shortest_step() -> None:
 
 def test_limits_of_time_leave_the_first_strategy() -> None:
     problem, _ = candle()
-    answer = graphpipe(problem, Control(seconds=1e-9))
+    answer = graphpipe(problem, SearchControl(seconds=1e-9))
     assert answer.draft is not None
     assert "stopped after 1e-09 s" in answer.notes[0]
 
@@ -621,7 +621,7 @@ def test_branches_in_bundles_may_share_a_stage() -> None:
     tree = towers(4, 1, 1)
     kinds = [(1.0, 1.0, 1)] * len(list(leaves(tree)))
     problem = replace(problem_of(chained(tree), kinds, cluster_of(3, 1e9), 2), max_replicas=1)
-    answer = graphpipe(problem, Control())
+    answer = graphpipe(problem, SearchControl())
     assert answer.draft is not None
     assert sorted(len(stage.units) for stage in answer.draft.stages) == [1, 2, 2]
     assert depth_of(problem, answer.draft) == 2

@@ -8,7 +8,7 @@ import pytest
 from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.planning import Control, Draft, DraftStage, Evaluator, Problem, Request, best_plan
+from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request, SearchControl, best_plan
 from lightning_gpp.planning.partitioners.chains import levels_of
 from lightning_gpp.planning.partitioners.pipedream import pipedream, place, solve
 from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
@@ -134,7 +134,7 @@ def test_levels_nest(seed: int) -> None:
 
 def test_a_unit_that_dominates_is_replicated() -> None:
     problem = chain_problem([1, 4, 1], Cluster.uniform(DEVICE, 6, FAST), crossing=1)
-    answer = pipedream(problem, Control())
+    answer = pipedream(problem, SearchControl())
     assert answer.draft is not None
     assert [len(stage.devices) for stage in answer.draft.stages] == [1, 4, 1]
     assert [stage.devices for stage in answer.draft.stages] == [(5,), (1, 2, 3, 4), (0,)]
@@ -143,7 +143,7 @@ def test_a_unit_that_dominates_is_replicated() -> None:
 
 def test_equal_units_are_a_straight_pipeline_where_gradients_are_dear() -> None:
     problem = chain_problem([1, 1, 1, 1], Cluster.uniform(DEVICE, 4, Link(bytes_per_second=100)), weights=10_000)
-    answer = pipedream(problem, Control())
+    answer = pipedream(problem, SearchControl())
     assert answer.draft is not None
     assert [stage.units for stage in answer.draft.stages] == [(0,), (1,), (2,), (3,)]
     assert answer.draft.chained
@@ -152,20 +152,20 @@ def test_equal_units_are_a_straight_pipeline_where_gradients_are_dear() -> None:
 def test_gradients_are_paid_once_per_mini_batch() -> None:
     """2(m - 1)/m of 1000 bytes at 100 bytes/s are 10 s on 2 devices, for 16 samples; computing takes 1/2 s for each."""
     problem = chain_problem([1], Cluster.uniform(DEVICE, 2, Link(bytes_per_second=100)), weights=1000)
-    assert pipedream(problem, Control()).objective == pytest.approx(0.5 + 10 / 16)
+    assert pipedream(problem, SearchControl()).objective == pytest.approx(0.5 + 10 / 16)
 
 
 def test_states_are_cells_and_what_they_are_compared_to() -> None:
     """3 units on 2 devices: 3 spans from the start, each on 1 and on 2 devices; 0 + 1 + 2 cuts of those on 2."""
     problem = chain_problem([1, 1, 1], Cluster.uniform(DEVICE, 2, FAST), sizes=(1, 2))
-    assert pipedream(problem, Control()).states == 2 * (6 + 3)
+    assert pipedream(problem, SearchControl()).states == 2 * (6 + 3)
 
 
 def test_the_plan_fits_memory() -> None:
     """In flight the first of 4 stages holds 4 micro-batches: 2 of 8 equal units need 40 + 4 x 80 bytes there."""
     roomy = chain_problem([1.0] * 8, Cluster.uniform(DEVICE, 4, Link(bytes_per_second=1)), weights=10, saved=10)
     tight = with_memory(roomy, 300)
-    free, limited = pipedream(roomy, Control()).draft, pipedream(tight, Control()).draft
+    free, limited = pipedream(roomy, SearchControl()).draft, pipedream(tight, SearchControl()).draft
     assert free is not None
     assert limited is not None
     assert [len(stage.units) for stage in free.stages] == [2, 2, 2, 2]
@@ -176,7 +176,7 @@ def test_the_plan_fits_memory() -> None:
 
 def test_without_memory_there_is_no_plan() -> None:
     problem = with_memory(chain_problem([1, 1], Cluster.uniform(DEVICE, 2, FAST), weights=100), 150)
-    answer = pipedream(problem, Control())
+    answer = pipedream(problem, SearchControl())
     assert answer.draft is None
     assert "No chain of stages uses all devices" in answer.notes[0]
 
@@ -185,7 +185,7 @@ def test_inner_levels_leave_room_for_what_follows_their_group() -> None:
     """Whatever it chooses on 2 x 2 devices, the simulation of the chain agrees that it fits."""
     problem = chain_problem([1, 2, 1, 2, 1, 1], TWO_BY_TWO, weights=50, saved=20, crossing=2, sizes=(1, 2, 4))
     for memory in (300, 400, 600, 900):
-        answer = pipedream(with_memory(problem, memory), Control())
+        answer = pipedream(with_memory(problem, memory), SearchControl())
         if answer.draft is not None:
             assert Evaluator(with_memory(problem, memory))(answer.draft).fits
     assert answer.draft is not None
@@ -193,14 +193,17 @@ def test_inner_levels_leave_room_for_what_follows_their_group() -> None:
 
 def test_max_replicas() -> None:
     problem = chain_problem([1, 4, 1, 1], Cluster.uniform(DEVICE, 4, FAST), max_replicas=1)
-    answer = pipedream(problem, Control())
+    answer = pipedream(problem, SearchControl())
     assert answer.draft is not None
     assert [len(stage.devices) for stage in answer.draft.stages] == [1, 1, 1, 1]
 
 
 def test_copies_of_the_whole_are_made_only_where_allowed() -> None:
     problem = chain_problem([1, 1], Cluster.uniform(DEVICE, 2, Link(latency=1, bytes_per_second=1e9)), crossing=1e9)
-    allowed, forbidden = pipedream(problem, Control()), pipedream(replace(problem, replicable=False), Control())
+    allowed, forbidden = (
+        pipedream(problem, SearchControl()),
+        pipedream(replace(problem, replicable=False), SearchControl()),
+    )
     assert allowed.draft is not None
     assert forbidden.draft is not None
     assert [len(stage.devices) for stage in allowed.draft.stages] == [2]
@@ -212,7 +215,7 @@ def test_units_that_cannot_be_divided_are_not_replicated() -> None:
     first, second = problem.units.units
     rigid = problem.on(UnitGraph(units=(first, replace(second, divisible=False)), values=problem.units.values))
     for asked, replicas in ((problem, [1, 2]), (rigid, [2, 1])):
-        answer = pipedream(asked, Control())
+        answer = pipedream(asked, SearchControl())
         assert answer.draft is not None
         assert [len(stage.devices) for stage in answer.draft.stages] == replicas
 
@@ -221,7 +224,7 @@ def test_recomputation_where_it_is_demanded() -> None:
     """A third more for the first stage; the last one runs the user's step, which is never run twice."""
     cluster = Cluster.uniform(DEVICE, 2, Link(bytes_per_second=100))
     problem = chain_problem([1, 1], cluster, weights=10_000, recompute=True)
-    answer = pipedream(problem, Control())
+    answer = pipedream(problem, SearchControl())
     assert answer.draft is not None
     assert [stage.recompute for stage in answer.draft.stages] == [True, False]
     assert answer.objective == pytest.approx(4 / 3)

@@ -8,7 +8,7 @@ import networkx as nx
 import pytest
 
 from lightning_gpp.cluster import Cluster, Link
-from lightning_gpp.planning import Control, Evaluator, Problem, Request, best_plan
+from lightning_gpp.planning import Evaluator, Problem, Request, SearchControl, best_plan
 from lightning_gpp.planning.partitioners.chains import levels_of, precedence
 from lightning_gpp.planning.partitioners.downsets import downsets
 from lightning_gpp.planning.partitioners.pipedream import pipedream
@@ -113,7 +113,7 @@ def test_no_chain_has_a_faster_bottleneck(seed: int) -> None:
             for replicas in compositions(problem.num_devices, len(chain))
             if not any(size % degree for degree in replicas)
         )
-        answer = piper(replace(problem, sizes=(size,)), Control())
+        answer = piper(replace(problem, sizes=(size,)), SearchControl())
         if answer.draft is not None:
             assert answer.objective == pytest.approx(best[size])
             found = [stage.units for stage in answer.draft.stages]
@@ -126,7 +126,7 @@ def test_no_chain_has_a_faster_bottleneck(seed: int) -> None:
 
 def test_a_unit_that_dominates_is_replicated() -> None:
     problem = chain_problem([1, 4, 1], Cluster.uniform(DEVICE, 6, FAST), crossing=1)
-    answer = piper(problem, Control())
+    answer = piper(problem, SearchControl())
     assert answer.draft is not None
     assert [stage.devices for stage in answer.draft.stages] == [(5,), (1, 2, 3, 4), (0,)]
     assert answer.objective == pytest.approx(1.0)
@@ -134,7 +134,7 @@ def test_a_unit_that_dominates_is_replicated() -> None:
 
 def test_replicas_divide_the_micro_batch() -> None:
     problem = chain_problem([1], Cluster.uniform(DEVICE, 3, FAST), sizes=(4, 6))
-    answer = piper(replace(problem, batch_size=24), Control())
+    answer = piper(replace(problem, batch_size=24), SearchControl())
     assert answer.draft is not None
     assert answer.draft.stages[0].micro_batch_size == 6
 
@@ -145,7 +145,7 @@ def test_a_stage_may_span_branches() -> None:
     chain = chain_problem([2, 4, 2, 4, 0.1], Cluster.uniform(DEVICE, 3, FAST), max_replicas=1)
     branches = problem_of(Random(0), 5, values, chain.cluster).units.values
     problem = chain.on(UnitGraph(units=chain.units.units, values=branches))
-    answer, by_order = piper(problem, Control()), pipedream(problem, Control())
+    answer, by_order = piper(problem, SearchControl()), pipedream(problem, SearchControl())
     assert answer.draft is not None
     assert answer.draft.stages[0].units == (0, 2)
     assert answer.objective < 4.2
@@ -165,14 +165,16 @@ def test_the_order_of_units_does_not_matter(seed: int) -> None:
         )
         units = UnitGraph(units=tuple(problem.units.units[unit] for unit in order), values=values)
         for size in problem.sizes:
-            first, second = (piper(replace(asked, sizes=(size,)), Control()) for asked in (problem, problem.on(units)))
+            first, second = (
+                piper(replace(asked, sizes=(size,)), SearchControl()) for asked in (problem, problem.on(units))
+            )
             assert first.objective == pytest.approx(second.objective)
 
 
 def test_stages_recompute_where_they_lack_memory() -> None:
     problem = chain_problem([1] * 4, Cluster.uniform(DEVICE, 4, Link(bytes_per_second=100)), saved=100, weights=1000)
     tight = with_memory(problem, 2000 + 4 * 300)
-    never, free, always = (piper(replace(tight, recompute=wish), Control()) for wish in (False, None, True))
+    never, free, always = (piper(replace(tight, recompute=wish), SearchControl()) for wish in (False, None, True))
     assert never.draft is None
     assert free.draft is not None
     assert always.draft is not None
@@ -184,7 +186,7 @@ def test_stages_recompute_where_they_lack_memory() -> None:
 def test_max_replicas_and_copies() -> None:
     problem = chain_problem([1, 4, 1, 1], Cluster.uniform(DEVICE, 4, FAST))
     for changes in ({"max_replicas": 1}, {"replicable": False}):
-        answer = piper(replace(problem, **changes), Control())
+        answer = piper(replace(problem, **changes), SearchControl())
         assert answer.draft is not None
         assert len(answer.draft.stages) > 1
         assert max(len(stage.devices) for stage in answer.draft.stages) == 1 or not changes.get("max_replicas")
@@ -203,7 +205,7 @@ def test_units_that_cannot_be_divided_are_not_replicated() -> None:
         (rigid_unit, two, [1, 1]),
         (rigid_value, two, [2]),
     ):
-        answer = piper(replace(problem.on(units), cluster=cluster), Control())
+        answer = piper(replace(problem.on(units), cluster=cluster), SearchControl())
         assert answer.draft is not None
         assert [len(stage.devices) for stage in answer.draft.stages] == replicas
 
@@ -214,7 +216,7 @@ def test_too_many_downsets_are_counted_and_refused() -> None:
     for num_towers, layers, count in ((7, 4, f"{5**7 + 4:,}"), (6, 10, f"at least {MAX_COUNTED:,}")):
         request = Request(cluster=cluster, batch_size=16)
         problem = request.problem(graphs.feature_towers(num_towers, layers, trunk=4))
-        answer = piper(problem, Control())
+        answer = piper(problem, SearchControl())
         assert answer.draft is None
         assert "more than 40,000 downsets" in answer.notes[0]
         assert f"({count}" in answer.notes[0]
@@ -224,7 +226,7 @@ def test_states_are_cells_and_what_they_are_compared_to() -> None:
     """A chain of 2 has 3 downsets: the second is compared to 1, the third to 2. A stage may have 1 or 2 replicas, which
     leaves 0 or 1 devices, or 0, to the rest. Two cells each."""
     problem = chain_problem([1, 1], Cluster.uniform(DEVICE, 2, FAST), sizes=(2,))
-    assert piper(problem, Control()).states == (1 + 2) * (2 + 1) + 2 * 2
+    assert piper(problem, SearchControl()).states == (1 + 2) * (2 + 1) + 2 * 2
 
 
 @pytest.mark.parametrize("num_towers", [2, 3])

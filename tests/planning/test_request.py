@@ -8,7 +8,7 @@ import pytest
 
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.planning import Control, Evaluator, Request, partitioner_names
+from lightning_gpp.planning import Evaluator, Request, SearchControl, partitioner_names
 from lightning_gpp.planning.bounds.bound import lower_bound
 from lightning_gpp.planning.partitioners import exhaustive
 from lightning_gpp.planning.partitioners.exhaustive import shapes
@@ -95,7 +95,7 @@ def test_branches_give_more_plans_than_a_chain() -> None:
 def test_the_best_of_every_plan() -> None:
     problem = random_problem(4)
     evaluate = Evaluator(problem)
-    answer = partitioner_of("exhaustive")(problem, Control())
+    answer = partitioner_of("exhaustive")(problem, SearchControl())
     assert answer.draft is not None
     ranks = [evaluate(shape.draft()).rank for shape in shapes(problem)]
     assert evaluate(answer.draft).rank == min(ranks)
@@ -106,6 +106,6 @@ def test_the_best_of_every_plan() -> None:
 
 def test_too_many_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exhaustive, "MAX_PLANS", 20)
-    answer = partitioner_of("exhaustive")(random_problem(0), Control())
+    answer = partitioner_of("exhaustive")(random_problem(0), SearchControl())
     assert answer.draft is None
     assert answer.notes == ("There are more than 20 plans; choose partitioner=auto, or larger units.",)

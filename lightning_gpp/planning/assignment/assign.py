@@ -45,7 +45,7 @@ def assign(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> Assi
     Raises:
         PlanError: a module is listed twice.
     """
-    placed = _Placement(graph, _owners(stage_modules))
+    placed = _Assignment(graph, _owners(stage_modules))
     for operator in reversed(list(graph)):
         placed.place(operator)
     _place_effects(graph, placed.assignment)
@@ -148,7 +148,7 @@ def _ancestors(order: nx.DiGraph) -> dict[int, set[int]]:
     }
 
 
-class _Placement:
+class _Assignment:
     """The stages of operators, filled from the last operator to the first."""
 
     def __init__(self, graph: OperatorGraph, owners: dict[str, int]) -> None:

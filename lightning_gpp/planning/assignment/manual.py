@@ -13,13 +13,13 @@ from lightning_gpp.planning.assignment.assign import StageDraft, assign, make_pl
 from lightning_gpp.planning.assignment.devices import count_pipelines, number_devices
 from lightning_gpp.planning.assignment.micro_batches import resolve_size
 from lightning_gpp.planning.assignment.modules import around, module_tree, some, stage_names
-from lightning_gpp.planning.assignment.placement import Entry, Placement, read
+from lightning_gpp.planning.assignment.placement import Entry, StagesSpec, read
 from lightning_gpp.planning.problem.units import step_owner
 
 
 def manual(
     graph: OperatorGraph,
-    placement: Placement,
+    placement: StagesSpec,
     *,
     batch_size: int,
     num_devices: int | None = None,

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from lightning_gpp.errors import ConfigError
 
-Placement = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+StagesSpec = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """One of: module path -> stage number; stage name -> its keys (or its list of modules); a list of stages' keys."""
 
 KEYS: Final = ("name", "modules", "devices", "micro_batch_size", "recompute", "round_robin")
@@ -26,7 +26,7 @@ class Entry:
     round_robin: bool = False
 
 
-def read(placement: Placement) -> list[Entry]:
+def read(placement: StagesSpec) -> list[Entry]:
     """The stages that a user wrote.
 
     Raises:

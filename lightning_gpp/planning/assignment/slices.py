@@ -15,7 +15,7 @@ from lightning_gpp.planning.assignment.token_costs import cost_of, equal_parts, 
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
 from lightning_gpp.slices import CARRY, COSTS, Unsliced, part_of, slice_name
 
-Value = tuple[str, int]
+ValueKey = tuple[str, int]
 """Operator and number of its output."""
 
 
@@ -136,7 +136,7 @@ def sliced(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
     """
     _check_modules(graph, slicing.modules or ())
     length, growing = sequence_length(graph), growing_share(graph, carried(graph))
-    return _Cut(plan, graph, slicing, _intervals(slicing.slices, length, growing), length, growing).run()
+    return _SliceCut(plan, graph, slicing, _intervals(slicing.slices, length, growing), length, growing).run()
 
 
 def _check_modules(graph: OperatorGraph, paths: Iterable[str]) -> None:
@@ -182,7 +182,7 @@ def _intervals(slices: int | Sequence[int], length: int, growing: float) -> list
 
 
 @dataclass(slots=True)
-class _Cut:
+class _SliceCut:
     plan: Plan
     graph: OperatorGraph
     slicing: Slicing
@@ -212,7 +212,7 @@ class _Cut:
         ordered = tuple(sorted(edges, key=lambda edge: (edge.src, edge.dst)))
         return replace(self.plan, stages=tuple(stages), edges=ordered, sequence_dim=self.slicing.dim)
 
-    def _can(self, index: int, flows: Mapping[tuple[int, int], Sequence[Value]]) -> bool:
+    def _can(self, index: int, flows: Mapping[tuple[int, int], Sequence[ValueKey]]) -> bool:
         stage = self.plan.stages[index]
         if STEP in stage.modules or not self._wanted(stage) or self._has_other_sequences(index):
             return False
@@ -258,7 +258,7 @@ class _Cut:
         return (tokens[1] - tokens[0]) / self.length
 
     def _edges(
-        self, edge: Edge, flows: Mapping[tuple[int, int], Sequence[Value]], numbers: Mapping[int, Sequence[int]]
+        self, edge: Edge, flows: Mapping[tuple[int, int], Sequence[ValueKey]], numbers: Mapping[int, Sequence[int]]
     ) -> Iterator[Edge]:
         """Slices meet the same slices; a stage that is whole meets all."""
         above, below = numbers[edge.src], numbers[edge.dst]
@@ -274,11 +274,11 @@ class _Cut:
                 seconds=scaled(edge.seconds, share),
             )
 
-    def _bytes(self, values: Iterable[Value], share: float) -> Affine:
+    def _bytes(self, values: Iterable[ValueKey], share: float) -> Affine:
         sizes = (scaled(_size(self._spec(value)), share if self._is_cut(value) else 1.0) for value in values)
         return sum(sizes, Affine())
 
-    def _is_cut(self, value: Value) -> bool:
+    def _is_cut(self, value: ValueKey) -> bool:
         """Whether slices get their tokens of a tensor, and not all of it."""
         return value[0] not in self.graph.whole and is_cut(self._spec(value), self.slicing.dim, self.length)
 
@@ -290,7 +290,7 @@ class _Cut:
             share = self.intervals[number][1] / self.length
             yield Edge(src=parts[number], dst=parts[number + 1], bytes=scaled(size, share), differentiable=grad)
 
-    def _spec(self, value: Value) -> TensorSpec:
+    def _spec(self, value: ValueKey) -> TensorSpec:
         return self.graph[value[0]].outputs[value[1]]
 
 

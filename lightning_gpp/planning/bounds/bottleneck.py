@@ -57,13 +57,13 @@ SMALL = 6
 MAX_BEHIND = 3.0
 """Joints with more devices' worth of work behind are not looked at."""
 
-Seconds: TypeAlias = NDArray[np.floating[Any]]
-Interval: TypeAlias = tuple[Seconds, Seconds]
+BottleneckSeconds: TypeAlias = NDArray[np.floating[Any]]
+Interval: TypeAlias = tuple[BottleneckSeconds, BottleneckSeconds]
 """Lower and upper ends of seconds, by intervals of L (rows) and of Y (columns)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class PassSplit:
     """How forwards and backwards divide a unit's seconds, at the most and at the least.
 
     Args:
@@ -77,7 +77,7 @@ class Split:
     head: float
 
 
-def least_with_joint(problem: Problem, size: int, rooms: Rooms, split: Split, joint: int, least: float) -> float:
+def least_with_joint(problem: Problem, size: int, rooms: Rooms, split: PassSplit, joint: int, least: float) -> float:
     """Seconds of a step that no plan with micro-batches of `size` samples can beat.
 
     Args:
@@ -135,7 +135,7 @@ def _work(work: Array, units: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Spans:
+class _BusySpans:
     """Intervals of L and of Y, for steps of `seconds`, which are `cells` of the grid."""
 
     cells: int
@@ -144,17 +144,17 @@ class _Spans:
     slowest: Interval
 
 
-def _spans(cells: int, cell: float, own: float) -> _Spans:
+def _spans(cells: int, cell: float, own: float) -> _BusySpans:
     """z is busy for `own` seconds at least."""
     levels = np.arange(0, cells + STRIDE, STRIDE) * cell
     busy = np.maximum(levels[:-1, None], own), levels[1:, None]
-    return _Spans(cells=cells, seconds=cells * cell, busy=busy, slowest=(levels[None, :-1], levels[None, 1:]))
+    return _BusySpans(cells=cells, seconds=cells * cell, busy=busy, slowest=(levels[None, :-1], levels[None, 1:]))
 
 
 class _Joint:
     """Which steps are feasible, as far as one joint tells."""
 
-    def __init__(self, problem: Problem, size: int, rooms: Rooms, split: Split, unit: int) -> None:
+    def __init__(self, problem: Problem, size: int, rooms: Rooms, split: PassSplit, unit: int) -> None:
         self.number, self.micro_batches = -(-problem.batch_size // size), problem.batch_size / size
         self.rooms, self.split, self.unit = rooms, split, unit
         self.devices, self.single_step = problem.num_devices, problem.single_step
@@ -195,7 +195,7 @@ class _Joint:
         """Seconds that z is busy for at least: those of the joint."""
         return self.micro_batches * float(self.rooms.shares[number].total[self.unit])
 
-    def _inside(self, spans: _Spans, number: int) -> Array:
+    def _inside(self, spans: _BusySpans, number: int) -> Array:
         """Work besides the joint that z has room for; minus infinity where it cannot be busy for so long."""
         own, summing = self._own(number), float(self.rooms.shares[number].summing[self.unit])
         waiting = spans.slowest[0] / self.number
@@ -219,7 +219,7 @@ class _Joint:
         following = inside + np.minimum(behind, self.wanted_behind)
         return bool(np.any((following >= self.wanted_behind) & (following + ahead >= self.wanted)))
 
-    def _waiting(self, spans: _Spans, behind: int, replicas: int) -> Seconds:
+    def _waiting(self, spans: _BusySpans, behind: int, replicas: int) -> BottleneckSeconds:
         """Seconds c."""
         number, (low, high) = self.number, spans.slowest
         through, most = spans.busy[0] / number, high / number
@@ -229,10 +229,10 @@ class _Joint:
         apart = self.single_step and behind != 1 and (behind > 0 or replicas > 1)
         many = 2 * through - (1 + apart) * most
         few = through + max(0, number - 2 - apart) * low / (2 * number) - (number - 1) * shorter
-        waiting: Seconds = np.maximum(0.0, np.maximum(through - (1 + apart) * shorter, np.minimum(many, few)))
+        waiting: BottleneckSeconds = np.maximum(0.0, np.maximum(through - (1 + apart) * shorter, np.minimum(many, few)))
         return waiting
 
-    def _outside(self, spans: _Spans, ahead: int, behind: int, replicas: int) -> Iterator[tuple[Array, Array]]:
+    def _outside(self, spans: _BusySpans, ahead: int, behind: int, replicas: int) -> Iterator[tuple[Array, Array]]:
         """Work that the stages ahead of z, and those behind it, have room for on so many devices: alternatives."""
         waiting, following = self._waiting(spans, behind, replicas), self._behind(spans)
         yield ahead * self._ahead(spans, waiting), behind * following
@@ -248,7 +248,7 @@ class _Joint:
         yield from self._with_two_small(spans, ahead, behind, following)
 
     def _with_two_small(
-        self, spans: _Spans, ahead: int, behind: int, following: Array
+        self, spans: _BusySpans, ahead: int, behind: int, following: Array
     ) -> Iterator[tuple[Array, Array]]:
         half, dense = spans.slowest[1] / 2, self._ahead(spans, np.zeros(1))
         small_ahead = np.minimum(dense, self.ahead.at(self.ahead.computing_density, half))
@@ -260,12 +260,12 @@ class _Joint:
                     second * small_behind + (behind - second) * following,
                 )
 
-    def _ahead(self, spans: _Spans, waiting: Seconds) -> Array:
+    def _ahead(self, spans: _BusySpans, waiting: BottleneckSeconds) -> Array:
         """Room per device ahead of z, for stages that wait for so long."""
         computing = self.ahead.at(self.ahead.computing_density, spans.slowest[1])
         return np.minimum(computing, self.ahead.at(self.ahead.density, spans.seconds - np.maximum(0.0, waiting)))
 
-    def _behind(self, spans: _Spans) -> Array:
+    def _behind(self, spans: _BusySpans) -> Array:
         """Room per device behind z."""
         waiting = (spans.busy[0] + spans.slowest[0]) / self.number
         return np.minimum(

@@ -40,7 +40,7 @@ from math import inf
 import networkx as nx
 import numpy as np
 
-from lightning_gpp.planning.bounds.bottleneck import Split, joints_of, least_with_joint
+from lightning_gpp.planning.bounds.bottleneck import PassSplit, joints_of, least_with_joint
 from lightning_gpp.planning.bounds.knapsack import Rooms, Share, least_with_room, rooms_of
 from lightning_gpp.planning.problem.problem import Array, Problem, UnitSeconds
 
@@ -125,10 +125,10 @@ def _rooms(problem: Problem, size: int) -> Rooms:
     return rooms_of(problem.batch_size / size, problem.num_devices, shares, forward + backward)
 
 
-def _split(problem: Problem, size: int) -> Split:
+def _split(problem: Problem, size: int) -> PassSplit:
     """Of all shares that stages can have; where these are too many to look at, what holds for any."""
     if min(problem.max_replicas, problem.num_devices) > MAX_SHARES:
-        return Split(share=0.5, extra=0.0, head=0.0)
+        return PassSplit(share=0.5, extra=0.0, head=0.0)
     tables = _tables(problem, size)
     forward, total = np.array([table.forward for table in tables]), np.array([table.total for table in tables])
     part = forward / np.maximum(total, 1e-30)
@@ -138,7 +138,7 @@ def _split(problem: Problem, size: int) -> Split:
         return float(np.maximum(0.0, forward - share * total).max(axis=0).sum())
 
     share = min(sorted(set(part.max(axis=0).tolist())), key=lambda share: share * weight + extra(share))
-    return Split(share=share, extra=extra(share), head=float(part.min()))
+    return PassSplit(share=share, extra=extra(share), head=float(part.min()))
 
 
 def _tables(problem: Problem, size: int) -> list[UnitSeconds]:
@@ -163,7 +163,7 @@ def _whole(problem: Problem, size: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _ReplicaRange:
     """What all units cost at least with any number of replicas from `fewest` to some larger one."""
 
     fewest: int
@@ -184,12 +184,12 @@ def _replica_ranges(problem: Problem, size: int) -> list[tuple[int, int]]:
     return list(zip(starts, [start - 1 for start in starts[1:]] + [most], strict=True))
 
 
-def _choice(problem: Problem, size: int, fewest: int, most: int) -> _Choice:
+def _choice(problem: Problem, size: int, fewest: int, most: int) -> _ReplicaRange:
     forward, backward, _ = _fastest(problem, max(1, size // most))
     summing = 2 * (fewest - 1) * problem.parameter_bytes / _bandwidth(problem, fewest)
     alone = np.add(*_fastest(problem, size)[:2])
     shared = fewest * np.add(*_fastest(problem, max(1, size // fewest))[:2])
-    return _Choice(fewest, most, forward, backward, summing, np.maximum(0.0, shared - alone))
+    return _ReplicaRange(fewest, most, forward, backward, summing, np.maximum(0.0, shared - alone))
 
 
 def _bandwidth(problem: Problem, replicas: int) -> float:
@@ -278,7 +278,7 @@ def _after(order: nx.DiGraph, total: Array) -> tuple[Array, list[int]]:
     return after, child
 
 
-def _solve(choices: list[_Choice], paths: _Paths, num_devices: float, share: float) -> float:
+def _solve(choices: list[_ReplicaRange], paths: _Paths, num_devices: float, share: float) -> float:
     """The smallest T of the inequality."""
     low, high = paths.work / num_devices, paths.work + float(paths.total.sum())
     for _ in range(20):

@@ -27,7 +27,7 @@ NUM_ALTERNATIVES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ChainCandidate:
     """The value of a search's objective, and what it stands for."""
 
     objective: float
@@ -86,7 +86,7 @@ def chained(problem: Problem, stages: Sequence[DraftStage]) -> Draft | None:
     return draft if problem.replicable or unreplicated(problem, draft)[1] == 1 else None
 
 
-def choose(problem: Problem, candidates: Sequence[Candidate], states: int) -> Answer:
+def choose(problem: Problem, candidates: Sequence[ChainCandidate], states: int) -> Answer:
     """The candidate whose step is the shortest among those that fit, as the simulation has it."""
     evaluate = Evaluator(problem)
     judged = sorted(((evaluate(candidate.draft), candidate) for candidate in candidates), key=lambda pair: pair[0].rank)
@@ -102,7 +102,7 @@ def choose(problem: Problem, candidates: Sequence[Candidate], states: int) -> An
     )
 
 
-def _alternatives(best: Evaluation, others: Sequence[tuple[Evaluation, Candidate]]) -> Iterator[Alternative]:
+def _alternatives(best: Evaluation, others: Sequence[tuple[Evaluation, ChainCandidate]]) -> Iterator[Alternative]:
     for evaluation, candidate in others:
         if evaluation.fits:
             reason = f"a step takes {evaluation.seconds / best.seconds - 1:.1%} longer"
@@ -111,7 +111,7 @@ def _alternatives(best: Evaluation, others: Sequence[tuple[Evaluation, Candidate
         yield Alternative(draft=candidate.draft, seconds=evaluation.seconds, reason=reason)
 
 
-def _reason(judged: Sequence[tuple[Evaluation, Candidate]]) -> str:
+def _reason(judged: Sequence[tuple[Evaluation, ChainCandidate]]) -> str:
     least = [evaluation for evaluation, _ in judged if evaluation.seconds < inf]
     if least:
         return f"The most frugal plan found does not fit: {_lack(least[0])}."

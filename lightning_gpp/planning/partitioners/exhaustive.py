@@ -7,7 +7,7 @@ from itertools import permutations, product
 from math import inf
 
 from lightning_gpp.planning.partitioners.auto.shape import Shape
-from lightning_gpp.planning.problem.answer import Answer, Control
+from lightning_gpp.planning.problem.answer import Answer, SearchControl
 from lightning_gpp.planning.problem.draft import flows, stage_of_units
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.problem import Problem
@@ -18,7 +18,7 @@ MAX_PLANS = 2_000_000
 
 
 @register_partitioner("exhaustive")
-def exhaustive(problem: Problem, control: Control) -> Answer:
+def exhaustive(problem: Problem, control: SearchControl) -> Answer:
     """The plan with the shortest simulated step of all that fit the memory; for a handful of units and devices.
 
     Where the time is up before all were tried, it is the best of those that were, and the notes say so.

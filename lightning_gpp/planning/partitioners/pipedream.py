@@ -31,9 +31,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gpp.planning.partitioners.chains import Candidate, chained, choose, gradient_seconds, levels_of
+from lightning_gpp.planning.partitioners.chains import ChainCandidate, chained, choose, gradient_seconds, levels_of
 from lightning_gpp.planning.partitioners.spans import Spans
-from lightning_gpp.planning.problem.answer import Answer, Control
+from lightning_gpp.planning.problem.answer import Answer, SearchControl
 from lightning_gpp.planning.problem.draft import DraftStage
 from lightning_gpp.planning.problem.problem import Array, Problem
 from lightning_gpp.planning.problem.registry import register_partitioner
@@ -44,14 +44,14 @@ Placed = list[tuple[int, int, tuple[int, ...]]]
 
 
 @register_partitioner("pipedream")
-def pipedream(problem: Problem, control: Control) -> Answer:
+def pipedream(problem: Problem, control: SearchControl) -> Answer:
     """The chain of stages whose slowest stage is the fastest. States are cells of A, and what each was compared to."""
-    return search(problem, control, Level)
+    return search(problem, control, HierarchyLevel)
 
 
-def search(problem: Problem, control: Control, level: type[Level]) -> Answer:
+def search(problem: Problem, control: SearchControl, level: type[HierarchyLevel]) -> Answer:
     """The same, where a `level` fills its tables in its own way."""
-    candidates: list[Candidate] = []
+    candidates: list[ChainCandidate] = []
     states = 0
     for number, size in enumerate(problem.sizes, start=1):
         tables = solve(problem, size, level)
@@ -61,7 +61,7 @@ def search(problem: Problem, control: Control, level: type[Level]) -> Answer:
     return choose(problem, candidates, states)
 
 
-def _candidates(problem: Problem, size: int, tables: Sequence[Level]) -> Iterator[Candidate]:
+def _candidates(problem: Problem, size: int, tables: Sequence[HierarchyLevel]) -> Iterator[ChainCandidate]:
     seconds = tables[-1].best[-1, 0, problem.num_units]
     if not seconds < np.inf:
         return
@@ -82,16 +82,16 @@ def _candidates(problem: Problem, size: int, tables: Sequence[Level]) -> Iterato
             ],
         )
         if draft is not None:
-            yield Candidate(float(seconds) / size, draft)
+            yield ChainCandidate(float(seconds) / size, draft)
 
 
-def solve(problem: Problem, size: int, kind: type[Level] | None = None) -> list[Level]:
+def solve(problem: Problem, size: int, kind: type[HierarchyLevel] | None = None) -> list[HierarchyLevel]:
     """The tables of all levels, innermost first, for one micro-batch size. `kind`: `Level`, or one like it."""
     spans, sizes = Spans(problem, size), levels_of(problem)
-    levels: list[Level] = []
+    levels: list[HierarchyLevel] = []
     below = Stages.of_one_device(spans)
     for index, (count, bytes_per_second) in enumerate(sizes):
-        level = (kind or Level)(
+        level = (kind or HierarchyLevel)(
             spans=spans,
             below=below,
             count=count,
@@ -106,7 +106,7 @@ def solve(problem: Problem, size: int, kind: type[Level] | None = None) -> list[
     return levels
 
 
-def place(levels: Sequence[Level], start: int, stop: int) -> Placed:
+def place(levels: Sequence[HierarchyLevel], start: int, stop: int) -> Placed:
     """The stages of a group's best solution for the units start..stop-1, on the group's devices."""
     if not levels:
         return [(start, stop, (0,))]
@@ -142,7 +142,7 @@ class Stages:
         return cls(*(table[:, :, None] for table in (starts, stops, ones, ones)))
 
 
-class Level:
+class HierarchyLevel:
     """The dynamic program of one level: `count` groups of `inner` devices each, in each of `outer` larger groups."""
 
     def __init__(

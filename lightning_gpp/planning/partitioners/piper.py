@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from lightning_gpp.planning.partitioners.chains import (
     OBJECTIVE,
-    Candidate,
+    ChainCandidate,
     chained,
     choose,
     gradient_seconds,
@@ -41,7 +41,7 @@ from lightning_gpp.planning.partitioners.chains import (
     slowest_seconds,
 )
 from lightning_gpp.planning.partitioners.downsets import Downsets, downsets
-from lightning_gpp.planning.problem.answer import Answer, Control
+from lightning_gpp.planning.problem.answer import Answer, SearchControl
 from lightning_gpp.planning.problem.draft import DraftStage
 from lightning_gpp.planning.problem.problem import Array, Problem
 from lightning_gpp.planning.problem.registry import register_partitioner
@@ -52,12 +52,12 @@ MAX_COUNTED: Final = 200_000
 
 
 @register_partitioner("piper")
-def piper(problem: Problem, control: Control) -> Answer:
+def piper(problem: Problem, control: SearchControl) -> Answer:
     """The chain of stages whose slowest stage is the fastest. States are cells of A, and what each was compared to."""
-    return search(problem, control, Search)
+    return search(problem, control, PiperSearch)
 
 
-def search(problem: Problem, control: Control, kind: type[Search]) -> Answer:
+def search(problem: Problem, control: SearchControl, kind: type[PiperSearch]) -> Answer:
     """The same, where a `kind` of search fills A in its own way."""
     found = downsets(precedence(problem), MAX_COUNTED)
     if len(found.sets) > MAX_DOWNSETS:
@@ -83,7 +83,7 @@ Rows = NDArray[np.intp] | slice
 
 
 @dataclass(slots=True)
-class _Choice:
+class _FirstStage:
     """A first stage of a downset: what it leaves to the later ones, its replicas, and whether it recomputes."""
 
     rest: int
@@ -91,7 +91,7 @@ class _Choice:
     recompute: bool
 
 
-class Search:
+class PiperSearch:
     """A for all micro-batch sizes: `best[size, downset, devices]`."""
 
     def __init__(self, problem: Problem, found: Downsets) -> None:
@@ -99,7 +99,7 @@ class Search:
         self.members = _members(found.sets, problem.num_units)
         self.words = np.packbits(self.members, axis=1, bitorder="little")
         self.border = _Border(problem, self.members)
-        self.costs = [_Costs(problem, size, self.members) for size in problem.sizes]
+        self.costs = [_PiperCosts(problem, size, self.members) for size in problem.sizes]
         self.best = np.full((len(problem.sizes), len(found.sets), problem.num_devices + 1), np.inf)
         self.best[:, 0, 0] = 0
         self.states = 0
@@ -124,18 +124,18 @@ class Search:
         """
         np.minimum(row, np.maximum(before, seconds).min(axis=0), out=row)
 
-    def candidates(self) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[ChainCandidate]:
         full = len(self.downsets.sets) - 1
         for number, size in enumerate(self.problem.sizes):
             seconds = self.best[number, full, self.problem.num_devices]
             if seconds < np.inf:
                 draft = chained(self.problem, self._stages(number, size))
                 if draft is not None:
-                    yield Candidate(float(seconds), draft)
+                    yield ChainCandidate(float(seconds), draft)
 
     def _stages(self, number: int, size: int) -> Sequence[DraftStage]:
         index, devices = len(self.downsets.sets) - 1, self.problem.num_devices
-        found: list[tuple[tuple[int, ...], _Choice]] = []
+        found: list[tuple[tuple[int, ...], _FirstStage]] = []
         while index:
             choice = self._choice(index, number, devices)
             units = np.flatnonzero(self.members[index] & ~self.members[choice.rest])
@@ -147,17 +147,17 @@ class Search:
             for (units, choice), places in zip(found, layout, strict=True)
         ]
 
-    def _choice(self, index: int, number: int, devices: int) -> _Choice:
+    def _choice(self, index: int, number: int, devices: int) -> _FirstStage:
         """The first stage of the best solution, found again rather than remembered for all cells."""
         rests = self._rests(index)
-        options: list[tuple[float, _Choice]] = []
+        options: list[tuple[float, _FirstStage]] = []
         for replicas, fitting, seconds, keeps in self.costs[number].stages(index, rests, *self.border(index, rests)):
             if replicas <= devices and len(seconds):
                 left = devices - replicas
                 tried = np.maximum(self.best[number, rests[fitting], left], seconds[:, left % seconds.shape[1]])
                 least = int(tried.argmin())
                 recompute = not keeps[least % len(keeps), left % keeps.shape[1]]
-                options.append((float(tried[least]), _Choice(int(rests[fitting][least]), replicas, recompute)))
+                options.append((float(tried[least]), _FirstStage(int(rests[fitting][least]), replicas, recompute)))
         return min(options, key=lambda option: option[0])[1]
 
     def _rests(self, index: int) -> NDArray[np.intp]:
@@ -198,7 +198,7 @@ class _Border:
 
 
 @dataclass(slots=True)
-class _Costs:
+class _PiperCosts:
     """Seconds and bytes of stages for one micro-batch size."""
 
     problem: Problem

@@ -46,7 +46,7 @@ class Answer:
 
 
 @dataclass(slots=True, kw_only=True)
-class Control:
+class SearchControl:
     """Limits of a search, and the way to tell how far it is.
 
     Args:

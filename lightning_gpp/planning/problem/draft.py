@@ -88,7 +88,7 @@ def with_chain(edges: Mapping[tuple[int, int], Flow], num_stages: int) -> dict[t
     return {**{(index, index + 1): token for index in range(num_stages - 1)}, **edges}
 
 
-class Transfer(NamedTuple):
+class DraftTransfer(NamedTuple):
     """Of a micro-batch between two stages, if nothing else is under way: its seconds, and those of every port.
 
     The former last until it has gone from all replicas of the one stage to all of the other.
@@ -102,7 +102,7 @@ Route: TypeAlias = Callable[[int, int], tuple[Link, tuple[Port, ...]]]
 """The link and the ports from one device to another."""
 
 
-def transfer(route: Route, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int) -> Transfer:
+def transfer(route: Route, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int) -> DraftTransfer:
     """Of a micro-batch of so many samples."""
     seconds, ports = 0.0, dict[Port, float]()
     for i, j, samples in overlaps(src, dst, num_samples):
@@ -111,7 +111,7 @@ def transfer(route: Route, src: Sequence[int], dst: Sequence[int], size: Affine,
         seconds = max(seconds, link.seconds(num_bytes))
         for port in passed:
             ports[port] = ports.get(port, 0.0) + num_bytes / link.bytes_per_second
-    return Transfer(seconds, ports)
+    return DraftTransfer(seconds, ports)
 
 
 def overlaps(src: Sequence[int], dst: Sequence[int], num_samples: int) -> Iterator[tuple[int, int, int]]:

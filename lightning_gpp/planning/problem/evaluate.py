@@ -12,14 +12,14 @@ from lightning_gpp.graph import Affine
 from lightning_gpp.planning.problem.draft import (
     Draft,
     DraftStage,
+    DraftTransfer,
     Flow,
-    Transfer,
     flows,
     stage_of_units,
     transfer,
     with_chain,
 )
-from lightning_gpp.planning.problem.pipeline_clock import Pipeline, end_times, least_seconds
+from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, end_times, least_seconds
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.realise import unreplicated
 from lightning_gpp.planning.problem.units import Value
@@ -79,7 +79,7 @@ class Evaluator:
     evaluations: int = 0
     _figures: dict[DraftStage, StageFigures] = field(default_factory=dict)
     _anywhere: dict[tuple[tuple[int, ...], int, bool, frozenset[int]], StageFigures] = field(default_factory=dict)
-    _transfers: dict[tuple[tuple[int, ...], tuple[int, ...], Affine, int], Transfer] = field(default_factory=dict)
+    _transfers: dict[tuple[tuple[int, ...], tuple[int, ...], Affine, int], DraftTransfer] = field(default_factory=dict)
     _routes: dict[tuple[int, int], tuple[Link, tuple[Port, ...]]] = field(default_factory=dict)
     _edges: tuple[list[tuple[int, ...]], dict[tuple[int, int], Flow]] = field(default_factory=lambda: ([], {}))
     _data_seconds: dict[tuple[DraftStage, bool], float] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class Evaluator:
         figures: Sequence[StageFigures],
         edges: Mapping[tuple[int, int], Flow],
         copies: bool,
-    ) -> tuple[Pipeline, float]:
+    ) -> tuple[ClockedStages, float]:
         """The pipeline, and the seconds per micro-batch in which the busiest port is occupied."""
         forwards = {(a, b): self._transfer(stages[a], stages[b], flow.forward) for (a, b), flow in edges.items()}
         backwards = {
@@ -182,7 +182,7 @@ class Evaluator:
         busiest = 0.0
         if self.problem.cluster.contended:
             busiest = _contend(((forwards, sent), (backwards, returned)))
-        pipeline = Pipeline(
+        pipeline = ClockedStages(
             forward=[entry.forward for entry in figures],
             again=[entry.again for entry in figures],
             backward=[entry.backward for entry in figures],
@@ -203,7 +203,7 @@ class Evaluator:
             self._data_seconds[stage, copies] = seconds
         return self._data_seconds[stage, copies]
 
-    def _transfer(self, src: DraftStage, dst: DraftStage, size: Affine) -> Transfer:
+    def _transfer(self, src: DraftStage, dst: DraftStage, size: Affine) -> DraftTransfer:
         key = src.devices, dst.devices, size, src.micro_batch_size
         if key not in self._transfers:
             self._transfers[key] = transfer(self._route, *key)
@@ -229,7 +229,7 @@ class Evaluator:
         return self._figures[stage]
 
 
-def _contend(ways: Iterable[tuple[Mapping[tuple[int, int], Transfer], dict[tuple[int, int], float]]]) -> float:
+def _contend(ways: Iterable[tuple[Mapping[tuple[int, int], DraftTransfer], dict[tuple[int, int], float]]]) -> float:
     """Transfers to one stage that share a port follow each other; the busiest port's seconds per micro-batch.
 
     `ways`: forward and backward, the transfers alone, and their seconds, to which waiting is added.
@@ -250,7 +250,7 @@ def _contend(ways: Iterable[tuple[Mapping[tuple[int, int], Transfer], dict[tuple
 
 
 def _step_seconds(
-    pipeline: Pipeline, counts: Sequence[int], number: int, all_reduce: Sequence[float], limit: float
+    pipeline: ClockedStages, counts: Sequence[int], number: int, all_reduce: Sequence[float], limit: float
 ) -> float:
     least = least_seconds(pipeline, number, all_reduce)
     if least >= limit:

@@ -17,7 +17,7 @@ EXACT_ACTIONS = 8_000
 
 
 @dataclass(slots=True, kw_only=True)
-class Pipeline:
+class ClockedStages:
     """Stages in topological order, per micro-batch: seconds of compute, and of transfers by (producer, consumer).
 
     `again`: of running the forward again before a backward, which waits for no gradient; 0 where a stage does not.
@@ -33,7 +33,7 @@ class Pipeline:
     """Gradients that come back: (producer, consumer) of the forward -> seconds of the way back."""
 
 
-def end_times(pipeline: Pipeline, warm_up: Sequence[int], num_micro_batches: int) -> list[float]:
+def end_times(pipeline: ClockedStages, warm_up: Sequence[int], num_micro_batches: int) -> list[float]:
     """For every stage the end of its last backward. `warm_up`: forwards before the first backward, at least 1."""
     num_stages, short = len(pipeline.forward), max(24, 3 * max(warm_up))
     if 2 * num_stages * num_micro_batches <= EXACT_ACTIONS or num_micro_batches <= short + 8:
@@ -46,7 +46,7 @@ def end_times(pipeline: Pipeline, warm_up: Sequence[int], num_micro_batches: int
     return [first + (second - first) * rest for first, second in zip(*ends, strict=True)]
 
 
-def least_seconds(pipeline: Pipeline, num_micro_batches: int, all_reduce: Sequence[float]) -> float:
+def least_seconds(pipeline: ClockedStages, num_micro_batches: int, all_reduce: Sequence[float]) -> float:
     """What a step takes at least, whatever the schedule; much quicker than `end_times`.
 
     A stage waits for the first forward of those ahead of it, after its last backward for theirs (or sums its
@@ -63,7 +63,7 @@ def least_seconds(pipeline: Pipeline, num_micro_batches: int, all_reduce: Sequen
     return least
 
 
-def _ways(pipeline: Pipeline) -> tuple[list[float], list[float], list[float]]:
+def _ways(pipeline: ClockedStages) -> tuple[list[float], list[float], list[float]]:
     """For every stage the seconds of a micro-batch to it, from it back to the sources, and behind it and back."""
     numbers = range(len(pipeline.forward))
     tail, behind = ([0.0 for _ in numbers] for _ in range(2))
@@ -80,7 +80,7 @@ def _ways(pipeline: Pipeline) -> tuple[list[float], list[float], list[float]]:
     return head, tail, behind
 
 
-def _play(pipeline: Pipeline, warm_up: Sequence[int], num_micro_batches: int) -> list[float]:
+def _play(pipeline: ClockedStages, warm_up: Sequence[int], num_micro_batches: int) -> list[float]:
     stages = _stages(pipeline, warm_up, num_micro_batches)
     waiting = list(reversed(stages))
     while waiting:
@@ -88,7 +88,7 @@ def _play(pipeline: Pipeline, warm_up: Sequence[int], num_micro_batches: int) ->
     return [stage.time for stage in stages]
 
 
-class _Edge:
+class _ClockEdge:
     """A one-way channel of a stage: when each micro-batch was sent, and when the link is free again."""
 
     __slots__ = ("free", "seconds", "sent")
@@ -98,7 +98,7 @@ class _Edge:
         self.sent: list[float] = []
 
 
-class _Stage:
+class _ClockStage:
     """The order of one stage: `warm_up` forwards, then a backward and a forward in turn, then backwards."""
 
     __slots__ = (
@@ -121,11 +121,11 @@ class _Stage:
         self.done = [0, 0]  # forwards, backwards
         self.time = 0.0
         self.ends = [0.0] * (LOOKAHEAD + 1)
-        self.incoming: tuple[list[_Edge], list[_Edge]] = ([], [])  # of forwards, of backwards
-        self.outgoing: tuple[list[_Edge], list[_Edge]] = ([], [])
-        self.neighbours: tuple[list[_Stage], list[_Stage]] = ([], [])
+        self.incoming: tuple[list[_ClockEdge], list[_ClockEdge]] = ([], [])  # of forwards, of backwards
+        self.outgoing: tuple[list[_ClockEdge], list[_ClockEdge]] = ([], [])
+        self.neighbours: tuple[list[_ClockStage], list[_ClockStage]] = ([], [])
 
-    def run(self, waiting: list[_Stage]) -> None:
+    def run(self, waiting: list[_ClockStage]) -> None:
         """Advance as far as inputs are there; stages that may go on because of it are appended to `waiting`."""
         forwards, backwards = self.done
         while backwards < self.number:
@@ -141,7 +141,7 @@ class _Stage:
                 forwards += 1
         return self._pause(forwards, backwards, waiting)
 
-    def _pause(self, forwards: int, backwards: int, waiting: list[_Stage]) -> None:
+    def _pause(self, forwards: int, backwards: int, waiting: list[_ClockStage]) -> None:
         if forwards > self.done[0]:
             waiting.extend(self.neighbours[0])
         if backwards > self.done[1]:
@@ -168,22 +168,22 @@ class _Stage:
             edge.sent.append(self.time)
 
 
-def _stages(pipeline: Pipeline, warm_up: Sequence[int], number: int) -> list[_Stage]:
+def _stages(pipeline: ClockedStages, warm_up: Sequence[int], number: int) -> list[_ClockStage]:
     stages = [
-        _Stage(forward, again, backward, warm, number)
+        _ClockStage(forward, again, backward, warm, number)
         for forward, again, backward, warm in zip(
             pipeline.forward, pipeline.again, pipeline.backward, warm_up, strict=True
         )
     ]
     for stage, seconds in zip(stages, pipeline.data, strict=True):
         if seconds:
-            edge = _Edge(seconds)
+            edge = _ClockEdge(seconds)
             edge.sent = [0.0] * number
             stage.incoming[0].append(edge)
     for direction, channels in enumerate((pipeline.sent, pipeline.returned)):
         for (first, second), seconds in channels.items():
             src, dst = (stages[second], stages[first]) if direction else (stages[first], stages[second])
-            edge = _Edge(seconds)
+            edge = _ClockEdge(seconds)
             src.outgoing[direction].append(edge)
             src.neighbours[direction].append(dst)
             dst.incoming[direction].append(edge)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Final
 
 from lightning_gpp.errors import ConfigError, PlanError
-from lightning_gpp.planning.problem.answer import Answer, Control
+from lightning_gpp.planning.problem.answer import Answer, SearchControl
 from lightning_gpp.planning.problem.problem import Problem
 
-Partitioner = Callable[[Problem, Control], Answer]
+Partitioner = Callable[[Problem, SearchControl], Answer]
 
 _PARTITIONERS: Final[dict[str, Partitioner]] = {}
 

@@ -41,7 +41,7 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning.readers.entries import (
     Amount,
-    Entry,
+    ProfileOperator,
     assemble,
     edges_of,
     name_of,
@@ -50,12 +50,12 @@ from lightning_gpp.planning.readers.entries import (
     read_by_step,
     unique_names,
 )
-from lightning_gpp.planning.readers.folding import Node, Profile, folded, profile_of, read_by_loss
+from lightning_gpp.planning.readers.folding import Profile, ProfileNode, folded, profile_of, read_by_loss
 from lightning_gpp.validation import validated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Node:
+class _DnnNode:
     id: int
     time: Annotated[Amount, Field(alias="fpgaLatency")]
     size: Amount
@@ -65,16 +65,16 @@ class _Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Edge:
+class _DnnEdge:
     source: Annotated[int, Field(alias="sourceId")]
     target: Annotated[int, Field(alias="destId")]
     size: Amount | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Content:
-    nodes: tuple[_Node, ...]
-    edges: tuple[_Edge, ...]
+class _DnnContent:
+    nodes: tuple[_DnnNode, ...]
+    edges: tuple[_DnnEdge, ...]
 
 
 def recognises(content: Mapping[str, Any]) -> bool:
@@ -83,7 +83,7 @@ def recognises(content: Mapping[str, Any]) -> bool:
 
 def read(content: Mapping[str, Any], file: str, time_unit: float) -> tuple[OperatorGraph, CostTable]:
     """See `lightning_gpp.planning.readers.read_graph`."""
-    checked = validated(_Content, content, place=file, error=PlanError, extra="ignore")
+    checked = validated(_DnnContent, content, place=file, error=PlanError, extra="ignore")
     listed = nodes_of(checked.nodes, file)
     names = unique_names({number: name_of(node) for number, node in listed.items()})
     nodes = {number: _node(node, names[number], time_unit) for number, node in listed.items()}
@@ -96,8 +96,8 @@ def read(content: Mapping[str, Any], file: str, time_unit: float) -> tuple[Opera
     return assemble(entries, pairs, name=file, step_backward=step_backward)
 
 
-def _node(node: _Node, name: str, time_unit: float) -> Node:
-    return Node(
+def _node(node: _DnnNode, name: str, time_unit: float) -> ProfileNode:
+    return ProfileNode(
         name=name,
         seconds=node.time * time_unit,
         size=node.size,
@@ -106,7 +106,7 @@ def _node(node: _Node, name: str, time_unit: float) -> Node:
     )
 
 
-def _graph(edges: Mapping[tuple[int, int], _Edge], nodes: Mapping[int, Node]) -> nx.DiGraph:
+def _graph(edges: Mapping[tuple[int, int], _DnnEdge], nodes: Mapping[int, ProfileNode]) -> nx.DiGraph:
     """Node ids, and edges with their bytes; an edge without `size` sends all that its node occupies."""
     graph = nx.DiGraph()
     graph.add_nodes_from(nodes)
@@ -115,12 +115,12 @@ def _graph(edges: Mapping[tuple[int, int], _Edge], nodes: Mapping[int, Node]) ->
     return graph
 
 
-def _entry(profile: Profile, number: int, backward: Mapping[int, float]) -> Entry:
+def _entry(profile: Profile, number: int, backward: Mapping[int, float]) -> ProfileOperator:
     node = profile.nodes[number]
     sizes = [size for _, _, size in profile.graph.out_edges(number, data="size")]
     sent = max(sizes, default=0.0)
     kept = profile.keeps(number) if profile.tells_what_is_kept else number in backward
-    entry = Entry(
+    entry = ProfileOperator(
         name=node.name,
         forward=node.seconds,
         backward=backward.get(number, 0.0),

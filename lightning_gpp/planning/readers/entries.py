@@ -24,7 +24,7 @@ Amount = Annotated[float, Ge(0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ProfileOperator:
     """An operator of a profile: seconds and bytes per sample, and the bytes of its parameters by their names.
 
     `name` is unique and can be the path of a module (`unique_names`). Entries with the same non-empty `cluster` stay
@@ -47,7 +47,7 @@ class Entry:
         return not (self.forward or self.backward or self.parameters)
 
 
-Pair = tuple[int, int]
+ProfileEdge = tuple[int, int]
 
 
 def unique_names(names: Mapping[int, str]) -> dict[int, str]:
@@ -107,7 +107,7 @@ def nodes_of(nodes: Sequence[AnyNode], file: str) -> dict[int, AnyNode]:
     return known
 
 
-def edges_of(edges: Sequence[AnyEdge], ids: Iterable[int], file: str) -> dict[Pair, AnyEdge]:
+def edges_of(edges: Sequence[AnyEdge], ids: Iterable[int], file: str) -> dict[ProfileEdge, AnyEdge]:
     """The edges of a file, by the ids of the nodes at their ends.
 
     Raises:
@@ -132,7 +132,7 @@ def cyclic(file: str, names: list[str]) -> PlanError:
     )
 
 
-def read_by_step(entries: Mapping[int, Entry], pairs: Iterable[Pair]) -> set[int]:
+def read_by_step(entries: Mapping[int, ProfileOperator], pairs: Iterable[ProfileEdge]) -> set[int]:
     """Entries that nothing reads, except discarded results: those take no time, unless there is nothing else."""
     read = {source for source, _ in pairs}
     unread = {number for number in entries if number not in read}
@@ -140,7 +140,7 @@ def read_by_step(entries: Mapping[int, Entry], pairs: Iterable[Pair]) -> set[int
 
 
 def assemble(
-    entries: Mapping[int, Entry], pairs: Iterable[Pair], *, name: str, step_backward: float = 0.0
+    entries: Mapping[int, ProfileOperator], pairs: Iterable[ProfileEdge], *, name: str, step_backward: float = 0.0
 ) -> tuple[OperatorGraph, CostTable]:
     """A graph with one module per entry, and its costs.
 
@@ -173,7 +173,7 @@ class _Build:
         self.graph = OperatorGraph()
         self.seconds: dict[str, OperatorSeconds] = {}
 
-    def add(self, entry: Entry, sources: list[str]) -> None:
+    def add(self, entry: ProfileOperator, sources: list[str]) -> None:
         name = entry.name
         if not sources and entry.idle and not entry.cluster:
             self._add_data(name, entry.output_bytes)
@@ -202,7 +202,7 @@ class _Build:
             self.graph.connect(source, target, 0)
 
 
-def _operator(entry: Entry) -> Operator:
+def _operator(entry: ProfileOperator) -> Operator:
     return Operator(
         name=entry.name,
         target="profiled",
@@ -218,7 +218,7 @@ def _spec(num_bytes: float, grad: bool) -> TensorSpec:
     return TensorSpec(shape=(Affine(1), Affine(0, round(num_bytes))), dtype="uint8", requires_grad=grad)
 
 
-def _seconds(entry: Entry, input_gradient_wanted: bool) -> OperatorSeconds:
+def _seconds(entry: ProfileOperator, input_gradient_wanted: bool) -> OperatorSeconds:
     """The gradients of input and parameters are products of equal size, so each takes half where there are both."""
     share = (0.5 if input_gradient_wanted else 1.0) if entry.parameters else 0.0
     weight = share * entry.backward
@@ -229,6 +229,6 @@ def _seconds(entry: Entry, input_gradient_wanted: bool) -> OperatorSeconds:
     )
 
 
-def own_parameter(entry: Entry, num_bytes: float) -> Entry:
+def own_parameter(entry: ProfileOperator, num_bytes: float) -> ProfileOperator:
     """The entry with one parameter of its own; as it is where that has no bytes."""
     return replace(entry, parameters={f"{entry.name}.weight": num_bytes}) if num_bytes else entry

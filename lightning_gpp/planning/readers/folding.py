@@ -9,7 +9,7 @@ import networkx as nx
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class ProfileNode:
     """A node of the profile: seconds and bytes of the mini-batch. `colour` is None without a colour class."""
 
     name: str
@@ -23,7 +23,7 @@ class Node:
 class Profile:
     """Nodes by id and who reads whom; which nodes are parameters; forward operators, all and by colour class."""
 
-    nodes: Mapping[int, Node]
+    nodes: Mapping[int, ProfileNode]
     graph: nx.DiGraph
     parameters: frozenset[int]
     operators: Sequence[int]
@@ -42,7 +42,7 @@ class Profile:
         return any(self.keeps(number) for number in self.operators)
 
 
-def profile_of(nodes: Mapping[int, Node], graph: nx.DiGraph) -> Profile:
+def profile_of(nodes: Mapping[int, ProfileNode], graph: nx.DiGraph) -> Profile:
     """Tell parameters from operators: forward nodes that read nothing and take no time, in a class with others."""
     forward = [number for number, node in nodes.items() if not node.backward]
     still = {number for number in forward if not (nodes[number].seconds or graph.in_degree(number))}

@@ -29,7 +29,7 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning.readers.entries import (
     Amount,
-    Entry,
+    ProfileOperator,
     assemble,
     edges_of,
     name_of,
@@ -45,7 +45,7 @@ FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
+class _DeviceMode:
     """A way to run a layer."""
 
     seconds: Annotated[Amount, Field(alias="timePerSample")]
@@ -58,27 +58,27 @@ class _Way:
 class _Ways:
     """The ways to run a layer without tensor parallelism."""
 
-    alone: Annotated[tuple[_Way, ...], MinLen(1), Field(alias="1")]
+    alone: Annotated[tuple[_DeviceMode, ...], MinLen(1), Field(alias="1")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Node:
+class _PiperNode:
     id: int
     ways: Annotated[_Ways, Field(alias="TMPCs")]
     name: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Edge:
+class _PiperEdge:
     source: Annotated[int, Field(alias="sourceId")]
     target: Annotated[int, Field(alias="destId")]
     bytes: Annotated[Amount, Field(alias="communicationCost")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Content:
-    nodes: tuple[_Node, ...]
-    edges: tuple[_Edge, ...]
+class _PiperContent:
+    nodes: tuple[_PiperNode, ...]
+    edges: tuple[_PiperEdge, ...]
 
 
 def recognises(content: Mapping[str, Any]) -> bool:
@@ -87,7 +87,7 @@ def recognises(content: Mapping[str, Any]) -> bool:
 
 def read(content: Mapping[str, Any], file: str, time_unit: float) -> tuple[OperatorGraph, CostTable]:
     """See `lightning_gpp.planning.readers.read_graph`."""
-    profile = validated(_Content, content, place=file, error=PlanError, extra="ignore")
+    profile = validated(_PiperContent, content, place=file, error=PlanError, extra="ignore")
     nodes = nodes_of(profile.nodes, file)
     names = unique_names({number: name_of(node) for number, node in nodes.items()})
     edges = edges_of(profile.edges, nodes, file)
@@ -100,9 +100,9 @@ def read(content: Mapping[str, Any], file: str, time_unit: float) -> tuple[Opera
     return assemble(entries, edges, name=file)
 
 
-def _entry(node: _Node, name: str, sent: float, time_unit: float) -> Entry:
+def _entry(node: _PiperNode, name: str, sent: float, time_unit: float) -> ProfileOperator:
     way = _way(node.ways.alone)
-    entry = Entry(
+    entry = ProfileOperator(
         name=name,
         forward=FORWARD_SHARE * way.seconds * time_unit,
         backward=(1 - FORWARD_SHARE) * way.seconds * time_unit,
@@ -112,6 +112,6 @@ def _entry(node: _Node, name: str, sent: float, time_unit: float) -> Entry:
     return own_parameter(entry, way.parameter_bytes)
 
 
-def _way(ways: Sequence[_Way]) -> _Way:
+def _way(ways: Sequence[_DeviceMode]) -> _DeviceMode:
     """How the node runs on one device: keeping everything where the file says so, else the first way listed."""
     return next((way for way in ways if way.id == "vanilla"), ways[0])

@@ -23,7 +23,7 @@ from lightning_gpp.planning.partitioners.auto.orders import orders
 from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, seeds
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe
-from lightning_gpp.planning.problem.answer import Alternative, Answer, Control
+from lightning_gpp.planning.problem.answer import Alternative, Answer, SearchControl
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.registry import register_partitioner
@@ -55,7 +55,7 @@ Rank = tuple[float, float]
 
 
 @register_partitioner("auto")
-def auto(problem: Problem, control: Control) -> Answer:
+def auto(problem: Problem, control: SearchControl) -> Answer:
     """The shortest step found in `control.seconds`; a good plan after a fraction of that."""
     search = Search(problem, control, busy_bound(problem))
     try:
@@ -74,7 +74,7 @@ def _first_results(search: Search) -> list[Shape]:
         return []
     coarser = coarse(problem, num_pieces)
     seconds = COARSE_SHARE * max(0.0, control.seconds - control.elapsed)
-    first = Search(coarser.problem, Control(seconds=seconds, progress=control.progress), search.bound)
+    first = Search(coarser.problem, SearchControl(seconds=seconds, progress=control.progress), search.bound)
     try:
         first.run()
     finally:
@@ -92,7 +92,7 @@ class Search:
     """
 
     problem: Problem
-    control: Control
+    control: SearchControl
     bound: float
     evaluate: Evaluator = field(init=False)
     known: dict[Shape, Rank] = field(default_factory=dict)
@@ -248,11 +248,11 @@ class Search:
         return f"the step takes {evaluation.seconds / self.rank[1] - 1:.1%} longer"
 
 
-def _by_graphpipe(problem: Problem, control: Control) -> list[Shape]:
+def _by_graphpipe(problem: Problem, control: SearchControl) -> list[Shape]:
     """What that partitioner finds, where it is quick."""
     if problem.num_units > MAX_UNITS or problem.num_devices > MAX_SLOTS:
         return []
-    draft = graphpipe(problem, Control(seconds=GRAPHPIPE_SHARE * control.seconds)).draft
+    draft = graphpipe(problem, SearchControl(seconds=GRAPHPIPE_SHARE * control.seconds)).draft
     shape = None if draft is None else Shape.of(draft)
     return [] if shape is None else [shape]
 

@@ -17,7 +17,7 @@ NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LineCut:
     """The border before part `part`, moved into a branch of the fork beside it: where `group` is not NONE.
 
     At the beginning of a stage the branch belongs to the fork before the border, and the stage gets the branch's parts
@@ -30,7 +30,7 @@ class Cut:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Shape:
+class LineShape:
     """Lines that are alike: one of them, its forks' groups of exchangeable lines, and all cuts.
 
     Args:
@@ -46,9 +46,9 @@ class Shape:
 
     line: Line
     groups: tuple[tuple[tuple[int, ...], ...], ...]
-    branches: tuple[tuple[Shape, ...], ...]
-    starts: list[Cut] = field(default_factory=list)
-    ends: list[Cut] = field(default_factory=list)
+    branches: tuple[tuple[LineShape, ...], ...]
+    starts: list[LineCut] = field(default_factory=list)
+    ends: list[LineCut] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
     last: list[int] = field(default_factory=list)
     tails: list[list[int]] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Shape:
         return len(self.line.parts)
 
 
-def shape_of(line: Line, likeness: Likeness, known: dict[int, Shape]) -> Shape:
+def shape_of(line: Line, likeness: Likeness, known: dict[int, LineShape]) -> LineShape:
     """The shape of a line; of lines that are alike, one shape."""
     number = likeness.number(line)
     if number not in known:
@@ -71,7 +71,7 @@ def shape_of(line: Line, likeness: Likeness, known: dict[int, Shape]) -> Shape:
             groups.append(found)
             lines = part.lines if isinstance(part, Fork) else ()
             branches.append(tuple(shape_of(lines[group[0]], likeness, known) for group in found))
-        shape = Shape(line=line, groups=tuple(groups), branches=tuple(branches))
+        shape = LineShape(line=line, groups=tuple(groups), branches=tuple(branches))
         _add_cuts(shape)
         shape.after = np.array([_behind(line, cut, shape) for cut in shape.starts])
         shape.before = np.array([_ahead(line, cut, shape) for cut in shape.ends])
@@ -80,41 +80,41 @@ def shape_of(line: Line, likeness: Likeness, known: dict[int, Shape]) -> Shape:
     return known[number]
 
 
-def _add_cuts(shape: Shape) -> None:
+def _add_cuts(shape: LineShape) -> None:
     for part in range(len(shape)):
         shape.first.append(len(shape.starts))
-        shape.starts.append(Cut(part))
+        shape.starts.append(LineCut(part))
         shape.last.append(len(shape.ends) if part else 0)
-        shape.ends.extend([Cut(part)] if part else [])
+        shape.ends.extend([LineCut(part)] if part else [])
         inner = [(group, len(branch)) for group, branch in enumerate(shape.branches[part])]
-        tails = [Cut(part + 1, group, at) for group, size in inner for at in range(size) if part + 1 < len(shape)]
-        heads = [Cut(part, group, at + 1) for group, size in inner for at in range(size) if part]
+        tails = [LineCut(part + 1, group, at) for group, size in inner for at in range(size) if part + 1 < len(shape)]
+        heads = [LineCut(part, group, at + 1) for group, size in inner for at in range(size) if part]
         shape.tails.append(list(range(len(shape.starts), len(shape.starts) + len(tails))))
         shape.heads.append(list(range(len(shape.ends), len(shape.ends) + len(heads))))
         shape.starts.extend(tails)
         shape.ends.extend(heads)
     shape.last.append(len(shape.ends))
-    shape.ends.append(Cut(len(shape)))
+    shape.ends.append(LineCut(len(shape)))
 
 
-def tail_units(line: Line, cut: Cut, member: int) -> tuple[int, ...]:
+def tail_units(line: Line, cut: LineCut, member: int) -> tuple[int, ...]:
     """What a stage that begins at the cut has of the fork before, in branch number `member`."""
     fork = line.parts[cut.part - 1] if cut.group != NONE else None
     return Line(fork.lines[member].parts[cut.at :]).units if isinstance(fork, Fork) else ()
 
 
-def head_units(line: Line, cut: Cut, member: int) -> tuple[int, ...]:
+def head_units(line: Line, cut: LineCut, member: int) -> tuple[int, ...]:
     """What a stage that ends at the cut has of the fork behind, in branch number `member`."""
     fork = line.parts[cut.part] if cut.group != NONE else None
     return Line(fork.lines[member].parts[: cut.at]).units if isinstance(fork, Fork) else ()
 
 
-def _behind(line: Line, cut: Cut, shape: Shape) -> list[bool]:
+def _behind(line: Line, cut: LineCut, shape: LineShape) -> list[bool]:
     member = shape.groups[cut.part - 1][cut.group][0] if cut.group != NONE else 0
     return _marked(line, tail_units(line, cut, member) + Line(line.parts[cut.part :]).units)
 
 
-def _ahead(line: Line, cut: Cut, shape: Shape) -> list[bool]:
+def _ahead(line: Line, cut: LineCut, shape: LineShape) -> list[bool]:
     member = shape.groups[cut.part][cut.group][0] if cut.group != NONE else 0
     return _marked(line, Line(line.parts[: cut.part]).units + head_units(line, cut, member))
 
@@ -128,7 +128,7 @@ MESSAGES, PER_SAMPLE, FIXED, RIGID, INPUT_PER_SAMPLE, INPUT_FIXED = range(6)
 """What `borders` counts: messages, their bytes per sample and otherwise, values that cannot be cut; received bytes."""
 
 
-def borders(shape: Shape, values: Sequence[Value]) -> Array:
+def borders(shape: LineShape, values: Sequence[Value]) -> Array:
     """What crosses the border of every stage, by [quantity, start, end]; both directions count, forward and backward.
 
     A value counts once where it comes in, however many read it, and once where it goes out.
@@ -149,7 +149,7 @@ def _weights(value: Value) -> tuple[float, ...]:
     return directions, directions * size.per_sample, directions * size.fixed, float(not value.sliceable), *received
 
 
-def _add_simple(sums: Array, shape: Shape, values: Sequence[Value], place: dict[int, int]) -> None:
+def _add_simple(sums: Array, shape: LineShape, values: Sequence[Value], place: dict[int, int]) -> None:
     """Values with one reader. What holds both ends is counted twice by its ends, and taken off again."""
     if not values:
         return
@@ -164,7 +164,7 @@ def _add_simple(sums: Array, shape: Shape, values: Sequence[Value], place: dict[
             sums[quantity] += (srcs[0] * weight) @ srcs[1].T - (both[0] * weight) @ both[1].T
 
 
-def _inside(shape: Shape, place: dict[int, int], unit: int) -> tuple[Array, Array]:
+def _inside(shape: LineShape, place: dict[int, int], unit: int) -> tuple[Array, Array]:
     """Whether a unit lies behind each start, and before each end; never for units outside of the line."""
     index = place.get(unit)
     if index is None:
@@ -176,7 +176,7 @@ def _stacked(columns: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     return np.stack([left for left, _ in columns], axis=1), np.stack([right for _, right in columns], axis=1)
 
 
-def _add_shared(sums: Array, shape: Shape, value: Value, place: dict[int, int]) -> None:
+def _add_shared(sums: Array, shape: LineShape, value: Value, place: dict[int, int]) -> None:
     read = np.zeros(sums.shape[1:], dtype=bool)
     all_read = np.full(sums.shape[1:], all(unit in place for unit in value.dsts))
     for unit in value.dsts:
@@ -191,5 +191,5 @@ def _add_shared(sums: Array, shape: Shape, value: Value, place: dict[int, int]) 
         sums[quantity] += weight * (received if quantity >= INPUT_PER_SAMPLE else crossing)
 
 
-def _member(shape: Shape, index: int) -> Bools:
+def _member(shape: LineShape, index: int) -> Bools:
     return np.outer(shape.after[:, index], shape.before[:, index])

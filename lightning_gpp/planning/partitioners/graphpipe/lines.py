@@ -15,7 +15,7 @@ from lightning_gpp.planning.problem.units import Value
 class Line:
     """Parts one after another: units, and forks whose lines run side by side. `units` are all of them, in order."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[LinePart, ...]
     units: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -33,30 +33,30 @@ class Fork:
         object.__setattr__(self, "units", tuple(unit for line in self.lines for unit in line.units))
 
 
-Part: TypeAlias = int | Fork
+LinePart: TypeAlias = int | Fork
 
 
-def units_of(part: Part) -> tuple[int, ...]:
+def units_of(part: LinePart) -> tuple[int, ...]:
     return (part,) if isinstance(part, int) else part.units
 
 
 def line_of(tree: Tree) -> Line:
     """The tree as a line: a single unit or fork is a line of one part."""
 
-    def side_by_side(parts: list[Part | Line]) -> Part | Line:
+    def side_by_side(parts: list[LinePart | Line]) -> LinePart | Line:
         return Fork(tuple(_as_line(part) for part in parts))
 
-    def in_series(parts: list[Part | Line]) -> Part | Line:
+    def in_series(parts: list[LinePart | Line]) -> LinePart | Line:
         return Line(tuple(part for part in parts if not isinstance(part, Line)))
 
-    def unit(node: Hashable) -> Part | Line:
+    def unit(node: Hashable) -> LinePart | Line:
         assert isinstance(node, int)
         return node
 
     return _as_line(evaluate(tree, leaf=unit, series=in_series, parallel=side_by_side))
 
 
-def _as_line(part: Part | Line) -> Line:
+def _as_line(part: LinePart | Line) -> Line:
     return part if isinstance(part, Line) else Line((part,))
 
 
@@ -104,7 +104,7 @@ class Likeness:
             self._known[line] = self._numbers.setdefault((parts, ends), len(self._numbers))
         return self._known[line]
 
-    def _part(self, part: Part) -> Hashable:
+    def _part(self, part: LinePart) -> Hashable:
         return -1 - self._kinds[part] if isinstance(part, int) else tuple(self.number(line) for line in part.lines)
 
     def groups(self, line: Line, fork: Fork) -> tuple[tuple[int, ...], ...]:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 
 from lightning_gpp.cluster import Link
-from lightning_gpp.planning.partitioners.graphpipe.cuts import Shape
+from lightning_gpp.planning.partitioners.graphpipe.cuts import LineShape
 from lightning_gpp.planning.partitioners.graphpipe.lines import Fork, Line, bundled, line_of
 from lightning_gpp.planning.partitioners.graphpipe.sets import Grid
 from lightning_gpp.planning.partitioners.graphpipe.solve import Solver
 from lightning_gpp.planning.partitioners.graphpipe.tables import Tables
 from lightning_gpp.planning.partitioners.graphpipe.trace import Piece, strategy
 from lightning_gpp.planning.partitioners.series_parallel import Conversion, make_series_parallel
-from lightning_gpp.planning.problem.answer import Alternative, Answer, Control
+from lightning_gpp.planning.problem.answer import Alternative, Answer, SearchControl
 from lightning_gpp.planning.problem.draft import Draft, DraftStage
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.problem import Problem
@@ -58,13 +58,13 @@ class _Size:
 
 
 @register_partitioner("graphpipe")
-def graphpipe(problem: Problem, control: Control) -> Answer:
+def graphpipe(problem: Problem, control: SearchControl) -> Answer:
     """The strategy whose slowest stage is fastest, at the micro-batch size with the shortest step; see the package."""
     conversion = converted(problem)
     found: list[_Size] = []
     states = 0
     for line in orders_of(problem, line_of(conversion.tree)):
-        search = _Search(problem=problem, control=control, line=line, folded=conversion.folded)
+        search = _GraphPipeSearch(problem=problem, control=control, line=line, folded=conversion.folded)
         found = sorted([*found, *search.run(found[0].seconds if found else inf)], key=lambda entry: entry.seconds)
         states += search.states
     best = found[0] if found else None
@@ -100,9 +100,9 @@ def converted(problem: Problem) -> Conversion:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Search:
+class _GraphPipeSearch:
     problem: Problem
-    control: Control
+    control: SearchControl
     line: Line
     folded: tuple[object, ...]
     states: int = 0
@@ -138,7 +138,7 @@ class _Search:
     def _sizes(self) -> list[_Size]:
         """The most promising first, so that others are left out soon."""
         schedule = "1f1b" if "1f1b" in self.problem.schedules else self.problem.schedules[0]
-        known: dict[tuple[int, ...], Shape] = {}
+        known: dict[tuple[int, ...], LineShape] = {}
         links: dict[int, Link] = {}
         tables = [Tables(self.problem, size, self.line, schedule, known, links) for size in self.problem.sizes]
         entries = [_Size(tables=entry, low=entry.bound * (1 - 1e-9)) for entry in tables]
@@ -234,7 +234,7 @@ def _alternatives(found: Sequence[_Size]) -> Iterator[Alternative]:
             )
 
 
-def _notes(conversion: Conversion, search: _Search, found: bool) -> Iterator[str]:
+def _notes(conversion: Conversion, search: _GraphPipeSearch, found: bool) -> Iterator[str]:
     if conversion.added:
         yield (
             f"The order of the units is not series-parallel: {len(conversion.added)} pairs without an order were put "

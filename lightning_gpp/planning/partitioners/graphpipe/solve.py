@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from lightning_gpp.planning.partitioners.graphpipe.cuts import NONE, Shape
+from lightning_gpp.planning.partitioners.graphpipe.cuts import NONE, LineShape
 from lightning_gpp.planning.partitioners.graphpipe.sets import Grid
 from lightning_gpp.planning.partitioners.graphpipe.tables import Counts, Tables
 
@@ -29,7 +29,7 @@ class Solution:
     `behind`: device-seconds per sample of what follows the line, where its devices count.
     """
 
-    shape: Shape
+    shape: LineShape
     entries: Entries
     values: list[int]
     following: list[int]
@@ -61,10 +61,10 @@ class Solver:
     target: float
     grid: Grid
     states: int = 0
-    _moves: dict[Shape, list[Moves]] = field(default_factory=dict)
-    _known: dict[tuple[Shape, Entries, float], Solution] = field(default_factory=dict)
-    _closed: dict[tuple[Shape, int], Solution] = field(default_factory=dict)
-    _side_by_side: dict[tuple[tuple[Shape, ...], tuple[int, ...], int], int] = field(default_factory=dict)
+    _moves: dict[LineShape, list[Moves]] = field(default_factory=dict)
+    _known: dict[tuple[LineShape, Entries, float], Solution] = field(default_factory=dict)
+    _closed: dict[tuple[LineShape, int], Solution] = field(default_factory=dict)
+    _side_by_side: dict[tuple[tuple[LineShape, ...], tuple[int, ...], int], int] = field(default_factory=dict)
     _all_work: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,14 +75,14 @@ class Solver:
         shape = self.tables.shape
         return self.solve(shape, ((len(shape), self.grid.bit(0, 0)),))
 
-    def solve(self, shape: Shape, entries: Entries, work: float = 0.0) -> Solution:
+    def solve(self, shape: LineShape, entries: Entries, work: float = 0.0) -> Solution:
         """A line with what follows it. `work`: device-seconds per sample of what the entries' devices do."""
         key = shape, entries, work
         if key not in self._known:
             self._known[key] = self._solve(shape, entries, work)
         return self._known[key]
 
-    def _solve(self, shape: Shape, entries: Entries, behind: float) -> Solution:
+    def _solve(self, shape: LineShape, entries: Entries, behind: float) -> Solution:
         values, following = [0] * (len(shape) + 1), [0] * len(shape.ends)
         solution = Solution(shape=shape, entries=entries, values=values, following=following, behind=behind)
         work = self.tables.work(shape)
@@ -110,13 +110,13 @@ class Solver:
         most = int(num_devices - (self._all_work - work) / self.target + 1e-6)
         return self.grid.up_to(most if most < num_devices else num_devices)
 
-    def moves(self, shape: Shape) -> list[Moves]:
+    def moves(self, shape: LineShape) -> list[Moves]:
         """By start."""
         if shape not in self._moves:
             self._moves[shape] = self._found_moves(shape)
         return self._moves[shape]
 
-    def _found_moves(self, shape: Shape) -> list[Moves]:
+    def _found_moves(self, shape: LineShape) -> list[Moves]:
         costs, plenty = self.tables.costs(shape), self.grid.num_devices
         places, caps = costs.within(self.target)
         free = caps >= plenty
@@ -176,13 +176,13 @@ class Solver:
                     beside = join(headless, self._beside(branches, fewer, depth))
                     yield Way(depth, through, passing, head, False, fewer, join(passing.values[0], beside))
 
-    def closed(self, shape: Shape, depth: int) -> Solution:
+    def closed(self, shape: LineShape, depth: int) -> Solution:
         """A line followed by a stage with `depth` micro-batches in flight, whose devices count elsewhere."""
         if (shape, depth) not in self._closed:
             self._closed[shape, depth] = self.solve(shape, ((len(shape), self.grid.bit(depth, 0)),))
         return self._closed[shape, depth]
 
-    def _beside(self, branches: tuple[Shape, ...], counts: tuple[int, ...], depth: int) -> int:
+    def _beside(self, branches: tuple[LineShape, ...], counts: tuple[int, ...], depth: int) -> int:
         """So many lines of each group side by side, all followed by a stage of that depth."""
         key = branches, counts, depth
         if key not in self._side_by_side:

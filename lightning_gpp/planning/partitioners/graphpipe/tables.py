@@ -17,7 +17,7 @@ from lightning_gpp.planning.partitioners.graphpipe.cuts import (
     MESSAGES,
     PER_SAMPLE,
     RIGID,
-    Shape,
+    LineShape,
     shape_of,
 )
 from lightning_gpp.planning.partitioners.graphpipe.lines import Likeness, Line, units_of
@@ -40,7 +40,7 @@ def weakest_link(cluster: Cluster, num_devices: int) -> Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class StageOption:
     """A number of replicas: their share of a micro-batch, the links inside and to neighbours, costs of all units."""
 
     replicas: int
@@ -52,7 +52,7 @@ class Option:
     saved: Array
 
 
-def options_of(problem: Problem, size: int, links: dict[int, Link]) -> list[Option]:
+def options_of(problem: Problem, size: int, links: dict[int, Link]) -> list[StageOption]:
     """Powers of two; each replica has at least one sample. A neighbour is taken to have as many replicas.
 
     `links`: what joins so many devices, as far as it is known already.
@@ -67,7 +67,7 @@ def options_of(problem: Problem, size: int, links: dict[int, Link]) -> list[Opti
     while replicas <= min(problem.num_devices, problem.max_replicas, size):
         share = -(-size // replicas)
         kinds = [problem.seconds(share, kind) for kind in range(len(problem.cluster.kinds))]
-        option = Option(
+        option = StageOption(
             replicas=replicas,
             share=share,
             inside=joining(replicas),
@@ -82,7 +82,7 @@ def options_of(problem: Problem, size: int, links: dict[int, Link]) -> list[Opti
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class StageTables:
     """Of all stages of a shape, by [option, start, end].
 
     Args:
@@ -125,14 +125,14 @@ class Tables:
     size: int
     line: Line
     schedule: str
-    known: dict[tuple[int, ...], Shape] = field(default_factory=dict)
+    known: dict[tuple[int, ...], LineShape] = field(default_factory=dict)
     """Shapes of the line by what is alike in it: the same for most micro-batch sizes."""
     links: dict[int, Link] = field(default_factory=dict)
     """What joins so many neighbouring devices: the same for all sizes."""
-    options: list[Option] = field(init=False)
-    shape: Shape = field(init=False)
-    _costs: dict[Shape, Costs] = field(default_factory=dict, init=False)
-    _work: dict[Shape, list[float]] = field(default_factory=dict, init=False)
+    options: list[StageOption] = field(init=False)
+    shape: LineShape = field(init=False)
+    _costs: dict[LineShape, StageTables] = field(default_factory=dict, init=False)
+    _work: dict[LineShape, list[float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.options = options_of(self.problem, self.size, self.links)
@@ -150,7 +150,7 @@ class Tables:
         """Seconds per sample that no strategy can beat: all devices busy all the time, each unit as cheap as can be."""
         return self.work(self.shape)[0] / self.problem.num_devices
 
-    def work(self, shape: Shape) -> list[float]:
+    def work(self, shape: LineShape) -> list[float]:
         """From every part on: device-seconds per sample that a line takes at least."""
         if shape not in self._work:
             spent = [(entry.forward + entry.backward) * entry.replicas for entry in self.options]
@@ -159,13 +159,13 @@ class Tables:
             self._work[shape] = [sum(parts[index:]) for index in range(len(parts) + 1)]
         return self._work[shape]
 
-    def costs(self, shape: Shape) -> Costs:
+    def costs(self, shape: LineShape) -> StageTables:
         """Of all stages of a shape."""
         if shape not in self._costs:
             self._costs[shape] = self._of(shape)
         return self._costs[shape]
 
-    def _of(self, shape: Shape) -> Costs:
+    def _of(self, shape: LineShape) -> StageTables:
         problem, border = self.problem, shape.border
         forward, backward, saved, (static, parameters, rigid, step) = _sums(shape, problem, self.options)
         valid = _valid(shape, self.options, border[RIGID] + rigid)
@@ -176,7 +176,7 @@ class Tables:
         kept = valid & ((step != 0) | (problem.recompute is not True))
         free, possible = min(problem.memory_bytes) - static, bool(again.any())
         received = border[INPUT_PER_SAMPLE] * share + border[INPUT_FIXED] if possible else np.ones_like(saved)
-        return Costs(
+        return StageTables(
             seconds=np.where(kept, seconds, inf),
             room=self._room(free, saved) * kept,
             longer=np.where(again, seconds + forward / self.size, inf),
@@ -209,7 +209,7 @@ class Tables:
         return np.where(room >= most, plenty, limited).astype(np.int64)
 
 
-def _unit_kinds(problem: Problem, options: Sequence[Option]) -> tuple[int, ...]:
+def _unit_kinds(problem: Problem, options: Sequence[StageOption]) -> tuple[int, ...]:
     """Numbers for units, the same for units that cost the same."""
     rows = [column for option in options for column in (option.forward, option.backward, option.saved)]
     units = problem.units.units
@@ -225,7 +225,7 @@ def _column(values: Sequence[float]) -> Array:
     return np.array(values, dtype=float)[:, None, None]
 
 
-def _sums(shape: Shape, problem: Problem, options: Sequence[Option]) -> tuple[Array, Array, Array, Array]:
+def _sums(shape: LineShape, problem: Problem, options: Sequence[StageOption]) -> tuple[Array, Array, Array, Array]:
     """Over the units of every stage: forward, backward and saved bytes by option; and what no option changes.
 
     The latter are static and parameter bytes, and how many units are indivisible, and the step's.
@@ -241,7 +241,7 @@ def _sums(shape: Shape, problem: Problem, options: Sequence[Option]) -> tuple[Ar
     return sums[:number], sums[number : 2 * number], sums[2 * number : 3 * number], sums[3 * number :]
 
 
-def _valid(shape: Shape, options: Sequence[Option], rigid: Array) -> NDArray[np.bool_]:
+def _valid(shape: LineShape, options: Sequence[StageOption], rigid: Array) -> NDArray[np.bool_]:
     """At least one whole part in each stage, and replicas only where all can be cut into shares."""
     starts = np.array([cut.part for cut in shape.starts])[:, None]
     ends = np.array([cut.part for cut in shape.ends])[None, :]

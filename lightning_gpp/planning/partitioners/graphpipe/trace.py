@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from lightning_gpp.planning.partitioners.graphpipe.cuts import NONE, Cut, Shape, head_units, tail_units
+from lightning_gpp.planning.partitioners.graphpipe.cuts import NONE, LineCut, LineShape, head_units, tail_units
 from lightning_gpp.planning.partitioners.graphpipe.lines import Fork, Line
 from lightning_gpp.planning.partitioners.graphpipe.solve import Solution, Solver, Way
 
@@ -71,7 +71,7 @@ class _Trace:
                     return rest if cut.group == NONE else self._fork(solution, line, end, rest)
         return None
 
-    def _add(self, shape: Shape, line: Line, cuts: tuple[int, int], member: int, replicas: int, depth: int) -> None:
+    def _add(self, shape: LineShape, line: Line, cuts: tuple[int, int], member: int, replicas: int, depth: int) -> None:
         start, end = shape.starts[cuts[0]], shape.ends[cuts[1]]
         head = head_units(line, end, _head_member(shape, end))
         place = (replicas.bit_length() - 1, *cuts)
@@ -105,7 +105,7 @@ class _Trace:
             left = self.line(job.solution, fork.lines[job.member], (job.at, level, share))
         if left[0] == len(shape.branches[part][way.through]):
             return part + 1, *left[1:]
-        start = shape.starts.index(Cut(part + 1, way.through, left[0]))
+        start = shape.starts.index(LineCut(part + 1, way.through, left[0]))
         behind = self._stage(solution, line, start, through, left)
         assert behind is not None
         return behind
@@ -142,7 +142,7 @@ class _Trace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _Remaining:
     """One line of a fork from one of its parts on."""
 
     solution: Solution
@@ -154,12 +154,12 @@ def _distance(fair: float, share: int) -> float:
     return abs(share - fair)
 
 
-def _head_member(shape: Shape, end: Cut) -> int:
+def _head_member(shape: LineShape, end: LineCut) -> int:
     """The line that a stage before a fork reaches into: the first of its group."""
     return shape.groups[end.part][end.group][0] if end.group != NONE else 0
 
 
-def _jobs(solver: Solver, shape: Shape, part: int, way: Way) -> tuple[list[_Job], int]:
+def _jobs(solver: Solver, shape: LineShape, part: int, way: Way) -> tuple[list[_Remaining], int]:
     """All lines, the one that is passed through last; and the number of that one."""
     left = [list(group) for group in shape.groups[part]]
     closed = [solver.closed(branch, way.depth) for branch in shape.branches[part]]
@@ -168,11 +168,11 @@ def _jobs(solver: Solver, shape: Shape, part: int, way: Way) -> tuple[list[_Job]
         cut = shape.ends[way.head]
         at = cut.at if way.same else 0
         if not way.same:
-            jobs.append(_Job(solution=closed[cut.group], at=cut.at, member=left[cut.group].pop(0)))
+            jobs.append(_Remaining(solution=closed[cut.group], at=cut.at, member=left[cut.group].pop(0)))
     through = left[way.through].pop(0)
     jobs.extend(
-        _Job(solution=solution, at=0, member=member)
+        _Remaining(solution=solution, at=0, member=member)
         for solution, members in zip(closed, left, strict=True)
         for member in members
     )
-    return [*jobs, _Job(solution=way.passing, at=at, member=through)], through
+    return [*jobs, _Remaining(solution=way.passing, at=at, member=through)], through

@@ -8,10 +8,10 @@ from lightning_gpp.planning.partitioners.series_parallel.convert import (
 from lightning_gpp.planning.partitioners.series_parallel.decompose import decompose
 from lightning_gpp.planning.partitioners.series_parallel.tree import (
     Leaf,
-    Node,
     Parallel,
     Series,
     Tree,
+    TreeNode,
     critical_path,
     describe,
     evaluate,
@@ -25,7 +25,7 @@ from lightning_gpp.planning.partitioners.series_parallel.tree import (
 __all__ = [
     "Conversion",
     "Leaf",
-    "Node",
+    "TreeNode",
     "Parallel",
     "Series",
     "Tree",

@@ -16,12 +16,12 @@ import networkx as nx
 
 from lightning_gpp.planning.partitioners.series_parallel.cuts import Cut, cuts, longest_paths
 from lightning_gpp.planning.partitioners.series_parallel.decompose import expand
-from lightning_gpp.planning.partitioners.series_parallel.order import Order, Part, order_from
-from lightning_gpp.planning.partitioners.series_parallel.search import SMALL, Search
+from lightning_gpp.planning.partitioners.series_parallel.order import Order, OrderedPart, order_from
+from lightning_gpp.planning.partitioners.series_parallel.search import SMALL, CutSearch
 from lightning_gpp.planning.partitioners.series_parallel.tree import (
     Leaf,
-    Node,
     Tree,
+    TreeNode,
     critical_path,
     order_of,
     parallel,
@@ -44,17 +44,17 @@ class Conversion:
     """
 
     tree: Tree
-    added: tuple[tuple[Node, Node], ...]
+    added: tuple[tuple[TreeNode, TreeNode], ...]
     price: float
-    folded: tuple[Node, ...]
+    folded: tuple[TreeNode, ...]
 
 
 def make_series_parallel(
     graph: nx.DiGraph,
-    weights: Mapping[Node, float] | None = None,
+    weights: Mapping[TreeNode, float] | None = None,
     *,
     fraction: float = NEGLIGIBLE,
-    keep: Collection[Node] = (),
+    keep: Collection[TreeNode] = (),
 ) -> Conversion:
     """The graph's own tree where it has one; else that of the graph without broadcasts, with order added as needed.
 
@@ -80,11 +80,11 @@ def make_series_parallel(
 
 def fold_broadcasts(
     graph: nx.DiGraph,
-    weights: Mapping[Node, float],
+    weights: Mapping[TreeNode, float],
     *,
     fraction: float = NEGLIGIBLE,
-    keep: Collection[Node] = (),
-) -> tuple[nx.DiGraph, tuple[Node, ...]]:
+    keep: Collection[TreeNode] = (),
+) -> tuple[nx.DiGraph, tuple[TreeNode, ...]]:
     """The graph without the nodes that each of their readers may compute again: masks, positions, constants.
 
     They cost next to nothing, nothing or only such nodes come before them, and several nodes of other kinds read them,
@@ -101,12 +101,12 @@ def fold_broadcasts(
         The graph of the other nodes, and the folded nodes in topological order.
     """
     limit = fraction * sum(weights[node] for node in graph) / max(1, len(graph))
-    light: dict[Node, None] = {}
+    light: dict[TreeNode, None] = {}
     for node in nx.topological_sort(graph):
         if weights[node] < limit and node not in keep and all(other in light for other in graph.pred[node]):
             light[node] = None
     readers = _readers(graph, light)
-    folded: dict[Node, None] = {}
+    folded: dict[TreeNode, None] = {}
     for node in light:
         sources = graph.pred[node]
         if len(readers[node]) > 1 or (sources and all(other in folded for other in sources)):
@@ -114,9 +114,9 @@ def fold_broadcasts(
     return graph.subgraph([node for node in graph if node not in folded]), tuple(folded)
 
 
-def _readers(graph: nx.DiGraph, light: Mapping[Node, None]) -> dict[Node, set[Node]]:
+def _readers(graph: nx.DiGraph, light: Mapping[TreeNode, None]) -> dict[TreeNode, set[TreeNode]]:
     """For each light node the others that read it, directly or through light nodes only."""
-    readers: dict[Node, set[Node]] = {}
+    readers: dict[TreeNode, set[TreeNode]] = {}
     for node in reversed(list(light)):
         readers[node] = set().union(*(readers[other] if other in light else {other} for other in graph.succ[node]))
     return readers
@@ -130,13 +130,13 @@ def _integers(weights: Sequence[float]) -> list[int]:
 
 def _convert(order: Order, weights: Sequence[int]) -> Tree:
     """The lightest tree found that contains the order."""
-    search = Search(order, weights)
+    search = CutSearch(order, weights)
     tree = expand(order, order.everything, lambda part: search.lightest(_trees(order, part, weights, search)))
     assert tree is not None
     return tree
 
 
-def _trees(order: Order, part: Part, weights: Sequence[int], search: Search) -> Iterator[Tree]:
+def _trees(order: Order, part: OrderedPart, weights: Sequence[int], search: CutSearch) -> Iterator[Tree]:
     """Several trees of a prime part: as strata, and by cuts that differ in their choice among equal bounds."""
     yield strata(order, part)
     for rule in (Cut.by_share, Cut.by_number, Cut.by_balance):
@@ -146,14 +146,14 @@ def _trees(order: Order, part: Part, weights: Sequence[int], search: Search) -> 
 
 
 def _first_cut(
-    order: Order, weights: Sequence[int], search: Search, rule: Callable[[Cut], tuple[float, ...]], part: Part
-) -> Tree | tuple[Part, Part]:
+    order: Order, weights: Sequence[int], search: CutSearch, rule: Callable[[Cut], tuple[float, ...]], part: OrderedPart
+) -> Tree | tuple[OrderedPart, OrderedPart]:
     if len(part) <= SMALL:
         return search.tree(part)
     return min(cuts(order, part, weights), key=rule).halves()
 
 
-def strata(order: Order, part: Part) -> Tree:
+def strata(order: Order, part: OrderedPart) -> Tree:
     """All nodes by their depth, with a full synchronisation between one depth and the next."""
     depths, _ = longest_paths(order, part, [1] * len(order.nodes))
     levels: dict[int, list[Tree]] = {}
@@ -162,14 +162,14 @@ def strata(order: Order, part: Part) -> Tree:
     return series(parallel(levels[depth]) for depth in sorted(levels))
 
 
-def _added(order: Order, tree: Tree) -> tuple[tuple[Node, Node], ...]:
+def _added(order: Order, tree: Tree) -> tuple[tuple[TreeNode, TreeNode], ...]:
     number = {node: index for index, node in enumerate(order.nodes)}
     pairs = ((number[lower], number[upper]) for lower, upper in order_of(tree).edges)
     new = sorted((lower, upper) for lower, upper in pairs if not order.after[lower] >> upper & 1)
     return tuple((order.nodes[lower], order.nodes[upper]) for lower, upper in new)
 
 
-def _price(order: Order, tree: Tree, weights: Mapping[Node, float]) -> float:
+def _price(order: Order, tree: Tree, weights: Mapping[TreeNode, float]) -> float:
     heads, _ = longest_paths(order, order.everything, [weights[node] for node in order.nodes])
     before, after = max(heads.values()), critical_path(tree, weights)
     return max(1.0, round(after / before, 12)) if before else 1.0  # the rest is rounding

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
-from lightning_gpp.planning.partitioners.series_parallel.order import Order, Part, mask_of, pairs_across
+from lightning_gpp.planning.partitioners.series_parallel.order import Order, OrderedPart, mask_of, pairs_across
 
 W = TypeVar("W", int, float)
 
@@ -35,7 +35,7 @@ class Cut:
     bound: int
     num_new: int
 
-    def halves(self) -> tuple[Part, Part]:
+    def halves(self) -> tuple[OrderedPart, OrderedPart]:
         return tuple(sorted(self.ordered[: self.size])), tuple(sorted(self.ordered[self.size :]))
 
     def by_share(self) -> tuple[float, ...]:
@@ -51,7 +51,7 @@ class Cut:
         return self.bound, abs(2 * self.size - len(self.ordered))
 
 
-def cuts(order: Order, part: Part, weights: Sequence[int]) -> Iterator[Cut]:
+def cuts(order: Order, part: OrderedPart, weights: Sequence[int]) -> Iterator[Cut]:
     """Before and after every start and end: one cut behind each place of two orders.
 
     They are sorted by earliest end and by latest start, so that no cut of the part has a lower bound than the best.
@@ -74,7 +74,7 @@ def cuts(order: Order, part: Part, weights: Sequence[int]) -> Iterator[Cut]:
             )
 
 
-def longest_paths(order: Order, part: Part, weights: Sequence[W]) -> tuple[dict[int, W], dict[int, W]]:
+def longest_paths(order: Order, part: OrderedPart, weights: Sequence[W]) -> tuple[dict[int, W], dict[int, W]]:
     """For every number the heaviest path inside the part that ends there, and that starts there, itself included."""
     heads: dict[int, W] = {}
     for number in part:

@@ -18,7 +18,13 @@ from typing import TypeAlias
 
 import networkx as nx
 
-from lightning_gpp.planning.partitioners.series_parallel.order import Order, Part, components, consecutive, order_from
+from lightning_gpp.planning.partitioners.series_parallel.order import (
+    Order,
+    OrderedPart,
+    components,
+    consecutive,
+    order_from,
+)
 from lightning_gpp.planning.partitioners.series_parallel.tree import (
     Leaf,
     Parallel,
@@ -30,7 +36,7 @@ from lightning_gpp.planning.partitioners.series_parallel.tree import (
 )
 
 Combine: TypeAlias = Callable[[Sequence[Tree]], Tree]
-Prime: TypeAlias = Callable[[Part], Tree | Sequence[Part] | None]
+Prime: TypeAlias = Callable[[OrderedPart], Tree | Sequence[OrderedPart] | None]
 """What to do with a part that is neither parallel nor consecutive: a tree, or pieces to be put one after the other."""
 
 
@@ -48,7 +54,7 @@ def decompose(graph: nx.DiGraph) -> Tree | None:
     return expand(order, order.everything, lambda part: None)
 
 
-def expand(order: Order, part: Part, prime: Prime) -> Tree | None:
+def expand(order: Order, part: OrderedPart, prime: Prime) -> Tree | None:
     """Divide a part again and again, down to single nodes; None as soon as `prime` has no answer."""
     steps: list[Tree | tuple[Combine, int]] = []
     stack = [part]
@@ -65,7 +71,7 @@ def expand(order: Order, part: Part, prime: Prime) -> Tree | None:
     return _assembled(steps)
 
 
-def _step(order: Order, part: Part, prime: Prime) -> Tree | tuple[Combine, Sequence[Part]] | None:
+def _step(order: Order, part: OrderedPart, prime: Prime) -> Tree | tuple[Combine, Sequence[OrderedPart]] | None:
     if len(part) == 1:
         return Leaf(order.nodes[part[0]])
     divided = divide(order, part)
@@ -75,7 +81,7 @@ def _step(order: Order, part: Part, prime: Prime) -> Tree | tuple[Combine, Seque
     return answer if answer is None or isinstance(answer, Leaf | Series | Parallel) else (series, answer)
 
 
-def divide(order: Order, part: Part) -> tuple[Combine, Sequence[Part]] | None:
+def divide(order: Order, part: OrderedPart) -> tuple[Combine, Sequence[OrderedPart]] | None:
     """How a part of several nodes is put together, and of which pieces; None for a prime part."""
     pieces = components(order, part)
     if len(pieces) > 1:

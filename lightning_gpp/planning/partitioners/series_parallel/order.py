@@ -12,23 +12,23 @@ from typing import TypeAlias
 
 import networkx as nx
 
-from lightning_gpp.planning.partitioners.series_parallel.tree import Node
+from lightning_gpp.planning.partitioners.series_parallel.tree import TreeNode
 
-Part: TypeAlias = tuple[int, ...]
+OrderedPart: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """For every number its node, the masks of all numbers before and after it, and those covered by and covering it."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[TreeNode, ...]
     before: tuple[int, ...]
     after: tuple[int, ...]
-    below: tuple[Part, ...]
-    above: tuple[Part, ...]
+    below: tuple[OrderedPart, ...]
+    above: tuple[OrderedPart, ...]
 
     @property
-    def everything(self) -> Part:
+    def everything(self) -> OrderedPart:
         return tuple(range(len(self.nodes)))
 
 
@@ -52,10 +52,10 @@ def order_from(graph: nx.DiGraph) -> Order:
     return Order(nodes=nodes, before=before, after=_after(above), below=below, above=tuple(map(tuple, above)))
 
 
-def _closure(predecessors: list[list[int]]) -> tuple[tuple[int, ...], tuple[Part, ...]]:
+def _closure(predecessors: list[list[int]]) -> tuple[tuple[int, ...], tuple[OrderedPart, ...]]:
     """The masks of all numbers before each one, and its predecessors less those that come before another one."""
     before: list[int] = []
-    below: list[Part] = []
+    below: list[OrderedPart] = []
     for lowers in predecessors:
         mask, covered = 0, []
         for lower in sorted(lowers, reverse=True):
@@ -82,17 +82,17 @@ def mask_of(part: Iterable[int]) -> int:
     return mask
 
 
-def components(order: Order, part: Part) -> list[Part]:
+def components(order: Order, part: OrderedPart) -> list[OrderedPart]:
     """The weakly connected components, by their first number."""
     unseen = set(part)
-    found: list[Part] = []
+    found: list[OrderedPart] = []
     for start in part:
         if start in unseen:
             found.append(_component(order, start, unseen))
     return found
 
 
-def _component(order: Order, start: int, unseen: set[int]) -> Part:
+def _component(order: Order, start: int, unseen: set[int]) -> OrderedPart:
     unseen.remove(start)
     members = [start]
     for number in members:
@@ -104,7 +104,7 @@ def _component(order: Order, start: int, unseen: set[int]) -> Part:
     return tuple(sorted(members))
 
 
-def consecutive(order: Order, part: Part) -> list[Part]:
+def consecutive(order: Order, part: OrderedPart) -> list[OrderedPart]:
     """The most pieces so that all of one piece lies before all of the next.
 
     Sorted by how much lies before them, the numbers of earlier pieces come first. A border is where all pairs across

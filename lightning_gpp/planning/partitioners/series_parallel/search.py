@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from lightning_gpp.planning.partitioners.series_parallel.cuts import Cut, cuts
 from lightning_gpp.planning.partitioners.series_parallel.decompose import expand
-from lightning_gpp.planning.partitioners.series_parallel.order import Order, Part
+from lightning_gpp.planning.partitioners.series_parallel.order import Order, OrderedPart
 from lightning_gpp.planning.partitioners.series_parallel.tree import Tree, critical_path, num_ordered, series
 
 SMALL = 32
@@ -16,31 +16,31 @@ NUM_TRIALS = 200
 """Cuts that are tried per part that the search is asked for; from then on every part below takes its first cut."""
 
 
-class Search:
+class CutSearch:
     """The lightest trees found so far, for the parts of one order."""
 
     def __init__(self, order: Order, weights: Sequence[int]) -> None:
         self._order = order
         self._weights = weights
         self._by_node = dict(zip(order.nodes, weights, strict=True))
-        self._found: dict[Part, Tree] = {}
+        self._found: dict[OrderedPart, Tree] = {}
         self._trials_left = 0
 
     def lightest(self, trees: Iterable[Tree]) -> Tree:
         """The tree with the lightest critical path; of several, the one with the fewest pairs in order."""
         return min(trees, key=lambda tree: (critical_path(tree, self._by_node), num_ordered(tree)))
 
-    def tree(self, part: Part) -> Tree:
+    def tree(self, part: OrderedPart) -> Tree:
         """Of a prime part: branch and bound over its cuts, lowest bounds first."""
         self._trials_left = NUM_TRIALS
         return self._prime(part)
 
-    def _prime(self, part: Part) -> Tree:
+    def _prime(self, part: OrderedPart) -> Tree:
         if part not in self._found:
             self._found[part] = self._cut(part)
         return self._found[part]
 
-    def _cut(self, part: Part) -> Tree:
+    def _cut(self, part: OrderedPart) -> Tree:
         first, *rest = sorted(cuts(self._order, part, self._weights), key=Cut.by_share)
         best = self._after(first)
         for cut in rest:

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 
 import networkx as nx
 
-Node: TypeAlias = Hashable
+TreeNode: TypeAlias = Hashable
 T = TypeVar("T")
 
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Leaf:
     """A single node."""
 
-    node: Node
+    node: TreeNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ def subtrees(tree: Tree) -> Iterator[Tree]:
             stack.extend(reversed(part.parts))
 
 
-def leaves(tree: Tree) -> tuple[Node, ...]:
+def leaves(tree: Tree) -> tuple[TreeNode, ...]:
     """All nodes, from left to right: a topological order."""
     return tuple(part.node for part in subtrees(tree) if isinstance(part, Leaf))
 
 
 def evaluate(
-    tree: Tree, *, leaf: Callable[[Node], T], series: Callable[[list[T]], T], parallel: Callable[[list[T]], T]
+    tree: Tree, *, leaf: Callable[[TreeNode], T], series: Callable[[list[T]], T], parallel: Callable[[list[T]], T]
 ) -> T:
     """The value of a tree from the values of its parts, from the leaves upwards."""
     values: list[T] = []
@@ -104,7 +104,7 @@ def describe(tree: Tree) -> str:
     )
 
 
-def critical_path(tree: Tree, weights: Mapping[Node, float]) -> float:
+def critical_path(tree: Tree, weights: Mapping[TreeNode, float]) -> float:
     """The weight of the heaviest chain of nodes, in the unit of the weights."""
     weight: float = evaluate(tree, leaf=weights.__getitem__, series=sum, parallel=max)
     return weight
@@ -130,7 +130,7 @@ def order_of(tree: Tree) -> nx.DiGraph:
     """The order as a graph without edges that follow from others: sinks of a part to sources of the next."""
     graph = nx.DiGraph()
     graph.add_nodes_from(leaves(tree))
-    Ends: TypeAlias = tuple[list[Node], list[Node]]
+    Ends: TypeAlias = tuple[list[TreeNode], list[TreeNode]]
 
     def in_series(parts: list[Ends]) -> Ends:
         for (_, sinks), (sources, _) in zip(parts, parts[1:], strict=False):
