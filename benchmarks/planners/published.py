@@ -22,7 +22,7 @@ def piper_in_loops(problem: Problem, control: SearchControl) -> Answer:
     return piper.search(problem, control, LoopDownsets)
 
 
-class LoopLevel(pipedream.Level):
+class LoopLevel(pipedream.HierarchyLevel):
     """All cells of A[., ., number] for a last stage on `last` groups."""
 
     def extend(self, number: int, last: int, seconds: Array, starts: range) -> None:
@@ -42,7 +42,7 @@ class LoopLevel(pipedream.Level):
                     self.share[number, start, stop] = last
 
 
-class LoopDownsets(piper.Search):
+class LoopDownsets(piper.PiperSearch):
     """A[D, .] for first stages with as many replicas."""
 
     def extend(self, row: Array, before: Array, seconds: Array) -> None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from lightning_gpp.planning.partitioners.series_parallel import (
     Conversion,
     Leaf,
-    Node,
     Parallel,
     Series,
     Tree,
+    TreeNode,
     critical_path,
     decompose,
     describe,
@@ -30,17 +30,17 @@ from lightning_gpp.planning.partitioners.series_parallel import (
 from lightning_gpp.planning.problem.units import find_units
 from tests.planning import graphs
 
-Pairs = set[tuple[Node, Node]]
+Pairs = set[tuple[TreeNode, TreeNode]]
 
 
-def graph_of(*edges: tuple[Node, Node], nodes: int = 0) -> nx.DiGraph:
+def graph_of(*edges: tuple[TreeNode, TreeNode], nodes: int = 0) -> nx.DiGraph:
     graph = nx.DiGraph()
     graph.add_nodes_from(range(nodes))
     graph.add_edges_from(edges)
     return graph
 
 
-def path(*nodes: Node) -> list[tuple[Node, Node]]:
+def path(*nodes: TreeNode) -> list[tuple[TreeNode, TreeNode]]:
     return list(zip(nodes, nodes[1:], strict=False))
 
 
@@ -156,7 +156,7 @@ def test_the_order_of_a_tree_gives_the_tree(tree: Tree, random: object) -> None:
 
 
 @st.composite
-def weighted(draw: st.DrawFn, most: int = 24) -> tuple[nx.DiGraph, dict[Node, float]]:
+def weighted(draw: st.DrawFn, most: int = 24) -> tuple[nx.DiGraph, dict[TreeNode, float]]:
     size = draw(st.integers(1, most))
     reach = draw(st.integers(1, size))
     graph = graph_of(nodes=size)
@@ -166,18 +166,18 @@ def weighted(draw: st.DrawFn, most: int = 24) -> tuple[nx.DiGraph, dict[Node, fl
     return graph, {node: draw(st.sampled_from([0.0, 0.1, 1.0, 1.5, 4.0])) for node in graph}
 
 
-def ordered(graph: nx.DiGraph, folded: tuple[Node, ...]) -> Pairs:
+def ordered(graph: nx.DiGraph, folded: tuple[TreeNode, ...]) -> Pairs:
     return {pair for pair in closure(graph) if not set(pair) & set(folded)}
 
 
-def heaviest(graph: nx.DiGraph, weights: dict[Node, float]) -> float:
-    ends: dict[Node, float] = {}
+def heaviest(graph: nx.DiGraph, weights: dict[TreeNode, float]) -> float:
+    ends: dict[TreeNode, float] = {}
     for node in nx.topological_sort(graph):
         ends[node] = weights[node] + max((ends[other] for other in graph.pred[node]), default=0.0)
     return max(ends.values())
 
 
-def naive(graph: nx.DiGraph, weights: dict[Node, float]) -> float:
+def naive(graph: nx.DiGraph, weights: dict[TreeNode, float]) -> float:
     """The critical path where every depth waits for the whole depth before."""
     return sum(max(weights[node] for node in level) for level in nx.topological_generations(graph))
 
@@ -185,7 +185,7 @@ def naive(graph: nx.DiGraph, weights: dict[Node, float]) -> float:
 @given(weighted())
 @settings(max_examples=150, deadline=None)
 def test_conversions_contain_the_order_at_no_more_than_the_price_of_strata(
-    case: tuple[nx.DiGraph, dict[Node, float]],
+    case: tuple[nx.DiGraph, dict[TreeNode, float]],
 ) -> None:
     graph, weights = case
     found = make_series_parallel(graph, weights)
@@ -203,18 +203,18 @@ def test_conversions_contain_the_order_at_no_more_than_the_price_of_strata(
     assert (decompose(graph) is not None) <= (found == Conversion(tree=found.tree, added=(), price=1.0, folded=()))
 
 
-def lightest(graph: nx.DiGraph, weights: dict[Node, float]) -> float:
+def lightest(graph: nx.DiGraph, weights: dict[TreeNode, float]) -> float:
     """The lightest critical path of all series-parallel orders: every connected part is cut in every possible way."""
     before = {node: nx.ancestors(graph, node) for node in graph}
 
     @cache
-    def of(part: frozenset[Node]) -> float:
+    def of(part: frozenset[TreeNode]) -> float:
         if len(part) == 1:
             return weights[next(iter(part))]
         components = list(nx.weakly_connected_components(graph.subgraph(part)))
         if len(components) > 1:
             return max(of(frozenset(component)) for component in components)
-        halves = {frozenset[Node]()}
+        halves = {frozenset[TreeNode]()}
         for node in nx.topological_sort(graph):
             if node in part:
                 halves |= {half | {node} for half in halves if before[node] & part <= half}
@@ -225,7 +225,7 @@ def lightest(graph: nx.DiGraph, weights: dict[Node, float]) -> float:
 
 @given(weighted(most=8))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_conversions_of_small_graphs_are_as_light_as_possible(case: tuple[nx.DiGraph, dict[Node, float]]) -> None:
+def test_conversions_of_small_graphs_are_as_light_as_possible(case: tuple[nx.DiGraph, dict[TreeNode, float]]) -> None:
     graph, weights = case
     found = make_series_parallel(graph, weights, fraction=0.0)
     assert critical_path(found.tree, weights) == pytest.approx(lightest(graph, weights))
@@ -254,7 +254,7 @@ def test_only_the_part_that_is_not_series_parallel_changes() -> None:
     assert describe(found.tree).startswith("S(in, P(S(x, y), ")
 
 
-def masked(mask: float = 0.001) -> tuple[nx.DiGraph, dict[Node, float]]:
+def masked(mask: float = 0.001) -> tuple[nx.DiGraph, dict[TreeNode, float]]:
     """Layers that each read their own version of one mask."""
     layers = ["embed", "layer.0", "layer.1", "layer.2"]
     graph = graph_of(*path(*layers))
@@ -274,7 +274,7 @@ def test_broadcasts_are_folded_into_their_readers() -> None:
 @pytest.mark.parametrize(
     ("mask", "keep", "folded"), [(0.5, [], 0), (0.001, ["mask"], 0), (0.001, ["mask.1"], 3), (0.001, ["embed"], 4)]
 )
-def test_heavy_and_kept_nodes_are_not_folded(mask: float, keep: list[Node], folded: int) -> None:
+def test_heavy_and_kept_nodes_are_not_folded(mask: float, keep: list[TreeNode], folded: int) -> None:
     graph, weights = masked(mask)
     found = make_series_parallel(graph, weights, keep=keep)
     assert len(found.folded) == folded
@@ -307,7 +307,7 @@ def test_units_of_common_models_are_series_parallel(name: str, num_pieces: float
 def test_a_graph_of_hundreds_of_nodes_beats_strata() -> None:
     graph = graph_of(*((node - 1 - node * node % 17 % min(node, 9), node) for node in range(1, 300)))
     graph.add_edges_from((node - 1 - node * 7 % 5, node) for node in range(6, 300, 3))
-    weights: dict[Node, float] = {node: 1.0 + node * node % 7 for node in graph}
+    weights: dict[TreeNode, float] = {node: 1.0 + node * node % 7 for node in graph}
     assert decompose(graph) is None
     found = make_series_parallel(graph, weights)
     assert 1 <= found.price < 1.1
