@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
-
-from torch import Tensor
 
 from lightning_gpp.errors import PlanError, ScheduleError
 from lightning_gpp.plan import SOURCE
@@ -18,11 +16,17 @@ from lightning_gpp.runtime.operations import (
     ComputeForward,
     ComputeInput,
     ComputeWeight,
-    DeviceState,
+    Operation,
     ReadData,
     Saved,
     StageForward,
     State,
+    arming,
+    drawing,
+    gathering,
+    nothing,
+    releasing,
+    with_weights,
 )
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.receipts import receipts
@@ -31,11 +35,9 @@ from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.split import SplitBackward, Splitter
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
 from lightning_gpp.runtime.transfers import DynamicReceive, DynamicSend, Inbox, Receive, Send, TransferLink
-from lightning_gpp.runtime.weights.interface import Use, WeightPolicy
+from lightning_gpp.runtime.weights.interface import WeightPolicy
 from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES, Action, Kind
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
-
-Operation = Callable[[], object]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -134,20 +136,24 @@ class Compiler:
         if message.src in self.inboxes:
             inbox = self.inboxes[message.src]
             wait = lambda: inbox.wait(receive)  # noqa: E731
-        return _then_release(wait, arrived, self._lane.state.device) if arrived else wait
+        return releasing(wait, arrived, self._lane.state.device) if arrived else wait
 
     def _compute(self, action: Action) -> Operation:
         if action.kind in COLLECTIVES:
             return self._meeting(action)
         operation = self._share(action)
         if self._weights is not None and action.kind in _COMPUTED_WITH:
-            operation = _with_weights(self._weights, action, self._lane.state, operation)
-        return operation if self._sync is None else _prepared(self._sync, action, action in self._armed, operation)
+            operation = with_weights(self._weights, action, self._lane.state, operation)
+        if self._sync is None or action.kind is Kind.DATA:
+            return operation
+        if action in self._armed:
+            operation = arming(self._sync, action.stage, operation)
+        return gathering(self._sync, action.stage, operation) if self._sync.gathers else operation
 
     def _share(self, action: Action) -> Operation:
         start, stop = self._interval(action)
         if start == stop:
-            return _nothing
+            return nothing
         make = {
             Kind.DATA: self._data,
             Kind.FORWARD: self._forward,
@@ -223,7 +229,7 @@ class Compiler:
 
     def _meeting(self, action: Action) -> Operation:
         if self._sync is None:
-            return _nothing
+            return nothing
         meet = {
             Kind.UNSHARD: self._sync.unshard,
             Kind.RESHARD: self._sync.reshard,
@@ -255,11 +261,7 @@ class Compiler:
         devices = self._plan.devices_of(action.stage)
         replica = self._pipeline * len(devices) + devices.index(self._device)
 
-        def forward(values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
-            with streams.use(action.stage, replica, action.micro_batch, state.step):
-                return stage.forward(values, micro_batch)
-
-        return forward
+        return drawing(stage, streams, state, (action.stage, replica, action.micro_batch))
 
 
 def _armed(program: Program, device: int) -> set[Action]:
@@ -278,57 +280,8 @@ def _armed(program: Program, device: int) -> set[Action]:
     return armed
 
 
-def _prepared(sync: StageSync, action: Action, last: bool, operation: Operation) -> Operation:
-    """With whole parameters, also where a replica has no samples; sums may start in the last backward."""
-    if action.kind is Kind.DATA:
-        return operation
-
-    def run() -> None:
-        sync.ready(action.stage)
-        if last:
-            sync.arm(action.stage)
-        operation()
-
-    return run
-
-
-def _nothing() -> None:
-    """The share of a replica that has no samples."""
-
-
 _COMPUTED_WITH: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT)
 """Kinds of actions that read the values of parameters."""
-
-
-def _with_weights(weights: WeightPolicy, action: Action, state: State, operation: Operation) -> Operation:
-    """Compute with the values that the policy chooses."""
-    stage, number, final = action.stage, action.micro_batch, action.kind in (Kind.BACKWARD, Kind.INPUT)
-    enter, leave = (
-        (weights.enter_forward, weights.leave_forward)
-        if action.kind is Kind.FORWARD
-        else (weights.enter_backward, weights.leave_backward)
-    )
-
-    def run() -> None:
-        use = Use(stage, state.step, number, final)
-        enter(use)
-        operation()
-        leave(use)
-
-    return run
-
-
-def _then_release(wait: Operation, sends: Sequence[Send], device: DeviceState) -> Operation:
-    """Wait, then release the sends that this proves to have arrived; while the pipeline fills it does not prove it."""
-
-    def run() -> None:
-        wait()
-        if not device.steady:
-            return
-        for send in sends:
-            send.release()
-
-    return run
 
 
 def _differentiable(outgoing: Iterable[EdgeTensors]) -> tuple[str, ...]:

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lightning_gpp.errors import add_note
-from lightning_gpp.runtime.compiler import Compiler, Lane, Operation, action_of
-from lightning_gpp.runtime.operations import DeviceState, State
+from lightning_gpp.runtime.compiler import Compiler, Lane, action_of
+from lightning_gpp.runtime.operations import DeviceState, Operation, State
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.stage import DataSource, Slot, StageModule

@@ -63,13 +63,14 @@ class GradientSync:
         self._parameters = dict(parameters)
         self._mesh = mesh
         self._check()
-        self.last = True
+        self.gathers, self.last = False, True
         stage_of = {name: used[0] for name, used in (stages or {}).items() if len(used) == 1}
         self._stage_of = {name: stage_of.get(name, SHARED) for name in reversed(self._holders)}
         groups = mesh.new_groups(ranks for ranks in self._holders.values() if len(ranks) > 1)
         # From the last stage to the first, as backwards run; the same on all ranks.
         here = sorted({self._stage_of[name] for name in self._parameters}, reverse=True)
-        self._queues = {stage: BucketQueue(list(self._buckets(stage, groups))) for stage in here}
+        buckets = {stage: list(self._buckets(stage, groups)) for stage in here}
+        self._queues = {stage: BucketQueue(of_stage) for stage, of_stage in buckets.items() if of_stage}
 
     def arm(self, stage: int) -> None:
         """The next backward of the stage is its last one; its sums may start while it runs."""

@@ -4,7 +4,7 @@ next is looked up when they are made; `run()` only moves tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +13,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import EdgeTensors, MessageTensors, Promise, check_promises
+from lightning_gpp.runtime.random import RandomStreams
+from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.split import SplitBackward
-from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch
+from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch, StageModule
+from lightning_gpp.runtime.transfers import Send
+from lightning_gpp.runtime.weights.interface import Use, WeightPolicy
+from lightning_gpp.schedules.actions import Action, Kind
 
 StageForward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
 """`StageModule.forward`, inside the stage's random stream where it has one."""
@@ -266,3 +271,71 @@ def _gradient(leaf: Tensor | None) -> Tensor | None:
     if leaf is None:
         return None
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+Operation = Callable[[], object]
+
+
+def nothing() -> None:
+    """The share of a replica that has no samples."""
+
+
+def gathering(sync: StageSync, stage: int, operation: Operation) -> Operation:
+    """An operation on unsharded parameters, also where a replica has no samples."""
+
+    def run() -> None:
+        sync.ready(stage)
+        operation()
+
+    return run
+
+
+def arming(sync: StageSync, stage: int, operation: Operation) -> Operation:
+    """The last backward of a stage, during which sums of gradients may start."""
+
+    def run() -> None:
+        sync.arm(stage)
+        operation()
+
+    return run
+
+
+def with_weights(weights: WeightPolicy, action: Action, state: State, operation: Operation) -> Operation:
+    """An operation on the values of parameters that the policy chooses."""
+    stage, number, final = action.stage, action.micro_batch, action.kind in (Kind.BACKWARD, Kind.INPUT)
+    enter, leave = (
+        (weights.enter_forward, weights.leave_forward)
+        if action.kind is Kind.FORWARD
+        else (weights.enter_backward, weights.leave_backward)
+    )
+
+    def run() -> None:
+        use = Use(stage, state.step, number, final)
+        enter(use)
+        operation()
+        leave(use)
+
+    return run
+
+
+def releasing(wait: Operation, sends: Sequence[Send], device: DeviceState) -> Operation:
+    """A wait that proves the arrival of sends, which it releases; while the pipeline fills it does not prove it."""
+
+    def run() -> None:
+        wait()
+        if not device.steady:
+            return
+        for send in sends:
+            send.release()
+
+    return run
+
+
+def drawing(stage: StageModule, streams: RandomStreams, state: State, place: tuple[int, int, int]) -> StageForward:
+    """The forward of a stage inside its random stream. `place`: numbers of stage, replica and micro-batch."""
+
+    def forward(values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+        with streams.use(*place, state.step):
+            return stage.forward(values, micro_batch)
+
+    return forward

@@ -250,6 +250,7 @@ class Forwarded:
 
     def __init__(self, replicas: Replicas, numbers: Mapping[int, int]) -> None:
         self._replicas, self._numbers = replicas, dict(numbers)
+        self.gathers = replicas.sync.gathers
 
     @property
     def last(self) -> bool:

@@ -14,9 +14,11 @@ class StageSync(Protocol):
     micro-batches a replica computes in between does not matter.
 
     Attributes:
+        gathers: whether actions must wait for their parameters (`ready`). It never changes.
         last: whether an optimizer step follows this mini-batch. To be set before every mini-batch: it begins one.
     """
 
+    gathers: bool
     last: bool
 
     def unshard(self, stage: int) -> None:

@@ -66,6 +66,7 @@ class ShardedStages:
         for shards in self._stages.values():
             shards.prepare()
         self._reduced: set[int] = set()
+        self.gathers = True
 
     @property
     def last(self) -> bool:
