@@ -21,10 +21,10 @@ from lightning_gpp._compat.torch import FakeTensorMode, autograd_function_calls,
 from lightning_gpp.capture.batch import map_samples
 from lightning_gpp.capture.isolate import isolated_copy
 from lightning_gpp.capture.meter import Meter
-from lightning_gpp.capture.randomness import undisturbed
 from lightning_gpp.capture.recorder import Recorder, is_user_code, refusal, user_line
 from lightning_gpp.capture.recording import Recording
 from lightning_gpp.errors import CaptureError
+from lightning_gpp.runtime.random import undisturbed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture import Capture, batch_size_of
-from lightning_gpp.capture.randomness import undisturbed
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.cluster import Device
 from lightning_gpp.costs.measured import BlockSeconds, MeasuredCosts, spread
@@ -28,6 +27,7 @@ from lightning_gpp.measure.replica import filled, hollow_copy, random_like
 from lightning_gpp.measure.store import Store, default_folder
 from lightning_gpp.measure.timing import BlockTimer
 from lightning_gpp.plan import SOURCE
+from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.runtime.stage import MicroBatch
 
 MeasuringProgress = Callable[[int, int, str], None]

@@ -92,6 +92,7 @@ class Executor:
         self._instructions = program.devices[device]
         self._ahead = program.ahead[device] if program.ahead else (0,) * len(self._instructions)
         self._position = 0
+        self._lead, self._own_lead = program.lead, program.lead_of(device)
         self._periods = [self._compiled(phase, trace) for phase in range(len(self._lanes))]
 
     def _lane(self, number: int, transport: Transport, device: torch.device) -> Lane:
@@ -171,16 +172,16 @@ class Executor:
 
     def _enter(self, step: int, first: int, last: int, weight: float) -> range:
         """Give lanes to the mini-batches that enter; the periods to run: at the first mini-batch also the fill."""
-        lead = self.program.lead
+        lead = self._lead
         if step == first:
             self._state.begin()
         for batch in range(first if step == first else step + lead, min(step + lead + 1, last)):
             self._lanes[batch % len(self._lanes)].state.begin(weight, batch)
-        return range(step - self.program.lead_of(self.device) if step == first else step, step + 1)
+        return range(step - self._own_lead if step == first else step, step + 1)
 
     def _run_period(self, period: int, first: int, last: int) -> None:
         operations = self._periods[period % len(self._lanes)]
-        self._state.steady = first <= period and period + self.program.lead < last
+        self._state.steady = first <= period and period + self._lead < last
         if self._state.steady:
             for self._position, operation in enumerate(operations):  # noqa: B020
                 operation()

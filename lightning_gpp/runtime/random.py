@@ -1,11 +1,14 @@
-"""Random streams: every stage draws its own random numbers, the same whatever else its device computes."""
+"""Random streams: every stage draws its own random numbers, the same whatever else its device computes, and user code
+draws from the streams of the process: Python's, NumPy's and torch's on the CPU."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+import numpy as np
 import torch
 
 _MASK: Final = (1 << 64) - 1
@@ -58,3 +61,22 @@ class RandomStreams:
         finally:
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Restore the streams when the context ends, whatever was drawn inside."""
+    python, numpy, generator = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(generator)
+
+
+def seed_streams(seed: int) -> None:
+    """Seed all three streams with `seed`, a number of up to 63 bits."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.default_generator.manual_seed(seed)

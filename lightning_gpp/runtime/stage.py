@@ -34,10 +34,10 @@ class MicroBatch:
     stop: int
     total: int
     lane: int = 0
+    num_samples: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def num_samples(self) -> int:
-        return self.stop - self.start
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_samples", self.stop - self.start)
 
 
 class StageModule(Protocol):

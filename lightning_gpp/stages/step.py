@@ -15,13 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import batch_size_of, slice_batch
-from lightning_gpp.capture.effects import without_effects
 from lightning_gpp.capture.network import InputKey, Network
-from lightning_gpp.capture.randomness import seed_streams, undisturbed
 from lightning_gpp.capture.recorder import refusal, target_of
 from lightning_gpp.capture.recording import AffineSize, ModuleCall, Recorded, Ref
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.graph import TensorSpec
+from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
 from lightning_gpp.stages.code import variable
 
@@ -93,6 +92,33 @@ class _Holes(TorchFunctionMode):
             self.targets.append(target_of(func, getattr(func, "__name__", str(func))))
             self.add(result)
         return result
+
+
+_NOT_ITS_OWN = frozenset(vars(nn.Module()))
+"""Attributes that every module has: parameters, hooks and the like."""
+
+
+@contextmanager
+def without_effects(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore attributes that were set, and lists that grew, when the context ends.
+
+    Changes inside other objects stay.
+    """
+    before = [(module, dict(vars(module)), _lists(module)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes, lists in before:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            for items, length in lists:
+                del items[length:]
+
+
+def _lists(module: nn.Module) -> list[tuple[list[Any], int]]:
+    own = (value for name, value in vars(module).items() if name not in _NOT_ITS_OWN)
+    return [(value, len(value)) for value in own if type(value) is list]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +216,9 @@ class UserStep(StepRunner):
         self._paths = {id(module): path for path, module in self._modules.items()}
         self._mixes = len(self._calls) > 1
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
+        leaves = (leaf for call in self._calls for leaf in pytree.tree_leaves(call.result))
+        self._names = {leaf: variable(leaf) for leaf in leaves if isinstance(leaf, Ref)}
+        self._forms: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
 
     # --- source
 
@@ -274,19 +303,30 @@ class UserStep(StepRunner):
                 if key[:2] == ("glue", number):
                     found[name] = leaves[key[2]]
 
-    def _checked(self, found: dict[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        for name, tensor in found.items():
-            spec = self.input_specs[name]
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if tuple(tensor.shape) != spec.sizes(micro_batch.num_samples) or dtype != spec.dtype:
-                kind, number, leaf = self.input_keys[name]
-                raise ShapeError(
-                    f"Input {leaf} of {kind} {number} ({self._calls[number].path or 'the module'!r}) has shape "
-                    f"{tuple(tensor.shape)} ({dtype}) for {micro_batch.num_samples} samples; the captured batch had "
-                    f"{tuple(map(str, spec.shape))} ({spec.dtype}) for b samples. Pad to one shape, or give an "
-                    "example batch of this shape (strategy.example_batch)."
-                )
-        return found
+    def _checked(self, inputs: dict[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        forms = self._forms_for(micro_batch.num_samples)
+        for name, tensor in inputs.items():
+            if (tensor.shape, tensor.dtype) != forms[name]:
+                raise self._misshapen(name, tensor, micro_batch.num_samples)
+        return inputs
+
+    def _forms_for(self, num_samples: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of the inputs of the network."""
+        if num_samples not in self._forms:
+            specs = self.input_specs.items()
+            forms = {name: (spec.sizes(num_samples), getattr(torch, spec.dtype)) for name, spec in specs}
+            self._forms[num_samples] = forms
+        return self._forms[num_samples]
+
+    def _misshapen(self, name: str, tensor: torch.Tensor, num_samples: int) -> ShapeError:
+        spec, (kind, number, leaf) = self.input_specs[name], self.input_keys[name]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return ShapeError(
+            f"Input {leaf} of {kind} {number} ({self._calls[number].path or 'the module'!r}) has shape "
+            f"{tuple(tensor.shape)} ({dtype}) for {num_samples} samples; the captured batch had "
+            f"{tuple(map(str, spec.shape))} ({spec.dtype}) for b samples. Pad to one shape, or give an "
+            "example batch of this shape (strategy.example_batch)."
+        )
 
     # --- step
 
@@ -299,7 +339,7 @@ class UserStep(StepRunner):
         holes = _Holes()
 
         def value(ref: Ref) -> torch.Tensor:
-            known = values.get(variable(ref))
+            known = values.get(self._names[ref])
             return holes.add(self._hole(ref, micro_batch.num_samples)) if known is None else known
 
         def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

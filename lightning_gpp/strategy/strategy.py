@@ -305,7 +305,7 @@ class GPPStrategy(ParallelStrategy):
 
     @property
     def _engine(self) -> Engine | None:
-        return None if self._run is None else self._run.engine
+        return None if self._run is None else self._run.steps.engine
 
     @property
     def _training(self) -> Engine:

@@ -22,11 +22,11 @@ from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.isolate import private_copy
-from lightning_gpp.capture.randomness import undisturbed
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.errors import SelfCheckError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.neutral import Neutral
+from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import build
