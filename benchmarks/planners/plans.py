@@ -2,6 +2,8 @@
 
     python -m benchmarks.planners.plans [examples] [paper] [random] [--output now.json] [--against before.json]
 
+`tests/planning/step_times.json` has the step times of an earlier version (`--against`).
+
 The three examples on clusters of CPUs and GPUs, the GraphPipe paper's workloads on its machine, and 200 random
 requests; with schedules of all layouts. Searches are limited by evaluations instead of seconds, so a version has the
 same plans on every machine. Requests without a plan have no step time.
@@ -164,15 +166,15 @@ def ratio(before: float | None, now: float | None) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", default=list(GROUPS), help=f"of {', '.join(GROUPS)}")
-    parser.add_argument("--output", type=Path, help="JSON file for step times and CPU seconds")
+    parser.add_argument("--output", type=Path, help="JSON file for the step times")
     parser.add_argument("--against", type=Path, help="JSON file of another version")
     options = parser.parse_args()
     steps, cpu_seconds = recorded(options.groups)
     if options.output:
         rounded = {label: None if step is None else float(f"{step:.6g}") for label, step in steps.items()}
-        options.output.write_text(json.dumps({"steps": rounded, "cpu_seconds": cpu_seconds}, indent=0) + "\n")
+        options.output.write_text(json.dumps(rounded, indent=0) + "\n")
     if options.against:
-        print(*compared(json.loads(options.against.read_text())["steps"], steps), sep="\n")
+        print(*compared(json.loads(options.against.read_text()), steps), sep="\n")
     print(", ".join(f"{group}: {seconds:.0f} s of CPU time" for group, seconds in cpu_seconds.items()))
 
 

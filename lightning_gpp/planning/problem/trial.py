@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from typing import Final
@@ -10,6 +10,7 @@ from typing import Final
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.costs.model import CostModel
+from lightning_gpp.errors import GPPError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import estimate
@@ -91,29 +92,38 @@ def best_trial(problem: Problem, answer: Answer, predict: Callable[[Draft], Pred
         predict: simulates a draft.
 
     Raises:
-        PlanError: a draft cannot be a plan.
+        GPPError: none of the drafts can be a plan; the error is that of the search's best.
     """
-    if answer.draft is None:
-        raise ValueError("An answer without a draft cannot be tried.")
-    first = best = Trial(draft=answer.draft, prediction=predict(answer.draft), alternatives=answer.alternatives)
-    if num_actions(problem, answer.draft) * (1 + NUM_RUNNERS_UP) > MAX_ACTIONS:
-        return first
-    for entry in nsmallest(NUM_RUNNERS_UP, answer.alternatives, key=lambda entry: entry.seconds):
-        prediction = predict(entry.draft)
-        if prediction.rank < best.prediction.rank:
-            best = Trial(
-                draft=entry.draft, prediction=prediction, alternatives=_without(entry, answer, first.prediction)
-            )
-    return best
+    predictions: list[tuple[Draft, Prediction]] = []
+    failures: list[GPPError] = []
+    for draft in _drafts_to_try(problem, answer):
+        try:
+            predictions.append((draft, predict(draft)))
+        except GPPError as error:
+            failures.append(error)
+    if not predictions:
+        raise failures[0]
+    draft, prediction = min(predictions, key=lambda entry: entry[1].rank)
+    return Trial(draft=draft, prediction=prediction, alternatives=_others(answer, draft, dict(predictions)))
 
 
-def _without(winner: Alternative, answer: Answer, prediction: Prediction) -> tuple[Alternative, ...]:
-    """The drafts that lost to a runner-up: the one that the search thought best comes first."""
+def _drafts_to_try(problem: Problem, answer: Answer) -> list[Draft]:
+    """The best draft of a search, and some runners-up if their steps are short enough to be simulated."""
     if answer.draft is None:
-        return ()
+        return []
+    runners_up = nsmallest(NUM_RUNNERS_UP, answer.alternatives, key=lambda entry: entry.seconds)
+    few = num_actions(problem, answer.draft) * (1 + NUM_RUNNERS_UP) <= MAX_ACTIONS
+    return [answer.draft, *(entry.draft for entry in runners_up if few)]
+
+
+def _others(answer: Answer, chosen: Draft, predictions: Mapping[Draft, Prediction]) -> tuple[Alternative, ...]:
+    """The drafts that were not chosen. One that the search thought best comes first, with what its program takes."""
+    others = tuple(entry for entry in answer.alternatives if entry.draft != chosen)
+    if answer.draft is None or answer.draft == chosen or answer.draft not in predictions:
+        return others
+    prediction = predictions[answer.draft]
     reason = "needs more memory" if prediction.excess_bytes else "its program takes longer than its estimate"
-    loser = Alternative(draft=answer.draft, seconds=prediction.seconds, reason=reason)
-    return (loser, *(entry for entry in answer.alternatives if entry is not winner))
+    return (Alternative(draft=answer.draft, seconds=prediction.seconds, reason=reason), *others)
 
 
 def num_actions(problem: Problem, draft: Draft) -> int:
