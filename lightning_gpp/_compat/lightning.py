@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -101,8 +101,46 @@ def _keep_batch(batch: Any, dataloader_idx: int = 0) -> Any:
     return batch
 
 
+def deliver_prepared(module: Any, is_prepared: Callable[[], bool]) -> None:
+    """Let the first batch-transfer hook of `module` be skipped for mini-batches that went through it before."""
+    original = module._on_before_batch_transfer
+
+    def deliver(batch: Any, dataloader_idx: int = 0) -> Any:
+        return batch if is_prepared() else original(batch, dataloader_idx=dataloader_idx)
+
+    module._on_before_batch_transfer = deliver
+
+
+def read_ahead(trainer: Any, over: Callable[[Any], Iterator[Any]]) -> None:
+    """Let the fit loop read from `over(loader)` in the place of its combined loader."""
+    fetcher = trainer.fit_loop._data_fetcher
+    fetcher._combined_loader = _AheadOf(fetcher._combined_loader, over)
+    iter(fetcher)
+
+
+class _AheadOf:
+    """A combined loader that is iterated in another way."""
+
+    def __init__(self, loader: Any, over: Callable[[Any], Iterator[Any]]) -> None:
+        self._loader, self._over = loader, over
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._over(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def skip_step_broadcast(trainer: Any) -> None:
+    """Leave out the broadcast of every training step with which Lightning shares SIGTERM: rank 0 would wait in it."""
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+
 def restore_batch_hooks(module: Any) -> None:
-    """Undo `bypass_batch_hooks`."""
+    """Undo `bypass_batch_hooks` and `deliver_prepared`."""
     vars(module).pop("_on_before_batch_transfer", None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Final
@@ -37,6 +38,7 @@ class Mesh:
         self.pipeline, self.device = divmod(rank, num_devices)
         self.backend = dist.get_backend()
         self._timeout = timeout
+        self._tags = itertools.count(1)
         columns = [self.replica_ranks(device) for device in range(num_devices)]
         rows = [self.pipeline_ranks(pipeline) for pipeline in range(num_pipelines)]
         self.pipeline_group = self._own(rows)
@@ -50,6 +52,10 @@ class Mesh:
     def global_rank(self, device: int, pipeline: int | None = None) -> int:
         """The rank of `device` in `pipeline` (this rank's own one if None)."""
         return (self.pipeline if pipeline is None else pipeline) * self.num_devices + device
+
+    def new_tag(self) -> int:
+        """A tag for messages over gloo that no others of this mesh have; all ranks call this together."""
+        return next(self._tags)
 
     def pipeline_ranks(self, pipeline: int | None = None) -> tuple[int, ...]:
         """All devices of one pipeline replica, device 0 first."""

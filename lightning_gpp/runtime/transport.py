@@ -67,11 +67,15 @@ class DistributedTransport:
         pairs: directed pairs of devices, the same for every pipeline (see `pairs_of`).
         device: where this rank's tensors live.
         backend: "nccl" or "gloo"; by default that of the mesh.
+
+    Transports of one mesh never meet each other's messages: those over gloo are told apart by a tag, as all messages of
+    one transport have the same, on NCCL each has groups of its own.
     """
 
     def __init__(
         self, mesh: Mesh, pairs: Iterable[Pair], *, device: torch.device | None = None, backend: str | None = None
     ) -> None:
+        self._tag = mesh.new_tag()
         self._device = device or torch.device("cpu")
         self._backend = backend or mesh.backend
         self._staged = self._device.type == "cuda" and self._backend == "gloo"
@@ -87,7 +91,7 @@ class DistributedTransport:
             return _DONE
         group, peer = self._outgoing[device]
         wire = _wire(tensor.contiguous())
-        return group.send([wire.cpu() if self._staged else wire], peer, 0)
+        return group.send([wire.cpu() if self._staged else wire], peer, self._tag)
 
     def receive(self, buffer: Tensor, device: int) -> Work:
         if not buffer.numel():
@@ -95,9 +99,9 @@ class DistributedTransport:
         group, peer = self._incoming[device]
         wire = _wire(buffer)
         if not self._staged:
-            return group.recv([wire], peer, 0)
+            return group.recv([wire], peer, self._tag)
         host = torch.empty_like(wire, device="cpu")
-        return _Staged(group.recv([host], peer, 0), host, wire)
+        return _Staged(group.recv([host], peer, self._tag), host, wire)
 
     def _share_group(self, mesh: Mesh) -> None:
         group = mesh.pipeline_group

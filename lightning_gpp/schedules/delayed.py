@@ -14,11 +14,13 @@ from dataclasses import replace
 
 from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan, Stage
-from lightning_gpp.schedules.actions import COLLECTIVES, Action, Kind
+from lightning_gpp.schedules.actions import COLLECTIVES, Action, Kind, Schedule
 from lightning_gpp.schedules.continuous import assembled, prove, unrolled
+from lightning_gpp.schedules.lowering import lower
 from lightning_gpp.schedules.messages import derive_messages
 from lightning_gpp.schedules.program import Instruction, Op, Program
 from lightning_gpp.schedules.replay import replay
+from lightning_gpp.schedules.verifier import verify
 
 
 def on_one_device(program: Program) -> Program:
@@ -27,21 +29,24 @@ def on_one_device(program: Program) -> Program:
     Raises:
         PlanError: the replicas of a stage have shares of unequal size.
     """
-    plan = _plan(program.plan)
-    actions = _with_data(plan, program.batch_size, _order(program))
-    rows = tuple((Instruction(Op.COMPUTE, action=action), ahead) for action, ahead in actions)
-    merged = assembled(plan, program.batch_size, [rows])
+    plan, total = plan_on_one_device(program.plan), program.batch_size
+    actions = list(_with_data(plan, total, _order(program)))
+    if not program.ahead:
+        merged = lower(plan, Schedule((tuple(action for action, _ in actions),)), total)
+        verify(merged)
+        return merged
+    row = tuple((Instruction(Op.COMPUTE, action=action), ahead) for action, ahead in actions)
+    merged = assembled(plan, total, [row])
     prove(merged)
     return merged
 
 
-def replica_of(plan: Plan, stage: int, micro_batch: int) -> int:
-    """The replica that computes a micro-batch of the program on one device; `plan` is that of all devices."""
-    entry = plan.stages[stage]
-    return micro_batch % len(entry.devices)
+def plan_on_one_device(plan: Plan) -> Plan:
+    """The plan of the same stages on device 0 alone.
 
-
-def _plan(plan: Plan) -> Plan:
+    Raises:
+        PlanError: the replicas of a stage have shares of unequal size.
+    """
     return replace(plan, stages=tuple(map(_stage, plan.stages)), memory_bytes=())
 
 
@@ -58,7 +63,10 @@ def _stage(stage: Stage) -> Stage:
 
 def _order(program: Program) -> list[tuple[Action, int]]:
     """The actions of one period of all devices, in an order in which one device can run them; without the data."""
-    period = program.lead + 1
+    period, written_out = 0, program
+    if program.ahead:
+        period = program.lead + 1
+        written_out = unrolled(program, 2 * period)
     places = [_places(program, device, 2 * period) for device in range(len(program.devices))]
     found: list[tuple[Action, int]] = []
 
@@ -69,7 +77,7 @@ def _order(program: Program) -> list[tuple[Action, int]]:
             ahead = program.ahead[device][position] if program.ahead else 0
             found.append((_renumbered(program.plan, device, action), ahead))
 
-    replay(unrolled(program, 2 * period), visit)
+    replay(written_out, visit)
     return found
 
 
@@ -95,9 +103,11 @@ def _data(needed: Mapping[Action, list[Action]]) -> set[Action]:
 
 def _places(program: Program, device: int, number: int) -> Iterator[tuple[int, int]]:
     """Position in the period, and number of the period, of every instruction of the written-out program."""
-    row = program.ahead[device] if program.ahead else (0,) * len(program.devices[device])
+    if not program.ahead:
+        yield from ((position, 0) for position in range(len(program.devices[device])))
+        return
     for period in range(-program.lead_of(device), number):
-        for position, ahead in enumerate(row):
+        for position, ahead in enumerate(program.ahead[device]):
             if 0 <= period + ahead < number:
                 yield position, period
 

@@ -150,31 +150,49 @@ def _scaled(output: Any, factor: float) -> Any:
     return {**output, "loss": output["loss"] * factor} if isinstance(output, Mapping) else output
 
 
+@dataclass(slots=True, kw_only=True)
+class OpenBatch:
+    """A mini-batch on which the user's step runs. `outputs`: what it returned for each micro-batch."""
+
+    batch: Any
+    invocation: Invocation
+    seed: int
+    total: int
+    outputs: list[tuple[MicroBatch, Any]] = field(default_factory=list)
+
+
 @dataclass(kw_only=True)
 class StepRunner:
-    """Runs the user's step on micro-batches of one mini-batch. `outputs`: the result of the step for each."""
+    """Runs the user's step on micro-batches: of one mini-batch, or of several that are open at the same time."""
 
     module: nn.Module
     returns_loss: bool
-    outputs: list[tuple[MicroBatch, Any]] = field(default_factory=list)
-    _batch: Any = None
-    _total: int = 0
-    _invocation: Invocation | None = None
-    _seed: int = 0
+    _open: dict[int, OpenBatch] = field(default_factory=dict)
     _users_streams: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def outputs(self) -> list[tuple[MicroBatch, Any]]:
+        """The outputs of the step on the micro-batches of the only mini-batch."""
+        return self._open[0].outputs if self._open else []
 
     def begin(self, batch: Any, invoke: Callable[[Any], Any] | Invocation, seed: int) -> None:
         """Take this replica's mini-batch. `invoke(samples)` calls the user's step; `seed` starts its random streams."""
         self.end()
-        self._invocation = invoke if isinstance(invoke, Invocation) else Invocation(function=invoke)
-        self._batch, self._total, self._seed = batch, batch_size_of(batch), seed
+        self.open(0, batch, invoke if isinstance(invoke, Invocation) else Invocation(function=invoke), seed)
         self._users_streams.enter_context(undisturbed())
 
     def end(self) -> None:
         """Release the mini-batch, and restore the user's random streams."""
         self._users_streams.close()
-        self._batch = self._invocation = None
-        self.outputs = []
+        self._open = {}
+
+    def open(self, lane: int, batch: Any, invocation: Invocation, seed: int) -> None:
+        """Take a mini-batch besides those that are open already; micro-batches name its lane."""
+        self._open[lane] = OpenBatch(batch=batch, invocation=invocation, seed=seed, total=batch_size_of(batch))
+
+    def close(self, lane: int) -> list[tuple[MicroBatch, Any]]:
+        """Let go of one mini-batch; the outputs of the step on its micro-batches."""
+        return self._open.pop(lane).outputs
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Run the step up to its network calls, and return their tensors by slot name."""
@@ -186,19 +204,20 @@ class StepRunner:
         return self.call(micro_batch)
 
     def finish(self, micro_batch: MicroBatch, output: Any) -> dict[str, torch.Tensor]:
-        """Keep the result of the step. Returns `{LOSS: loss}` in training."""
-        self.outputs.append((micro_batch, output))
+        """Note what the step returned; `{LOSS: loss}` in training."""
+        self._open[micro_batch.lane].outputs.append((micro_batch, output))
         return {LOSS: loss_of(output)} if self.returns_loss else {}
 
     def call(self, micro_batch: MicroBatch) -> Any:
-        if self._invocation is None:
-            raise CaptureError("The user's step has no batch; call begin() first.")
-        samples = slice_batch(self._batch, micro_batch.start, micro_batch.stop, self._total)
-        return self._invocation(samples, micro_batch.num_samples)
+        if micro_batch.lane not in self._open:
+            raise CaptureError("The user's step was asked to run without a batch; call begin() first.")
+        entry = self._open[micro_batch.lane]
+        samples = slice_batch(entry.batch, micro_batch.start, micro_batch.stop, entry.total)
+        return entry.invocation(samples, micro_batch.num_samples)
 
     def start_streams(self, micro_batch: MicroBatch) -> None:
-        """Seed the step's random streams, in the same way for the source and the step."""
-        seed_streams((self._seed * 1_000_003 + micro_batch.index) % (1 << 63))
+        """Start the step's own random streams, the same for the source and the step."""
+        seed_streams((self._open[micro_batch.lane].seed * 1_000_003 + micro_batch.index) % (1 << 63))
 
 
 @dataclass(kw_only=True)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_gpp._compat import lightning as _compat
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
+from lightning_gpp.strategy.ahead import ReadAhead
 from lightning_gpp.strategy.checks import check_callbacks, check_module, check_precision
 from lightning_gpp.strategy.data import peek
 from lightning_gpp.strategy.hooks import SharedHooks
@@ -27,6 +28,7 @@ from lightning_gpp.training.engine import CPU, Engine
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.machine import footprint_of
+from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
 from lightning_gpp.training.setup import agreed_seed, set_up
@@ -77,6 +79,7 @@ class Run:
         )
         self.incoming = Incoming(self.module, control)
         self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation)
+        self.ahead: ReadAhead | None = None
         self._num_steps = int(resumed.get("step", 0))
         self._optimizers: Sequence[Optimizer] = ()
         self._hooks = SharedHooks(self.module, control, self.steps)
@@ -106,6 +109,8 @@ class Run:
             footprint=footprint_of(self._optimizers, str(self.precision.precision)),
             num_steps=self._num_steps,
         )
+        if self.job.options.weights != SYNCHRONOUS:
+            self.ahead = ReadAhead(self.trainer, self.steps.engine, self.incoming)
         if self.job.options.trace:
             self.steps.trace = TraceFile(self.trainer.default_root_dir, self.control)
         _compat.install_automatic_optimization(self.trainer)

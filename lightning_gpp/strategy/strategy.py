@@ -257,10 +257,17 @@ class GPPStrategy(ParallelStrategy):
         if run is not None and announced and not run.control.runs_step:
             known = run.incoming.announce(None)
             return Placeholder(torch.empty(run.incoming.batch_size, 0)) if known else None
+        if run is not None and run.ahead is not None and run.ahead.delivering:
+            return run.ahead.deliver()
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if run is not None and announced:
             run.incoming.announce(batch)
         return batch
+
+    def on_train_start(self) -> None:
+        """Let the mini-batches be read before their turn, if stages start them before it."""
+        if self._run is not None and self._run.ahead is not None:
+            self._run.ahead.attach()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """All forwards and backwards of a mini-batch; the detached loss, the same on all ranks of the pipeline."""

@@ -5,8 +5,10 @@ Runs on gloo and on CPU tensors whatever the accelerator, so that it never queue
 
 from __future__ import annotations
 
+import pickle
 import warnings
-from typing import Any
+from collections import deque
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,12 @@ from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.runtime.mesh import Mesh
+
+UNDERWAY: Final = 256
+"""Messages from the step's rank that may be on their way to each other rank. Ranks of a pipeline that does not flush
+are a few mini-batches apart, with a handful of messages for each."""
+
+_NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
 
 class Control:
@@ -30,18 +38,38 @@ class Control:
         self.num_devices, self.num_pipelines = mesh.num_devices, mesh.num_pipelines
         self.pipeline, self.device = mesh.pipeline, mesh.device
         self.world, self._pipeline_group = mesh.control_group, mesh.pipeline_control_group
+        self._told: deque[tuple[Tensor, list[Any]]] = deque()
         self.runs_step = self.device == 0
         self.step_rank = mesh.global_rank(0)
 
     def share(self, numbers: Tensor) -> Tensor:
-        """Numbers (a CPU tensor) of the step's rank, on every rank of its pipeline; overwrites the others' in place."""
-        if self.num_devices > 1:
-            dist.broadcast(numbers, src=self.step_rank, group=self._pipeline_group)
+        """Numbers (a CPU tensor) of the step's rank, on every rank of its pipeline; overwrites the others' in place.
+
+        The step's rank does not wait for the others, which may be behind.
+        """
+        if self.num_devices > 1 and self.runs_step:
+            self._tell(numbers.clone())
+        elif self.num_devices > 1:
+            dist.recv(numbers, src=self.step_rank, group=self._pipeline_group)
         return numbers
 
     def share_object(self, value: Any) -> Any:
-        """A picklable object of the step's rank, on every rank of its pipeline."""
-        return self._broadcast(value, self.step_rank, self._pipeline_group) if self.num_devices > 1 else value
+        """A picklable object of the step's rank, on every rank of its pipeline; the step's rank does not wait."""
+        if self.num_devices == 1:
+            return value
+        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if self.runs_step else _NOTHING
+        length = self.share(torch.tensor([len(pickled)]))
+        received = self.share(pickled if self.runs_step else torch.empty(int(length), dtype=torch.uint8))
+        return value if self.runs_step else pickle.loads(received.numpy().tobytes())
+
+    def _tell(self, numbers: Tensor) -> None:
+        """Send to the other ranks of the pipeline, and keep what is sent until it has arrived."""
+        others = range(1, self.num_devices)
+        works = [dist.isend(numbers, self.mesh.global_rank(d), group=self._pipeline_group) for d in others]
+        self._told.append((numbers, works))
+        if len(self._told) > UNDERWAY:
+            for work in self._told.popleft()[1]:
+                work.wait()
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """A picklable object of rank `src`, on all ranks."""

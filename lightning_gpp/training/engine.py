@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_gpp.capture.record import step_arguments
@@ -14,7 +16,9 @@ from lightning_gpp.errors import ConfigError, GPPError, ShapeError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.stages.step import Invocation
+from lightning_gpp.training.asynchronous import Asynchronous, Facts, later
 from lightning_gpp.training.checkpoint import load_state, make_whole, saved_here, whole_optimizer_state, whole_state
+from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.machine import Machine
 from lightning_gpp.training.optimizers import OptimizerIndex, clip_by_global_norm
 from lightning_gpp.training.parameters import drop, move, tensors_of
@@ -38,6 +42,7 @@ class Engine:
         sessions: run the user's steps.
         indices: of the optimizers, in the order in which the user gave them.
         replicas: what ranks with the same parameters do together; None without training.
+        asynchronous: trains without a flush between mini-batches; None flushes after each.
         machine: looks up what the plan was made for.
         num_steps: mini-batches that were trained earlier.
 
@@ -54,8 +59,10 @@ class Engine:
         replicas: Replicas | None,
         machine: Callable[[], Machine],
         num_steps: int,
+        asynchronous: Asynchronous | None = None,
     ) -> None:
         self._sessions, self._indices, self._replicas = sessions, indices, replicas
+        self._asynchronous = asynchronous
         self.job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
@@ -109,8 +116,9 @@ class Engine:
         Returns:
             The norm of the whole model's gradient before.
         """
-        norm = self._training.grad_norm()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = self.job.options.clip_norm == "stage"
+        norm = get_total_norm(p.grad for p in parameters if p.grad is not None) if own else self._training.grad_norm()
         clip_by_global_norm(parameters, max_norm, norm)
         return norm
 
@@ -139,7 +147,10 @@ class Engine:
         weight = 1.0 / accumulated
         if not self._sums:
             weight /= self._incoming.batch_size * self.control.num_pipelines
-        outputs = self._run(TRAINING, arguments, weight, self._sums)
+        if self._asynchronous is None:
+            outputs = self._run(TRAINING, arguments, weight, self._sums)
+        else:
+            outputs = self._run_ahead(self._asynchronous, arguments, weight, accumulated)
         if self.current is not None:
             self.current.tell_not_split()
         self.num_steps += 1
@@ -151,8 +162,21 @@ class Engine:
         return (loss * self._incoming.batch_size if self._sums else loss), rest
 
     def sum_gradients(self) -> None:
-        """Complete the sums of gradients over the ranks that hold the same parameters."""
+        """Complete the sums of gradients over the ranks that hold the same parameters; an optimizer step follows."""
         self._training.finish()
+        if self._asynchronous is not None:
+            self._asynchronous.before_update()
+
+    @property
+    def ahead(self) -> int:
+        """Mini-batches that have to be read before their turn."""
+        return 0 if self._asynchronous is None else self._asynchronous.ahead
+
+    def feed(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The mini-batches of a loader, for a loop; those that stages start before their turn are read in advance."""
+        feed = Feed(lambda: self.ahead)
+        self._incoming.upcoming = lambda: feed.upcoming
+        return feed.over(loader)
 
     def grad_norm(self) -> Tensor:
         """The norm of the whole model's gradient."""
@@ -166,10 +190,28 @@ class Engine:
     def _run(self, step: str, arguments: Sequence[Any], weight: float, sums: bool) -> Outputs:
         batch, *rest = arguments
         self.current = session = self._sessions.of(step, batch)
-        around, function = self.job.host.around(step), getattr(self.module, step)
-        invocation = Invocation(function=function, rest=rest, around=around, sums=sums)
+        invocation = self._invocation(step, rest, sums)
         size = self._incoming.batch_size
         return session.run(batch, invocation, size, loss_weight=weight, step=self.num_steps)
+
+    def _invocation(self, step: str, rest: Sequence[Any], sums: bool) -> Invocation:
+        around, function = self.job.host.around(step), getattr(self.module, step)
+        return Invocation(function=function, rest=rest, around=around, sums=sums)
+
+    def _run_ahead(
+        self, asynchronous: Asynchronous, arguments: Sequence[Any], weight: float, accumulated: int
+    ) -> Outputs:
+        """A period of a pipeline that does not flush."""
+        batch, *rest = arguments
+        incoming = self._incoming
+        self.current = session = self._sessions.of(TRAINING, batch)
+        size, facts = incoming.batch_size, [Facts(*known) for known in incoming.facts]
+        lead = session.executor(size).program.lead
+        weights = partial(session.weights_of, size, lambda: [index.optimizer for index in self._indices])
+        segment = asynchronous.enter(self.num_steps, facts, lead, accumulated, weights)
+        batches = [batch, *incoming.upcoming()] if self.runs_step else []
+        invocations = [self._invocation(TRAINING, later(rest, i), self._sums) for i in range(len(facts))]
+        return session.run_ahead(batches, invocations, size, loss_weight=weight, step=self.num_steps, segment=segment)
 
     @property
     def _training(self) -> Replicas:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,17 @@ class Incoming:
     Attributes:
         batch_size: samples of the mini-batch that was announced last.
         form: a fingerprint of its structure, and of which parameters are trained.
+        facts: batch size and form of it, and of those mini-batches after it that are known.
+        ahead: how many mini-batches are announced before their turn.
+        upcoming: gives the mini-batches after the current one, on the rank that runs the step.
     """
 
     def __init__(self, module: nn.Module, control: Control) -> None:
         self.module, self.control = module, control
         self.batch_size, self.form = 0, 0
+        self.facts: list[tuple[int, int]] = []
+        self.ahead = 0
+        self.upcoming: Callable[[], Sequence[Any]] = tuple
         self.follow()
 
     def follow(self) -> None:
@@ -32,12 +39,17 @@ class Incoming:
 
     def announce(self, batch: Any) -> bool:
         """Share the facts of a mini-batch, which counts only on the rank that runs the step; False if it is None."""
-        numbers = torch.zeros(2, dtype=torch.int64)
-        if self.control.runs_step:
-            facts = (-1, 0) if batch is None else (batch_size_of(batch), self.form_of(batch))
-            numbers = torch.tensor(facts)
-        self.batch_size, self.form = self.control.share(numbers).tolist()
-        return self.batch_size >= 0
+        numbers = torch.full((1 + self.ahead, 2), -1, dtype=torch.int64)
+        if self.control.runs_step and batch is not None:
+            for row, known in enumerate((batch, *self._known())):
+                numbers[row] = torch.tensor((batch_size_of(known), self.form_of(known)))
+        rows = self.control.share(numbers).tolist()
+        self.facts = [(size, form) for size, form in rows if size >= 0]
+        self.batch_size, self.form = rows[0]
+        return bool(self.facts)
+
+    def _known(self) -> list[Any]:
+        return list(self.upcoming())[: self.ahead]
 
     def form_of(self, batch: Any) -> int:
         """Fingerprint of what a capture depends on: the batch's structure, and which parameters are trained."""

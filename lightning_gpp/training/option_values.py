@@ -13,7 +13,11 @@ from lightning_gpp.option import refusal
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import partitioner_names
 from lightning_gpp.planning.assignment.placement import KEYS, StagesSpec, read
+from lightning_gpp.runtime.weights import check_options as check_policy
 from lightning_gpp.schedules.registry import schedule_names
+
+SYNCHRONOUS: Final = "synchronous"
+"""The name under which nothing is asynchronous: every mini-batch is computed with the newest weights."""
 
 AUTO: Final = "auto"
 """The name of the schedule that leaves the choice to the planner: the fastest one that fits."""
@@ -36,6 +40,17 @@ def loaded_plan(plan: Any) -> Plan | None:
     if isinstance(plan, str | Path):
         return Plan.load(plan)
     raise refusal("plan", plan, "a Plan, the path of a saved one, or null")
+
+
+def weights_given(name: Any) -> str:
+    """The name of a weight policy, or "synchronous".
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    if name != SYNCHRONOUS:
+        check_policy(str(name), {})
+    return str(name)
 
 
 def cluster_given(cluster: Any) -> Cluster | str | None:

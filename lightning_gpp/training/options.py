@@ -23,9 +23,11 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.placement import StagesSpec, read
 from lightning_gpp.planning.assignment.slices import Slicing
 from lightning_gpp.planning.candidates import check_replicas
+from lightning_gpp.runtime.weights import check_options as check_policy
 from lightning_gpp.schedules.registry import method_of, schedule_names
 from lightning_gpp.training.option_values import (
     AUTO,
+    SYNCHRONOUS,
     ClusterSpec,
     cluster_given,
     duration,
@@ -33,6 +35,7 @@ from lightning_gpp.training.option_values import (
     partitioner_given,
     schedule_given,
     stages_given,
+    weights_given,
     without_inputs,
 )
 
@@ -134,6 +137,38 @@ class Options:
         False, "run the same stages one after the other, as a pipeline without branches would, for comparison."
     )
 
+    weights: str = option(
+        "synchronous",
+        "the weights that a mini-batch is computed with (docs/asynchronous.md). synchronous flushes the pipeline after "
+        "every mini-batch; stash (PipeDream), double_buffer (PipeDream-2BW), latest, corrected (PipeMare) and "
+        "predicted (PipeOptim) do not, and train with older weights in exchange.",
+        section="Asynchronous training",
+        convert=weights_given,
+    )
+    weight_options: Mapping[str, Any] | None = option(
+        None,
+        "options of the weight policy, for example {vertical_sync: true} for stash.",
+        allowed="a mapping from the names of the policy's options to values",
+    )
+    synchronous_steps: Annotated[int, Ge(0)] = option(
+        0, "number of mini-batches at the beginning that are trained with a flush after each (PipeMare's T3)."
+    )
+    flush_every: Count | None = option(
+        None,
+        "number of mini-batches after which the pipeline flushes; a checkpoint that is saved there resumes exactly. "
+        "Default: only at the end of an epoch.",
+    )
+    clip_norm: Literal["pipeline", "stage"] = option(
+        "pipeline",
+        "the norm by which gradients are clipped: pipeline is that of the whole model, for which every rank waits for "
+        "all others, stage is that of each rank's own gradients.",
+    )
+    delayed_devices: Count | None = option(
+        None,
+        "train on one process as a pipeline on this number of devices would, with the same delays; to try a weight "
+        "policy without the devices.",
+    )
+
     recompute: bool | Sequence[str] | None = option(
         None,
         "stages that keep only their inputs between the forward and the backward of a micro-batch, and run their "
@@ -229,6 +264,7 @@ def check_together(options: Options) -> None:
     _check_sharding(options)
     _check_layout(options)
     _check_stages(options)
+    _check_weights(options)
 
 
 def _check_micro_batches(options: Options) -> None:
@@ -309,3 +345,26 @@ def _on_devices(options: Options) -> bool:
     """Whether the stages that the user wrote are on devices of the user's choice."""
     entries = read(without_inputs(options.stages)) if options.stages is not None else []
     return any(entry.devices is not None for entry in entries)
+
+
+def _check_weights(options: Options) -> None:
+    if options.weights != SYNCHRONOUS:
+        check_policy(options.weights, dict(options.weight_options or {}))
+        _check_without_flush(options)
+        return
+    for name in ("weight_options", "synchronous_steps", "flush_every", "delayed_devices"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"strategy.{name}={getattr(options, name)} is for asynchronous training, and strategy.weights is "
+                f"{SYNCHRONOUS}. Choose a weight policy (strategy.weights=stash), or remove strategy.{name}."
+            )
+
+
+def _check_without_flush(options: Options) -> None:
+    if options.schedule == AUTO or options.sharding != "none":
+        name, value = ("schedule", AUTO) if options.schedule == AUTO else ("sharding", options.sharding)
+        instead = "strategy.schedule=1f1b" if name == "schedule" else "strategy.sharding=none"
+        raise ConfigError(
+            f"strategy.{name}={value} cannot be combined with strategy.weights={options.weights}, which does not flush "
+            f"the pipeline. Use {instead}, or strategy.weights={SYNCHRONOUS}."
+        )

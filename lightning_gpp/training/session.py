@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_gpp.capture import Capture
+from lightning_gpp.capture.randomness import undisturbed
 from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
 from lightning_gpp.runtime.transport import Transport
+from lightning_gpp.runtime.weights import Weights
+from lightning_gpp.runtime.weights.context import weights_of
 from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.slices import is_sliced
 from lightning_gpp.stages import Pipeline, build
 from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.step import Invocation
+from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.options import Context
 from lightning_gpp.training.parameters import Placement
@@ -60,6 +65,7 @@ class Session:
         placement: where parameters live.
         transport: to the other devices.
         replicas: what ranks with the same parameters do together; None if they have nothing to do.
+        asynchronous: trains without a flush between mini-batches; None flushes after each.
 
     Raises:
         PlanError: a stage needs parameters that live elsewhere.
@@ -75,7 +81,9 @@ class Session:
         placement: Placement,
         transport: Transport,
         replicas: Replicas | None = None,
+        asynchronous: Asynchronous | None = None,
     ) -> None:
+        self.asynchronous = asynchronous
         self.capture, self.plan, self.training = capture, plan, capture.step == TRAINING
         self.pipeline: Pipeline = build(capture, plan, module)
         _check_placement(self.pipeline, plan, placement, capture.step)
@@ -110,11 +118,14 @@ class Session:
                 streams=self._streams,
                 pipeline=control.pipeline,
                 sharding=Forwarded(replicas, self._numbers or {}) if together and replicas is not None else None,
+                weights=None if self.asynchronous is None else self.asynchronous.policy,
                 trace=self._job.options.trace,
             )
         return self._executors[key]
 
     def _program(self, batch_size: int, together: bool) -> Program:
+        if self.asynchronous is not None:
+            return self.asynchronous.program(self.plan, batch_size, self._control.num_pipelines)
         if together:
             return compile_program(self.plan, batch_size, self.training, copies=self._control.num_pipelines)
         return compile_program(replace(self.plan, sharding="none"), batch_size, self.training, reduce=False)
@@ -144,6 +155,48 @@ class Session:
             return sorted(user_step.outputs, key=lambda output: output[0].start)
         finally:
             user_step.end()
+
+    def run_ahead(
+        self,
+        batches: Sequence[Any],
+        invocations: Sequence[Invocation],
+        batch_size: int,
+        *,
+        loss_weight: float,
+        step: int,
+        segment: range,
+    ) -> list[tuple[MicroBatch, Any]]:
+        """Run this rank's period for a mini-batch, without a flush; what the user's step returned for it.
+
+        Args:
+            batches: this mini-batch and those that follow it, as far as they are known; counts where the step runs.
+            invocations: of the user's step, one for each of them.
+            batch_size: samples of the mini-batch.
+            loss_weight: weight of one sample.
+            step: number of the mini-batch.
+            segment: the mini-batches from the latest flush to the next, as far as they are known.
+        """
+        executor = self.latest = self.executor(batch_size)
+        lanes, begins = 1 + executor.program.lead, step == segment.start
+        entering = range(step if begins else step + lanes - 1, min(step + lanes, segment.stop))
+        if self._control.runs_step:
+            for number in entering:
+                key = self._streams.key(DATA_STREAM, self._control.pipeline, 0, number)
+                self.pipeline.step.open(number % lanes, batches[number - step], invocations[number - step], key)
+        with undisturbed():
+            executor.run(loss_weight=loss_weight, step=step, first=segment.start, last=segment.stop)
+        if not self._control.runs_step:
+            return []
+        return sorted(self.pipeline.step.close(step % lanes), key=lambda output: output[0].start)
+
+    def weights_of(self, batch_size: int, optimizers: Callable[[], Sequence[Optimizer]]) -> Weights:
+        """The weights of this rank's stages, and how the program for mini-batches of this many samples uses them."""
+        module, program = self._job.module, self.executor(batch_size).program
+        parameters = {
+            stage: [module.get_parameter(name) for name in self.pipeline.parameters[stage]]
+            for stage in program.plan.stages_on(self._control.device)
+        }
+        return weights_of(program, self._control.device, parameters, optimizers)
 
     def tell_not_split(self) -> None:
         """Say once which of this rank's backwards the schedule splits in vain."""

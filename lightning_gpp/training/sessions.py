@@ -8,6 +8,7 @@ from lightning_gpp.capture import Capture
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages.declared import Declared
+from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
@@ -28,6 +29,8 @@ class Sessions:
         layout: where parameters live.
         transport: to the other devices.
         replicas: what ranks with the same parameters do together, in training.
+        asynchronous: trains without a flush between mini-batches. Evaluation then has connections of its own, as
+            messages of training may be on their way.
     """
 
     def __init__(
@@ -40,10 +43,13 @@ class Sessions:
         layout: Layout,
         transport: Transport,
         replicas: Replicas | None,
+        asynchronous: Asynchronous | None = None,
+        evaluating: Transport | None = None,
     ) -> None:
         self.job, self.incoming, self.layout = job, incoming, layout
         self.captured, self._form = captured, form
         self._transport, self._replicas = transport, replicas
+        self._asynchronous, self._evaluating = asynchronous, evaluating or transport
         self._sessions: dict[tuple[str, int], Session] = {}
 
     def of(self, step: str, batch: Any) -> Session:
@@ -65,8 +71,9 @@ class Sessions:
             plan=plan,
             module=self.job.module,
             placement=self.layout.placement,
-            transport=self._transport,
+            transport=self._transport if step == TRAINING else self._evaluating,
             replicas=replicas,
+            asynchronous=self._asynchronous if step == TRAINING else None,
         )
 
     def _captured(self, step: str, batch: Any) -> Capture | Declared:

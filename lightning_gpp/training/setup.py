@@ -24,8 +24,10 @@ from lightning_gpp.reports import plan_table
 from lightning_gpp.reports.progress import search_progress
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
+from lightning_gpp.schedules.delayed import plan_on_one_device
 from lightning_gpp.stages import build
 from lightning_gpp.stages.declared import Declared
+from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.compiled import warning_of_cuts
 from lightning_gpp.training.control import Control
@@ -35,6 +37,7 @@ from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.machine import Machine, resolved
 from lightning_gpp.training.optimizers import OptimizerIndex
+from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move, place, settle
 from lightning_gpp.training.planner import TRAINING, devices_wanted, plan_for
@@ -73,7 +76,8 @@ def set_up(
     captured = capture_of(job, step, example, job.known)
     form = incoming.form_of(example)
     machine = _JobMachine(job, footprint or Footprint())
-    plan = _plan_of_rank_0(job, captured, batch, machine)
+    found = _plan_of_rank_0(job, captured, batch, machine)
+    plan = plan_on_one_device(found) if job.options.delayed_devices else found
     _check_step_device(plan)
     _check_agreement(job, captured, plan)
     _announce(job, plan)
@@ -83,10 +87,29 @@ def set_up(
     layout = _place_parameters(job, captured, plan)
     replicas = Replicas(job.module, layout, indices, job.control) if step == TRAINING else None
     incoming.follow()
+    asynchronous = None
+    if step == TRAINING and job.options.weights != SYNCHRONOUS:
+        asynchronous = Asynchronous(job.options, found, optimizers, num_steps)
+        incoming.ahead = asynchronous.ahead
     sessions = Sessions(
-        job, incoming, captured=captured, form=form, layout=layout, transport=transport, replicas=replicas
+        job,
+        incoming,
+        captured=captured,
+        form=form,
+        layout=layout,
+        transport=transport,
+        replicas=replicas,
+        asynchronous=asynchronous,
+        evaluating=None if asynchronous is None else _connect(job, plan),
     )
-    return Engine(sessions, indices=indices, replicas=replicas, machine=machine.look, num_steps=num_steps)
+    return Engine(
+        sessions,
+        indices=indices,
+        replicas=replicas,
+        asynchronous=asynchronous,
+        machine=machine.look,
+        num_steps=num_steps,
+    )
 
 
 def join(options: Options, rank: int, world_size: int) -> Control:
@@ -95,6 +118,11 @@ def join(options: Options, rank: int, world_size: int) -> Control:
     Raises:
         ConfigError: the number of ranks is not a multiple of the devices of a pipeline.
     """
+    if options.delayed_devices and world_size > 1:
+        raise ConfigError(
+            f"strategy.delayed_devices={options.delayed_devices} trains on one process as a pipeline would, but there "
+            f"are {world_size} processes. Start one (trainer.devices=1, trainer.num_nodes=1)."
+        )
     num_pipelines = pipelines_of(options, world_size)
     num_devices = devices_per_pipeline(world_size, num_pipelines)
     return Control(Mesh(num_devices, num_pipelines, rank, timeout=options.timeout))
@@ -102,6 +130,8 @@ def join(options: Options, rank: int, world_size: int) -> Control:
 
 def pipelines_of(options: Options, world_size: int) -> int:
     """Replicas of the whole pipeline."""
+    if options.delayed_devices:
+        return 1
     return options.num_pipelines or max(1, world_size // devices_wanted(options, world_size))
 
 
@@ -124,7 +154,8 @@ class _JobMachine:
     def look(self) -> Machine:
         """The machine that plans are made for."""
         job = self._job
-        cluster = resolved(job.options.cluster, job.control.world_size, job.num_nodes, job.device.type)
+        number = job.options.delayed_devices or job.control.world_size
+        cluster = resolved(job.options.cluster, number, job.num_nodes, job.device.type)
         return Machine(cluster=cluster, footprint=self._footprint, costs=self.costs)
 
     def measured(self, captured: Capture | Declared, batch: Any) -> Machine:
@@ -145,7 +176,8 @@ def _plan_of_rank_0(job: Job, captured: Capture | Declared, batch: Any, machine:
         try:
             with search_progress() as progress:
                 measured = lambda: machine.measured(captured, batch)  # noqa: E731
-                outcome = plan_for(captured, job.options, job.control.num_devices, job.known, measured, progress)
+                devices = job.options.delayed_devices or job.control.num_devices
+                outcome = plan_for(captured, job.options, devices, job.known, measured, progress)
         except GPPError as error:
             outcome = error
     outcome = job.control.broadcast(outcome)

@@ -26,10 +26,11 @@ class DoubleBuffer(Versioned):
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(weights)
-        self._late = 1 if any(weights.delays.values()) else 0
+        self._late = 0
 
     def begin(self, before: Callable[[int], int], first: int) -> None:
         super().begin(before, first)
+        self._late = max(self._late, int(any(self.weights.delays.values())))
         delay = before(first + max(self.weights.delays.values(), default=0)) - before(first)
         if delay > 1:
             raise ScheduleError(

@@ -1,0 +1,53 @@
+"""A feed reads mini-batches before their turn, for stages that are ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+
+class Feed:
+    """Yields the mini-batches of a loader, and knows those that follow.
+
+    Args:
+        ahead: how many mini-batches to read before their turn; asked again for each.
+        prepare: makes of what the loader gives what the user's step takes, for example on another device.
+        left: how many mini-batches will be asked for from now on, this one included; None if nobody knows.
+
+    Attributes:
+        current: the prepared mini-batch whose turn it is.
+        upcoming: the prepared mini-batches after it, as far as they were read.
+    """
+
+    def __init__(
+        self,
+        ahead: Callable[[], int],
+        prepare: Callable[[Any], Any] = lambda batch: batch,
+        left: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._ahead, self._prepare, self._left = ahead, prepare, left
+        self.current: Any = None
+        self.upcoming: deque[Any] = deque()
+
+    def over(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The mini-batches of the loader, each as the loader gave it."""
+        self.upcoming.clear()
+        rest, given = iter(loader), deque[Any]()
+        while True:
+            self._read(rest, given)
+            if not given:
+                return
+            self.current = self.upcoming.popleft()
+            yield given.popleft()
+
+    def _read(self, rest: Iterator[Any], given: deque[Any]) -> None:
+        wanted, left = 1 + self._ahead(), self._left()
+        wanted = wanted if left is None else max(1, min(wanted, left))
+        while len(given) < wanted:
+            try:
+                raw = next(rest)
+            except StopIteration:
+                return
+            given.append(raw)
+            self.upcoming.append(self._prepare(raw))

@@ -1,0 +1,166 @@
+"""Asynchronous training inside Lightning: many processes train as one process does that has their delays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gpp import GPPStrategy
+from lightning_gpp.errors import ConfigError
+from tests.strategy import harness
+
+EXACT = 1e-12
+STAGES = [
+    {"name": "left", "modules": ["left"], "devices": [2]},
+    {"name": "right", "modules": ["right"], "devices": [1]},
+    {"name": "head", "modules": ["head", "@step"], "devices": [0]},
+]
+CHAIN = [
+    {"name": "first", "modules": ["left"], "devices": [2]},
+    {"name": "second", "modules": ["right"], "devices": [1]},
+    {"name": "third", "modules": ["head", "@step"], "devices": [0]},
+]
+
+
+class Towers(pl.LightningModule):
+    """Two towers and a head, with everything that a step may do."""
+
+    def __init__(self, in_line: bool = False, optimizer: str = "SGD") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width = 5
+        self.left = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width), nn.Dropout(0.2))
+        self.right = nn.Sequential(nn.Linear(width if in_line else 3, width), nn.Tanh(), nn.Linear(width, width))
+        self.head = nn.Linear(width if in_line else 2 * width, 3)
+        self.double()
+        self.in_line, self.optimizer = in_line, optimizer
+        self.losses: list[float] = []
+        self.seen: list[int] = []
+        self.validated: list[float] = []
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        if self.in_line:
+            return self.head(self.right(self.left(a)))
+        return self.head(torch.cat([self.left(a), self.right(b)], dim=1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        a, b, y = batch
+        loss = nn.functional.cross_entropy(self(a, b), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        a, b, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self(a, b), y))
+
+    def on_train_start(self) -> None:
+        self.seen.clear()  # the example of a mini-batch, at set-up
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer.training and isinstance(batch, list):
+            self.seen.append(len(batch[0]))
+        return batch
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated.append(float(self.trainer.callback_metrics.get("val_loss", 0.0)))
+
+    def configure_optimizers(self) -> Any:
+        kinds = {
+            "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02),
+        }
+        optimizer = kinds[self.optimizer](self.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def fit(settings: dict[str, Any], devices: int, model: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
+    pl.seed_everything(3, verbose=False)
+    module = Towers(**model)
+    strategy = GPPStrategy(num_micro_batches=2, failure_timeout=20.0, timeout=40.0, seed=5, **settings)
+    options: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, **trainer}
+    run = harness.trainer(strategy, devices=devices, **options)
+    generator = torch.Generator().manual_seed(1)
+    samples = 50  # six mini-batches of 8, and one of 2
+    data = TensorDataset(
+        torch.randn(samples, 4, dtype=torch.float64, generator=generator),
+        torch.randn(samples, 3, dtype=torch.float64, generator=generator),
+        torch.randint(0, 3, (samples,), generator=generator),
+    )
+    run.fit(module, DataLoader(data, batch_size=8), DataLoader(data, batch_size=8))
+    state = {name: value.tolist() for name, value in module.state_dict().items() if not value.is_meta}
+    return {
+        "losses": module.losses,
+        "state": state,
+        "seen": module.seen,
+        "steps": run.global_step,
+        "val": module.validated,
+    }
+
+
+def on_rank(rank: int, *arguments: Any) -> dict[str, Any]:
+    return fit(*arguments)
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "stash": ({"weights": "stash"}, {}, {}),
+    "stash on a chain": ({"weights": "stash", "stages": CHAIN}, {"in_line": True, "optimizer": "AdamW"}, {}),
+    "vertical sync": ({"weights": "stash", "weight_options": {"vertical_sync": True}}, {}, {}),
+    "double buffer": ({"weights": "double_buffer"}, {}, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}),
+    "latest, validation in between": ({"weights": "latest"}, {}, {"val_check_interval": 3}),
+    "corrected": ({"weights": "corrected", "synchronous_steps": 2}, {"optimizer": "AdamW"}, {}),
+    "predicted, accumulated": ({"weights": "predicted"}, {}, {"accumulate_grad_batches": 2}),
+    "flushed now and then, max_steps": ({"weights": "stash", "flush_every": 4}, {}, {"max_steps": 9}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_processes_train_as_one_does_with_their_delays(name: str) -> None:
+    settings, model, trainer = CASES[name]
+    settings = {"stages": STAGES, **settings}
+    first, *_ = harness.run(3, on_rank, settings, 3, model, trainer)
+    alone = fit({**settings, "delayed_devices": 3}, 1, model, trainer)
+    assert first["losses"] == alone["losses"]
+    assert first["state"] == alone["state"]
+    assert first["val"] == alone["val"]
+    assert first["steps"] == alone["steps"]
+    assert first["seen"] == alone["seen"]
+
+
+@pytest.mark.parametrize("clip_norm", ["pipeline", "stage"])
+def test_clipping_by_norm(clip_norm: str) -> None:
+    settings = {"stages": STAGES, "weights": "stash", "clip_norm": clip_norm}
+    trainer = {"gradient_clip_val": 0.2, "max_epochs": 1}
+    first, *_ = harness.run(3, on_rank, settings, 3, {}, trainer)
+    alone = fit({**settings, "delayed_devices": 3}, 1, {}, trainer)
+    same = first["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+    assert same == (clip_norm == "pipeline"), "the norm of one device is that of the whole model"
+
+
+def test_hooks_see_every_mini_batch_once() -> None:
+    found = fit({"stages": STAGES, "weights": "stash", "delayed_devices": 3}, 1, {}, {"max_epochs": 1})
+    assert found["seen"] == [8, 8, 8, 8, 8, 8, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"weights": "stale"}, r"strategy.weights='stale' is not a weight policy"),
+        ({"weights": "stash", "weight_options": {"sync": 1}}, r"weight_options has \['sync'\]"),
+        ({"flush_every": 3}, r"strategy.flush_every=3 is for asynchronous training.*strategy.weights=stash"),
+        ({"delayed_devices": 3}, r"strategy.delayed_devices=3 is for asynchronous"),
+        ({"weights": "stash", "sharding": "fsdp"}, r"sharding=fsdp cannot be combined with strategy.weights=stash"),
+        ({"weights": "stash", "schedule": "auto"}, r"schedule=auto cannot be combined.*schedule=1f1b"),
+    ],
+)
+def test_refused(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        GPPStrategy(**settings)
