@@ -116,6 +116,8 @@ class Plan:
         model: fingerprint of the captured model; empty if unknown.
         sharding: one of SHARDINGS, what the replicas of a stage split in addition to samples.
         memory_bytes: limit of every device for activations, which some schedules respect; empty if unknown.
+        period: samples after which micro-batches start anew, where several mini-batches are written out in a row; 0 if
+            there is only one.
         sequence_dim: the dimension of tensors between stages that counts tokens, if stages are slices.
         notes: remarks by name, for people.
 
@@ -130,6 +132,7 @@ class Plan:
     model: str = ""
     sharding: str = "none"
     memory_bytes: tuple[float, ...] = ()
+    period: int = 0
     sequence_dim: int = 1
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -168,7 +171,8 @@ class Plan:
         """Samples `[start, stop)` of each micro-batch of a stage; the last may be smaller. SOURCE: as the sink."""
         total = self.batch_size if batch_size is None else batch_size
         size = self.stages[self.step_stage if stage == SOURCE else stage].micro_batch_size
-        return [(start, min(start + size, total)) for start in range(0, total, size)]
+        ends = [(begin, min(begin + (self.period or total), total)) for begin in range(0, total, self.period or total)]
+        return [(start, min(start + size, stop)) for begin, stop in ends for start in range(begin, stop, size)]
 
     def share(self, stage: int, device: int, interval: tuple[int, int]) -> tuple[int, int]:
         """The samples of a micro-batch that the replica of `stage` on `device` computes; may be empty."""
@@ -206,6 +210,7 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as YAML, for people to read and edit."""
         content = {"version": VERSION, **_plain(asdict(self))}
+        del content["period"]  # of programs, not of plans
         Path(path).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
     @classmethod

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_gpp.errors import ScheduleError
-from lightning_gpp.plan import SOURCE, Plan
+from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import RELEASES, Action, Kind, Schedule
 from lightning_gpp.schedules.collectives import with_collectives
 from lightning_gpp.schedules.lowering import lower, split_of
@@ -95,11 +95,12 @@ def _actions(row: Sequence[Instruction]) -> tuple[Action, ...]:
 
 def _check(plan: Plan, total: int) -> None:
     for stage in plan.stages:
-        if total % stage.micro_batch_size:
+        if stage.round_robin and total % (stage.micro_batch_size * len(stage.devices)):
             raise ScheduleError(
-                f"Stage {stage.name!r} has micro-batches of {stage.micro_batch_size} samples, which do not divide the "
-                f"mini-batch of {total}: without a flush every mini-batch must have the same micro-batches. Choose "
-                "strategy.micro_batch_size (or num_micro_batches) so that it divides the mini-batch."
+                f"Stage {stage.name!r} has {len(stage.devices)} replicas that take micro-batches of "
+                f"{stage.micro_batch_size} samples in turn: without a flush each must take the same number of them, "
+                f"which a mini-batch of {total} samples does not allow. Choose strategy.micro_batch_size so that all "
+                "replicas get equally many."
             )
     if plan.sharding == "fsdp":
         raise ScheduleError(
@@ -114,7 +115,7 @@ def _check(plan: Plan, total: int) -> None:
 def _periods(plan: Plan, total: int) -> list[Row]:
     """The instructions of every device between two optimizer steps, once the pipeline is full."""
     number = 2 * _SETTLED
-    while number <= 8 * (len(plan.stages) + _SETTLED):
+    while number <= 6 * (plan.depth + _SETTLED):
         try:
             return [_steady(row, number) for row in _many(plan, total, number)]
         except _Unsettled:
@@ -131,6 +132,7 @@ class _Unsettled(Exception):
 
 def _many(plan: Plan, total: int, number: int) -> list[Row]:
     """For every device its instructions for `number` mini-batches in a row, and of which mini-batch each is."""
+    plan = replace(plan, period=total)
     found = make_schedule(plan, number * total)
     schedule = Schedule(tuple(tuple(_by_update(row, plan, total)) for row in found.devices))
     program = lower(plan, schedule, number * total)
@@ -177,7 +179,7 @@ def _messages(plan: Plan, total: int, schedule: Schedule) -> tuple[Message, ...]
 
 
 def _count(plan: Plan, stage: int, total: int) -> int:
-    return total // plan.stages[plan.step_stage if stage == SOURCE else stage].micro_batch_size
+    return len(plan.intervals(stage, total))
 
 
 def _local(action: Action, plan: Plan, total: int) -> tuple[Action, int]:
@@ -187,7 +189,7 @@ def _local(action: Action, plan: Plan, total: int) -> tuple[Action, int]:
 
 
 def _ends(message: Message, plan: Plan, total: int) -> tuple[tuple[object, ...], int]:
-    """What tells a message from the others of its mini-batch, and the number of the mini-batch."""
+    """The identity of a message among those of its mini-batch, and the number of the mini-batch."""
     producer, batch = _local(message.producer, plan, total)
     consumer, _ = _local(message.consumer, plan, total)
     return (message.edge, message.gradient, message.src, producer, message.dst, consumer), batch
@@ -291,7 +293,7 @@ class _Unrolling:
         base, total = self.base, self.base.batch_size * self.number
         return replace(
             base,
-            plan=replace(base.plan, batch_size=total),
+            plan=replace(base.plan, batch_size=total, period=base.batch_size),
             batch_size=total,
             messages=tuple(self._message(message, batch) for batch in self._batches for message in base.messages),
             devices=tuple(tuple(self._row(device)) for device in range(len(base.devices))),
