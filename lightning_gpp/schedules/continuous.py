@@ -115,7 +115,7 @@ def _check(plan: Plan, total: int) -> None:
 def _periods(plan: Plan, total: int) -> list[Row]:
     """The instructions of every device between two optimizer steps, once the pipeline is full."""
     number = 2 * _SETTLED
-    while number <= 6 * (plan.depth + _SETTLED):
+    while number <= 4 * (plan.depth + _SETTLED):
         try:
             return [_steady(row, number) for row in _many(plan, total, number)]
         except _Unsettled:
