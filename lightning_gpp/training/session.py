@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gpp.capture import Capture
-from lightning_gpp.capture.randomness import undisturbed
 from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.executor import Executor
-from lightning_gpp.runtime.random import RandomStreams
+from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.runtime.weights import Weights
