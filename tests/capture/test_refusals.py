@@ -14,8 +14,8 @@ from lightning_gpp.capture import capture_step
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.stages import build
 from tests.capture import zoo
-from tests.capture.inprocess import chain_of, split_gradients
 from tests.capture.zoo import Base
+from tests.stages.inprocess import chain_of, split_gradients
 
 
 class Branches(Base):

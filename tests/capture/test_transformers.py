@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_gpp.capture import capture_step
-from tests.capture.inprocess import assert_transparent, chain_of
 from tests.models import MODELS
+from tests.stages.inprocess import assert_transparent, chain_of
 
 pytest.importorskip("transformers")
 

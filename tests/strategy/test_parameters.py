@@ -1,52 +1,26 @@
-"""Where parameters live: placed, shared, initialised from the meta device; and ranks that do not agree."""
+"""Modules that the trainer builds without memory."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torchmetrics import MeanMetric
 
-from lightning_gpp import CheckpointError, ConfigError, GPPError, PlanError
-from lightning_gpp.plan import STEP, Plan, Stage
-from lightning_gpp.runtime.mesh import Mesh
-from lightning_gpp.strategy.logs import LogRecorder, UserCode
-from lightning_gpp.training.checkpoint import load_state, whole_state
-from lightning_gpp.training.control import Control
-from lightning_gpp.training.host import Job
-from lightning_gpp.training.incoming import Incoming
-from lightning_gpp.training.optimizers import OptimizerIndex
-from lightning_gpp.training.parameters import Placement, drop, settle, tensors_of
-from lightning_gpp.training.session import _check_placement
-from lightning_gpp.training.setup import _check_step_device, set_up
 from tests.strategy import harness
-from tests.strategy.harness import TwoTowers, loader, make_module
+from tests.strategy.harness import TwoTowers, loader
 
 
 class Lazy(TwoTowers):
     """Built without memory, where the trainer says."""
 
-    def __init__(self, hopeless: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.left, self.hopeless = nn.Identity(), hopeless
+        self.left = nn.Identity()
 
     def configure_model(self) -> None:
         with torch.device("meta"):
-            self.left = nn.Sequential(nn.Linear(4, 6), Bias() if self.hopeless else nn.Identity()).double()
-
-
-class Bias(nn.Module):
-    """Nobody can say what its values are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.bias
+            self.left = nn.Sequential(nn.Linear(4, 6), nn.Identity()).double()
 
 
 def fit_lazily(rank: int) -> dict[str, Any]:
@@ -61,160 +35,3 @@ def test_modules_from_the_meta_device_are_initialised_where_they_run() -> None:
     assert found[0]["losses"][-1] < found[0]["losses"][0]
     assert found[1]["left"] == [False, False]
     assert found[0]["left"] == [True, True]  # rank 0 never had them
-
-
-def control_of(rank: int, num_devices: int, num_pipelines: int = 1) -> Control:
-    return Control(Mesh(num_devices, num_pipelines, rank))
-
-
-def settle_and_merge(rank: int) -> dict[str, Any]:
-    torch.manual_seed(rank)  # the ranks start with different values
-    module = make_module(seed=rank)
-    own = {name: tensor.clone() for name, tensor in tensors_of(module).items()}
-    devices = {name: (1,) if name.startswith("left") else (0, 1) if "head" in name else (0,) for name in own}
-    control, placement = control_of(rank, 2), Placement(devices)
-    whole = settle(module, placement, control)
-    held = {name: tensor.tolist() for name, tensor in tensors_of(module).items() if not tensor.is_meta}
-    state = whole_state(module, placement, control)
-    complete = {name: value.tolist() for name, value in state.items() if not value.is_meta}
-    return {"own": {n: t.tolist() for n, t in own.items()}, "held": held, "state": complete, "whole": whole}
-
-
-def test_shared_tensors_become_equal_and_states_are_merged() -> None:
-    first, second = harness.run(2, settle_and_merge)
-    assert first["whole"]
-    assert second["whole"]
-    assert first["held"]["head.weight"] == second["held"]["head.weight"] == first["own"]["head.weight"]
-    assert second["held"]["left.0.weight"] == second["own"]["left.0.weight"]
-    assert "left.0.weight" not in first["held"]
-    assert first["state"].keys() == first["own"].keys()
-    assert first["state"]["left.0.weight"] == second["own"]["left.0.weight"]
-
-
-def hopeless(rank: int) -> str:
-    module = Lazy(hopeless=True)
-    module.configure_model()
-    try:
-        settle(module, Placement(dict.fromkeys(tensors_of(module), (0,))), control_of(rank, 1))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_modules_that_cannot_be_initialised() -> None:
-    assert re.search(
-        r"'left.1' \(Bias\) was built on the meta device and has no reset_parameters", harness.run(1, hopeless)[0]
-    )
-
-
-def disagree(rank: int) -> str:
-    module = make_module()
-    if rank == 1:
-        module.left.append(nn.Tanh())
-    control, options = control_of(rank, 2), harness.strategy().options
-    job = Job(module=module, control=control, options=options, device=torch.device("cpu"), seed=0)
-    try:
-        set_up(job, Incoming(module, control), next(iter(loader())))
-    except GPPError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_with_different_models() -> None:
-    for message in harness.run(2, disagree):
-        assert re.search("The ranks captured different steps or made different plans; fingerprints by rank", message)
-
-
-def test_a_step_on_several_devices() -> None:
-    stage = Stage(name="all", modules=("left", STEP), devices=(0, 1), micro_batch_size=1)
-    with pytest.raises(ConfigError, match=r"Stage 'all' runs the user's step .* on devices \(0, 1\)"):
-        _check_step_device(Plan(stages=(stage,), edges=(), batch_size=2))
-
-
-def test_a_parameter_that_lives_elsewhere() -> None:
-    stage = Stage(name="all", modules=("left", STEP), devices=(0,), micro_batch_size=1)
-    plan = Plan(stages=(stage,), edges=(), batch_size=2)
-
-    class Uses:
-        parameters, buffers = (("left.0.weight",),), ((),)
-
-    with pytest.raises(PlanError, match=r"In test_step, stage 'all' on devices \[0\] needs 'left.0.weight'.*\[1\]"):
-        _check_placement(Uses(), plan, Placement({"left.0.weight": (1,)}), "test_step")  # type: ignore[arg-type]
-
-
-def test_dropping_keeps_names_ties_and_flags() -> None:
-    module = make_module()
-    module.head.weight.requires_grad_(False)
-    module.tied = module.head  # the same module twice
-    names = list(module.state_dict())
-    drop(module, {"left.0.weight"})
-    assert list(module.state_dict()) == names
-    assert module.tied.weight is module.head.weight
-    assert not module.head.weight.requires_grad
-    assert [n for n, p in module.named_parameters() if not p.is_meta] == ["left.0.weight"]
-
-
-def test_loading_fills_what_was_dropped() -> None:
-    module, other = make_module(), make_module(seed=1)
-    drop(module, {"left.0.weight"})
-    load_state(module, other.state_dict(), strict=True)
-    torch.testing.assert_close(module.state_dict(), other.state_dict())
-
-
-def test_states_of_an_optimizer_by_name() -> None:
-    module = make_module()
-    optimizer = module.configure_optimizers()["optimizer"]
-    index = OptimizerIndex(optimizer, module)
-    sum(p.sum() for p in module.parameters()).backward()
-    optimizer.step()
-    full = optimizer.state_dict()
-    names = {name for name, _ in module.named_parameters() if name.startswith("left")}
-    index.keep(names, tensors_of(module))
-    assert set(index.state()) == names == index.kept
-    index.load(full)
-    assert set(index.state()) == names
-    merged = index.merged(index.state())
-    assert merged["param_groups"] == full["param_groups"]
-    full["state"][99] = {}
-    with pytest.raises(CheckpointError, match=r"entries \[99\] for only 10 parameters"):
-        index.load(full)
-
-
-def test_the_state_of_an_optimizer_moves_without_its_step_counter() -> None:
-    module = make_module()
-    optimizer = module.configure_optimizers()["optimizer"]
-    sum(p.sum() for p in module.parameters()).backward()
-    optimizer.step()
-    OptimizerIndex(optimizer, module).move(torch.device("meta"))
-    state = optimizer.state[module.head.weight]
-    assert state["exp_avg"].is_meta
-    assert not state["step"].is_meta
-
-
-def test_a_metric_that_is_no_attribute() -> None:
-    module = make_module()
-    recorder = LogRecorder(module, UserCode())
-    with recorder.run(1), pytest.raises(ConfigError, match="MeanMetric that is not an attribute of the module"):
-        module.log("mean", MeanMetric())
-
-
-def test_logged_values_combine_as_they_reduce() -> None:
-    module = make_module()
-    recorder = LogRecorder(module, UserCode())
-    for samples, value in ((2, 1.0), (6, 3.0)):
-        with recorder.run(samples):
-            module.log("mean", value)
-            module.log("sum", torch.tensor(value), reduce_fx="sum")
-            module.log("max", value, reduce_fx=torch.max)
-            module.log("min", value, reduce_fx="min")
-            module.log("own size", value, batch_size=1)
-    with pytest.raises(KeyError), recorder.run(1):
-        log_and_fail(module)  # a run that does not end counts for nothing
-    found = {call.name: values.combined(call.reduction) for call, values in recorder.calls.items()}
-    numbers = {name: (float(value), samples) for name, (value, samples) in found.items()}
-    assert numbers == {"mean": (2.5, 8), "sum": (4.0, 8), "max": (3.0, 8), "min": (1.0, 8), "own size": (2.0, 2)}
-
-
-def log_and_fail(module: TwoTowers) -> None:
-    module.log("mean", 100.0)
-    raise KeyError

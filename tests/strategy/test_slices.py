@@ -22,7 +22,7 @@ from lightning_gpp.slices import is_sliced, unsliced
 from lightning_gpp.stages import build
 from lightning_gpp.training.planner import captured_step, evaluation_plan, plan_for, refitted
 from lightning_gpp.training.slice_check import checked_slices
-from tests.capture.inprocess import split_gradients
+from tests.stages.inprocess import split_gradients
 from tests.strategy import harness
 
 WIDTH, TOKENS = 8, 12

@@ -9,7 +9,7 @@ from lightning_gpp.capture import capture_step
 from lightning_gpp.planning import manual
 from lightning_gpp.stages import build
 from tests.capture import zoo
-from tests.capture.inprocess import assert_transparent, chain_of, split_gradients
+from tests.stages.inprocess import assert_transparent, chain_of, split_gradients
 
 
 @pytest.mark.parametrize("kind", zoo.WORKING, ids=lambda kind: kind.__name__)

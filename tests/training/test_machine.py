@@ -1,4 +1,4 @@
-"""The devices that a job is planned for, what their memory holds, and that rank 0's plan is everyone's."""
+"""The devices that a job is planned for, and what their memory holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gpp import GPPStrategy
+from lightning_gpp import Options
 from lightning_gpp.cluster import Cluster, preset_cluster
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.measure.memory import memory_bytes
@@ -18,8 +18,6 @@ from lightning_gpp.training.machine import Machine, first, footprint_of, present
 from lightning_gpp.training.option_values import cluster_given
 from lightning_gpp.training.predicted import simulated
 from tests.planning import graphs
-from tests.strategy import harness
-from tests.strategy.harness import loader, make_module
 
 
 def optimizers(*kinds: Any) -> list[torch.optim.Optimizer]:
@@ -80,7 +78,7 @@ def test_a_cluster_is_a_file_a_mapping_or_itself(tmp_path: Path) -> None:
 )
 def test_no_such_cluster(cluster: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        GPPStrategy(cluster=cluster)
+        Options(cluster=cluster)
 
 
 def test_a_cluster_with_fewer_devices_than_the_job() -> None:
@@ -108,30 +106,7 @@ def test_the_present_machine_shares_its_memory_among_processes() -> None:
 )
 def test_settings_that_cannot_work(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        GPPStrategy(**settings)
-
-
-def fitted(rank: int, folder: str) -> list[Any]:
-    """Trained with measured costs for a named cluster: the plan on every rank, and where its costs come from."""
-    settings: dict[str, Any] = {"costs": "measured", "cluster": "cpu_host", "search_seconds": 0.5, "max_replicas": 1}
-    strategy = GPPStrategy(num_micro_batches=4, **settings)
-    trainer = harness.trainer(strategy, 2, max_epochs=1)
-    module = make_module()
-    trainer.fit(module, loader(8))
-    assert strategy.plan is not None
-    machine = strategy._training.machine()
-    costs = "" if machine.costs is None else machine.costs.name
-    return [str(strategy.plan), strategy.plan.notes, costs, machine.footprint.optimizer, strategy.timeline().makespan]
-
-
-def test_rank_0_measures_and_searches_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (plan, notes, costs, optimizer, seconds), other = harness.run(2, fitted, str(tmp_path))
-    assert other[:2] == [plan, notes]
-    assert notes["cluster"] == "cpu_host"
-    assert "measured on" in costs
-    assert optimizer == "adamw"
-    assert seconds > 0
+        Options(**settings)
 
 
 def test_the_first_devices_of_a_machine() -> None:

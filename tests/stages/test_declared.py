@@ -15,7 +15,7 @@ from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
 from lightning_gpp.stages import declare
 from tests.capture import zoo
-from tests.capture.inprocess import split_gradients, whole_gradients
+from tests.stages.inprocess import split_gradients, whole_gradients
 
 
 class Peeking(nn.Module):

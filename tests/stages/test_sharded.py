@@ -11,8 +11,8 @@ from lightning_gpp.runtime import Mesh
 from lightning_gpp.runtime.sharding import ShardedStages
 from lightning_gpp.stages import build
 from tests.capture import zoo
-from tests.capture.inprocess import chain_of, split_gradients, whole_gradients
 from tests.distributed import run_distributed
+from tests.stages.inprocess import chain_of, split_gradients, whole_gradients
 
 WORST = dict[str, tuple[float, int]]
 """For every kind of model the largest relative error of a gradient, and the number of parameters that were cut."""
