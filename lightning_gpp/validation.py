@@ -16,7 +16,7 @@ from lightning_gpp.errors import GPPError, did_you_mean
 Checked = TypeVar("Checked")
 
 Extra = Literal["forbid", "ignore"]
-"""What becomes of keys that a dataclass does not have: they are refused, or left out."""
+"""Treatment of keys that a dataclass does not have: they are refused, or left out."""
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 80
@@ -159,7 +159,7 @@ _ALLOWED: Mapping[str, str] = {
     "too_short": "a list of at least {min_length}",
     "tuple_type": "a list",
 }
-"""What each kind of error of pydantic asks for."""
+"""Demands behind each kind of error of pydantic."""
 
 
 def _allowed(error: Any) -> str:

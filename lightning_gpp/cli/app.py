@@ -1,4 +1,4 @@
-"""What the commands share: where configs are found, how Hydra is run, how errors are shown."""
+"""Shared parts of the commands: config folders, Hydra, and the display of errors."""
 
 from __future__ import annotations
 

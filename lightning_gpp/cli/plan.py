@@ -17,7 +17,7 @@ def main() -> None:
 
 
 def overrides(arguments: Sequence[str]) -> list[str]:
-    """As Hydra understands them: `compare` is a setting, `schedule=` stands for `schedules=`, and a graph from a file
+    """Arguments in Hydra's form: `compare` is a setting, `schedule=` stands for `schedules=`, and a graph from a file
     needs neither data nor model."""
     result = ["compare=true" if argument == "compare" else argument for argument in arguments]
     result = [f"schedules={argument[9:]}" if argument.startswith("schedule=") else argument for argument in result]

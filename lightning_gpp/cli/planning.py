@@ -31,7 +31,7 @@ from lightning_gpp.training.replicas import idle_sharding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What to plan, for what, and how.
+    """A subject to plan, the machine to plan for, and the settings of the search.
 
     `num_devices`: those of one pipeline, or all of the machine's if the search chooses `num_pipelines` (None).
     """
@@ -131,7 +131,7 @@ def _advice(prediction: Prediction) -> list[str]:
 
 
 def task_of(config: DictConfig) -> Task:
-    """What the configuration asks for.
+    """The task that the configuration describes.
 
     Raises:
         ConfigError: the configuration cannot work.

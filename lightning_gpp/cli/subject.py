@@ -1,4 +1,4 @@
-"""What `gpp-plan` plans: the training step of a configured model, or an operator graph from a file."""
+"""The subject of `gpp-plan`: the training step of a configured model, or an operator graph from a file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GraphFile:
 
     @property
     def step(self) -> Subject:
-        """What to plan for."""
+        """The training step."""
         return self
 
     def costs(self, options: Options, cluster: Cluster, device: torch.device) -> CostModel | None:
@@ -145,7 +145,7 @@ def captured(config: DictConfig, options: Options) -> Step:
 
 
 def _optimizers(model: L.LightningModule, trainer: L.Trainer) -> tuple[Sequence[Optimizer], tuple[str, ...]]:
-    """What `configure_optimizers` returns, in any of its forms. It may need a run; then there are none, and a note."""
+    """The optimizers that `configure_optimizers` returns, in any form. If it needs a run there are none, and a note."""
     trainer.state.fn, trainer.training = TrainerFn.FITTING, True  # so that it may ask for the number of steps
     try:
         leaves = pytree.tree_leaves(model.configure_optimizers())

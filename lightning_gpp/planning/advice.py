@@ -19,7 +19,7 @@ from lightning_gpp.planning.problem.realise import compress
 from lightning_gpp.planning.problem.registry import partitioner_of
 
 SECONDS_PER_TRIAL: Final = 1.0
-"""Of the search for a plan under one suggestion, where a change of the draft at hand is not enough."""
+"""Limit of the search for a plan under one suggestion, if a change of the draft is not enough."""
 
 SMALLER: Final = 4
 """Micro-batch sizes that are tried, each half of the one before."""
@@ -40,7 +40,7 @@ class Suggestion:
 
 
 def advice(problem: Problem, draft: Draft | None) -> str:
-    """By how much the worst device of the draft exceeds its memory, on which stage, and what would make it fit.
+    """The memory excess of the draft's worst device, its stage, and changes that would make it fit.
 
     Args:
         problem: what nothing was found for.

@@ -80,7 +80,7 @@ class Candidate:
         return cluster if self.num_devices == cluster.num_devices else cluster.subset(range(self.num_devices))
 
     def _one_device_per_stage(self) -> Cluster:
-        """As many devices as stages, each with the memory that one of them gets."""
+        """A cluster with one device per stage, each with the memory of one stage."""
         number = num_stages_per_device(self.request, self.schedule)
         directions = 1 + method_of(self.schedule).bidirectional
         return self._cluster().repeated(number, memory_parts=number * directions)

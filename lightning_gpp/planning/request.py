@@ -1,4 +1,4 @@
-"""What a user asks a partitioner for, and the planning problem that follows from it."""
+"""The request of a user, and the planning problem that follows from it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MORE_NUMBERS, MANY_STAGES = (384, 512, 768, 1024), 8
 have room for no more than one, fewer micro-batches would leave no choice but few stages with many replicas."""
 
 MAX_SHORT = 0.05
-"""By how much of the mini-batch the last micro-batch may be shorter than the others: a search takes it for whole."""
+"""The share of the mini-batch by which the last micro-batch may be shorter; searches neglect this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a partitioner is asked for.
+    """A request for a plan.
 
     Args:
         cluster: the devices to use.

@@ -32,7 +32,7 @@ MessageTensors = list[Tensors | None]
 DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 
 TOKEN: Final = Slot("@token", TensorSpec(shape=(Affine(0, 1),), dtype="uint8"))
-"""What an artificial edge carries: nothing but the order."""
+"""The tensor of an artificial edge, which carries nothing but the order."""
 
 
 def carried(edge: Edge, slots: Sequence[Slot], gradient: bool) -> tuple[Slot, ...]:
@@ -167,7 +167,7 @@ Promise = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def promises(outgoing: Iterable[EdgeTensors], num_samples: int) -> list[Promise]:
-    """What an action must return for its outgoing edges; tensors on dynamic edges may be anything."""
+    """The tensors that an action must return for its outgoing edges; those on dynamic edges may be anything."""
     slots = {slot.name: slot for border in outgoing if not border.edge.dynamic for slot in border.slots}
     slots.pop(TOKEN.name, None)
     return [(name, slot.spec.sizes(num_samples), DTYPES[slot.spec.dtype]) for name, slot in slots.items()]

@@ -38,7 +38,7 @@ class Bucket:
 
     @property
     def started(self) -> bool:
-        """Whether the sum is under way; what a gradient receives now would be lost."""
+        """True if the all-reduce has started; additions to gradients would be lost now."""
         return self._work is not None
 
     def start(self) -> None:

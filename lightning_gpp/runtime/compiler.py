@@ -296,7 +296,7 @@ def _dynamic_peers(program: Program, device: int) -> set[int]:
 
 
 def action_of(program: Program, instruction: Instruction) -> Action:
-    """What an instruction computes, or the action that a message is sent by or received for."""
+    """The action of an instruction, or the one that sends or receives its message."""
     if instruction.action is not None:
         return instruction.action
     message = message_of(program, instruction)

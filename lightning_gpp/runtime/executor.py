@@ -117,13 +117,13 @@ class Executor:
 
     @property
     def current_action(self) -> Action | None:
-        """What this device computes, or is sending or waiting for; after a run its last action."""
+        """The action that this device computes, sends or waits for; after a run its last one."""
         if not self._instructions:
             return None
         return action_of(self.program, self._instructions[self._position])
 
     def describe(self) -> str:
-        """Where this device is, for messages: rank, and the stage and action that it is busy with."""
+        """The state of this device for messages: rank, stage and action."""
         rank = f"rank {self.pipeline * self.program.plan.num_devices + self.device}"
         action = self.current_action
         if action is None:

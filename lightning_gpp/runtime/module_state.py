@@ -1,4 +1,4 @@
-"""What a forward finds in the modules it runs and may change there: so that it can run again as it ran the first time.
+"""Module state: values that a forward reads in its modules and may change, so that it can run again with the same ones.
 
 The second run works on copies: buffers that autograd saved, or that later micro-batches changed, are not written to.
 """

@@ -83,8 +83,8 @@ class State:
 
 
 class Saved:
-    """What a forward leaves for its backward: the leaves that collect gradients, where gradients enter, and the loss
-    with its seed gradient. No tensor of the outputs is kept: autograd needs only their edges."""
+    """State that a forward keeps for its backward: the leaves that collect gradients, the edges where gradients enter,
+    and the loss with its seed gradient. Outputs are not kept: autograd needs only their edges."""
 
     def __init__(self) -> None:
         self.clear()
@@ -97,7 +97,7 @@ class Saved:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Compute:
-    """What all actions have: a share of a micro-batch, and messages in and out. `owner` names it in errors."""
+    """Base class of actions: a share of a micro-batch, and messages in and out. `owner` names it in errors."""
 
     state: State
     owner: str
@@ -198,7 +198,7 @@ class ComputeGradients(Compute):
     saved: Saved
 
     def _roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where gradients enter the stage's graph, and these gradients."""
+        """The edges at which gradients enter the stage's graph, and these gradients."""
         gradients, saved = self._collect(), self.saved
         names = [name for name in gradients if name in saved.outputs]
         roots = [saved.outputs[name] for name in names]

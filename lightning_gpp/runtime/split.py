@@ -57,12 +57,12 @@ class _Known:
     plan: SplitPlan
 
     def fits(self, nodes: Sequence[Node]) -> bool:
-        """Whether of a graph of this structure the same products are open."""
+        """True if the same products are open in a graph of this structure."""
         return closed_products(nodes, self.products) == self.plan.closed
 
 
 class Splitter:
-    """What was learned about the graphs of one stage.
+    """Plans of split backwards, learned from the graphs of one stage.
 
     Attributes:
         reason: why I does all of the work, as was found at a micro-batch; None if it does not.
@@ -136,7 +136,7 @@ class _Waiting:
         self._seeds = [seeds[position] for position in group.roots]
 
     def compute(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where the backward goes on, and with which gradients. To be called once."""
+        """The edges at which the backward continues, and their gradients. To be called once."""
         edges, gradients = self._roots, self._seeds
         for node, caught in self._cuts:
             for number, gradient in enumerate(caught):

@@ -106,7 +106,7 @@ def follow(signature: Signature, roots: Sequence[Node], leaves: Sequence[Tensor]
 
 
 def _reaches(expected: Sequence[Any], leaves: Sequence[Tensor], found: set[Node]) -> bool:
-    """Whether these are the nodes of the leaves that were found."""
+    """True if these are the nodes of the leaves."""
     if len(expected) == len(leaves):
         return all(getattr(node, "variable", None) is leaf for node, leaf in zip(expected, leaves, strict=True))
     return [node for node in map(node_of, leaves) if node in found] == expected
@@ -119,7 +119,7 @@ def node_of(leaf: Tensor) -> Node:
 
 @dataclass(slots=True, kw_only=True)
 class ProductGroup:
-    """What one call of autograd does in W.
+    """The work of one call of autograd in W.
 
     Attributes:
         parameters: what it reaches.
@@ -142,7 +142,7 @@ class ProductGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitPlan:
-    """What I and W do.
+    """The division of a backward into I and W.
 
     Attributes:
         roots: positions of the roots that I starts from.

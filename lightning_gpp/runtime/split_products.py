@@ -82,7 +82,7 @@ class Matrices:
         return not self._offset or (saved(node, "alpha") == 1 and saved(node, "beta") == 1)
 
     def later(self, node: Any, wanted: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
-        """What computes the wanted gradients from the one that arrives. Does not keep the node.
+        """A function that computes the wanted gradients from the arriving one. It does not keep the node.
 
         That of a summand is the arriving one: autograd sums it where the summand was broadcast.
         """
@@ -138,12 +138,12 @@ PRODUCTS: Final[Mapping[str, Matrices | Convolution]] = {
     "BmmBackward0": Matrices("self", "mat2", offset=0, formulas=_BMM),
     "ConvolutionBackward0": Convolution(),
 }
-"""By the class of their nodes."""
+"""Products by the class of their nodes."""
 
 
 def is_open(node: Node) -> bool:
-    """Whether what a product saved can be read at no cost: not where hooks would have to compute it first, as those of
-    an activation checkpoint do, which moreover allow this only once."""
+    """True if the saved tensors of a product can be read without computing: hooks of an activation checkpoint would
+    compute them, and allow this only once."""
     values = [saved_unread(node, name) for name in PRODUCTS[type(node).__name__].operands]
     return all(value is None or isinstance(value, Tensor) for value in values)
 

@@ -1,4 +1,4 @@
-"""What the executor knows of a stage and of the user's step: four small interfaces, implemented by `capture`."""
+"""Interfaces of stages and of the user's step for the executor, implemented in `stages`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StageModule(Protocol):
     """Computes one stage. Parameters and buffers stay in the user's module; gradients go to their `.grad`."""
 
     uses_random: bool
-    """Whether the forward draws random numbers, and so needs the stage's own stream."""
+    """True if the forward draws random numbers, and so needs the stage's own stream."""
 
     @property
     def parts(self) -> Sequence[nn.Module]:

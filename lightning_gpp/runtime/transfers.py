@@ -22,7 +22,7 @@ from lightning_gpp.schedules.program import Message
 
 @dataclass(slots=True, eq=False)
 class TransferLink:
-    """What all transfers of a device share.
+    """State that all transfers of a device share.
 
     `values` are the tensors of all messages, `device` is where received tensors are allocated, `unfinished` are the
     sends whose arrival is not known yet, oldest first.

@@ -29,7 +29,7 @@ class Work(Protocol):
         ...
 
     def is_completed(self) -> bool:
-        """Whether it is known to be done. gloo does not know before `wait()`."""
+        """True if it is known to be done. gloo does not know before `wait()`."""
         ...
 
 

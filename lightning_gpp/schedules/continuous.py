@@ -208,7 +208,7 @@ def _steady(row: Row, number: int) -> Row:
 
 
 def _in_place(instruction: Instruction, ahead: int) -> bool:
-    """Whether nothing is late, and no gradient is there before its time: the next optimizer step would use it."""
+    """True if nothing is late, and no gradient arrives early, which the next optimizer step would use."""
     action = instruction.action
     return ahead == 0 if action is not None and action.kind in _FOR_UPDATE else ahead >= 0
 

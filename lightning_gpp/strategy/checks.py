@@ -1,4 +1,4 @@
-"""What cannot work in stages is refused before training starts, with the reason and a remedy."""
+"""Checks that refuse, before training starts, settings that cannot work in stages, with the reason and a remedy."""
 
 from __future__ import annotations
 

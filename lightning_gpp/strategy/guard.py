@@ -1,4 +1,4 @@
-"""What Lightning does on failures that would wait for other ranks, and what is done instead."""
+"""The failure guard: replaces reactions of Lightning to failures that would wait for other ranks."""
 
 from __future__ import annotations
 

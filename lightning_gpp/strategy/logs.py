@@ -44,7 +44,7 @@ class Call:
 
     @property
     def reduction(self) -> str:
-        """How values of parts of a batch combine: as `reduce_fx` combines values of batches."""
+        """The reduction of values of micro-batches: the same as `reduce_fx` for values of batches."""
         given = dict(self.kwargs).get("reduce_fx", "mean")
         name = given if isinstance(given, str) else getattr(given, "__name__", "mean")
         return {"avg": "mean"}.get(name.lower(), name.lower())
@@ -52,7 +52,7 @@ class Call:
 
 @dataclass(slots=True)
 class Values:
-    """What one call logged over the runs of the step: values and the samples each stands for."""
+    """The values that one call logged over the runs of the step, and the samples of each."""
 
     values: list[Tensor] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
@@ -73,7 +73,7 @@ def _combine(values: Tensor, samples: Tensor, reduction: str) -> Tensor:
 
 @dataclass(slots=True)
 class UserCode:
-    """Whether this rank is inside user code that other ranks do not run, so that nobody would answer it."""
+    """Tells if this rank is inside user code that other ranks do not run, so that no rank would answer it."""
 
     running: bool = False
 

@@ -88,7 +88,7 @@ class Run:
 
     @property
     def engine(self) -> Engine | None:
-        """What trains or evaluates; None before it is set up."""
+        """The engine that trains or evaluates; None before it is set up."""
         return self.steps.engine
 
     # -- set-up -------------------------------------------------------------------------------------------------------

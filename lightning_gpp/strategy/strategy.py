@@ -83,7 +83,7 @@ class GPPStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         if not self.parallel_devices:
             raise ConfigError("The strategy has no devices yet; it gets them from Trainer(accelerator=, devices=).")
         return self.parallel_devices[self.local_rank]
@@ -110,7 +110,7 @@ class GPPStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether data are divided among processes: only pipelines are data-parallel, stages are not."""
+        """True if processes divide the data: only pipelines are data-parallel, stages are not."""
         return self.num_pipelines > 1
 
     @property
@@ -158,7 +158,7 @@ class GPPStrategy(ParallelStrategy):
 
     @property
     def _alone(self) -> bool:
-        """Whether nobody else would answer: before there are processes, and in user code that runs on one rank."""
+        """True if no other rank would answer: before there are processes, and in user code that runs on one rank."""
         inside = self._run is not None and self._run.steps.host.user_code.running
         return self._control is None or inside or self._failed
 
@@ -185,7 +185,7 @@ class GPPStrategy(ParallelStrategy):
         return gather_over(tensor, self._control.mesh.replica_group if everyone else group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any rank) decided yes."""
+        """True if all ranks (or any rank) decided yes."""
         return decision if self._control is None or self._alone else self._control.unanimous(decision, everyone=all)
 
     # -- set-up and end -----------------------------------------------------------------------------------------------
@@ -274,15 +274,15 @@ class GPPStrategy(ParallelStrategy):
         return self._running.steps.train(self._training, [*args, *kwargs.values()], last=not self._accumulating)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """What the user's step returns, on the rank that runs it."""
+        """The result of the user's step on the rank that runs it."""
         return self._running.steps.evaluate("validation_step", [*args, *kwargs.values()])
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """What the user's step returns, on the rank that runs it."""
+        """The result of the user's step on the rank that runs it."""
         return self._running.steps.evaluate("test_step", [*args, *kwargs.values()])
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """What the user's step returns, on the rank that runs it; None elsewhere."""
+        """The result of the user's step on the rank that runs it; None elsewhere."""
         return self._running.steps.evaluate("predict_step", [*args, *kwargs.values()])
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -112,5 +112,5 @@ def _filled(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def entry(seed: int, step: int, plan: str) -> dict[str, Any]:
-    """What a checkpoint tells a later run of this library."""
+    """The entry of a checkpoint for later runs of this library."""
     return {"seed": seed, "step": step, "plan": plan, "torch": str(torch.__version__)}

@@ -1,4 +1,4 @@
-"""What `torch.compile` made of a user's module, and what of it runs in stages."""
+"""Compiled modules of the user, and the parts of them that run compiled in stages."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
 
 class Control:
-    """What the ranks of a mesh tell each other.
+    """Communication of control values between the ranks of a mesh.
 
     Attributes:
         runs_step: whether this rank loads data and runs the user's step.
@@ -87,7 +87,7 @@ class Control:
         return values
 
     def unanimous(self, decision: bool, everyone: bool) -> bool:
-        """Whether all ranks (`everyone`), or any rank, decided yes."""
+        """True if all ranks (`everyone`), or any rank, decided yes."""
         yes = torch.tensor(int(decision))
         dist.all_reduce(yes, dist.ReduceOp.MIN if everyone else dist.ReduceOp.MAX, group=self.world)
         return bool(yes)
@@ -110,7 +110,7 @@ class Control:
                 dist.send(leaf.detach().cpu().contiguous(), dst=dst, group=self.world)
 
     def receive_tree(self, src: int) -> Any:
-        """What `send_tree` sent; tensors are on the CPU."""
+        """Receive the tree that `send_tree` sent; tensors are on the CPU."""
         received: list[Any] = [None]
         dist.recv_object_list(received, src=src, group=self.world)
         outline, spec = received[0]
@@ -124,7 +124,7 @@ class Control:
 
 
 class _Shape:
-    """What is known of a tensor before it arrives."""
+    """The form of a tensor, known before it arrives."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.size, self.dtype = tuple(tensor.shape), tensor.dtype

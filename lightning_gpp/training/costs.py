@@ -29,7 +29,7 @@ def measured_costs(
     device: torch.device,
     context: Context,
 ) -> MeasuredCosts:
-    """What the operators cost on a device of this machine, with the largest micro-batch and with a quarter of it.
+    """Measured costs of operators on a device of this machine, with the largest micro-batch and with a quarter of it.
 
     Args:
         captured: the training step.

@@ -83,7 +83,7 @@ class Engine:
 
     @property
     def runs_step(self) -> bool:
-        """Whether this rank runs the user's step and needs data."""
+        """True if this rank runs the user's step and needs data."""
         return self.control.runs_step
 
     # -- a loop -------------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class Engine:
         self._incoming.follow()
 
     def describe(self) -> str:
-        """What this rank is doing, for messages."""
+        """The activity of this rank, for messages."""
         if self.current is None or self.current.latest is None:
             return "set-up"
         return f"{self.current.latest.describe()} of {self.current.capture.step}, mini-batch {self.num_steps}"

@@ -1,4 +1,4 @@
-"""What a plan is made for: the devices of the job, what operators cost on them, and what their memory has to hold."""
+"""The machine of a plan: the devices of the job, the costs of operators on them, and the footprint of parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_gpp.measure.memory import memory_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where one pipeline runs.
+    """The machine of one pipeline.
 
     Args:
         cluster: device d of the pipeline is device d of the cluster.
@@ -67,7 +67,7 @@ def first(machine: Machine, num_devices: int) -> Machine:
 
 
 def present(num_devices: int, num_nodes: int = 1, device_type: str = "cpu") -> Cluster:
-    """As many devices as the job has, all nodes like the present machine."""
+    """The cluster of the job's devices, with all nodes like this machine."""
     count = -(-num_devices // num_nodes)
     machine = detect(count) if device_type == "cuda" else _processes(count)
     if num_nodes == 1:
@@ -91,7 +91,7 @@ def _processes(num_devices: int) -> Cluster:
 
 
 def footprint_of(optimizers: Iterable[Optimizer], precision: str) -> Footprint:
-    """By the kinds of the optimizers; as Adam's where there is none, or one of an unknown kind.
+    """The footprint of these optimizers; that of Adam if there is none, or one of an unknown kind.
 
     Args:
         optimizers: of `configure_optimizers`.

@@ -54,7 +54,7 @@ DEFAULT: Final = "1f1b"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a user asks of the strategy.
+    """The options of the strategy.
 
     Raises:
         ConfigError: an option cannot work, whatever the model.
@@ -238,7 +238,7 @@ class Options:
 
     @property
     def slicing(self) -> Slicing | None:
-        """How stages are cut along the sequence; None leaves it to the plan, if one is given."""
+        """The slicing of stages along the sequence; None leaves it to the plan, if one is given."""
         if self.slices is None or self.slices == 1 or (isinstance(self.slices, Sequence) and len(self.slices) == 1):
             return None
         return Slicing(
@@ -342,7 +342,7 @@ def _check_stages(options: Options) -> None:
 
 
 def _on_devices(options: Options) -> bool:
-    """Whether the stages that the user wrote are on devices of the user's choice."""
+    """True if the user's stages have devices of the user's choice."""
     entries = read(without_inputs(options.stages)) if options.stages is not None else []
     return any(entry.devices is not None for entry in entries)
 

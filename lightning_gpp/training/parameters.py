@@ -35,7 +35,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def place(module: nn.Module, plan: Plan, used: Sequence[Iterable[str]]) -> Placement:
-    """Where each tensor lives, from the names that each stage uses. What no stage uses lives with the user's step."""
+    """The parameter placement, from the names that each stage uses. Unused tensors are with the user's step."""
     devices: dict[str, set[int]] = {name: set() for name in tensors_of(module)}
     for stage, names in zip(plan.stages, used, strict=True):
         for name in names:

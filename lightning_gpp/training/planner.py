@@ -48,7 +48,7 @@ def captured_step(
     device: torch.device,
     known: Plan | None = None,
 ) -> Capture | Declared:
-    """What a step computes: captured, or as the user declared it. `known`: the plan of the run, if there is one.
+    """The computation of a step: captured, or as the user declared it. `known`: the plan of the run, if there is one.
 
     Raises:
         CaptureError, PlanError: see `capture` and `declare`.
@@ -113,7 +113,7 @@ def _default(options: Options, num_devices: int) -> Machine:
 
 
 class Subject(Protocol):
-    """What a plan is made from: a captured step, or a graph from a file."""
+    """The subject of a plan: a captured step, or a graph from a file."""
 
     @property
     def graph(self) -> OperatorGraph: ...

@@ -1,4 +1,4 @@
-"""What the ranks that hold the same parameters do together in a training run, as the plan's `sharding` says."""
+"""Collectives of the ranks with the same parameters in a training run, by the plan's `sharding`."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Replicas:
         self._sync.last = last
 
     def agree(self, digest: int) -> bool:
-        """Whether this mini-batch's stages may meet those of the other pipelines where their programs say so.
+        """True if this mini-batch may use the program's collectives: all pipelines issue them in the same order.
 
         They may if all pipelines run the same meetings, which they do not where their mini-batches differ in form or
         size. All ranks call this, unless nothing will meet.
@@ -135,7 +135,7 @@ class Replicas:
 
     @property
     def meets(self) -> bool:
-        """Whether stages meet in the current mini-batch."""
+        """True if the current mini-batch uses the program's collectives."""
         return self.sharding == "fsdp" or self._sync.last
 
     @contextmanager
@@ -158,7 +158,7 @@ class Replicas:
             self._sum(added)
 
     def grad_norm(self) -> Tensor:
-        """Of the whole model's gradient; all ranks call this."""
+        """The norm of the full model's gradient; all ranks call this."""
         return self._sync.grad_norm()
 
     def restore(self) -> None:

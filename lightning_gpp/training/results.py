@@ -1,4 +1,4 @@
-"""What the user's step returned for micro-batches, as what it would have returned for the mini-batch."""
+"""Combines the results of the user's step for micro-batches to that for the mini-batch."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def _compare(
     tolerance: float,
     device: torch.device,
 ) -> str:
-    """What differs, on the rank that runs the step; empty elsewhere, and where all agrees."""
+    """A description of the differences on the rank that runs the step; empty elsewhere, and if all agrees."""
     total = found["projections"].to(device)
     dist.all_reduce(total, group=control.mesh.pipeline_group)
     if not control.runs_step:

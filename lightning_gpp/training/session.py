@@ -48,7 +48,7 @@ class InContext(StageWrapper):
     context: Context
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """As the stage's."""
+        """The wrapped stage's results, computed inside the context."""
         with self.context():
             return self.stage.forward(values, micro_batch)
 
@@ -102,7 +102,7 @@ class Session:
         return checked_slices(stages, self.plan, self._job.precision) if wanted else stages
 
     def executor(self, batch_size: int, together: bool = True) -> Executor:
-        """What runs mini-batches of this many samples; made at the first one. `together`: replicas meet in between."""
+        """The executor for mini-batches of this size, made at the first one. `together`: with the program's collectives."""
         key = batch_size, together
         if key not in self._executors:
             control, replicas = self._control, self._replicas

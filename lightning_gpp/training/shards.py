@@ -15,7 +15,7 @@ from lightning_gpp.training.parameters import replace_tensors
 
 
 def is_shard(tensor: Any) -> bool:
-    """Whether this is a part of a tensor."""
+    """True if this is a shard of a tensor."""
     return isinstance(tensor, DTensor)
 
 
@@ -49,7 +49,7 @@ def whole_states(
 
 
 def _part(value: Tensor, pattern: Tensor) -> Tensor:
-    """What an optimizer keeps for each element of a shard is a part, too."""
+    """The optimizer state for a shard, which is a shard, too."""
     if not isinstance(pattern, DTensor) or value.dim() == 0 or value.shape != pattern.to_local().shape:
         return value
     mesh, placements = pattern.device_mesh, pattern.placements
@@ -57,7 +57,7 @@ def _part(value: Tensor, pattern: Tensor) -> Tensor:
 
 
 def local_like(value: Any, pattern: Any) -> Any:
-    """As `cut_like`, as a plain tensor: for the state of an optimizer."""
+    """Like `cut_like`, but a plain tensor, for the state of an optimizer."""
     cut = cut_like(value, pattern)
     return cut.to_local() if isinstance(cut, DTensor) else cut
 

@@ -22,7 +22,7 @@ from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.slices import SlicedStage
 
 TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Of results, relative to the largest entry."""
+"""Tolerances of results, relative to the largest entry."""
 
 
 def checked_slices(
@@ -54,7 +54,7 @@ class CheckedSlice(StageWrapper):
     check: _Check
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """As the stage's."""
+        """The slice's results, after the first ones were checked."""
         if not self.check.done and micro_batch.num_samples:
             self.check.add(values, micro_batch)
         return self.stage.forward(values, micro_batch)

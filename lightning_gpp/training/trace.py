@@ -21,7 +21,7 @@ from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.predicted import simulated
 
 COMPARED: Final = 100
-"""How many of the last mini-batches are compared with the simulation."""
+"""Number of the last mini-batches that are compared with the simulation."""
 
 QUEUED: Final = (
     "The devices work through a queue: measured is how long it takes to queue an action, not to run it. torch.profiler "
@@ -30,7 +30,7 @@ QUEUED: Final = (
 """For every device but the CPU."""
 
 Timings: TypeAlias = "Sequence[tuple[Action, float, float]]"
-"""What a device did in one mini-batch: action, start and stop, in seconds of its own clock."""
+"""The work of a device in one mini-batch: action, start and stop, in seconds of its own clock."""
 
 
 class TraceFile:
@@ -103,8 +103,8 @@ class TraceFile:
         (self.path.parent / "gpp-trace-compared.txt").write_text("\n\n".join(parts) + "\n")
 
     def _alike(self, batch_size: int) -> dict[int, Timings]:
-        """By their numbers the latest mini-batches of that size, if possible without the first one of the run, which
-        also makes what the others use."""
+        """The latest mini-batches of a size by their numbers, without the first one of the run if possible, which also
+        compiles the executor."""
         alike = {number: timings for number, size, timings in self._latest if size == batch_size}
         later = {number: timings for number, timings in alike.items() if number != self._first}
         return later or alike

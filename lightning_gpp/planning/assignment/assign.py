@@ -183,7 +183,7 @@ class _Assignment:
         return last[0] if len(last) == 1 else None
 
     def _shrinks(self, operator: Operator) -> bool:
-        """Whether an operator makes fewer bytes than it reads; what comes from the data is read anywhere."""
+        """True if an operator produces fewer bytes than it reads; inputs from the data do not count."""
         edges = self.graph.nx.in_edges(operator.name, data="outputs")
         read = [(self.graph[source], outputs) for source, _, outputs in edges if self.graph[source].target != "input"]
         size = sum(source.outputs[output].bytes(1) for source, outputs in read for output in outputs)
@@ -311,7 +311,7 @@ def _figures(graph: OperatorGraph, assignment: Assignment, num_stages: int) -> l
 
 
 def _for_weights(graph: OperatorGraph, operator: Operator) -> dict[tuple[str, int], Affine]:
-    """What the gradients of an operator's parameters are made of: its inputs, and the gradients of its outputs."""
+    """Bytes that the weight gradients of an operator need: its inputs, and the gradients of its outputs."""
     if not operator.parameters:
         return {}
     read = [

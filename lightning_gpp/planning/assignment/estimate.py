@@ -26,7 +26,7 @@ def estimate(
     footprint: Footprint | None = None,
     num_pipelines: int = 1,
 ) -> StageCosts:
-    """What the stages of a plan cost on a cluster.
+    """The costs of a plan's stages on a cluster.
 
     Seconds are exact in the model for the share of a whole micro-batch and for 1 sample, affine in between. The user's
     Python before the network costs nothing.
@@ -118,7 +118,7 @@ def _stage_cost(operators: Sequence[Operator], plan: Plan, index: int, kind: Dev
 
 
 def _weight(plan: Plan, index: int, seconds: Sequence[Seconds]) -> float:
-    """Of the gradients of the parameters; a stage that no other waits for computes all its gradients at once."""
+    """Seconds of the weight gradients; 0 for a stage that no other waits for, which computes all gradients at once."""
     waited_for = any(edge.dst == index and carries_gradient(edge) and not edge.artificial for edge in plan.edges)
     return sum(entry.weight_gradient for entry in seconds) if waited_for else 0.0
 

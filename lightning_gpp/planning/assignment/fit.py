@@ -1,4 +1,4 @@
-"""Whether a plan, perhaps from a file, was made for the model at hand."""
+"""Checks that a plan, perhaps from a file, was made for this model."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def both_ways(graph: OperatorGraph, plan: Plan) -> Plan:
 
 
 def _free_name(plan: Plan, modules: Sequence[str]) -> str:
-    """Of the stage with the step alone: the one it has, if it is alone already."""
+    """A name for the stage with the step alone: its present one, if it is alone already."""
     own = plan.stages[plan.step_stage].name
     return f"{own} step" if modules else own
 

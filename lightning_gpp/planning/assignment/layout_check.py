@@ -1,4 +1,4 @@
-"""Whether the stages of a plan lie as its schedule wants them, and go both ways where it does."""
+"""Layout check: compares the layout of a plan with the one that its schedule is made for, in both directions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _both_ways(plan: Plan, stage: Stage) -> bool:
 
 
 def _lies(plan: Plan, placement: str) -> bool:
-    """Whether it has this layout, whatever the devices' numbers; stages of one depth may be exchanged."""
+    """True if the plan has this layout under any numbering of devices; stages of equal depth may be exchanged."""
     try:
         wanted = laid_out(plan, plan.num_devices, placement)
     except GPPError:
@@ -64,7 +64,7 @@ def _lies(plan: Plan, placement: str) -> bool:
 
 
 def _depths(plan: Plan) -> Counter[tuple[int, ...]]:
-    """How often a device holds stages of these depths."""
+    """Number of devices with stages of each set of depths."""
     depths = plan.depths()
     held = ([i for i in plan.stages_on(device) if plan.stages[i].modules != (STEP,)] for device in _devices(plan))
     return Counter(tuple(sorted(depths[stage] for stage in stages)) for stages in held)

@@ -1,4 +1,4 @@
-"""How many samples a micro-batch has, from what the user gave."""
+"""Resolves the size of micro-batches from the user's settings."""
 
 from __future__ import annotations
 

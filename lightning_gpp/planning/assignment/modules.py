@@ -31,7 +31,7 @@ class ModuleNode:
 
     @property
     def has_state(self) -> bool:
-        """Whether an operator in here reads a parameter or a buffer."""
+        """True if an operator inside reads a parameter or a buffer."""
         return any(operator.parameters or operator.buffers for operator in self.all_operators())
 
 

@@ -1,4 +1,4 @@
-"""What a user writes to place stages by hand, in its forms, as one list of entries."""
+"""The stages spec of a user, in any of its forms, as one list of entries."""
 
 from __future__ import annotations
 

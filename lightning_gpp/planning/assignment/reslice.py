@@ -13,7 +13,7 @@ from lightning_gpp.slices import is_sliced, unsliced
 
 
 def slicing_of(plan: Plan) -> Slicing | None:
-    """How a plan is sliced; None if it is not."""
+    """The slicing of a plan; None if it is unsliced."""
     parts = [stage for stage in plan.stages if stage.tokens is not None]
     tokens = sorted({stage.tokens for stage in parts if stage.tokens is not None})
     modules = dict.fromkeys(module for stage in parts for module in stage.modules)

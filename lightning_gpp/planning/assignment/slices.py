@@ -21,7 +21,7 @@ ValueKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slicing:
-    """What the user wants.
+    """The slicing that a user asks for.
 
     Args:
         slices: their number, or the tokens of each.
@@ -35,7 +35,7 @@ class Slicing:
 
     @property
     def number(self) -> int:
-        """Of slices."""
+        """Number of slices."""
         return self.slices if isinstance(self.slices, int) else len(self.slices)
 
 
@@ -52,19 +52,19 @@ def carried(graph: OperatorGraph) -> dict[str, tuple[Operator, int]]:
 def carried_by(
     graph: OperatorGraph, assignment: Mapping[str, Sequence[int]], stage: int
 ) -> list[tuple[TensorSpec, int]]:
-    """What a stage's operators carry over the whole sequence, in the order in which they run: spec, and dimension of
-    the tokens."""
+    """Tensors that the operators of a stage carry, for the unsliced sequence, in the order in which they run: spec, and
+    dimension of the tokens."""
     found = carried(graph)
     return [(operator.outputs[0], dim) for name, (operator, dim) in found.items() if stage in assignment[name]]
 
 
 def carried_bytes(graph: OperatorGraph, assignment: Mapping[str, Sequence[int]], stage: int) -> Affine:
-    """Of all that, over the whole sequence."""
+    """Bytes of all carried tensors of a stage, for the unsliced sequence."""
     return sum((_size(spec) for spec, _ in carried_by(graph, assignment, stage)), Affine())
 
 
 def is_cut(spec: TensorSpec, dim: int, length: int) -> bool:
-    """Whether a tensor between stages has one index per token in this dimension."""
+    """True if a tensor between stages has one index per token in this dimension."""
     return not spec.dynamic and len(spec.shape) > dim and spec.shape[dim] == Affine(0, length)
 
 
@@ -121,7 +121,7 @@ def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
 
 
 def _inside(operator: Operator, carrier: Operator) -> bool:
-    """Whether an operator is in the module that carries, if that is not the whole model."""
+    """True if an operator is in the module that carries, unless that is the model itself."""
     return bool(carrier.module) and f"{operator.module}.".startswith(f"{carrier.module}.")
 
 
@@ -220,7 +220,7 @@ class _SliceCut:
         return bool(sent) and all(map(self._is_cut, sent))
 
     def _has_other_sequences(self, index: int) -> bool:
-        """Whether most work of a stage is on other sequences: every slice would do all of that again."""
+        """True if most work of a stage is on other sequences: every slice would repeat it."""
         work = {True: 0.0, False: 0.0}
         for operator in self.graph:
             if index in self.assignment[operator.name]:
@@ -279,7 +279,7 @@ class _SliceCut:
         return sum(sizes, Affine())
 
     def _is_cut(self, value: ValueKey) -> bool:
-        """Whether slices get their tokens of a tensor, and not all of it."""
+        """True if slices receive their own tokens of a tensor instead of all."""
         return value[0] not in self.graph.whole and is_cut(self._spec(value), self.slicing.dim, self.length)
 
     def _carrying(self, parts: Sequence[int], index: int) -> Iterator[Edge]:

@@ -42,7 +42,7 @@ def _shared(cost: Affine, num_replicas: int) -> Affine:
 
 
 def _edge_seconds(plan: Plan, edge: Edge, costs: StageCosts) -> Affine:
-    """Of a whole micro-batch between the first devices of both ends; what stays on a device takes no time."""
+    """Seconds of a micro-batch between the first devices of both ends; 0 on the same device."""
     src, dst = plan.devices_of(edge.src)[0], plan.devices_of(edge.dst)[0]
     if src == dst or edge.artificial:
         return Affine()
@@ -52,7 +52,7 @@ def _edge_seconds(plan: Plan, edge: Edge, costs: StageCosts) -> Affine:
 
 
 def _room(plan: Plan, costs: StageCosts, device: int, limit: float) -> float:
-    """What the parameters of a device's stages leave free."""
+    """Bytes that the parameters of a device's stages leave free."""
     held = sum(costs.replica(stage, device).parameter_bytes for stage in plan.stages_on(device))
     return max(0.0, limit - held * costs.parameter_copies)
 

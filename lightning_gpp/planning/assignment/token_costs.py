@@ -1,4 +1,4 @@
-"""What tokens cost by their place: attention looks at all tokens before, so later slices of a sequence take longer.
+"""Costs of tokens by position: attention reads all earlier tokens, so later slices of a sequence take longer.
 
 With a share q of the work that grows with the number of tokens before, the first x of a sequence (0..1) take the part
 (1 - q) x + q x^2 of the work. Slices of equal cost end where that is 1/n, 2/n ...; Seq1F1B (arXiv:2406.03488) and
@@ -14,7 +14,7 @@ from lightning_gpp.graph import OperatorGraph
 
 
 def growing_share(graph: OperatorGraph, carriers: Iterable[str]) -> float:
-    """Of all FLOPs of a model those that read what is carried, directly or through operators that compute nothing.
+    """Share of a model's FLOPs that read carried tensors, directly or through operators without arithmetic.
 
     Args:
         graph: of the model.
@@ -53,7 +53,7 @@ def cost_of(tokens: tuple[int, int], length: int, growing: float) -> float:
 
 
 def _place(part: float, growing: float) -> float:
-    """How far into a sequence a part of its work reaches, both 0..1."""
+    """The position in a sequence (0..1) up to which a part (0..1) of its work is done."""
     if growing < 1e-9:
         return part
     rest = 1 - growing

@@ -64,7 +64,7 @@ Interval: TypeAlias = tuple[BottleneckSeconds, BottleneckSeconds]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSplit:
-    """How forwards and backwards divide a unit's seconds, at the most and at the least.
+    """The division of a unit's seconds into forward and backward: largest and smallest shares.
 
     Args:
         share: with `extra`: a stage's shorter pass takes at most `share` of its seconds, and `extra` more.
@@ -169,7 +169,7 @@ class _Joint:
         self.wanted = float(self.sides.work.sum()) * (1 - 1e-9)
 
     def feasible(self, cells: int) -> bool:
-        """Whether all work may have room within so many cells of the grid."""
+        """True if all work may fit within this number of cells of the grid."""
         if self.devices * self.sides.density[cells] < self.wanted:
             return False
         return any(self._fits(cells, number) for number in range(len(self.rooms.shares)))
@@ -215,7 +215,7 @@ class _Joint:
                 yield number
 
     def _packs(self, inside: Array | float, ahead: Array | float, behind: Array | float) -> bool:
-        """Whether there is room for all that is behind the joint, and for all else."""
+        """True if the work behind the bottleneck unit fits, and so does the rest."""
         following = inside + np.minimum(behind, self.wanted_behind)
         return bool(np.any((following >= self.wanted_behind) & (following + ahead >= self.wanted)))
 

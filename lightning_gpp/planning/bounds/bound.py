@@ -126,7 +126,7 @@ def _rooms(problem: Problem, size: int) -> Rooms:
 
 
 def _split(problem: Problem, size: int) -> PassSplit:
-    """Of all shares that stages can have; where these are too many to look at, what holds for any."""
+    """The division of seconds for all shares that stages can have; if these are too many, one that holds for any."""
     if min(problem.max_replicas, problem.num_devices) > MAX_SHARES:
         return PassSplit(share=0.5, extra=0.0, head=0.0)
     tables = _tables(problem, size)
@@ -142,7 +142,7 @@ def _split(problem: Problem, size: int) -> PassSplit:
 
 
 def _tables(problem: Problem, size: int) -> list[UnitSeconds]:
-    """Of all shares that stages of up to `MAX_SHARES` replicas can have, and of some smaller ones, on all kinds."""
+    """Seconds for all shares of stages of up to `MAX_SHARES` replicas, and some smaller ones, on all devices."""
     counts = {count for pair in _replica_ranges(problem, size) for count in pair}
     samples = {share for count in counts for share in (max(1, size // count), -(-size // count))}
     return [problem.seconds(share, kind) for share in sorted(samples) for kind in range(len(problem.cluster.kinds))]
@@ -164,7 +164,7 @@ def _whole(problem: Problem, size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaRange:
-    """What all units cost at least with any number of replicas from `fewest` to some larger one."""
+    """Least costs of all units for any number of replicas from `fewest` to `most`."""
 
     fewest: int
     most: int
@@ -193,7 +193,7 @@ def _choice(problem: Problem, size: int, fewest: int, most: int) -> _ReplicaRang
 
 
 def _bandwidth(problem: Problem, replicas: int) -> float:
-    """Of the slowest link that so many devices cannot avoid, wherever they are."""
+    """Bandwidth of the slowest link that this number of devices cannot avoid, whichever they are."""
     single = [link.bytes_per_second for link in problem.cluster.links.values()]
     for level in problem.cluster.levels:
         if max(Counter(level.groups).values()) >= replicas:

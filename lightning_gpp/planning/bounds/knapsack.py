@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from lightning_gpp.planning.problem.problem import Array
 
 CELLS = 2048
-"""Of the grid of seconds, which ends at twice the time of perfect balance."""
+"""Cells of the grid of seconds, which ends at twice the time of perfect balance."""
 
 MAX_ITEMS = 160
 """More units are packed as if they could be divided."""

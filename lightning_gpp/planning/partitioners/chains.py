@@ -1,4 +1,4 @@
-"""What the partitioners that know only chains of stages share: their view of the problem, and how one draft is chosen.
+"""Common parts of partitioners for chains of stages: their view of the problem, and the choice of a draft.
 
 Both are published with one profile per layer and one kind of device; on a mixed cluster the slowest kind and the
 smallest memory stand for all.
@@ -35,7 +35,7 @@ class ChainCandidate:
 
 
 def slowest_seconds(problem: Problem, num_samples: int) -> tuple[Array, Array]:
-    """Of every unit on the slowest kind of device: of a forward, and of a forward and its backward."""
+    """Seconds of every unit on the slowest kind of device: of a forward, and of a forward and its backward."""
     kinds = [problem.seconds(num_samples, kind) for kind in range(len(problem.cluster.kinds))]
     return reduce(np.maximum, [kind.forward for kind in kinds]), reduce(np.maximum, [kind.total for kind in kinds])
 
@@ -49,7 +49,7 @@ def precedence(problem: Problem) -> nx.DiGraph:
 
 
 def gradient_seconds(num_replicas: int, num_bytes: Array, bytes_per_second: float) -> Array:
-    """Of summing gradients over the replicas of a stage, in a ring: every device sends 2(n - 1)/n of the bytes."""
+    """Seconds of a ring all-reduce over the replicas of a stage: every device sends 2(n - 1)/n of the bytes."""
     return 2 * (num_replicas - 1) / num_replicas * num_bytes / bytes_per_second
 
 

@@ -111,7 +111,7 @@ def _flags(problem: Problem, holds_step: bool) -> tuple[bool, ...]:
 
 
 def _orders(problem: Problem, groups: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Of the stages on the devices, the step's last; one is enough where all devices and links are alike."""
+    """Orders of the stages on the devices, the step's last; a single one if all devices and links are equal."""
     step = next(index for index, group in enumerate(groups) if problem.num_units - 1 in group)
     others = [index for index in range(len(groups)) if index != step]
     alike = len(problem.cluster.levels) < 2 and problem.cluster.homogeneous and not problem.cluster.links

@@ -207,7 +207,7 @@ class HierarchyLevel:
         return compute + part * gradient_seconds(number, spans.parameter_bytes, self.bytes_per_second)
 
     def _room(self, number: int) -> Array:
-        """How many workers may follow the stages of a span on `number` groups before they lack memory; < 0: none."""
+        """Number of workers that may follow the stages of a span on `number` groups within memory; < 0: none."""
         below, room = self.below, np.full(self.best.shape[1:], np.inf)
         for index in range(below.replicas.shape[2]):
             for replicas in np.unique(below.replicas[:, :, index]):
@@ -249,7 +249,7 @@ class HierarchyLevel:
             stop, number = cut, number - share
 
     def stages(self) -> Stages:
-        """Of all spans at once."""
+        """The costs of all spans at once."""
         starts, stops = np.indices(self.best.shape[1:])
         left, following = np.full_like(starts, self.count), np.zeros_like(starts)
         columns: list[tuple[NDArray[np.int64], ...]] = []

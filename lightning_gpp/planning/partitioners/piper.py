@@ -166,7 +166,7 @@ class PiperSearch:
 
 
 class _Border:
-    """What crosses the borders of stages D - D', by D, for many D'. Affine in samples: rows per sample, fixed."""
+    """Bytes that cross the borders of stages D - D', by D, for many D'. Affine in samples: rows per sample, fixed."""
 
     def __init__(self, problem: Problem, members: NDArray[np.bool_]) -> None:
         size = problem.num_units
@@ -192,7 +192,7 @@ class _Border:
         return crossing, outside @ self.sent @ stages.T, uncut[0] > 0
 
     def _read_from(self, matrix: Array) -> Array:
-        """By downset and unit: what the downset reads of the unit."""
+        """Bytes that a downset reads of a unit, by downset and unit."""
         read: Array = np.matmul(matrix, self.inside.T).transpose(0, 2, 1)
         return read
 

@@ -1,4 +1,4 @@
-"""What pieces of a chain of units cost: seconds and bytes of the units from one position up to another."""
+"""Spans of a chain of units: seconds and bytes of the units from one position up to another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Spans:
         self._seconds: dict[int, Array] = {}
 
     def seconds(self, num_samples: int) -> Array:
-        """Of a forward and a backward for a share of `num_samples` samples, recomputation included."""
+        """Seconds of a forward and a backward for a share of `num_samples` samples, recomputation included."""
         if num_samples not in self._seconds:
             forward, total = slowest_seconds(self.problem, num_samples)
             table = _sums(total)
@@ -33,7 +33,7 @@ class Spans:
         return self._seconds[num_samples]
 
     def kept_bytes(self, num_samples: int) -> Array:
-        """Of a micro-batch in flight: what autograd saves; with recomputation, the inputs."""
+        """Bytes of a micro-batch in flight: tensors that autograd saves, or the inputs with recomputation."""
         saved = _sums(self.problem.saved_bytes(num_samples))
         if self.recompute:
             per_sample, fixed = self._received
@@ -41,7 +41,7 @@ class Spans:
         return saved
 
     def working_bytes(self, num_samples: int) -> Array:
-        """What a backward computes again: with recomputation, of all spans but those that end with the user's step."""
+        """Bytes that a backward computes again: with recomputation, except for spans with the user's step."""
         saved = _sums(self.problem.saved_bytes(num_samples))
         saved[:, -1] = 0
         return saved if self.recompute else np.zeros_like(saved)
@@ -61,7 +61,7 @@ class Spans:
 
     @cached_property
     def crossing_bytes(self) -> Array:
-        """By position: what goes from units before it to units after it and, for gradients, back, per micro-batch."""
+        """Bytes per micro-batch that cross each position, forward and, for gradients, backward."""
         crossing = np.zeros(self.num_units + 1)
         for value in self.problem.units.values:
             crossing[value.src + 1 : max(value.dsts) + 1] += value.num_directions * value.bytes.at(self.size)

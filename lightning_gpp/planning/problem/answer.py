@@ -1,4 +1,4 @@
-"""What a partitioner is given beside the problem, and what it returns."""
+"""The control that a partitioner gets with its problem, and the answer that it returns."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What flows between two stages of a draft: bytes per micro-batch in the forward and in the backward."""
+    """The data flow between two stages of a draft: bytes per micro-batch in the forward and in the backward."""
 
     forward: Affine
     backward: Affine
@@ -89,7 +89,8 @@ def with_chain(edges: Mapping[tuple[int, int], Flow], num_stages: int) -> dict[t
 
 
 class DraftTransfer(NamedTuple):
-    """Of a micro-batch between two stages, if nothing else is under way: its seconds, and those of every port.
+    """One micro-batch's transfer between two stages without contention: seconds until the last replica has it, and busy
+    seconds of each port.
 
     The former last until it has gone from all replicas of the one stage to all of the other.
     """
@@ -103,7 +104,7 @@ Route: TypeAlias = Callable[[int, int], tuple[Link, tuple[Port, ...]]]
 
 
 def transfer(route: Route, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int) -> DraftTransfer:
-    """Of a micro-batch of so many samples."""
+    """The transfer of `num_samples` samples from the replicas `src` to the replicas `dst`."""
     seconds, ports = 0.0, dict[Port, float]()
     for i, j, samples in overlaps(src, dst, num_samples):
         link, passed = route(i, j)

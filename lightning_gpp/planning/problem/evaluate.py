@@ -1,4 +1,4 @@
-"""What a draft is worth: seconds of a whole step, with warm-up, drain and sums of gradients, and bytes of memory."""
+"""The evaluator: step time of a draft, with warm-up, drain and all-reduces of gradients, and its memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Evaluation:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """What searches minimise: first what does not fit, then time."""
+        """The objective of searches: first the excess of memory, then time."""
         return (max(0.0, self.excess_bytes), self.seconds) if self.seconds < inf else (inf, inf)
 
 
@@ -114,7 +114,7 @@ class Evaluator:
         return self.problem.replicable and unreplicated(self.problem, draft)[1] > 1
 
     def _divisible(self, draft: Draft) -> bool:
-        """Whether nothing is cut into shares that cannot be cut; copies of a pipeline cut nothing."""
+        """True if all values that are cut into shares can be cut; pipeline replicas cut none."""
         if (not self._rigid_values and not self._rigid_units) or self._copies(draft):
             return True
         owner = stage_of_units(self.problem.num_units, [stage.units for stage in draft.stages])
@@ -124,7 +124,7 @@ class Evaluator:
         )
 
     def edges(self, draft: Draft) -> dict[tuple[int, int], Flow]:
-        """What flows between stages, wherever they are; of the last stages asked for it is known."""
+        """Data flow between the stages of a draft, on any devices. Cached for the most recent set of stages."""
         units = [stage.units for stage in draft.stages]
         if units != self._edges[0]:
             self._edges = units, flows(self.problem, stage_of_units(self.problem.num_units, units))
@@ -216,7 +216,7 @@ class Evaluator:
         return self._routes[src, dst]
 
     def figures(self, stage: DraftStage) -> StageFigures:
-        """What one replica of a stage costs; the slowest kind of its devices counts."""
+        """The costs of one replica of a stage on the slowest kind of its devices."""
         if stage not in self._figures:
             kinds = frozenset(map(self.problem.cluster.kind, stage.devices))
             key = stage.units, stage.share, stage.recompute, kinds
@@ -278,7 +278,7 @@ def topological_order(edges: Iterable[tuple[int, int]], num_stages: int) -> list
 
 
 def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:
-    """What one replica of a stage costs; the slowest kind of its devices counts."""
+    """The costs of one replica of a stage on the slowest kind of its devices."""
     units = list(stage.units)
     kinds = {problem.cluster.kind(device) for device in stage.devices}
     seconds = [problem.seconds(stage.share, kind) for kind in kinds]
@@ -299,14 +299,14 @@ def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:
 
 
 def all_reduce_seconds(problem: Problem, stage: DraftStage) -> float:
-    """Of the gradients of a stage over its replicas."""
+    """Seconds of the all-reduce of a stage's gradients over its replicas."""
     if len(stage.devices) == 1:
         return 0.0
     return problem.cluster.all_reduce_seconds(stage.devices, float(problem.parameter_bytes[list(stage.units)].sum()))
 
 
 def input_bytes(problem: Problem, stage: DraftStage) -> float:
-    """What a stage receives from others per micro-batch, on one replica, data included."""
+    """Bytes that one replica of a stage receives per micro-batch, data included."""
     inside = set(stage.units)
     values = (*problem.units.values, *problem.units.data)
     read = (value for value in values if value.src not in inside and read_by(value, inside))
@@ -314,7 +314,7 @@ def input_bytes(problem: Problem, stage: DraftStage) -> float:
 
 
 def read_by(value: Value, units: Set[int]) -> bool:
-    """Whether one of the units reads the value."""
+    """True if one of the units reads the value."""
     return not units.isdisjoint(value.dsts)
 
 

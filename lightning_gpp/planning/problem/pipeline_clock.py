@@ -47,7 +47,7 @@ def end_times(pipeline: ClockedStages, warm_up: Sequence[int], num_micro_batches
 
 
 def least_seconds(pipeline: ClockedStages, num_micro_batches: int, all_reduce: Sequence[float]) -> float:
-    """What a step takes at least, whatever the schedule; much quicker than `end_times`.
+    """A lower bound of the step time under any schedule; much quicker than `end_times`.
 
     A stage waits for the first forward of those ahead of it, after its last backward for theirs (or sums its
     gradients), and between its last forward and its last backward for the way of a micro-batch to the sinks and back.

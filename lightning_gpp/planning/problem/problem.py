@@ -88,7 +88,7 @@ class Problem:
         return self._seconds[key]
 
     def saved_bytes(self, num_samples: int) -> Array:
-        """What autograd keeps of every unit for `num_samples` samples."""
+        """Bytes that autograd keeps of every unit for `num_samples` samples."""
         if num_samples not in self._saved:
             units = self.units.units
             self._saved[num_samples] = np.array([unit.saved_bytes.at(num_samples) for unit in units], dtype=float)
@@ -106,7 +106,7 @@ class Problem:
 
     @cached_property
     def memory_bytes(self) -> Array:
-        """Of every device."""
+        """Memory of every device."""
         return np.array([device.memory_bytes for device in self.cluster.devices], dtype=float)
 
     @cached_property

@@ -50,7 +50,7 @@ def partitioner_of(name: str) -> Partitioner:
 
 
 def checked(name: str, problem: Problem, answer: object) -> Answer:
-    """What a partitioner, perhaps a user's own, returned.
+    """The answer of a partitioner, perhaps a user's own, checked.
 
     Raises:
         PlanError: it is no answer, or its draft leaves out or repeats units or devices.

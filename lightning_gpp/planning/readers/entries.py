@@ -43,7 +43,7 @@ class ProfileOperator:
 
     @property
     def idle(self) -> bool:
-        """Whether it stands for a value that is simply there: it takes no time and has no parameters."""
+        """True if it takes no time and has no parameters: it represents a given value."""
         return not (self.forward or self.backward or self.parameters)
 
 
@@ -65,7 +65,7 @@ def unique_names(names: Mapping[int, str]) -> dict[int, str]:
 
 
 class NodeContent(Protocol):
-    """What nodes of all profiles have."""
+    """Fields common to the nodes of all profiles."""
 
     @property
     def id(self) -> int: ...
@@ -75,7 +75,7 @@ class NodeContent(Protocol):
 
 
 class EdgeContent(Protocol):
-    """What edges of all profiles have: the ids of the nodes at their ends."""
+    """Fields common to the edges of all profiles: the ids of the nodes at their ends."""
 
     @property
     def source(self) -> int: ...

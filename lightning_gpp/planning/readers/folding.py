@@ -34,7 +34,7 @@ class Profile:
         return self.classes.get(self.nodes[number].colour, ())
 
     def keeps(self, number: int) -> bool:
-        """Whether a backward node reads the result of this one."""
+        """True if a backward node reads the result of this one."""
         return any(self.nodes[reader].backward for reader in self.graph.successors(number))
 
     @property

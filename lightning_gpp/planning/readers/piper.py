@@ -41,7 +41,7 @@ from lightning_gpp.planning.readers.entries import (
 from lightning_gpp.validation import validated
 
 FORWARD_SHARE = 1 / 3
-"""Of the time for forward and backward."""
+"""Share of the forward in the time for forward and backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,5 +113,5 @@ def _entry(node: _PiperNode, name: str, sent: float, time_unit: float) -> Profil
 
 
 def _way(ways: Sequence[_DeviceMode]) -> _DeviceMode:
-    """How the node runs on one device: keeping everything where the file says so, else the first way listed."""
+    """The mode of a node on one device: the one that keeps everything, if the file has it, otherwise the first."""
     return next((way for way in ways if way.id == "vanilla"), ways[0])

@@ -1,4 +1,4 @@
-"""What the executor asks of the data parallelism inside its stages."""
+"""The interface of the data parallelism inside stages, which the executor calls."""
 
 from __future__ import annotations
 

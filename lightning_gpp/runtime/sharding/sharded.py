@@ -80,7 +80,8 @@ class ShardedStages:
             shards.begin()
 
     def refresh(self, parameters: Mapping[str, Parameter], holders: Mapping[str, Sequence[int]]) -> None:
-        """What is not cut, and counts in the norm, after parameters were frozen, released or given to an optimizer.
+        """Update the unsharded parameters that count in the norm, after parameters were frozen, unfrozen or given to
+        an optimizer.
 
         Args:
             parameters: this rank's own, by canonical name.
@@ -103,7 +104,7 @@ class ShardedStages:
 
     @property
     def stepped(self) -> dict[str, Parameter]:
-        """What an optimizer steps in the place of the parameters that are cut: this rank's parts, by name."""
+        """The shards of this rank by name, which an optimizer steps instead of the parameters."""
         every = self._stages.values()
         return {name: part for shards in every for name, part in zip(shards.names, shards.stepped, strict=True)}
 

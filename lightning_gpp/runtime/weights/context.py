@@ -1,4 +1,4 @@
-"""What a policy knows of its device, read from the program; and the frame of an update."""
+"""The context of a policy: facts about its device, read from the program; and the frame of an update."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ parameter, before the learning rate's sign; None if the optimizer has not steppe
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one optimizer's updates are predicted."""
+    """The prediction rule of one optimizer."""
 
     optimizer: Optimizer
     descent: Change

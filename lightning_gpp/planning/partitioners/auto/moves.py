@@ -54,7 +54,7 @@ def _unit_moves(problem: Problem, shape: Shape, stage: int, fast: list[int]) -> 
 
 
 def _step_last(problem: Problem, shape: Shape) -> Shape:
-    """Where the step went to another stage, that one takes the place on device 0."""
+    """The shape with the stage of the user's step on device 0."""
     step, last = problem.num_units - 1, len(shape.groups) - 1
     place = next(index for index, group in enumerate(shape.groups) if step in group)
     return _flags_kept(problem, shape.swapped(place, last) if place != last else shape)

@@ -10,7 +10,7 @@ from lightning_gpp.planning.problem.problem import Array, Problem
 
 
 def orders(problem: Problem, weights: Array) -> list[list[int]]:
-    """As recorded, level by level, and branch after branch from either end of the graph; without repeats."""
+    """Orders of units: recorded, level by level, and branch by branch from either end of the graph; without repeats."""
     found = dict.fromkeys(tuple(order) for order in _orders(problem.order, weights))
     return [list(order) for order in found]
 
@@ -24,7 +24,7 @@ def _orders(graph: nx.DiGraph, weights: Array) -> Iterator[list[int]]:
 
 
 def _ranks(graph: nx.DiGraph, weights: Array, sign: int) -> dict[int, tuple[float, int]]:
-    """What branches are sorted by: light ones first (sign 1) or heavy ones first (-1)."""
+    """Sort keys of branches: light ones first (sign 1) or heavy ones first (-1)."""
     return {unit: (sign * weight, unit) for unit, weight in _reaching(graph, weights).items()}
 
 

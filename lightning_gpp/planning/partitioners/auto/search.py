@@ -35,16 +35,16 @@ MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
 """Units of a first search on larger units, in all and per device, and its share of the time."""
 
 FIRST_SHARE = 0.3
-"""Of the time, for first shapes."""
+"""Share of the time for the first shapes."""
 
 NUM_STARTS = 6
 """Shapes that are improved before any is disturbed."""
 
 MAX_UNITS, GRAPHPIPE_SHARE = 300, 0.2
-"""Where there are more units, GraphPipe's partitioner is not asked; and its share of the time where it is."""
+"""Most units for which GraphPipe's partitioner is asked, and its share of the time."""
 
 MAX_EVALUATIONS = 40_000
-"""Of shapes: where this comes before the time limit, the same model gives the same plan on every machine."""
+"""Limit of evaluated shapes. If it is reached before the time limit, a model gives the same plan on every machine."""
 
 GOOD_ENOUGH = 1.002
 """Times the lower bound: nothing is left to be gained."""
@@ -172,7 +172,7 @@ class Search:
                     yield replace(shape, spread=True)
 
     def _worth(self, number: int, seconds: float) -> bool:
-        """Whether a slowest stage of so many seconds per micro-batch can come near the best step."""
+        """True if a slowest stage of these seconds per micro-batch can come near the best step."""
         return self.rank[0] > 0 or number * seconds < 1.1 * self.rank[1]
 
     def _judge(self, shape: Shape, limit: float = inf) -> Rank:
@@ -249,7 +249,7 @@ class Search:
 
 
 def _by_graphpipe(problem: Problem, control: SearchControl) -> list[Shape]:
-    """What that partitioner finds, where it is quick."""
+    """Shapes found by GraphPipe's partitioner, if it is quick."""
     if problem.num_units > MAX_UNITS or problem.num_devices > MAX_SLOTS:
         return []
     draft = graphpipe(problem, SearchControl(seconds=GRAPHPIPE_SHARE * control.seconds)).draft

@@ -34,7 +34,7 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
-    """How an order may be cut.
+    """Possible cuts of an order.
 
     Args:
         order: of all units.

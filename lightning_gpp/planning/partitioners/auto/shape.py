@@ -1,4 +1,4 @@
-"""What `auto` changes step by step: stages as groups of units, with numbers of replicas instead of devices."""
+"""The shape that `auto` changes step by step: groups of units as stages, with numbers of replicas, without devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Shape:
     spread: bool = False
 
     def __post_init__(self) -> None:
-        """Where spreading means nothing, equal drafts are equal shapes."""
+        """Normalise the shape, so that equal drafts are equal shapes if spreading makes no difference."""
         if self.spread and (len(self.groups) == 1 or len(set(self.replicas)) > 1):
             object.__setattr__(self, "spread", False)
 

@@ -1,4 +1,4 @@
-"""Where stages of a line may begin and end, and what crosses their borders."""
+"""Cuts of a line, at which stages begin and end, and the values that cross their borders."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ def _add_cuts(shape: LineShape) -> None:
 
 
 def tail_units(line: Line, cut: LineCut, member: int) -> tuple[int, ...]:
-    """What a stage that begins at the cut has of the fork before, in branch number `member`."""
+    """Units of the fork before the cut, in branch number `member`, that are in the stage that begins at the cut."""
     fork = line.parts[cut.part - 1] if cut.group != NONE else None
     return Line(fork.lines[member].parts[cut.at :]).units if isinstance(fork, Fork) else ()
 
 
 def head_units(line: Line, cut: LineCut, member: int) -> tuple[int, ...]:
-    """What a stage that ends at the cut has of the fork behind, in branch number `member`."""
+    """Units of the fork behind the cut, in branch number `member`, that are in the stage that ends at the cut."""
     fork = line.parts[cut.part] if cut.group != NONE else None
     return Line(fork.lines[member].parts[: cut.at]).units if isinstance(fork, Fork) else ()
 
@@ -125,11 +125,11 @@ def _marked(line: Line, units: Sequence[int]) -> list[bool]:
 
 
 MESSAGES, PER_SAMPLE, FIXED, RIGID, INPUT_PER_SAMPLE, INPUT_FIXED = range(6)
-"""What `borders` counts: messages, their bytes per sample and otherwise, values that cannot be cut; received bytes."""
+"""Quantities of `borders`: messages, their bytes per sample and fixed, values that cannot be cut; received bytes."""
 
 
 def borders(shape: LineShape, values: Sequence[Value]) -> Array:
-    """What crosses the border of every stage, by [quantity, start, end]; both directions count, forward and backward.
+    """Quantities that cross the border of every stage, by [quantity, start, end], forward and backward.
 
     A value counts once where it comes in, however many read it, and once where it goes out.
     """
@@ -165,7 +165,7 @@ def _add_simple(sums: Array, shape: LineShape, values: Sequence[Value], place: d
 
 
 def _inside(shape: LineShape, place: dict[int, int], unit: int) -> tuple[Array, Array]:
-    """Whether a unit lies behind each start, and before each end; never for units outside of the line."""
+    """Masks of the starts before a unit, and of the ends behind it; all false for units outside of the line."""
     index = place.get(unit)
     if index is None:
         return np.zeros(len(shape.starts)), np.zeros(len(shape.ends))

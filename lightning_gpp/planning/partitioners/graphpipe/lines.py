@@ -123,7 +123,7 @@ class Likeness:
 def _ends(
     value: Value, inside: Callable[[int], int | None], outside: Callable[[int], int]
 ) -> tuple[float, float, int, bool, int, tuple[int, ...]]:
-    """What a value weighs, its source, and its readers without repetitions."""
+    """The bytes and flags of a value, its source, and its readers without repetitions."""
 
     def place(unit: int) -> int:
         found = inside(unit)

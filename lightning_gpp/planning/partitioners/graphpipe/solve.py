@@ -16,15 +16,15 @@ from lightning_gpp.planning.partitioners.graphpipe.tables import Counts, Tables
 T = TypeVar("T")
 
 Moves: TypeAlias = list[tuple[int, int, Sequence[int], list[tuple[int, int]]]]
-"""Of stages that begin at one cut, by replicas: shift, mask, the ends without and with a mask of their own."""
+"""Stages that begin at one cut, by replicas: shift, mask, the ends without and with a mask of their own."""
 
 Entries: TypeAlias = tuple[tuple[int, int], ...]
-"""Where a line ends and what follows there: (parts of the line that are left, pairs of what follows)."""
+"""Ends of a line with their continuations: (parts of the line that are left, pairs of the continuation)."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Solution:
-    """Of a line with what follows it: pairs of everything from each part on, and of what follows each end.
+    """The solution of a line with its continuation: pairs from each part on, and of the continuation of each end.
 
     `behind`: device-seconds per sample of what follows the line, where its devices count.
     """
@@ -71,7 +71,7 @@ class Solver:
         self._all_work = self.tables.work(self.tables.shape)[0]
 
     def whole(self) -> Solution:
-        """Of the whole graph, which nothing follows."""
+        """The solution of the complete graph, which has no continuation."""
         shape = self.tables.shape
         return self.solve(shape, ((len(shape), self.grid.bit(0, 0)),))
 
@@ -111,7 +111,7 @@ class Solver:
         return self.grid.up_to(most if most < num_devices else num_devices)
 
     def moves(self, shape: LineShape) -> list[Moves]:
-        """By start."""
+        """Moves by their start."""
         if shape not in self._moves:
             self._moves[shape] = self._found_moves(shape)
         return self._moves[shape]
@@ -139,7 +139,7 @@ class Solver:
             yield from self._passed(solution, part, depth, entries)
 
     def _followers(self, solution: Solution, part: int) -> dict[int, list[dict[int, int]]]:
-        """By depth of what follows the fork: for each group, what follows its line by the parts that are left of it."""
+        """Continuations by the depth behind the fork: for each group, those of its line by the remaining parts."""
         shape, moves = solution.shape, self.moves(solution.shape)
         found: dict[int, list[dict[int, int]]] = {}
         affordable = self._affordable(self.tables.work(shape)[part] + solution.behind)

@@ -1,4 +1,4 @@
-"""What every stage costs, for one micro-batch size: seconds per sample, and how many micro-batches fit its device."""
+"""Tables of stage costs for one micro-batch size: seconds per sample, and micro-batches that fit the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Counts = NDArray[np.int64]
 
 
 def weakest_link(cluster: Cluster, num_devices: int) -> Link:
-    """What joins `num_devices` neighbouring devices at worst.
+    """The slowest link between `num_devices` neighbouring devices.
 
     The innermost level whose groups all hold so many; where links of single pairs are given, the weakest of all.
     """
@@ -83,7 +83,7 @@ def options_of(problem: Problem, size: int, links: dict[int, Link]) -> list[Stag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTables:
-    """Of all stages of a shape, by [option, start, end].
+    """Costs of all stages of a line, by [option, start, end].
 
     Args:
         seconds: per sample; infinite where there is no such stage, or where it has to recompute.
@@ -128,7 +128,7 @@ class Tables:
     known: dict[tuple[int, ...], LineShape] = field(default_factory=dict)
     """Shapes of the line by what is alike in it: the same for most micro-batch sizes."""
     links: dict[int, Link] = field(default_factory=dict)
-    """What joins so many neighbouring devices: the same for all sizes."""
+    """Slowest links by the number of neighbouring devices, common to all sizes."""
     options: list[StageOption] = field(init=False)
     shape: LineShape = field(init=False)
     _costs: dict[LineShape, StageTables] = field(default_factory=dict, init=False)
@@ -160,7 +160,7 @@ class Tables:
         return self._work[shape]
 
     def costs(self, shape: LineShape) -> StageTables:
-        """Of all stages of a shape."""
+        """Costs of all stages of a line."""
         if shape not in self._costs:
             self._costs[shape] = self._of(shape)
         return self._costs[shape]

@@ -37,7 +37,7 @@ from lightning_gpp.planning.partitioners.series_parallel.tree import (
 
 Combine: TypeAlias = Callable[[Sequence[Tree]], Tree]
 Prime: TypeAlias = Callable[[OrderedPart], Tree | Sequence[OrderedPart] | None]
-"""What to do with a part that is neither parallel nor consecutive: a tree, or pieces to be put one after the other."""
+"""Treatment of a part that is neither parallel nor consecutive: returns a tree, or pieces to put in series."""
 
 
 def decompose(graph: nx.DiGraph) -> Tree | None:
@@ -82,7 +82,7 @@ def _step(order: Order, part: OrderedPart, prime: Prime) -> Tree | tuple[Combine
 
 
 def divide(order: Order, part: OrderedPart) -> tuple[Combine, Sequence[OrderedPart]] | None:
-    """How a part of several nodes is put together, and of which pieces; None for a prime part."""
+    """The combination of a part of several nodes, and its pieces; None for a prime part."""
     pieces = components(order, part)
     if len(pieces) > 1:
         return parallel, pieces

@@ -122,7 +122,7 @@ def consecutive(order: Order, part: OrderedPart) -> list[OrderedPart]:
 
 
 def pairs_across(order: Order, ordered: list[int], mask: int) -> list[int]:
-    """How many ordered pairs lie across the border behind each place of a topological order of a part."""
+    """Number of ordered pairs across the border behind each position of a topological order of a part."""
     across, total = [], 0
     for number in ordered:
         total += (order.after[number] & mask).bit_count() - (order.before[number] & mask).bit_count()

@@ -31,7 +31,7 @@ class CutSearch:
         return min(trees, key=lambda tree: (critical_path(tree, self._by_node), num_ordered(tree)))
 
     def tree(self, part: OrderedPart) -> Tree:
-        """Of a prime part: branch and bound over its cuts, lowest bounds first."""
+        """The best tree of a prime part, by branch and bound over its cuts, lowest bounds first."""
         self._trials_left = NUM_TRIALS
         return self._prime(part)
 

@@ -111,7 +111,7 @@ def critical_path(tree: Tree, weights: Mapping[TreeNode, float]) -> float:
 
 
 def num_ordered(tree: Tree) -> int:
-    """How many pairs of nodes the tree puts in order; the fewer, the more can run at the same time."""
+    """Number of pairs of nodes that the tree orders; the fewer, the more nodes can run at the same time."""
     count = 0
 
     def in_series(sizes: list[int]) -> int:
