@@ -102,7 +102,7 @@ class Session:
         return checked_slices(stages, self.plan, self._job.precision) if wanted else stages
 
     def executor(self, batch_size: int, together: bool = True) -> Executor:
-        """The executor for mini-batches of this size, made at the first one. `together`: with the program's collectives."""
+        """The executor for mini-batches of this size, made at the first. `together`: with collectives."""
         key = batch_size, together
         if key not in self._executors:
             control, replicas = self._control, self._replicas
