@@ -112,14 +112,14 @@ def deliver_prepared(module: Any, is_prepared: Callable[[], bool]) -> None:
 
 
 def read_ahead(trainer: Any, over: Callable[[Any], Iterator[Any]]) -> None:
-    """Let the fit loop read from `over(loader)` in the place of its combined loader."""
+    """Let the fit loop iterate over `over(loader)` instead of its combined loader."""
     fetcher = trainer.fit_loop._data_fetcher
     fetcher._combined_loader = _AheadOf(fetcher._combined_loader, over)
     iter(fetcher)
 
 
 class _AheadOf:
-    """A combined loader that is iterated in another way."""
+    """A combined loader with another iterator."""
 
     def __init__(self, loader: Any, over: Callable[[Any], Iterator[Any]]) -> None:
         self._loader, self._over = loader, over
@@ -135,7 +135,7 @@ class _AheadOf:
 
 
 def skip_step_broadcast(trainer: Any) -> None:
-    """Leave out the broadcast of every training step with which Lightning shares SIGTERM: rank 0 would wait in it."""
+    """Skip the broadcast by which Lightning shares SIGTERM in every training step: rank 0 would wait in it."""
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 

@@ -27,7 +27,7 @@ from lightning_gpp.training.options import Options
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What all ranks know of a mini-batch: its samples, and a fingerprint of its form."""
+    """Facts about a mini-batch that all ranks know: its samples, and a fingerprint of its form."""
 
     batch_size: int
     form: int

@@ -3,6 +3,7 @@ here first. Trainers are real ones."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only as shared_rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -223,6 +225,31 @@ def test_restore_batch_hooks() -> None:
     assert module.events == ["before", "after", "before", "after"]
 
 
+def test_deliver_prepared() -> None:
+    module, prepared = Hooked(), iter([True, False])
+    compat.deliver_prepared(module, lambda: next(prepared))
+    fit(module)
+    assert module.events == ["after", "before", "after"]
+    compat.restore_batch_hooks(module)
+    fit(module)
+    assert module.events[3:] == ["before", "after", "before", "after"]
+
+
+def test_read_ahead() -> None:
+    class Seeing(Line):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.events.append(batch.flatten().tolist())
+            return super().training_step(batch, batch_idx)
+
+    def over(loader: Any) -> Iterator[Any]:
+        yield from reversed(list(loader))
+
+    module = Seeing()
+    data = DataLoader(torch.arange(4.0).reshape(4, 1), batch_size=2)
+    fit(module, data, on_train_start=lambda trainer: compat.read_ahead(trainer, over))
+    assert module.events == [[2, 3], [0, 1]]
+
+
 def test_attach_data() -> None:
     class Data(L.LightningDataModule):
         def train_dataloader(self) -> DataLoader[Tensor]:
@@ -376,6 +403,19 @@ def test_disable_sigterm_broadcast(received: list[int]) -> None:
     trainer.fit(Line(), loader())
     assert received == [signal.SIGTERM], "the handler from before is still called"
     assert told == [False], "Lightning's own, which broadcasts, is not"
+
+
+@pytest.mark.usefixtures("no_group_left")
+def test_skip_step_broadcast() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    trainer = L.Trainer(**QUIET)
+    trainer._signal_connector.received_sigterm = True
+    loop = trainer.fit_loop.epoch_loop
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(loop).advance)
+    with pytest.raises(SIGTERMException):
+        loop._broadcast_sigterm_tensor()
+    compat.skip_step_broadcast(trainer)
+    loop._broadcast_sigterm_tensor()
 
 
 @pytest.mark.usefixtures("received")
