@@ -40,7 +40,7 @@ class Control:
         self.world, self._pipeline_group = mesh.control_group, mesh.pipeline_control_group
         self._told: deque[tuple[Tensor, list[Any]]] = deque()
         self.runs_step = self.device == 0
-        self.step_rank = mesh.global_rank(0)
+        self.step_rank, *self._others = mesh.pipeline_ranks()
 
     def share(self, numbers: Tensor) -> Tensor:
         """Numbers (a CPU tensor) of the step's rank, on every rank of its pipeline; overwrites the others' in place.
@@ -64,8 +64,7 @@ class Control:
 
     def _tell(self, numbers: Tensor) -> None:
         """Send to the other ranks of the pipeline, and keep what is sent until it has arrived."""
-        others = range(1, self.num_devices)
-        works = [dist.isend(numbers, self.mesh.global_rank(d), group=self._pipeline_group) for d in others]
+        works = [dist.isend(numbers, rank, group=self._pipeline_group) for rank in self._others]
         self._told.append((numbers, works))
         if len(self._told) > UNDERWAY:
             for work in self._told.popleft()[1]:

@@ -178,10 +178,6 @@ class Engine:
         self._incoming.upcoming = lambda: feed.upcoming
         return feed.over(loader)
 
-    def grad_norm(self) -> Tensor:
-        """The norm of the whole model's gradient."""
-        return self._training.grad_norm()
-
     def run(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run an evaluation step on the mini-batch that was announced; what it returned, where it ran."""
         outputs = self._run(step, arguments, 1.0, False)
