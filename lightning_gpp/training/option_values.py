@@ -13,7 +13,6 @@ from lightning_gpp.option import refusal
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import partitioner_names
 from lightning_gpp.planning.assignment.placement import KEYS, StagesSpec, read
-from lightning_gpp.runtime.weights import check_options as check_policy
 from lightning_gpp.schedules.registry import schedule_names
 
 SYNCHRONOUS: Final = "synchronous"
@@ -40,6 +39,13 @@ def loaded_plan(plan: Any) -> Plan | None:
     if isinstance(plan, str | Path):
         return Plan.load(plan)
     raise refusal("plan", plan, "a Plan, the path of a saved one, or null")
+
+
+def check_policy(name: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if there is no weight policy of this name, or it has no such options."""
+    from lightning_gpp.runtime.weights import check_options  # loads torch; the commands' help need not wait for it
+
+    check_options(name, dict(options))
 
 
 def weights_given(name: Any) -> str:

@@ -23,12 +23,12 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.placement import StagesSpec, read
 from lightning_gpp.planning.assignment.slices import Slicing
 from lightning_gpp.planning.candidates import check_replicas
-from lightning_gpp.runtime.weights import check_options as check_policy
 from lightning_gpp.schedules.registry import method_of, schedule_names
 from lightning_gpp.training.option_values import (
     AUTO,
     SYNCHRONOUS,
     ClusterSpec,
+    check_policy,
     cluster_given,
     duration,
     loaded_plan,
@@ -349,7 +349,7 @@ def _on_devices(options: Options) -> bool:
 
 def _check_weights(options: Options) -> None:
     if options.weights != SYNCHRONOUS:
-        check_policy(options.weights, dict(options.weight_options or {}))
+        check_policy(options.weights, options.weight_options or {})
         _check_without_flush(options)
         return
     for name in ("weight_options", "synchronous_steps", "flush_every", "delayed_devices"):
