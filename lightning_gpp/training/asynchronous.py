@@ -7,11 +7,12 @@ one is complete. No rank waits for one that is behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -23,6 +24,9 @@ from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.continuous import continuous_program
 from lightning_gpp.schedules.delayed import on_one_device
 from lightning_gpp.training.options import Options
+
+_PREFIX: Final = "gpp."
+_UPDATES: Final = "gpp.updates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +141,37 @@ class Asynchronous:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Numbers that a resumed run goes on from."""
-        return {"updates": self.policy.updates}
+    @contextmanager
+    def in_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, the state of the optimizer holds what the policy keeps for each parameter, as it holds momentum. So
+        it is saved, and divided among other ranks, in the same way."""
+        entries = {f"{_PREFIX}{name}": values for name, values in self.policy.saved().items()}
+        touched = [p for p in _parameters([optimizer]) if p in optimizer.state]
+        for parameter in touched:
+            state = optimizer.state[parameter]
+            state[_UPDATES] = self.policy.updates
+            state.update({name: values[parameter] for name, values in entries.items() if parameter in values})
+        try:
+            yield
+        finally:
+            for parameter in touched:
+                _taken(optimizer.state[parameter])
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from these numbers."""
-        self.policy.updates = int(state.get("updates", 0))
+    def take_from(self, optimizer: Optimizer) -> None:
+        """Go on from a state of the optimizer that was saved inside `in_optimizer`."""
+        found: dict[str, dict[Parameter, Tensor]] = {}
+        for parameter in _parameters([optimizer]):
+            for name, value in _taken(optimizer.state.get(parameter, {})).items():
+                if name == _UPDATES:
+                    self.policy.updates = int(value)
+                else:
+                    found.setdefault(name.removeprefix(_PREFIX), {})[parameter] = value
+        self.policy.restore(found)
+
+
+def _taken(state: dict[str, Any]) -> dict[str, Any]:
+    """The entries of the policy, which are removed."""
+    return {name: state.pop(name) for name in list(state) if isinstance(name, str) and name.startswith(_PREFIX)}
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> list[Parameter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -235,7 +236,8 @@ class Engine:
         """The state dict of the undivided optimizer, in the user's indexing; complete on global rank 0."""
         owned = self._replicas is not None and self._replicas.sharding == "zero1"
         index = self._index(optimizer)
-        return whole_optimizer_state(index, tensors_of(self.module), self._layout.placement, self.control, owned)
+        with nullcontext() if self._asynchronous is None else self._asynchronous.in_optimizer(optimizer):
+            return whole_optimizer_state(index, tensors_of(self.module), self._layout.placement, self.control, owned)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a state dict of the undivided optimizer; every rank keeps its part.
@@ -246,6 +248,8 @@ class Engine:
         index = self._index(optimizer)
         index.load(state, tensors_of(self.module))
         index.move(self.device)
+        if self._asynchronous is not None:
+            self._asynchronous.take_from(optimizer)
 
     def _index(self, optimizer: Optimizer) -> OptimizerIndex:
         for index in self._indices:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -87,6 +89,7 @@ def fit(settings: dict[str, Any], devices: int, model: dict[str, Any], trainer: 
     module = Towers(**model)
     strategy = GPPStrategy(num_micro_batches=2, failure_timeout=20.0, timeout=40.0, seed=5, **settings)
     options: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, **trainer}
+    checkpoint = options.pop("ckpt_path", None)
     run = harness.trainer(strategy, devices=devices, **options)
     generator = torch.Generator().manual_seed(1)
     samples = 50  # six mini-batches of 8, and one of 2
@@ -95,7 +98,7 @@ def fit(settings: dict[str, Any], devices: int, model: dict[str, Any], trainer: 
         torch.randn(samples, 3, dtype=torch.float64, generator=generator),
         torch.randint(0, 3, (samples,), generator=generator),
     )
-    run.fit(module, DataLoader(data, batch_size=8), DataLoader(data, batch_size=8))
+    run.fit(module, DataLoader(data, batch_size=8), DataLoader(data, batch_size=8), ckpt_path=checkpoint)
     state = {name: value.tolist() for name, value in module.state_dict().items() if not value.is_meta}
     return {
         "losses": module.losses,
@@ -143,6 +146,27 @@ def test_clipping_by_norm(clip_norm: str) -> None:
     alone = fit({**settings, "delayed_devices": 3}, 1, {}, trainer)
     same = first["losses"] == pytest.approx(alone["losses"], rel=1e-12)
     assert same == (clip_norm == "pipeline"), "the norm of one device is that of the whole model"
+
+
+def resumed(settings: dict[str, Any], folder: str, model: dict[str, Any]) -> dict[str, Any]:
+    """Two epochs in one run, and the second of them again from the checkpoint after the first."""
+    saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(folder, save_top_k=-1)]}
+    undisturbed = fit(settings, 3, model, saving)
+    files = sorted(Path(folder).iterdir())
+    return {"undisturbed": undisturbed, "again": fit(settings, 3, model, {"ckpt_path": str(files[0])})}
+
+
+def resumed_on_rank(rank: int, *arguments: Any) -> dict[str, Any]:
+    return resumed(*arguments)
+
+
+@pytest.mark.parametrize("weights", ["stash", "double_buffer", "corrected", "predicted"])
+def test_a_checkpoint_after_an_epoch_resumes_exactly(weights: str, tmp_path: Path) -> None:
+    settings = {"stages": STAGES, "weights": weights}
+    first, *_ = harness.run(3, resumed_on_rank, settings, str(tmp_path), {"optimizer": "AdamW"})
+    assert len(first["again"]["losses"]) == 7
+    assert first["again"]["losses"] == first["undisturbed"]["losses"][7:]
+    assert first["again"]["state"] == first["undisturbed"]["state"]
 
 
 def test_hooks_see_every_mini_batch_once() -> None:

@@ -13,6 +13,8 @@ of a finer pipeline; here a delay is what the program's own order makes of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -61,6 +63,12 @@ class Corrected(Latest):
                 self._follow(parameter, update)
         self._old, self._delay = {}, {}
         super().after_update()
+
+    def saved(self) -> dict[str, dict[Parameter, Tensor]]:
+        return {"velocity": dict(self._velocity)}
+
+    def restore(self, saved: Mapping[str, Mapping[Parameter, Tensor]]) -> None:
+        self._velocity = dict(saved.get("velocity", {}))
 
     @property
     def bytes_kept(self) -> int:

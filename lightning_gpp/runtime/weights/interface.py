@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -135,6 +136,13 @@ class Counting:
     def bytes_kept(self) -> int:
         """See `WeightPolicy`."""
         return 0
+
+    def saved(self) -> dict[str, dict[Parameter, Tensor]]:
+        """By name, the tensors that a run has to have to go on after a flush as if it had not been interrupted."""
+        return {}
+
+    def restore(self, saved: Mapping[str, Mapping[Parameter, Tensor]]) -> None:
+        """Take what `saved` gave; `updates` are those of that time."""
 
     def note(self, use: Use, kind: str, version: int) -> None:
         """Write the log, if there is one."""

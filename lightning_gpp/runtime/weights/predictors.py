@@ -18,8 +18,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 from lightning_gpp.errors import ConfigError
 
 Group = dict[str, Any]
-State = dict[str, Any]
-Change = Callable[[Group, State, int, Tensor | None], Tensor | None]
+Change = Callable[[Group, dict[str, Any], int, Tensor | None], Tensor | None]
 """From a parameter group, the parameter's state, a number of updates and the last gradient to the change of the
 parameter, before the learning rate's sign; None if the optimizer has not stepped it yet."""
 
@@ -79,7 +78,7 @@ def _without_momentum(group: Group) -> bool:
     return not group["momentum"] or bool(group.get("nesterov"))
 
 
-def _sgd(group: Group, state: State, updates: int, gradient: Tensor | None) -> Tensor | None:
+def _sgd(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
     buffer = state.get("momentum_buffer") if group["momentum"] else None
     if gradient is not None:
         decayed = gradient
@@ -87,7 +86,7 @@ def _sgd(group: Group, state: State, updates: int, gradient: Tensor | None) -> T
     return None if buffer is None else updates * buffer
 
 
-def _rmsprop(group: Group, state: State, updates: int, gradient: Tensor | None) -> Tensor | None:
+def _rmsprop(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
     if "square_avg" not in state:
         return None
     if group["momentum"]:
@@ -99,20 +98,20 @@ def _rmsprop(group: Group, state: State, updates: int, gradient: Tensor | None) 
     return None if gradient is None else updates * gradient / (square.sqrt() + group["eps"])
 
 
-def _adam(group: Group, state: State, updates: int, gradient: Tensor | None) -> Tensor | None:
+def _adam(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
     if "exp_avg" not in state:
         return None
     return updates * _adam_step(group, state, float(state["step"]))
 
 
-def _adam_step(group: Group, state: State, step: float, power: float = 1.0) -> Tensor:
+def _adam_step(group: Group, state: dict[str, Any], step: float, power: float = 1.0) -> Tensor:
     first, second = group["betas"]
     square = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
     mean = power * state["exp_avg"] / (1 - first**step)
     return torch.as_tensor(mean / ((square / (1 - second**step)).sqrt() + group["eps"]))
 
 
-def _nadam(group: Group, state: State, updates: int, gradient: Tensor | None) -> Tensor | None:
+def _nadam(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
     if "exp_avg" not in state or gradient is None:
         return None
     first, second = group["betas"]
@@ -124,14 +123,14 @@ def _nadam(group: Group, state: State, updates: int, gradient: Tensor | None) ->
     return torch.as_tensor(updates * mean / root)
 
 
-def _sgd_decaying(group: Group, state: State, updates: int, gradient: Tensor | None) -> Tensor | None:
+def _sgd_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
     momentum, buffer = group["momentum"], state.get("momentum_buffer")
     if not momentum or buffer is None:
         return None
     return torch.as_tensor((momentum - momentum ** (updates + 1)) / (1 - momentum) * buffer)
 
 
-def _adam_decaying(group: Group, state: State, updates: int, gradient: Tensor | None) -> Tensor | None:
+def _adam_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
     if "exp_avg" not in state:
         return None
     step, first = float(state["step"]), group["betas"][0]
