@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, count_pipelines, devices_per_pipeline
 from lightning_gpp.planning.assignment.layout_check import misfit
 from lightning_gpp.planning.problem.trial import memory_limits
-from lightning_gpp.reports import graph_svg, prediction_text, search_progress, timeline_svg
+from lightning_gpp.reports import graph_svg, period_text, prediction_text, search_progress, timeline_svg
+from lightning_gpp.runtime.weights import copies_of
 from lightning_gpp.simulation import Timeline
 from lightning_gpp.strategy import GPPStrategy
 from lightning_gpp.training.machine import Machine, resolved
+from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.planner import check_devices, devices_wanted, planned
-from lightning_gpp.training.predicted import simulated
+from lightning_gpp.training.predicted import simulated, without_flush
 from lightning_gpp.training.replicas import idle_sharding
 
 
@@ -57,8 +60,18 @@ def show(config: DictConfig) -> None:
         )
     task = task_of(config)
     prediction = predict(task)
-    print(prediction_text(prediction), *_advice(prediction), *task.subject.notes, sep="\n")
+    period = _without_flush(task, prediction)
+    print(prediction_text(prediction), *period, *_advice(prediction), *task.subject.notes, sep="\n")
     _write(config, prediction)
+
+
+def _without_flush(task: Task, prediction: Prediction) -> list[str]:
+    """For asynchronous training the period, and the delay and copies of the weights of every stage."""
+    name, plan = task.options.weights, prediction.plan
+    if name == SYNCHRONOUS:
+        return []
+    period = without_flush(plan, task.subject.step.graph, task.machine, prediction.num_pipelines)
+    return ["", period_text(plan, period, partial(copies_of, name))]
 
 
 def _write(config: DictConfig, prediction: Prediction) -> None:

@@ -5,6 +5,7 @@ from lightning_gpp.reports.gantt import timeline_svg
 from lightning_gpp.reports.graph import graph_svg, graph_text
 from lightning_gpp.reports.measured import Comparison, FigurePair, compare_timelines, comparison_text
 from lightning_gpp.reports.memory import memory_text
+from lightning_gpp.reports.period import period_text
 from lightning_gpp.reports.progress import search_progress
 from lightning_gpp.reports.schedule import DeviceFigures, Traffic, device_figures, schedule_figures, schedule_text
 from lightning_gpp.reports.search import alternatives_text, search_text
@@ -26,6 +27,7 @@ __all__ = [
     "graph_text",
     "memory_text",
     "partitioners_table",
+    "period_text",
     "plan_table",
     "prediction_text",
     "run_text",

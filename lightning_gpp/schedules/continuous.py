@@ -34,6 +34,7 @@ from lightning_gpp.schedules.messages import derive_messages
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 from lightning_gpp.schedules.registry import flights, make_schedule
 from lightning_gpp.schedules.verifier import verify
+from lightning_gpp.slices import is_sliced
 
 Row = tuple[tuple[Instruction, int], ...]
 """Instructions of a device, and the mini-batch of each: its number, or in a period by how many it is ahead."""
@@ -70,6 +71,24 @@ def unrolled(program: Program, num_batches: int) -> Program:
     return _Unrolling(program, num_batches).program()
 
 
+def forwards_ahead(program: Program) -> dict[Action, int]:
+    """For every forward by how many mini-batches it is ahead of its backward, in the steady state."""
+    return {
+        instruction.action: program.ahead[device][position] if program.ahead else 0
+        for device, instructions in enumerate(program.devices)
+        for position, instruction in enumerate(instructions)
+        if instruction.action is not None and instruction.action.kind is Kind.FORWARD
+    }
+
+
+def delays_of(program: Program) -> dict[int, int]:
+    """For every stage the largest number of updates between a forward and its backward, in the steady state."""
+    delays: dict[int, int] = {}
+    for action, ahead in forwards_ahead(program).items():
+        delays[action.stage] = max(delays.get(action.stage, 0), ahead)
+    return dict(sorted(delays.items()))
+
+
 def prove(program: Program) -> None:
     """Verify a continuous program for any number of mini-batches.
 
@@ -102,6 +121,11 @@ def _check(plan: Plan, total: int) -> None:
                 f"which a mini-batch of {total} samples does not allow. Choose strategy.micro_batch_size so that all "
                 "replicas get equally many."
             )
+    if is_sliced(plan):
+        raise ScheduleError(
+            "Slices of sequences (strategy.slices) need a flush after every mini-batch. Remove strategy.slices, or use "
+            "strategy.weights=synchronous."
+        )
     if plan.sharding == "fsdp":
         raise ScheduleError(
             "strategy.sharding=fsdp gathers parameters for one mini-batch at a time, and a pipeline that does not flush"

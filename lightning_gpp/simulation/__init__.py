@@ -1,8 +1,21 @@
 """The simulator: step time and peak memory of the same program that the runtime executes."""
 
 from lightning_gpp.cluster import Link
+from lightning_gpp.simulation.period import Period, simulate_period
 from lightning_gpp.simulation.simulator import simulate
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
 from lightning_gpp.simulation.timeline import Collective, Span, Timeline, Transfer, trace_events
 
-__all__ = ["Link", "Collective", "Span", "StageCost", "StageCosts", "Timeline", "Transfer", "simulate", "trace_events"]
+__all__ = [
+    "Collective",
+    "Link",
+    "Period",
+    "Span",
+    "StageCost",
+    "StageCosts",
+    "Timeline",
+    "Transfer",
+    "simulate",
+    "simulate_period",
+    "trace_events",
+]

@@ -8,7 +8,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import estimate
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import StageCosts, Timeline, simulate
+from lightning_gpp.simulation import Period, StageCosts, Timeline, simulate, simulate_period
 from lightning_gpp.training.machine import Machine
 
 
@@ -18,12 +18,23 @@ def simulated(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines:
     Raises:
         PlanError: the machine has fewer devices than the plan.
     """
-    known = machine.costs is not None or any(operator.flops.at(1) for operator in graph)
-    costs = _costs(plan, graph, machine, num_pipelines) if known else StageCosts.uniform(plan)
+    costs = _costs(plan, graph, machine, num_pipelines)
     return simulate(compile_program(plan, copies=num_pipelines), costs)
 
 
+def without_flush(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int = 1) -> Period:
+    """The steady state of a plan whose pipeline does not flush, simulated on a machine.
+
+    Raises:
+        PlanError: the machine has fewer devices than the plan.
+        ScheduleError: the schedule has no steady state.
+    """
+    return simulate_period(plan, _costs(plan, graph, machine, num_pipelines), num_pipelines)
+
+
 def _costs(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int) -> StageCosts:
+    if machine.costs is None and not any(operator.flops.at(1) for operator in graph):
+        return StageCosts.uniform(plan)
     cluster, needed = machine.cluster, plan.num_devices * num_pipelines
     if cluster.num_devices < plan.num_devices:
         raise PlanError(

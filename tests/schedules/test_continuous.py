@@ -10,13 +10,12 @@ from hypothesis import assume, given, settings
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
-from lightning_gpp.runtime.weights.context import delays_of
 from lightning_gpp.schedules import compile_program, verify
 from lightning_gpp.schedules.actions import Kind
-from lightning_gpp.schedules.continuous import continuous_program, unrolled
+from lightning_gpp.schedules.continuous import continuous_program, delays_of, unrolled
 from lightning_gpp.schedules.delayed import on_one_device
 from lightning_gpp.schedules.program import Program
-from lightning_gpp.simulation import StageCosts, simulate
+from lightning_gpp.simulation import StageCosts, simulate_period
 from tests.strategies import chain, plan_of, plans, towers
 
 SKIP = plan_of([(0, 1), (1, 2), (0, 2)], [1, 1, 1], 4, data=True)
@@ -135,11 +134,10 @@ def test_a_period_has_no_bubble(name: str, depth: int) -> None:
     """Flushed 1F1B takes M + D - 1 slots for M micro-batches, a period takes M."""
     plan = PLANS[name]
     count = len(plan.intervals(0))
-    costs = StageCosts.uniform(plan, 1, 1)
-    program = continuous_program(plan)
-    ends = [simulate(unrolled(program, number), costs).makespan for number in (program.lead + 3, program.lead + 5)]
-    assert (ends[1] - ends[0]) / 2 == pytest.approx(2 * count)
-    assert simulate(compile_program(plan), costs).makespan == pytest.approx(2 * (count + depth - 1))
+    period = simulate_period(plan, StageCosts.uniform(plan, 1, 1))
+    assert period.seconds == pytest.approx(2 * count)
+    assert period.flushed == pytest.approx(2 * (count + depth - 1))
+    assert period.fill_and_drain == pytest.approx(2 * (depth - 1))
 
 
 def test_on_one_device_every_action_has_the_same_lead() -> None:

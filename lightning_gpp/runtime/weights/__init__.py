@@ -6,7 +6,14 @@ from lightning_gpp.runtime.weights import latest as _latest  # noqa: F401  regis
 from lightning_gpp.runtime.weights import predicted as _predicted  # noqa: F401  registers itself
 from lightning_gpp.runtime.weights import stash as _stash  # noqa: F401  registers itself
 from lightning_gpp.runtime.weights.interface import Counting, Use, WeightPolicy, Weights
-from lightning_gpp.runtime.weights.registry import check_options, make_policy, options_of, register, weight_policy_names
+from lightning_gpp.runtime.weights.registry import (
+    check_options,
+    copies_of,
+    make_policy,
+    options_of,
+    register,
+    weight_policy_names,
+)
 
 __all__ = [
     "Counting",
@@ -14,6 +21,7 @@ __all__ = [
     "WeightPolicy",
     "Weights",
     "check_options",
+    "copies_of",
     "make_policy",
     "options_of",
     "register",

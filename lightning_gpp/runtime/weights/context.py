@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from lightning_gpp._compat.torch import kept_version_counters
 from lightning_gpp.runtime.weights.interface import WeightPolicy, Weights
-from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.schedules.actions import Action
+from lightning_gpp.schedules.continuous import delays_of, forwards_ahead
 from lightning_gpp.schedules.program import Program
 
 
@@ -38,24 +39,6 @@ def weights_of(
         delays=delays_of(program),
         optimizers=optimizers,
     )
-
-
-def forwards_ahead(program: Program) -> dict[Action, int]:
-    """For every forward by how many mini-batches it is ahead of its backward, in the steady state."""
-    return {
-        instruction.action: program.ahead[device][position] if program.ahead else 0
-        for device, instructions in enumerate(program.devices)
-        for position, instruction in enumerate(instructions)
-        if instruction.action is not None and instruction.action.kind is Kind.FORWARD
-    }
-
-
-def delays_of(program: Program) -> dict[int, int]:
-    """For every stage the largest number of updates between a forward and its backward, in the steady state."""
-    delays: dict[int, int] = {}
-    for action, ahead in forwards_ahead(program).items():
-        delays[action.stage] = max(delays.get(action.stage, 0), ahead)
-    return dict(sorted(delays.items()))
 
 
 def _entry(program: Program, ahead: Mapping[Action, int]) -> dict[tuple[int, int], int]:

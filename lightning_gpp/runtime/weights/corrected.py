@@ -40,6 +40,10 @@ class Corrected(Latest):
         self._velocity: dict[Parameter, Tensor] = {}
         self._old: dict[Parameter, Tensor] = {}
 
+    @classmethod
+    def copies(cls, delay: int) -> int:
+        return min(delay, 1)
+
     def enter_backward(self, use: Use) -> None:
         super().enter_backward(use)
         delay = self.measured_delay(use)

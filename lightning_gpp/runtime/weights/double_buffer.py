@@ -31,6 +31,10 @@ class DoubleBuffer(Versioned):
         super().__init__(weights)
         self._late = 0
 
+    @classmethod
+    def copies(cls, delay: int) -> int:
+        return 1
+
     def begin(self, before: Callable[[int], int], first: int) -> None:
         super().begin(before, first)
         self._late = max(self._late, int(any(self.weights.delays.values())))

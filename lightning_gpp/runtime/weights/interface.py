@@ -104,6 +104,11 @@ class Counting:
         self.log: list[tuple[Use, str, int]] | None = None
         self._before: Callable[[int], int] = int
 
+    @classmethod
+    def copies(cls, delay: int) -> int:
+        """Copies of a stage's weights that are kept besides the newest, if the stage has this delay."""
+        return 0
+
     def begin(self, before: Callable[[int], int], first: int) -> None:
         """See `WeightPolicy`."""
         self._before, self.first = before, first

@@ -45,6 +45,11 @@ def make_policy(name: str, weights: Weights, **options: Any) -> Counting:
     return _POLICIES[name](weights, **options)
 
 
+def copies_of(name: str, delay: int) -> int:
+    """Copies of a stage's weights that a policy keeps besides the newest, if the stage has this delay."""
+    return _POLICIES[name].copies(delay)
+
+
 def check_options(name: str, options: dict[str, Any]) -> None:
     """Raise ConfigError if there is no policy of this name, or it has no such options."""
     if name not in _POLICIES:

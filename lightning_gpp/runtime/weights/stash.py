@@ -34,6 +34,10 @@ class Stash(Versioned):
         super().__init__(weights)
         self.vertical_sync = vertical_sync
 
+    @classmethod
+    def copies(cls, delay: int) -> int:
+        return delay
+
     def version_of(self, use: Use) -> int:
         return self._at_entry(use) if self.vertical_sync else self.updates
 

@@ -1,0 +1,30 @@
+"""The text of a pipeline that does not flush: its period, and the delay and memory of every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_gpp.plan import Plan
+from lightning_gpp.reports.units import duration, size
+from lightning_gpp.simulation import Period
+
+
+def period_text(plan: Plan, period: Period, copies: Callable[[int], int]) -> str:
+    """Seconds per mini-batch with and without a flush, and a line for every stage.
+
+    Args:
+        plan: whose stages they are.
+        period: simulated.
+        copies: of a stage's weights besides the newest, from its delay.
+    """
+    lines = [
+        f"Without a flush: {duration(period.seconds)} per mini-batch, {duration(period.fill_and_drain)} to fill "
+        f"and drain; with a flush after each: {duration(period.flushed)}.",
+        "Delays, in optimizer steps between a forward and its backward:",
+    ]
+    for index, delay in period.delays.items():
+        stage, kept = plan.stages[index], copies(delay)
+        memory = size(kept * stage.figures.parameter_bytes)
+        copied = f"{kept} more {'copy' if kept == 1 else 'copies'} of its weights ({memory})" if kept else "no copy"
+        lines.append(f"  {index} {stage.name}: {delay}, {copied}")
+    return "\n".join(lines)
