@@ -54,4 +54,4 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     known = list(known)
     close = get_close_matches(str(name), known, n=3, cutoff=0.5)
     guess = f" Did you mean {' or '.join(close)}?" if close else ""
-    return f"{guess} There are: {', '.join(sorted(known))}."
+    return f"{guess} There are: {', '.join(sorted(known))}." if known else ""

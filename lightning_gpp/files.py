@@ -42,18 +42,19 @@ def with_numbers(content: Any) -> Any:
     return float(content) if isinstance(content, str) and _EXPONENT.match(content) else content
 
 
-def read_yaml(path: str | Path, *, error: type[GPPError]) -> Any:
-    """The content of a YAML file, or of a JSON file.
+def read_yaml(path: str | Path, *, error: type[GPPError], place: str = "") -> Any:
+    """The content of a YAML file, or of a JSON file. `place` is the beginning of messages, by default the path.
 
     Raises:
         GPPError: of the type `error`; the file cannot be read, is too large, or is not YAML.
     """
-    text = _read(path, error, MAX_BYTES)
+    place = place or str(path)
+    text = _read(path, error, place, MAX_BYTES)
     try:
         _check_nesting(text)
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as failure:
-        raise error(f"{path}: is not YAML that can be read: {_one_line(failure)}.") from failure
+        raise error(f"{place}: is not YAML that can be read: {_one_line(failure)}.") from failure
 
 
 def read_json(path: str | Path, *, error: type[GPPError]) -> Any:
@@ -62,23 +63,23 @@ def read_json(path: str | Path, *, error: type[GPPError]) -> Any:
     Raises:
         GPPError: of the type `error`; the file cannot be read, or is not JSON.
     """
-    text = _read(path, error)
+    text = _read(path, error, str(path))
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as failure:
         raise error(f"{path}: is not JSON: {_one_line(failure)}.") from failure
 
 
-def _read(path: str | Path, error: type[GPPError], limit: int | None = None) -> str:
+def _read(path: str | Path, error: type[GPPError], place: str, limit: int | None = None) -> str:
     try:
         size = Path(path).stat().st_size
         if limit is not None and size > limit:
-            raise error(f"{path}: has {size / 2**20:.0f} MiB; files of up to {limit // 2**20} MiB are read.")
+            raise error(f"{place}: has {size / 2**20:.0f} MiB; files of up to {limit // 2**20} MiB are read.")
         return Path(path).read_text(encoding="utf-8")
     except OSError as failure:
-        raise error(f"{path}: cannot be read: {failure.strerror}.") from failure
+        raise error(f"{place}: cannot be read: {failure.strerror}.") from failure
     except UnicodeDecodeError as failure:
-        raise error(f"{path}: is not text in UTF-8, see byte {failure.start}. Save it in this encoding.") from failure
+        raise error(f"{place}: is not text in UTF-8, see byte {failure.start}. Save it in this encoding.") from failure
 
 
 def _check_nesting(text: str) -> None:

@@ -224,7 +224,7 @@ class Plan:
         from lightning_gpp.validation import validated
 
         place = f"{path} (strategy.plan)"
-        content = _without_version(place, read_yaml(path, error=PlanError))
+        content = _without_version(place, read_yaml(path, error=PlanError, place=place))
         plan = validated(cls, content, place=place, error=PlanError, remedy=_REMEDY)
         _check_figures(plan, place)
         return plan

@@ -8,23 +8,23 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import update_wrapper
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_gpp.cli import schema
+from lightning_gpp.cli.help import ASKED, help_text
 from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
 from lightning_gpp.errors import GPPError
-
-Command = Callable[[DictConfig], None]
 
 
 def config_folder() -> Path:
@@ -34,51 +34,91 @@ def config_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
-def run(command: str, config_name: str, task: Command) -> None:
-    """Compose the configuration from the command line and hand it to `task`; user errors end without a traceback."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command of this package.
+
+    Args:
+        name: as the user types it.
+        config: the file in the configuration folder that it composes.
+        about: a sentence or two that say what it does.
+        examples: command lines, each with what it is for.
+        task: what it does with the composed configuration.
+    """
+
+    name: str
+    config: str
+    about: str
+    examples: Sequence[tuple[str, str]]
+    task: Callable[[DictConfig], None]
+
+    @property
+    def help(self) -> str:
+        return help_text(
+            name=self.name, about=self.about, examples=self.examples, folder=config_folder(), config=self.config
+        )
+
+
+def run(command: Command) -> None:
+    """Compose the configuration from the command line and hand it to the task; user errors end without a traceback."""
+    if not sys.argv[1:] or set(ASKED) & set(sys.argv[1:]):
+        print(command.help)
+        return
+    _prepare()
+    job = _HydraTask(command)
+    try:
+        with interruptible():
+            hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=command.config)(job)()
+    except KeyboardInterrupt as interrupt:
+        print(f"{command.name}: interrupted{' ' * bool(str(interrupt))}{interrupt}.", file=sys.stderr)
+        sys.exit(EXIT_CODE)
+    except (GPPError, HydraException, OmegaConfBaseException, OSError, UnicodeError) as error:
+        if not _is_told(error, job.started):
+            raise
+        print(f"{command.name}: {explain(error)}", file=sys.stderr)
+        sys.exit(1)
+    if job.failed:
+        sys.exit(1)
+
+
+def _prepare() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises instead of printing a shortened traceback
     # Lightning 2.6 on newer torch: nothing that a user could change, and every process would say it
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
     sys.argv.extend(quiet_overrides(os.environ))
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # modules of the user's project; an installed command has only its own folder
     schema.register()
-    failed: list[GPPError] = []
-    try:
-        with interruptible():
-            hydra.main(version_base="1.3", config_path=str(config_folder()), config_name=config_name)(
-                _told(command, task, failed)
-            )()
-    except InstantiationException as error:
-        if not isinstance(error.__cause__, GPPError):
-            raise  # a constructor failed: its traceback says where
-        print(f"{command}: {error.__cause__}", file=sys.stderr)
-        sys.exit(1)
-    except (GPPError, HydraException, OmegaConfBaseException) as error:
-        print(f"{command}: {explain(error)}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt as interrupt:
-        print(f"{command}: interrupted{' ' * bool(str(interrupt))}{interrupt}.", file=sys.stderr)
-        sys.exit(EXIT_CODE)
-    if failed:
-        sys.exit(1)
 
 
-def _told(command: str, task: Command, failed: list[GPPError]) -> Command:
-    """The task, whose user errors are told at once and kept: Hydra would tell all overrides of the job before them.
+def _is_told(error: Exception, started: bool) -> bool:
+    """Whether the message is enough: for a user's mistake. For others a traceback tells where it is."""
+    if isinstance(error, OSError | UnicodeError):
+        return not started  # of a run folder or a configuration file; else of the user's code
+    return not isinstance(error, InstantiationException)  # of a constructor
+
+
+class _HydraTask:
+    """The task as Hydra calls it. User errors are told at once: Hydra would tell all overrides of the job before them.
 
     In a sweep they end it, which Hydra does.
     """
 
-    @wraps(task)
-    def told(config: DictConfig) -> None:
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self.started = False
+        self.failed = False
+        update_wrapper(self, command.task)
+
+    def __call__(self, config: DictConfig) -> None:
+        self.started = True
         try:
-            task(config)
+            self.command.task(config)
         except GPPError as error:
             if HydraConfig.get().mode is RunMode.MULTIRUN:
                 raise
-            print(f"{command}: {error}", file=sys.stderr)
-            failed.append(error)
-
-    return told
+            print(f"{self.command.name}: {error}", file=sys.stderr)
+            self.failed = True
 
 
 def quiet_overrides(environment: Mapping[str, str]) -> list[str]:
@@ -92,6 +132,10 @@ def quiet_overrides(environment: Mapping[str, str]) -> list[str]:
 
 def explain(error: BaseException) -> str:
     """The messages of an error and of what caused it, and the keys that exist where one does not."""
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} is not KEY=VALUE, for example trainer.devices=4. --help lists groups and keys."
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}. hydra.run.dir=FOLDER chooses another run folder."
     if isinstance(error, GPPError):
         return str(error)
     lines = (line for cause in _causes(error) for line in (str(cause).split("\n    full_key")[0], _keys(cause)))

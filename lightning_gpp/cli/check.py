@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
-import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lightning_gpp.cli.target import imported
 from lightning_gpp.errors import ConfigError
 
 EXTERNAL_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -47,11 +47,7 @@ def _items(key: str, value: Any) -> Iterable[tuple[str, DictConfig]]:
 
 def check_target(path: str, node: DictConfig) -> None:
     """Refuse a target that cannot be imported, and keys that it has no argument for."""
-    try:
-        target = pkgutil.resolve_name(node._target_)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{path}._target_={node._target_} cannot be imported: {error}") from error
-    allowed = arguments(target)
+    allowed = arguments(imported(str(node._target_), f"{path}._target_"))
     given = [
         str(key) for key in node if str(key) not in ("_target_", "_convert_", "_recursive_", "_partial_", "_args_")
     ]

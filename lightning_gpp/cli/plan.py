@@ -7,13 +7,33 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from lightning_gpp.cli.app import run
+from lightning_gpp.cli.app import Command, run
 from lightning_gpp.cli.stopping import check_interrupted, interruptible
 
 
 def main() -> None:
     sys.argv[1:] = overrides(sys.argv[1:])
-    run("gpp-plan", "plan", plan)
+    run(
+        Command(
+            name="gpp-plan",
+            config="plan",
+            about="Plans a training run without processes and without its devices: prints who computes what, the "
+            "simulated timeline of a mini-batch and the memory of every device. Takes the same configuration as "
+            "gpp-train. gpp-plan compare has one row per partitioner, or per schedule.",
+            examples=_EXAMPLES,
+            task=plan,
+        )
+    )
+
+
+_EXAMPLES = (
+    ("gpp-plan experiment=two_tower output=plan.yaml", "The plan of a shipped example, written to a file."),
+    ("gpp-plan experiment=two_tower cluster=dgx_h100 cluster.num_nodes=2", "The same for two nodes of eight GPUs."),
+    ("gpp-plan experiment=two_tower svg=timeline.svg graph_svg=graph.svg", "The same with pictures."),
+    ("gpp-plan compare experiment=two_tower", "Partitioners side by side."),
+    ("gpp-plan compare experiment=two_tower schedules=all", "Schedules side by side."),
+    ("gpp-plan graph=graph.json batch_size=64 cluster=summit", "A graph of operators from a file, without a model."),
+)
 
 
 def overrides(arguments: Sequence[str]) -> list[str]:

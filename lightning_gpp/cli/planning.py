@@ -9,11 +9,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_gpp.cli.check import check
 from lightning_gpp.cli.subject import GraphFile, Step, captured, graph_file
+from lightning_gpp.cli.target import built
 from lightning_gpp.cluster import Cluster, cluster_of
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
@@ -58,6 +58,7 @@ def show(config: DictConfig) -> None:
             f"schedules={config.schedules} is for gpp-plan compare, which has one row per schedule. Say gpp-plan "
             "compare schedules=..., or strategy.schedule=... for the schedule of one plan."
         )
+    _check_outputs(config)
     task = task_of(config)
     prediction = predict(task)
     period = _without_flush(task, prediction)
@@ -74,9 +75,24 @@ def _without_flush(task: Task, prediction: Prediction) -> list[str]:
     return ["", period_text(plan, period, partial(copies_of, name))]
 
 
+_OUTPUTS = ("output", "timeline", "svg", "graph_svg")
+
+
+def _check_outputs(config: DictConfig) -> None:
+    """Refuse files that cannot be written, before a search that takes its time."""
+    for key in filter(config.get, _OUTPUTS):
+        path = Path(config[key])
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            existed = path.exists()
+            path.open("a").close()
+            if not existed:
+                path.unlink()  # it comes back with the plan, if there is one
+        except OSError as error:
+            raise ConfigError(f"{key}={path} cannot be written: {error.strerror}.") from error
+
+
 def _write(config: DictConfig, prediction: Prediction) -> None:
-    for path in filter(None, (config.output, config.timeline, config.svg, config.graph_svg)):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
     if config.output:
         prediction.plan.save(config.output)
     if config.timeline:
@@ -150,7 +166,7 @@ def task_of(config: DictConfig) -> Task:
         ConfigError: the configuration cannot work.
     """
     check(config)
-    strategy = instantiate(config.strategy)
+    strategy = built(config.strategy)
     if not isinstance(strategy, GPPStrategy):
         raise ConfigError(f"gpp-plan plans for strategy=gpp, not for {type(strategy).__name__}.")
     options = strategy.options

@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig
@@ -18,11 +17,12 @@ from torch.optim import Optimizer
 from lightning_gpp._compat.lightning import attach_data, transferred
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture import Capture
+from lightning_gpp.cli.target import built
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.footprint import Footprint
 from lightning_gpp.costs.model import CostModel
 from lightning_gpp.costs.table import CostTable
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning.readers import read_graph
 from lightning_gpp.stages.declared import Declared
@@ -78,7 +78,10 @@ def graph_file(config: DictConfig) -> GraphFile:
         )
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}; it must be a whole number >= 1.")
-    graph, table = read_graph(config.graph, time_unit=float(config.time_unit))
+    try:
+        graph, table = read_graph(config.graph, time_unit=float(config.time_unit))
+    except PlanError as error:
+        raise PlanError(f"graph={error}") from error  # which begins with the path
     footprint = Footprint(optimizer=config.optimizer or "adam", precision=str(config.trainer.precision))
     return GraphFile(graph=graph, batch_size=batch_size, table=table, footprint=footprint)
 
@@ -123,8 +126,8 @@ def captured(config: DictConfig, options: Options) -> Step:
             f"batch_size={config.batch_size} is for a graph from a file (graph=...); with a model it is the data's "
             "(data.batch_size in the shipped examples)."
         )
-    trainer, datamodule = _quiet_trainer(config.trainer.precision), instantiate(config.data)
-    model: L.LightningModule = instantiate(config.model)
+    trainer, datamodule = _quiet_trainer(config.trainer.precision), built(config.data)
+    model: L.LightningModule = built(config.model)
     trainer.precision_plugin.convert_module(model)
     attach_data(trainer, model, datamodule)
     batch = first_batch(datamodule) if options.example_batch is None else options.example_batch

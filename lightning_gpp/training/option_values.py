@@ -73,7 +73,10 @@ def cluster_given(cluster: Any) -> Cluster | str | None:
     if name in CLUSTERS:
         return name
     if Path(name).suffix in (".yaml", ".yml"):
-        return load_cluster(name)
+        try:
+            return load_cluster(name)
+        except ConfigError as error:
+            raise ConfigError(f"strategy.cluster={error}") from error  # which begins with the path
     raise ConfigError(
         f"strategy.cluster={name!r} is neither the name of a cluster nor a YAML file.{did_you_mean(name, CLUSTERS)}"
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -43,3 +45,39 @@ def command(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+FORKS = """
+import importlib, json, os, sys
+import gpp_examples.two_tower, lightning_gpp.cli.job, lightning_gpp.cli.planning  # take seconds: loaded once
+results = []
+for name, *arguments in json.load(sys.stdin):
+    process = os.fork()
+    if not process:
+        for number, stream in ((1, "out"), (2, "err")):
+            os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.argv = [f"gpp-{name}", *arguments]
+        importlib.import_module(f"lightning_gpp.cli.{name}").main()
+        sys.exit()
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    results.append([code, open("out").read(), open("err").read()])
+print(json.dumps(results))
+"""
+
+
+def commands(lines: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 55) -> list[tuple[int, str, str]]:
+    """Run commands one after the other, each in a process of its own: return codes, what was printed, and the errors.
+
+    They are forks of one process that has loaded what takes long.
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", FORKS],
+        input=json.dumps(lines),
+        cwd=cwd,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", **os.environ},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=timeout,
+        check=True,
+    )
+    return [(code, out, error) for code, out, error in json.loads(process.stdout)]

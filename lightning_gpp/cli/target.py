@@ -1,0 +1,99 @@
+"""Objects that a configuration names by `_target_`; a failure names its real cause, such as a missing package."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from typing import Any, Final
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from lightning_gpp.errors import ConfigError, GPPError, did_you_mean
+
+_EXTRAS: Final = {"sklearn": "examples", "transformers": "hf"}
+"""Packages that the shipped examples need, and the extra of this package that installs them."""
+
+
+def imported(name: str, key: str) -> Any:
+    """The object with a dotted name.
+
+    Args:
+        name: modules, and attributes inside the last of them.
+        key: the configuration key that names it, for messages.
+
+    Raises:
+        ConfigError: a module is missing or fails when it is imported, or it has no such attribute.
+    """
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise ConfigError(f"{key}={name} is not a dotted name such as my_package.MyModule.")
+    found, depth = None, 0
+    while depth < len(parts) and (module := _module(".".join(parts[: depth + 1]), f"{key}={name}")) is not None:
+        found, depth = module, depth + 1
+    if found is None:
+        raise ConfigError(
+            f"{key}={name} cannot be imported: there is no module {parts[0]!r}. Modules are looked for in the current "
+            "folder, in PYTHONPATH and among the installed packages."
+        )
+    for index in range(depth, len(parts)):
+        owner = ".".join(parts[:index])
+        if not hasattr(found, parts[index]):
+            names = did_you_mean(parts[index], _defined_in(found))
+            raise ConfigError(f"{key}={name} cannot be imported: {owner} has no attribute {parts[index]!r}.{names}")
+        found = getattr(found, parts[index])
+    return found
+
+
+def built(node: DictConfig, **arguments: Any) -> Any:
+    """The object that a node of the configuration describes.
+
+    Raises:
+        GPPError: it refuses its arguments.
+        InstantiationException: its constructor failed otherwise.
+    """
+    try:
+        return instantiate(node, **arguments)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, GPPError):
+            raise error.__cause__ from None
+        raise
+
+
+def _defined_in(owner: Any) -> list[str]:
+    """Public classes and functions of a module that are not imported there."""
+    public = {name: value for name, value in vars(owner).items() if not name.startswith("_")}
+    return [name for name, value in public.items() if getattr(value, "__module__", None) == owner.__name__]
+
+
+def _module(name: str, setting: str) -> Any:
+    """The module; None if there is none of this name.
+
+    Raises:
+        ConfigError: there is one, and it cannot be imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or name == error.name or name.startswith(f"{error.name}."):
+            return None
+        missing = f"{name} needs {error.name!r}, which is not installed"
+        raise ConfigError(f"{setting} cannot be imported: {missing}. {_remedy(error.name)}") from error
+    except Exception as error:
+        raise ConfigError(f"{setting} cannot be imported: {_cause(error)} while {name} was imported.") from error
+
+
+def _remedy(missing: str) -> str:
+    package = missing.partition(".")[0]
+    extra = _EXTRAS.get(package)
+    if extra is None:
+        return "Install the package that has it."
+    return f'Install it: pip install "lightning-gpp[{extra}]", or pip install ".[{extra}]" in a clone.'
+
+
+def _cause(error: Exception) -> str:
+    """The error with the line that it comes from."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if last.filename.startswith("<") else f" ({last.filename}, line {last.lineno})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

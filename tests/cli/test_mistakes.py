@@ -1,0 +1,163 @@
+"""Mistakes on the command line end with one sentence about the key and the remedy, and without a traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.commands import ROOT, command, commands
+
+pytestmark = pytest.mark.timeout(120)  # a dozen commands run in one fixture
+
+PROJECT = {
+    "mine.py": "class Model: pass\n",
+    "needy.py": "import a_package_that_is_missing\n",
+    "broken.py": "x = = 3\n",
+    "failing.py": "import torch\nraise OSError('no such device')\n",
+    "deep/__init__.py": "",
+    "deep/needy.py": "from sklearn.nowhere import nothing\n",
+    "latin.yaml": "name: M\xfcller\n",
+    "empty.yaml": "",
+}
+
+TWO_TOWER = "experiment=two_tower"
+
+MISTAKES: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "no module": ("train", (TWO_TOWER, "model._target_=nowhere.Model"), r"model\._target_=nowhere\.Model .* no module"),
+    "no class": (
+        "train",
+        (TWO_TOWER, "model._target_=mine.Modle"),
+        r"mine has no attribute 'Modle'\. Did you m",
+    ),
+    "no name": ("train", (TWO_TOWER, "model._target_=3"), r"model\._target_=3 is not a dotted name"),
+    "package": (
+        "train",
+        (TWO_TOWER, "model._target_=needy.M"),
+        "needy needs 'a_package_that_is_missing', which",
+    ),
+    "extra": (
+        "plan",
+        (TWO_TOWER, "model._target_=deep.needy.M"),
+        r'pip install "lightning-gpp\[examples\]", or',
+    ),
+    "syntax": ("train", (TWO_TOWER, "model._target_=broken.M"), r"SyntaxError: .* while broken was imported"),
+    "failing": ("train", (TWO_TOWER, "model._target_=failing.M"), r"OSError: no such device \(.*failing\.py, line 2\)"),
+    "checkpoint": (
+        "train",
+        (TWO_TOWER, "ckpt_path=none.ckpt"),
+        r"ckpt_path=none\.ckpt does not exist\. Give",
+    ),
+    "folder as checkpoint": ("train", (TWO_TOWER, "ckpt_path=deep"), "ckpt_path=deep is a folder"),
+    "run folder": ("train", (TWO_TOWER, "hydra.run.dir=mine.py/runs"), r"mine\.py/runs.*: .*hydra\.run\.dir=FOLDER"),
+    "junk": ("train", ("junk",), r"'junk' is not KEY=VALUE, for example trainer\.devices=4\. --help"),
+    "junk flag": ("train", (TWO_TOWER, "--junk"), "unrecognized arguments: --junk"),
+    "output below a file": (
+        "plan",
+        (TWO_TOWER, "output=mine.py/plan.yaml"),
+        r"output=mine\.py/plan\.yaml cannot be",
+    ),
+    "output is a folder": ("plan", (TWO_TOWER, "svg=deep"), "svg=deep cannot be written: Is a directory"),
+    "plan is a folder": (
+        "plan",
+        (TWO_TOWER, "strategy.plan=deep"),
+        r"deep \(strategy\.plan\): cannot be read: Is",
+    ),
+    "no plan": (
+        "plan",
+        (TWO_TOWER, "strategy.plan=no.yaml"),
+        r"no\.yaml \(strategy\.plan\): cannot be read: No",
+    ),
+    "empty plan": (
+        "plan",
+        (TWO_TOWER, "strategy.plan=empty.yaml"),
+        r"\(strategy\.plan\): the content is None; it",
+    ),
+    "encoded plan": ("plan", (TWO_TOWER, "strategy.plan=latin.yaml"), r"\(strategy\.plan\): is not text"),
+    "no cluster": (
+        "plan",
+        (TWO_TOWER, "strategy.cluster=no.yaml"),
+        r"strategy\.cluster=no\.yaml: cannot be read: No",
+    ),
+    "encoded cluster": (
+        "plan",
+        (TWO_TOWER, "strategy.cluster=latin.yaml"),
+        r"cluster=latin\.yaml: is not text",
+    ),
+    "graph": ("plan", ("graph=deep", "cluster=summit", "batch_size=8"), "graph=deep: cannot be read: Is a directory"),
+    "option": (
+        "plan",
+        (TWO_TOWER, "strategy.num_pipelines=0"),
+        r"strategy\.num_pipelines is 0; it must be a wh",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    for name, text in PROJECT.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="latin-1")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["train", "plan"])
+def results(project: Path, request: pytest.FixtureRequest) -> dict[str, tuple[int, str]]:
+    """The return code and the errors of every case of a command."""
+    cases = {case: arguments for case, (name, arguments, _) in MISTAKES.items() if name == request.param}
+    ran = commands([(request.param, *arguments) for arguments in cases.values()], cwd=project, timeout=110)
+    return {case: (code, error) for case, (code, _, error) in zip(cases, ran, strict=True)}
+
+
+def test_mistakes_are_told_without_a_traceback(results: dict[str, tuple[int, str]]) -> None:
+    told = {
+        case: code in (1, 2) and "Traceback" not in error and re.search(MISTAKES[case][2], " ".join(error.split()))
+        for case, (code, error) in results.items()
+    }
+    assert all(told.values()), {case: results[case] for case, is_told in told.items() if not is_told}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_gpus_on_a_machine_without(project: Path) -> None:
+    ((code, _, error),) = commands([("train", TWO_TOWER, "trainer=gpu")], cwd=project)
+    assert code == 1
+    assert re.match(r"gpp-train: Lightning refuses trainer.accelerator=gpu, .*gpu backend.* trainer=cpu", error)
+
+
+def test_a_failed_plan_leaves_no_empty_file(project: Path) -> None:
+    line = ("plan", "graph=mine.py", "cluster=summit", "batch_size=8", "output=new.yaml")
+    ((code, _, _),) = commands([line], cwd=project)
+    assert code == 1
+    assert not (project / "new.yaml").exists()
+
+
+@pytest.mark.parametrize(("name", "key"), [("train", "ckpt_path=null"), ("plan", "output=null")])
+@pytest.mark.parametrize("arguments", [(), ("--help",), (TWO_TOWER, "-h")])
+def test_help(name: str, key: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
+    result = command(name, *arguments, cwd=tmp_path, COLUMNS="80")
+    assert (result.returncode, result.stderr) == (0, "")
+    for part in (f"Usage: gpp-{name} ", f"gpp-{name} {TWO_TOWER}", "  cluster\n      cpu_host, ", f"  {key}\n"):
+        assert part in result.stdout
+    assert "  strategy.search_seconds=10.0\n      time limit of the partitioner's search" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_installed_command_finds_modules_of_the_current_folder(project: Path, tmp_path: Path) -> None:
+    """Python puts the folder of the command's script in front of the module path, not the current one."""
+    (tmp_path / "script.py").write_text("from lightning_gpp.cli.plan import main; main()")
+    result = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), TWO_TOWER, "model._target_=mine.Nothing"],
+        cwd=project,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", **os.environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "mine has no attribute 'Nothing'" in result.stderr
