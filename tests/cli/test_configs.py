@@ -7,7 +7,7 @@ import re
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException, HydraException, InstantiationException
+from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 
 from lightning_gpp.cli.app import config_folder, explain
@@ -103,7 +103,7 @@ def test_a_wrong_name_is_refused_before_anything_is_built(override: str, message
     ],
 )
 def test_an_option_is_refused_before_data_and_model_are_built(override: str, message: str) -> None:
-    with pytest.raises(InstantiationException, match=message):
+    with pytest.raises(ConfigError, match=message):
         build(composed("experiment=two_tower", "~data", "~model", override))
 
 
