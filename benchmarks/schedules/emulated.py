@@ -27,9 +27,9 @@ from lightning_gpp.plan import STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.planning.assignment.timed import timed
 from lightning_gpp.runtime import LOSS, DistributedTransport, Executor, Mesh, MicroBatch, Slot, pairs_of
-from lightning_gpp.schedules import compile_program, schedule_names
+from lightning_gpp.schedules import Program, compile_program, schedule_names
 from lightning_gpp.schedules.registry import method_of
-from lightning_gpp.simulation import StageCost, StageCosts, simulate
+from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import load, run  # noqa: E402
@@ -137,30 +137,40 @@ def measure(rank: int, schedules: Sequence[str], num_micro_batches: int, repetit
 
 
 def executed(rank: int, schedule: str, entry: Case, repetitions: int) -> str:
-    plan, program = entry.plan, compile_program(entry.plan)
+    program = compile_program(entry.plan)
+    executor = executor_of(rank, program)
+    times = []
+    for _ in range(repetitions + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        executor.run(loss_weight=1 / entry.plan.batch_size)
+        dist.barrier()
+        times.append(time.perf_counter() - start)
+    timeline = simulate(program, entry.costs)
+    check_peaks(executor, timeline, f"{schedule} on {entry.model}")
+    figures = f"{timeline.bubble_fraction:.1%} | {max(timeline.peak_in_flight.values())}"
+    return f"| {schedule} | {entry.model} | {figures} | {compared(timeline.makespan, times[1:])} |"
+
+
+def executor_of(rank: int, program: Program) -> Executor:
+    plan = program.plan
     layers = [Layer(index, stage.figures.forward_seconds.fixed) for index, stage in enumerate(plan.stages)]
     spec = TensorSpec(shape=(Affine(1, 0), Affine(0, WIDTH)), dtype="float32", requires_grad=True)
-    executor = Executor(
+    return Executor(
         program,
         rank,
         stages={index: SleepingStage(layers[index], index, plan) for index in plan.stages_on(rank)},
         slots=[() if edge.artificial else (Slot(f"x{edge.src}", spec),) for edge in plan.edges],
         transport=DistributedTransport(Mesh(dist.get_world_size(), 1, rank), pairs_of(plan)),
     )
-    times = []
-    for _ in range(repetitions + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        executor.run(loss_weight=1 / plan.batch_size)
-        dist.barrier()
-        times.append(time.perf_counter() - start)
-    timeline = simulate(program, entry.costs)
+
+
+def check_peaks(executor: Executor, timeline: Timeline, label: str) -> None:
+    """Stop if a stage held more or fewer micro-batches than the simulator says."""
     peaks = executor.peak_in_flight
     expected = {stage: timeline.peak_in_flight[stage] for stage in peaks}
     if peaks != expected:
-        raise RuntimeError(f"{schedule} on {entry.model}: peaks in flight {peaks}, promised {expected}")
-    figures = f"{timeline.bubble_fraction:.1%} | {max(timeline.peak_in_flight.values())}"
-    return f"| {schedule} | {entry.model} | {figures} | {compared(timeline.makespan, times[1:])} |"
+        raise RuntimeError(f"{label}: peaks in flight {peaks}, promised {expected}")
 
 
 def compared(goal: float, times: Sequence[float]) -> str:

@@ -42,8 +42,8 @@ class Rule:
         state = self.optimizer.state.get(parameter, {})
         if gradient is None and self.needs_gradient(group):
             return None
-        if gradient is not None and group.get("maximize"):
-            gradient = -gradient
+        if gradient is not None:
+            gradient = _with_decay(gradient, parameter, group)
         descent = self.descent(group, state, updates, gradient)
         return None if descent is None else -group["lr"] * descent
 
@@ -66,6 +66,13 @@ def predictor_of(optimizer: Optimizer, kind: str) -> Rule:
     return Rule(plain, descent, needs_gradient)
 
 
+def _with_decay(gradient: Tensor, parameter: Parameter, group: Group) -> Tensor:
+    """The gradient as the optimizer sees it: of what it minimises, and with the weight decay that is part of it."""
+    gradient = -gradient if group.get("maximize") else gradient
+    decay = 0.0 if group.get("decoupled_weight_decay") else group["weight_decay"]
+    return gradient + decay * parameter.data if decay else gradient
+
+
 def _never(group: Group) -> bool:
     return False
 
@@ -81,8 +88,7 @@ def _without_momentum(group: Group) -> bool:
 def _sgd(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
     buffer = state.get("momentum_buffer") if group["momentum"] else None
     if gradient is not None:
-        decayed = gradient
-        return updates * (decayed if buffer is None else decayed + group["momentum"] * buffer)
+        return updates * (gradient if buffer is None else gradient + group["momentum"] * buffer)
     return None if buffer is None else updates * buffer
 
 
@@ -124,13 +130,17 @@ def _nadam(group: Group, state: dict[str, Any], updates: int, gradient: Tensor |
 
 
 def _sgd_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
-    momentum, buffer = group["momentum"], state.get("momentum_buffer")
+    momentum: float = group["momentum"]
+    buffer: Tensor | None = state.get("momentum_buffer")
     if not momentum or buffer is None:
         return None
-    return torch.as_tensor((momentum - momentum ** (updates + 1)) / (1 - momentum) * buffer)
+    first = 2 if group["nesterov"] else 1
+    factor: float = sum(momentum**k for k in range(first, first + updates))
+    return factor * buffer
 
 
 def _adam_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
+    """The second moment stays, as FTPipe has it."""
     if "exp_avg" not in state:
         return None
     step, first = float(state["step"]), group["betas"][0]

@@ -1,0 +1,227 @@
+"""Weight policies against published theory: largest stable steps of PipeMare, and exactness of weight predictors."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
+
+from lightning_gpp.runtime.weights import Counting, Use, Weights, make_policy
+from lightning_gpp.runtime.weights.context import update
+
+# -- largest stable steps ---------------------------------------------------------------------------------------------
+
+STEP = 0.01
+"""Relative distance of the steps that are tried."""
+
+TOLERANCE = 2 * STEP
+"""Of a first unstable step: the next one that is tried, and as much for growth that a run is too short to show."""
+
+NO_CORRECTION = {"rescale_steps": 0, "discrepancy_decay": 0}
+
+
+def tried(smallest: float, largest: float) -> Tensor:
+    count = math.ceil(math.log(largest / smallest) / math.log1p(STEP))
+    return smallest * (1 + STEP) ** torch.arange(count + 1, dtype=torch.float64)
+
+
+def first_unstable(policy: str, delay: int, mismatch: Sequence[float], **options: Any) -> list[float]:
+    """For every mismatch the smallest step at which a quadratic of curvature 1 grows; infinite if none does.
+
+    The gradient is (1 + mismatch) * forward's weight - mismatch * backward's weight. All steps and mismatches are tried
+    at once: each is an entry of one parameter, and entries do not know of each other. An unstable entry is larger at
+    the end of the run than in the middle; both are windows longer than an oscillation.
+    """
+    steps = tried(1e-3, 2.1)
+    delta = torch.tensor(mismatch, dtype=torch.float64)[:, None]
+    number = 200 * (delay + 1)
+    weight = nn.Parameter(torch.ones(len(delta), len(steps), dtype=torch.float64))
+    values = driven(policy, weight, delay, number, lambda f, b: steps * ((1 + delta) * f - delta * b), **options)
+    middle, end = largest(values, delay, number // 2), largest(values, delay, number - number // 2)
+    grows = ~(end <= middle)  # also where it is no number any more
+    return [float(steps[row][0]) if row.any() else math.inf for row in grows]
+
+
+def largest(values: Iterator[Tensor], delay: int, number: int) -> Tensor:
+    """The largest absolute value of every entry in the last few of the next `number` values."""
+    last = deque((value.abs() for value in islice(values, number)), maxlen=10 * (delay + 1))
+    return torch.stack([*last]).amax(dim=0)
+
+
+def driven(
+    name: str,
+    weight: nn.Parameter,
+    delay: int,
+    number: int,
+    change: Callable[[Tensor, Tensor], Tensor],
+    **options: Any,
+) -> Iterator[Tensor]:
+    """The weight after each mini-batch of a stage whose forwards are `delay` mini-batches ahead of its backwards."""
+    policy = make_policy(name, Weights(parameters={0: [weight]}, lead=delay, delays={0: delay}), **options)
+    policy.begin(int, 0)
+    forwards = deque[Tensor]()
+    for batch in range(-delay, number):
+        forwards.append(forward(policy, weight, batch + delay))
+        if batch >= 0:
+            step = change(forwards.popleft(), backward(policy, weight, batch))
+            with torch.no_grad(), update(policy, [weight]):
+                weight -= step
+            yield weight.detach().clone()
+
+
+def forward(policy: Counting, weight: nn.Parameter, batch: int) -> Tensor:
+    """The weight that a forward computes with."""
+    policy.enter_forward(Use(0, batch, 0))
+    value = weight.detach().clone()
+    policy.leave_forward(Use(0, batch, 0))
+    return value
+
+
+def backward(policy: Counting, weight: nn.Parameter, batch: int) -> Tensor:
+    """The weight that a backward computes with."""
+    policy.enter_backward(Use(0, batch, 0, final=True))
+    value = weight.detach().clone()
+    policy.leave_backward(Use(0, batch, 0, final=True))
+    return value
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 5, 10, 20])
+def test_largest_step_under_a_delay(delay: int) -> None:
+    """PipeMare's Lemma 1."""
+    bound = 2 * math.sin(math.pi / (4 * delay + 2))
+    for policy, options in (("latest", {}), ("corrected", NO_CORRECTION)):
+        assert first_unstable(policy, delay, [0.0], **options) == [pytest.approx(bound, rel=TOLERANCE)]
+
+
+def test_rescaled_steps_are_stable_whatever_the_delay() -> None:
+    """PipeMare's T1 divides the step by the delay: the bound becomes 2 tau sin(pi / (4 tau + 2)), about pi / 2."""
+    for delay in (5, 10, 20):
+        bound = 2 * delay * math.sin(math.pi / (4 * delay + 2))
+        found = first_unstable("corrected", delay, [0.0], rescale_steps=10**12, discrepancy_decay=0)
+        assert found == [pytest.approx(bound, rel=TOLERANCE)]
+
+
+MISMATCHES = [0.0, 1.0, 5.0, 50.0, -5.0]
+TABLE = {
+    (10, 0.0): [0.1494, 0.0592, 0.0175, 0.00196, 0.2227],
+    (10, 0.01): [0.1494, 0.1591, 0.0846, 0.00884, 0.0292],
+    (10, 0.1): [0.1494, 0.1396, 0.1192, 0.0173, 0.0534],
+    (10, math.exp(-2)): [0.1494, 0.1310, 0.0971, 0.0198, 0.0596],
+    (10, 0.7): [0.1494, 0.0670, 0.0220, 0.00268, 0.1498],
+}
+"""For a delay and a decay D of T2 (0: off) the first unstable step under each mismatch, by the eigenvalues of the
+recurrence with its velocity."""
+
+
+@pytest.mark.parametrize(("delay", "decay"), TABLE)
+def test_largest_step_under_a_mismatch_of_forward_and_backward(delay: int, decay: float) -> None:
+    """PipeMare's Lemma 2, and T2, which helps positive mismatches and harms negative ones."""
+    policy = "corrected" if decay else "latest"
+    options = {"rescale_steps": 0, "discrepancy_decay": decay} if decay else {}
+    found = first_unstable(policy, delay, MISMATCHES, **options)
+    assert found == [pytest.approx(step, rel=TOLERANCE) for step in TABLE[delay, decay]]
+
+
+# -- predictors -------------------------------------------------------------------------------------------------------
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+
+CONSTANT: dict[str, Make] = {
+    "sgd": lambda p: SGD(p, lr=0.1),
+    "sgd, maximize": lambda p: SGD(p, lr=0.1, maximize=True),
+    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "dampening": lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
+    "momentum, maximize": lambda p: SGD(p, lr=0.1, momentum=0.9, maximize=True),
+    "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: Adam(p, lr=0.1),
+    "adam, maximize": lambda p: Adam(p, lr=0.1, maximize=True),
+    "amsgrad": lambda p: Adam(p, lr=0.1, amsgrad=True),
+    "adamw": lambda p: AdamW(p, lr=0.1, weight_decay=0.0),
+    "adamw, fused": lambda p: AdamW(p, lr=0.1, weight_decay=0.0, fused=True),
+    "nadam": lambda p: NAdam(p, lr=0.1, momentum_decay=1.0),
+    "nadam, maximize": lambda p: NAdam(p, lr=0.1, momentum_decay=1.0, maximize=True),
+    "rmsprop": lambda p: RMSprop(p, lr=0.1),
+    "rmsprop, momentum": lambda p: RMSprop(p, lr=0.1, momentum=0.9),
+    "rmsprop, maximize": lambda p: RMSprop(p, lr=0.1, maximize=True),
+}
+
+
+class Predicting:
+    """A parameter, its optimizer, and the policy that predicts it."""
+
+    def __init__(self, make: Make, predictor: str) -> None:
+        self.weight = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+        self.optimizer = make([self.weight])
+        weights = Weights(parameters={0: [self.weight]}, optimizers=lambda: [self.optimizer])
+        self.policy = make_policy("predicted", weights, predictor=predictor)
+        self.policy.begin(int, 0)
+
+    def train(self, steps: int, gradient: list[float]) -> Tensor:
+        """That many updates with one gradient; the weight then."""
+        for _ in range(steps):
+            self.weight.grad = torch.tensor(gradient, dtype=torch.float64)
+            with update(self.policy, [self.weight]):
+                self.optimizer.step()
+        return self.weight.detach().clone()
+
+    def predicted(self, updates: int) -> Tensor:
+        """The weight of a forward whose backward comes after that many updates."""
+        return forward(self.policy, self.weight, self.policy.updates + updates)
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_linear_predictions_are_exact_while_gradients_stay(name: str) -> None:
+    model = Predicting(CONSTANT[name], "linear")
+    model.train(3000, [0.3, -0.7])  # until moments no longer change
+    before = model.weight.detach().clone()
+    predicted = {updates: model.predicted(updates) for updates in (1, 3, 7)}
+    assert torch.equal(model.weight, before)
+    seen = {count: model.train(more, [0.3, -0.7]) for more, count in ((1, 1), (2, 3), (4, 7))}
+    torch.testing.assert_close(predicted, seen, rtol=1e-10, atol=0.0)
+    assert not torch.equal(seen[7], before)
+
+
+@pytest.mark.parametrize("make", [SGD, RMSprop, NAdam])
+def test_gradients_in_predictions_have_the_weight_decay_that_the_optimizer_adds(make: Any) -> None:
+    lr = 1e-6  # so small that the weights, and so the decay, stay
+    model = Predicting(lambda p: make(p, lr=lr, weight_decay=0.5), "linear")
+    before = model.train(3000, [0.3, -0.7])
+    predicted = model.predicted(4) - before
+    torch.testing.assert_close(predicted, model.train(4, [0.3, -0.7]) - before, rtol=2e-2, atol=0.0)
+
+
+VANISHING: dict[str, Make] = {
+    "sgd": lambda p: SGD(p, lr=0.1),
+    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "constant momentum": lambda p: SGD(p, lr=0.1, momentum=1.0),
+}
+
+
+@pytest.mark.parametrize("name", VANISHING)
+def test_decaying_predictions_are_exact_while_gradients_vanish(name: str) -> None:
+    model = Predicting(VANISHING[name], "decay")
+    model.train(3, [0.3, -0.7])
+    predicted = {updates: model.predicted(updates) for updates in (1, 3, 7)}
+    seen = {count: model.train(more, [0.0, 0.0]) for more, count in ((1, 1), (2, 3), (4, 7))}
+    torch.testing.assert_close(predicted, seen, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("make", [Adam, AdamW])
+def test_decaying_predictions_of_adam_keep_the_second_moment(make: Any) -> None:
+    """Gradients that vanish would shrink it, too; FTPipe assumes that it stays."""
+    model = Predicting(lambda p: make(p, lr=0.1, weight_decay=0.0), "decay")
+    model.train(3, [0.3, -0.7])
+    predicted = model.predicted(7)
+    second = model.optimizer.state[model.weight]["exp_avg_sq"]
+    for _ in range(7):
+        second /= 0.999  # the step multiplies by this
+        model.train(1, [0.0, 0.0])
+    torch.testing.assert_close(predicted, model.weight.detach(), rtol=1e-12, atol=0.0)
