@@ -143,7 +143,7 @@ class Counting:
         return 0
 
     def saved(self) -> dict[str, dict[Parameter, Tensor]]:
-        """By name, the tensors that a run has to have to go on after a flush as if it had not been interrupted."""
+        """The tensors by name that a run needs to go on after a flush as if it had not been interrupted."""
         return {}
 
     def restore(self, saved: Mapping[str, Mapping[Parameter, Tensor]]) -> None:
