@@ -53,7 +53,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """How long is measured: mini-batches in a row, and repetitions of that."""
+    """The length of a measurement: mini-batches in a row, and repetitions of that."""
 
     mini_batches: int
     repetitions: int

@@ -22,7 +22,7 @@ STEP = 0.01
 """Relative distance of the steps that are tried."""
 
 TOLERANCE = 2 * STEP
-"""Of a first unstable step: the next one that is tried, and as much for growth that a run is too short to show."""
+"""Relative error of a first unstable step: one tried step, and as much for growth that a run is too short to show."""
 
 NO_CORRECTION = {"rescale_steps": 0, "discrepancy_decay": 0}
 
