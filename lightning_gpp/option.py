@@ -84,12 +84,14 @@ def option(
 
 
 def options_of(owner: type) -> tuple[Option, ...]:
-    """The options that a dataclass defines, in its order."""
+    """The options of a dataclass: its own in their order, then those that it inherits."""
     kinds = get_type_hints(owner, include_extras=True)
+    names = dict.fromkeys(name for each in owner.__mro__ for name in inspect.get_annotations(each))
+    entries = {entry.name: entry for entry in fields(owner) if "help" in entry.metadata}
     return tuple(
-        _definition(entry.name, kinds[entry.name], entry.default, entry.metadata)
-        for entry in fields(owner)
-        if "help" in entry.metadata
+        _definition(name, kinds[name], entries[name].default, entries[name].metadata)
+        for name in names
+        if name in entries
     )
 
 

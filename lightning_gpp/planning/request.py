@@ -15,6 +15,7 @@ from lightning_gpp.planning.assignment.micro_batches import resolve_size
 from lightning_gpp.planning.assignment.slices import Slicing
 from lightning_gpp.planning.problem.answer import Progress
 from lightning_gpp.planning.problem.problem import Problem, operator_seconds
+from lightning_gpp.planning.problem.search_options import SearchOptions
 from lightning_gpp.planning.problem.units import find_units
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -29,58 +30,46 @@ MAX_SHORT = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """A request for a plan.
+class Request(SearchOptions):
+    """A request for a plan: the limits of `SearchOptions`, and what else a search has to know.
 
     Args:
         cluster: the devices to use.
         batch_size: samples of the mini-batches of all pipelines together.
-        num_micro_batches: or `micro_batch_size`, or neither: then the partitioner chooses.
         schedules: names to choose from.
         model: fingerprint written into the plan.
         costs: seconds of operators; by default the roofline model.
         footprint: what a device keeps per byte of parameters.
         recompute: whether stages recompute their activations, or the names of those that do once they are known; None
             leaves it to the partitioner.
-        max_replicas: devices of a stage at most; None sets no limit.
-        stages_per_device: stages, each on one device, that a device has; None: as the schedule wants.
-        sharding: what the replicas of a stage split; one of `plan.SHARDINGS`.
         slicing: how micro-batches are cut along the sequence; None: not at all.
         num_pieces: operators are grouped into modules of no more than 1 / `num_pieces` of the whole.
         chained: run the stages one after the other, even if they do not need each other.
         num_pipelines: pipeline replicas that share devices and mini-batch; None leaves it to the search.
         seconds: limit of all searches together, for partitioners that can stop at any time.
-        bound_seconds: limit of the time to compute a lower bound after the search.
         progress: called during the search.
     """
 
     cluster: Cluster
     batch_size: int
-    num_micro_batches: int | None = None
-    micro_batch_size: int | None = None
     schedules: tuple[str, ...] = ("1f1b",)
     model: str = ""
     costs: CostModel | None = None
     footprint: Footprint = field(default_factory=Footprint)
     recompute: bool | tuple[str, ...] | None = None
-    max_replicas: int | None = None
-    stages_per_device: int | None = None
-    sharding: str = "none"
     slicing: Slicing | None = None
     num_pieces: float = inf
     chained: bool = False
     num_pipelines: int | None = None
     seconds: float = 10.0
-    bound_seconds: float = 2.0
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
+        SearchOptions.__post_init__(self)
         if self.batch_size < 1:
             raise ConfigError(f"A plan needs a mini-batch of at least 1 sample, got {self.batch_size}.")
         if not self.seconds > 0:
             raise ConfigError(f"strategy.search_seconds={self.seconds:g}; it must be more than 0 seconds.")
-        if not self.bound_seconds >= 0:
-            raise ConfigError(f"strategy.bound_seconds={self.bound_seconds:g}; it must be 0 seconds or more.")
         resolve_size(self.batch_size, self.num_micro_batches, self.micro_batch_size, 1)
 
     @property

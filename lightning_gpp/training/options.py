@@ -18,11 +18,12 @@ from annotated_types import Ge, Gt, MinLen
 
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.option import Converted, option, settle
+from lightning_gpp.option import Converted, option
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.placement import StagesSpec, read
 from lightning_gpp.planning.assignment.slices import Slicing
 from lightning_gpp.planning.candidates import check_replicas
+from lightning_gpp.planning.problem.search_options import Count, SearchOptions
 from lightning_gpp.schedules.registry import method_of, schedule_names
 from lightning_gpp.training.option_values import (
     AUTO,
@@ -46,15 +47,13 @@ the key inputs too, where the user declares the edges between stages."""
 Context = Callable[[], AbstractContextManager[Any]]
 """Makes a context to compute in, for example autocast."""
 
-Count = Annotated[int, Ge(1)]
-
 DEFAULT: Final = "1f1b"
 """The schedule where neither the settings nor a plan name one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of the strategy.
+class Options(SearchOptions):
+    """The options of the strategy: those of searches for plans, and its own.
 
     Raises:
         ConfigError: an option cannot work, whatever the model.
@@ -86,12 +85,6 @@ class Options:
         "time limit of the partitioner's search, which ends earlier if there is nothing left to gain.",
         allowed="more than 0 seconds",
     )
-    bound_seconds: Annotated[float, Ge(0)] = option(
-        2.0,
-        "time limit of gpp-plan for a lower bound of the step time, which it computes after the search to say how much "
-        "better a plan could be; 0 leaves only the bound that all devices are busy all the time.",
-        allowed="0 seconds or more",
-    )
     cluster: Converted[ClusterSpec, Cluster | str | None] = option(
         None,
         "the devices and links to plan for: the name of a preset (dgx_h100), the path of a YAML file, or the keys of "
@@ -102,17 +95,6 @@ class Options:
         "roofline",
         "source of the operators' seconds: roofline computes them from the devices' peak figures, measured times the "
         "model's blocks on the device of rank 0.",
-    )
-    max_replicas: Count | None = option(
-        None, "how many devices may share one stage; 1 puts every stage on one device. Default: any number."
-    )
-    stages_per_device: Count | None = option(
-        None, "number of stages on every device. Default: the number that the schedule is made for."
-    )
-    sharding: Literal["none", "zero1", "fsdp"] = option(
-        "none",
-        "what the ranks that hold the same stage split among them, besides the samples: zero1 splits the optimizer's "
-        "state, fsdp parameters and gradients too, none leaves it at what the plan says.",
     )
     num_pipelines: Count | None = option(
         None,
@@ -127,12 +109,6 @@ class Options:
         section="In which order",
         convert=schedule_given,
     )
-    num_micro_batches: Count | None = option(
-        None,
-        "number of micro-batches into which a mini-batch is cut. Default: what the partitioner finds best; with stages "
-        "by hand twice the number of stages on the longest path, at most one per sample.",
-    )
-    micro_batch_size: Count | None = option(None, "samples of a micro-batch, instead of num_micro_batches.")
     chain_baseline: bool = option(
         False, "run the same stages one after the other, as a pipeline without branches would, for comparison."
     )
@@ -233,7 +209,7 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        settle(self)
+        SearchOptions.__post_init__(self)  # not by super(), which dataclasses with slots do not have
         check_together(self)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from lightning_gpp.planning.assignment.reslice import slice_again, slicing_of
 from lightning_gpp.planning.assignment.slices import kept_together
 from lightning_gpp.planning.candidates import SEARCHED, STANDARD
 from lightning_gpp.planning.problem.answer import Progress
+from lightning_gpp.planning.problem.search_options import SearchOptions
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.declared import Declared, declare, is_declared
@@ -244,24 +245,20 @@ def request_of(
 ) -> Request:
     """The request of the settings, for all devices of the machine."""
     recompute = options.recompute
+    limits = {field.name: getattr(options, field.name) for field in fields(SearchOptions)}
     return Request(
+        **{**limits, "bound_seconds": bound_seconds},
         cluster=machine.cluster,
         batch_size=captured.batch_size * (num_pipelines or 1),
-        num_micro_batches=options.num_micro_batches,
-        micro_batch_size=options.micro_batch_size,
         schedules=schedules_of(options),
         model=captured.fingerprint,
         costs=machine.costs,
         footprint=machine.footprint,
         recompute=recompute if recompute is None or isinstance(recompute, bool) else tuple(recompute),
-        max_replicas=options.max_replicas,
-        stages_per_device=options.stages_per_device,
-        sharding=options.sharding,
         slicing=options.slicing,
         chained=options.chain_baseline,
         num_pipelines=num_pipelines,
         seconds=options.search_seconds,
-        bound_seconds=bound_seconds,
         progress=progress,
     )
 

@@ -23,7 +23,7 @@ from lightning_gpp.training.options import Options
 
 def test_every_field_is_an_option_with_a_help_text_and_a_default_that_it_accepts() -> None:
     options = options_of(Options)
-    assert [definition.name for definition in options] == [field.name for field in fields(Options)]
+    assert {definition.name for definition in options} == {field.name for field in fields(Options)}
     for definition in options:
         assert definition.help.endswith(".")
         definition.keep(definition.default)
