@@ -104,6 +104,11 @@ class Stage:
     figures: Figures = Figures()
 
 
+def share_of(num_samples: int, replica: int, num_replicas: int) -> tuple[int, int]:
+    """The samples `[start, stop)` of a micro-batch that one of the replicas of a stage computes."""
+    return replica * num_samples // num_replicas, (replica + 1) * num_samples // num_replicas
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Stages, the edges between them and the name of the schedule.
@@ -179,12 +184,12 @@ class Plan:
         devices = self.devices_of(stage)
         start, stop = interval
         replica, count = devices.index(device), len(devices)
-        size = stop - start
         entry = self.stages[self.step_stage if stage == SOURCE else stage]
         if entry.round_robin:
             mine = start // entry.micro_batch_size % count == replica
             return (start, stop) if mine else (start, start)
-        return start + replica * size // count, start + (replica + 1) * size // count
+        first, last = share_of(stop - start, replica, count)
+        return start + first, start + last
 
     def micro_batches(self, stage: int, device: int, batch_size: int | None = None) -> list[int]:
         """Numbers of the micro-batches that the replica of `stage` on `device` computes, or a share of them."""

@@ -36,7 +36,7 @@ def part_of(name: str, cost: Affine, share: float, work: float) -> Affine:
     is_seconds = name.endswith("seconds") or name in ("forward", "backward", "weight")
     if is_seconds or name == "flops":
         return Affine(cost.per_sample * work, cost.fixed if is_seconds else cost.fixed * work)
-    return Affine(cost.per_sample * share, cost.fixed * share)
+    return cost * share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,9 +103,9 @@ def _parts(whole: OperatorSeconds, expected: Sequence[Seconds]) -> list[Operator
     weights = _shares([seconds.weight_gradient for seconds in expected], backward)
     return [
         OperatorSeconds(
-            forward=_scaled(whole.forward, forward[index]),
-            input_gradient=_scaled(whole.input_gradient, inputs[index]),
-            weight_gradient=_scaled(whole.weight_gradient, weights[index]),
+            forward=whole.forward * forward[index],
+            input_gradient=whole.input_gradient * inputs[index],
+            weight_gradient=whole.weight_gradient * weights[index],
         )
         for index in range(len(expected))
     ]
@@ -119,13 +119,9 @@ def _shares(weights: Sequence[float], otherwise: Sequence[float] | None = None) 
     return otherwise or [1 / len(weights) for _ in weights]
 
 
-def _scaled(cost: Affine, factor: float) -> Affine:
-    return Affine(cost.per_sample * factor, cost.fixed * factor)
-
-
 def _mean(parts: Sequence[OperatorSeconds]) -> OperatorSeconds:
     def mean(costs: Iterable[Affine]) -> Affine:
-        return _scaled(sum(costs, Affine()), 1 / len(parts))
+        return sum(costs, Affine()) * (1 / len(parts))
 
     return OperatorSeconds(
         forward=mean(part.forward for part in parts),

@@ -47,6 +47,12 @@ class Affine:
     def __add__(self, other: Affine) -> Affine:
         return Affine(self.per_sample + other.per_sample, self.fixed + other.fixed)
 
+    def __sub__(self, other: Affine) -> Affine:
+        return self + other * -1
+
+    def __mul__(self, factor: float) -> Affine:
+        return Affine(self.per_sample * factor, self.fixed * factor)
+
     def __str__(self) -> str:
         if not self.per_sample:
             return f"{self.fixed:g}"
@@ -79,6 +85,12 @@ class TensorSpec:
         for size in self.sizes(num_samples):
             count *= size
         return count * DTYPE_BYTES[self.dtype]
+
+    @property
+    def affine_bytes(self) -> Affine:
+        """Bytes as a function of the number of samples, exact for 0 and 1."""
+        fixed = self.bytes(0)
+        return Affine(self.bytes(1) - fixed, fixed)
 
     @property
     def batch_dim(self) -> int | None:

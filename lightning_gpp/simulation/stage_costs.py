@@ -107,9 +107,9 @@ class StageCosts:
         second = 1 / flops_per_second
         stages = tuple(
             StageCost(
-                forward=_scaled(stage.figures.flops, second, overhead),
-                backward=_scaled(stage.figures.flops, second * backward_ratio, overhead),
-                weight=_scaled(stage.figures.flops, second * backward_ratio / 2, 0),
+                forward=stage.figures.flops * second + Affine(0, overhead),
+                backward=stage.figures.flops * (second * backward_ratio) + Affine(0, overhead),
+                weight=stage.figures.flops * (second * backward_ratio / 2),
                 activation_bytes=stage.figures.activation_bytes,
                 pending_bytes=stage.figures.pending_bytes,
                 parameter_bytes=stage.figures.parameter_bytes,
@@ -147,7 +147,3 @@ class StageCosts:
         if self.cluster is None or not self.cluster.contended:
             return ()
         return tuple(port for port in self.cluster.ports(message.src, message.dst) if port[0] != "pair")
-
-
-def _scaled(cost: Affine, factor: float, offset: float) -> Affine:
-    return Affine(cost.per_sample * factor, cost.fixed * factor + offset)

@@ -9,7 +9,7 @@ from typing import Final
 import networkx as nx
 
 from lightning_gpp.errors import PlanError
-from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
+from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage, topological
 
 DATA: Final = "@source"
@@ -279,7 +279,7 @@ def _edge(graph: OperatorGraph, pair: tuple[int, int], values: list[tuple[str, i
     return Edge(
         src=pair[0],
         dst=pair[1],
-        bytes=sum(map(_size, specs), Affine()),
+        bytes=sum((spec.affine_bytes for spec in specs), Affine()),
         differentiable=any(spec.requires_grad for spec in specs),
         dynamic=any(spec.dynamic for spec in specs),
         sliceable=all(spec.dynamic or spec.divisible for spec in specs),
@@ -319,10 +319,5 @@ def _for_weights(graph: OperatorGraph, operator: Operator) -> dict[tuple[str, in
         for source, _, outputs in graph.nx.in_edges(operator.name, data="outputs")
         for output in outputs
     ]
-    inputs = {(source, output): _size(graph[source].outputs[output]) for source, output in read}
-    return {**inputs, **{(operator.name, -1 - i): _size(spec) for i, spec in enumerate(operator.outputs)}}
-
-
-def _size(spec: TensorSpec) -> Affine:
-    fixed = spec.bytes(0)
-    return Affine(spec.bytes(1) - fixed, fixed)
+    inputs = {(source, output): graph[source].outputs[output].affine_bytes for source, output in read}
+    return {**inputs, **{(operator.name, -1 - i): spec.affine_bytes for i, spec in enumerate(operator.outputs)}}

@@ -60,7 +60,7 @@ def carried_by(
 
 def carried_bytes(graph: OperatorGraph, assignment: Mapping[str, Sequence[int]], stage: int) -> Affine:
     """Bytes of all carried tensors of a stage, for the unsliced sequence."""
-    return sum((_size(spec) for spec, _ in carried_by(graph, assignment, stage)), Affine())
+    return sum((spec.affine_bytes for spec, _ in carried_by(graph, assignment, stage)), Affine())
 
 
 def is_cut(spec: TensorSpec, dim: int, length: int) -> bool:
@@ -271,11 +271,11 @@ class _SliceCut:
                 src=above[part if len(above) > 1 else 0],
                 dst=below[part if len(below) > 1 else 0],
                 bytes=self._bytes(values, share) if number > 1 else edge.bytes,
-                seconds=scaled(edge.seconds, share),
+                seconds=edge.seconds * share,
             )
 
     def _bytes(self, values: Iterable[ValueKey], share: float) -> Affine:
-        sizes = (scaled(_size(self._spec(value)), share if self._is_cut(value) else 1.0) for value in values)
+        sizes = (self._spec(value).affine_bytes * (share if self._is_cut(value) else 1) for value in values)
         return sum(sizes, Affine())
 
     def _is_cut(self, value: ValueKey) -> bool:
@@ -285,10 +285,11 @@ class _SliceCut:
     def _carrying(self, parts: Sequence[int], index: int) -> Iterator[Edge]:
         """From each slice to the next, where there is anything to carry. It stays on its devices, and takes no time."""
         specs = [spec for spec, _ in carried_by(self.graph, self.assignment, index)]
-        size, grad = sum(map(_size, specs), Affine()), any(spec.requires_grad for spec in specs)
+        size = sum((spec.affine_bytes for spec in specs), Affine())
+        grad = any(spec.requires_grad for spec in specs)
         for number in range(len(parts) - 1 if specs else 0):
             share = self.intervals[number][1] / self.length
-            yield Edge(src=parts[number], dst=parts[number + 1], bytes=scaled(size, share), differentiable=grad)
+            yield Edge(src=parts[number], dst=parts[number + 1], bytes=size * share, differentiable=grad)
 
     def _spec(self, value: ValueKey) -> TensorSpec:
         return self.graph[value[0]].outputs[value[1]]
@@ -352,13 +353,3 @@ def _figures(figures: Figures, tokens: tuple[int, int], length: int, work: float
 def _kept(tokens: tuple[int, int], carried_bytes: Affine) -> Affine:
     """Memory for what is carried of the whole sequence: the first slice takes it, whose backward is the last."""
     return Affine() if tokens[0] else carried_bytes
-
-
-def scaled(cost: Affine, share: float) -> Affine:
-    """The cost of a part."""
-    return Affine(cost.per_sample * share, cost.fixed * share)
-
-
-def _size(spec: TensorSpec) -> Affine:
-    fixed = spec.bytes(0)
-    return Affine(spec.bytes(1) - fixed, fixed)

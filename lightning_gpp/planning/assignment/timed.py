@@ -32,7 +32,7 @@ def _timed_stage(stage: Stage, index: int, costs: StageCosts) -> Stage:
     share = 1 if stage.round_robin else len(stage.devices)
     forward, weight = _shared(cost.forward, share), _shared(cost.weight, share)
     backward = _shared(cost.backward, share)
-    inputs = Affine(backward.per_sample - weight.per_sample, backward.fixed - weight.fixed)
+    inputs = backward - weight
     figures = replace(stage.figures, forward_seconds=forward, input_seconds=inputs, weight_seconds=weight)
     return replace(stage, figures=figures)
 

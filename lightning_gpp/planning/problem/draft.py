@@ -11,7 +11,7 @@ import networkx as nx
 from lightning_gpp.cluster import Link, Port
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import topological
+from lightning_gpp.plan import share_of, topological
 from lightning_gpp.planning.problem.problem import Problem
 
 
@@ -119,10 +119,9 @@ def overlaps(src: Sequence[int], dst: Sequence[int], num_samples: int) -> Iterat
     """Pairs of devices whose shares of a micro-batch overlap, and by how many samples."""
     i = j = 0
     while i < len(src) and j < len(dst):
-        start = max(i * num_samples // len(src), j * num_samples // len(dst))
-        ends = (i + 1) * num_samples // len(src), (j + 1) * num_samples // len(dst)
-        if min(ends) > start:
-            yield src[i], dst[j], min(ends) - start
+        starts, ends = zip(share_of(num_samples, i, len(src)), share_of(num_samples, j, len(dst)), strict=True)
+        if min(ends) > max(starts):
+            yield src[i], dst[j], min(ends) - max(starts)
         i, j = i + (ends[0] <= ends[1]), j + (ends[1] <= ends[0])
 
 

@@ -51,14 +51,12 @@ class Evaluation:
         seconds: of the step; infinite where the stages form a cycle.
         excess_bytes: the most that a device needs beyond its memory; 0 if all fit.
         peak_bytes: of a device of each stage.
-        bottleneck: seconds per sample of the slowest stage, forward and backward.
         in_flight: micro-batches of each stage.
     """
 
     seconds: float
     excess_bytes: float = 0.0
     peak_bytes: tuple[float, ...] = ()
-    bottleneck: float = inf
     in_flight: tuple[int, ...] = ()
 
     @property
@@ -160,7 +158,6 @@ class Evaluator:
             ),
             excess_bytes=float(max(0.0, *(peak - room for peak, room in zip(peaks, limits, strict=True)))),
             peak_bytes=tuple(peaks[index] for index in place),
-            bottleneck=max(entry.forward + entry.again + entry.backward for entry in figures) / size,
             in_flight=tuple(counts[index] for index in place),
         )
 

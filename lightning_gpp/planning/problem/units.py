@@ -246,11 +246,6 @@ def _unit(
     )
 
 
-def _bytes_of(spec: TensorSpec) -> Affine:
-    fixed = spec.bytes(0)
-    return Affine(spec.bytes(1) - fixed, fixed)
-
-
 def _values(graph: OperatorGraph, flows: Mapping[tuple[int, int], Iterable[tuple[str, int]]]) -> tuple[Value, ...]:
     readers: dict[tuple[int, str, int], list[int]] = {}
     for (src, dst), flow in flows.items():
@@ -263,7 +258,7 @@ def _value(src: int, dsts: Sequence[int], spec: TensorSpec) -> Value:
     return Value(
         src=src,
         dsts=tuple(sorted(dsts)),
-        bytes=_bytes_of(spec),
+        bytes=spec.affine_bytes,
         num_directions=2 if spec.requires_grad else 1,
         sliceable=spec.divisible,
     )
