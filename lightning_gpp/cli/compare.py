@@ -13,7 +13,7 @@ from lightning_gpp.cli.stopping import TimeIsUp, check_interrupted, interruptibl
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, Request, best_plan, each_schedule, partitioner_names
-from lightning_gpp.planning.assignment.layout_check import misfit
+from lightning_gpp.planning.assignment.layout_check import layout_mismatch
 from lightning_gpp.planning.problem.registry import partitioner_of
 from lightning_gpp.reports import Compared, partitioners_table, schedules_table, search_progress
 from lightning_gpp.reports.progress import SearchBar
@@ -186,7 +186,7 @@ def _applied(task: Task, name: str) -> Compared:
 
 def _layout_note(plan: Plan, name: str) -> str:
     """Note for a row whose schedule runs on a layout it was not made for."""
-    reason = misfit(plan, name)
+    reason = layout_mismatch(plan, name)
     return reason and f"{reason} The row is what strategy.schedule={name} does with this layout."
 
 

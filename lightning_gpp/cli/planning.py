@@ -18,7 +18,7 @@ from lightning_gpp.cluster import Cluster, cluster_of
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, count_pipelines, devices_per_pipeline
-from lightning_gpp.planning.assignment.layout_check import misfit
+from lightning_gpp.planning.assignment.layout_check import layout_mismatch
 from lightning_gpp.planning.problem.trial import memory_limits
 from lightning_gpp.reports import graph_svg, period_text, prediction_text, search_progress, timeline_svg
 from lightning_gpp.runtime.weights import copies_of
@@ -146,7 +146,7 @@ def applied(task: Task, plan: Plan) -> Prediction:
 def _advice(prediction: Prediction) -> list[str]:
     """Drawbacks of schedule and sharding for this plan, and how to train with several pipelines."""
     number, plan = prediction.num_pipelines, prediction.plan
-    reason = misfit(plan, plan.schedule)
+    reason = layout_mismatch(plan, plan.schedule)
     idle = idle_sharding(plan, number)
     notes = [*([f"\n{plan.schedule}: {reason}"] if reason else []), *([f"\n{idle}"] if idle else [])]
     if number == 1:

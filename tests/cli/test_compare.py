@@ -22,7 +22,7 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Problem, SearchControl
 from lightning_gpp.planning.assignment.layout import laid_out
-from lightning_gpp.planning.assignment.layout_check import misfit
+from lightning_gpp.planning.assignment.layout_check import layout_mismatch
 from lightning_gpp.planning.problem import registry as partitioners
 from lightning_gpp.reports.units import duration
 from lightning_gpp.schedules import Schedule, schedule_names
@@ -143,10 +143,12 @@ def test_a_plan_is_compared_as_the_strategy_runs_it(tmp_path: Path, capsys: pyte
 def test_a_layout_is_known_whatever_its_numbers() -> None:
     plan = chain([1] * 9, 8)
     zigzag, looped = laid_out(plan, 4, "zigzag"), laid_out(plan, 4, "looped")
-    assert not misfit(zigzag, "folded")
-    assert "over the devices forth and back, each on one device; these lie otherwise" in misfit(looped, "folded")
+    assert not layout_mismatch(zigzag, "folded")
+    assert "back and forth over the devices, one device each; this plan places them differently" in layout_mismatch(
+        looped, "folded"
+    )
     wide = laid_out(towers(2, 3, 4), 3, "zigzag")
-    assert not misfit(wide, "folded")
+    assert not layout_mismatch(wide, "folded")
 
 
 def mirrored(plan: Plan) -> Plan:
@@ -159,18 +161,18 @@ def mirrored(plan: Plan) -> Plan:
 @pytest.mark.usefixtures("folded")
 def test_pipelines_both_ways_fit_plans_both_ways() -> None:
     plan = chain([1] * 4, 8)
-    assert misfit(plan, "twofold")
-    assert not misfit(mirrored(plan), "twofold")
+    assert layout_mismatch(plan, "twofold")
+    assert not layout_mismatch(mirrored(plan), "twofold")
 
 
 @pytest.mark.usefixtures("folded")
 def test_both_ways_takes_two_devices_and_two_micro_batches() -> None:
     single = replace(chain([1], 8), stages=(replace(chain([1], 8).stages[0], modules=("all", "@step")),))
-    assert "1 device has none; it takes 2 devices or more" in misfit(single, "twofold")
+    assert "1 device has none; it takes 2 devices or more" in layout_mismatch(single, "twofold")
     whole = mirrored(chain([8] * 4, 8))
-    assert "there is 1 micro-batch; it takes 2 or more" in misfit(whole, "twofold")
-    assert not misfit(replace(whole, batch_size=16), "twofold")
-    assert not misfit(single, "1f1b")
+    assert "there is 1 micro-batch; it takes 2 or more" in layout_mismatch(whole, "twofold")
+    assert not layout_mismatch(replace(whole, batch_size=16), "twofold")
+    assert not layout_mismatch(single, "1f1b")
 
 
 def test_a_plan_of_one_way_says_so(capsys: pytest.CaptureFixture[str]) -> None:

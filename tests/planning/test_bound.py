@@ -11,7 +11,7 @@ from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Problem, SearchControl
 from lightning_gpp.planning.bounds import bound
-from lightning_gpp.planning.bounds.bottleneck import joints_of
+from lightning_gpp.planning.bounds.bottleneck import bottleneck_units
 from lightning_gpp.planning.bounds.bound import bound_of_size, lower_bound
 from lightning_gpp.planning.partitioners.exhaustive import exhaustive
 from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
@@ -182,47 +182,47 @@ def test_branches_wait_for_the_way_through_the_join() -> None:
     assert lower_bound(problem) <= _optimum(problem) * SLACK
 
 
-def _joint(problem: Problem) -> list[int]:
-    return joints_of(problem, problem.seconds(problem.sizes[0]).total)
+def _bottlenecks(problem: Problem) -> list[int]:
+    return bottleneck_units(problem, problem.seconds(problem.sizes[0]).total)
 
 
-def test_without_a_last_unit_that_all_others_lead_to_there_are_no_joints() -> None:
-    assert _joint(_problem([1.0, 1.0], [], 2)) == []
+def test_without_a_last_unit_that_all_others_lead_to_there_are_no_bottlenecks() -> None:
+    assert _bottlenecks(_problem([1.0, 1.0], [], 2)) == []
 
 
-def test_joints_are_where_all_branches_meet() -> None:
+def test_bottlenecks_are_where_all_branches_meet() -> None:
     """The one that takes longest first, and the step's unit last."""
     values = [(0, 2), (1, 2), (2, 3), (3, 4)]
-    assert _joint(_problem([1.0, 3.0, 1.0, 2.0, 1.0], values, 2)) == [3, 4]
+    assert _bottlenecks(_problem([1.0, 3.0, 1.0, 2.0, 1.0], values, 2)) == [3, 4]
 
 
-def test_joints_with_much_behind_them_are_left_out() -> None:
+def test_bottlenecks_with_much_behind_them_are_left_out() -> None:
     values = [(0, 2), (1, 2), (2, 3), (3, 4)]
-    assert _joint(_problem([1.0, 1.0, 9.0, 8.0, 1.0], values, 8)) == [3, 4]
+    assert _bottlenecks(_problem([1.0, 1.0, 9.0, 8.0, 1.0], values, 8)) == [3, 4]
 
 
-def test_without_returning_gradients_nothing_is_said_of_joints() -> None:
+def test_without_returning_gradients_nothing_is_said_of_bottlenecks() -> None:
     problem = _problem([1.0, 1.0, 1.0], [(0, 2), (1, 2)], 2)
     one_way = tuple(replace(value, num_directions=1) for value in problem.units.values)
-    assert _joint(problem) == [2]
-    assert _joint(replace(problem, units=replace(problem.units, values=one_way))) == []
+    assert _bottlenecks(problem) == [2]
+    assert _bottlenecks(replace(problem, units=replace(problem.units, values=one_way))) == []
 
 
-def _without_joints(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> float:
+def _without_bottlenecks(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> float:
     with monkeypatch.context() as patch:
-        patch.setattr(bound, "joints_of", lambda *_: [])
+        patch.setattr(bound, "bottleneck_units", lambda *_: [])
         return lower_bound(problem)
 
 
-def test_the_joint_s_stage_waits_for_the_slowest_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bottleneck_s_stage_waits_for_the_slowest_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two branches and a join on three devices, three micro-batches: without waits they would take 9 seconds each."""
     problem = _problem([1.0, 1.0, 1.0], [(0, 2), (1, 2)], 3, batch_size=3, parameter_bytes=100_000)
     problem = replace(problem, max_replicas=1)
-    assert _without_joints(problem, monkeypatch) < 10
+    assert _without_bottlenecks(problem, monkeypatch) < 10
     assert 11.5 < lower_bound(problem) <= _optimum(problem) * SLACK  # one more micro-batch, but for the links
 
 
-def test_what_follows_the_joint_waits_for_it() -> None:
+def test_what_follows_the_bottleneck_waits_for_it() -> None:
     """The last of three units waits for one micro-batch of the others, there and back: 3 * 5.7 + 6 + 3 seconds."""
     problem = _problem([1.0, 2.0, 1.9], [(0, 1), (1, 2)], 3, batch_size=3, parameter_bytes=100_000)
     problem = replace(problem, max_replicas=1)
@@ -233,7 +233,9 @@ def test_with_all_forwards_first_branches_wait_less(monkeypatch: pytest.MonkeyPa
     problem = _problem([1.0] * 4, [(0, 1), (1, 2), (2, 3)], 2, batch_size=4, parameter_bytes=100_000)
     problem = replace(problem, max_replicas=1)
     both = replace(problem, schedules=("1f1b", "gpipe"))
-    assert _without_joints(both, monkeypatch) < lower_bound(both) <= lower_bound(problem) <= _optimum(problem) * SLACK
+    assert (
+        _without_bottlenecks(both, monkeypatch) < lower_bound(both) <= lower_bound(problem) <= _optimum(problem) * SLACK
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -11,8 +11,8 @@ from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.schedules.registry import method_of
 
 
-def misfit(plan: Plan, schedule: str) -> str:
-    """Why the plan is none for this schedule, in words; empty where it is one."""
+def layout_mismatch(plan: Plan, schedule: str) -> str:
+    """Why the plan's layout does not suit the schedule; empty if it does."""
     method, stages = method_of(schedule), [stage for stage in plan.stages if stage.modules != (STEP,)]
     if method.bidirectional and not all(_both_ways(plan, stage) for stage in stages):
         return (
@@ -25,12 +25,14 @@ def misfit(plan: Plan, schedule: str) -> str:
     held = sum(1 if method.bidirectional else len(stage.devices) for stage in stages)
     if -(-held // plan.num_devices) < number:
         return f"it is made for {number} stages on every device; there are {held} on {plan.num_devices} devices."
-    if number > 1 and not method.bidirectional and not _lies(plan, method.layout):
-        return f"it wants the stages laid {_WORDS[method.layout]}, each on one device; these lie otherwise."
+    if number > 1 and not method.bidirectional and not _has_layout(plan, method.layout):
+        return (
+            f"it is made for stages placed {_WORDS[method.layout]}, one device each; this plan places them differently."
+        )
     return ""
 
 
-_WORDS = {"looped": "round the devices in loops", "zigzag": "over the devices forth and back"}
+_WORDS = {"looped": "in loops over the devices", "zigzag": "back and forth over the devices"}
 
 
 def _one_way(plan: Plan, stages: Sequence[Stage]) -> str:
@@ -53,7 +55,7 @@ def _both_ways(plan: Plan, stage: Stage) -> bool:
     return stage.round_robin and len(stage.devices) == 2 and sum(stage.devices) == last
 
 
-def _lies(plan: Plan, placement: str) -> bool:
+def _has_layout(plan: Plan, placement: str) -> bool:
     """True if the plan has this layout under any numbering of devices; stages of equal depth may be exchanged."""
     try:
         wanted = laid_out(plan, plan.num_devices, placement)

@@ -1,12 +1,14 @@
-"""A lower bound from a joint, a unit that all others are in order with: its stage waits for others, and they for it.
+"""Lower bound from a bottleneck unit: an ancestor or descendant of every other unit.
 
-Let j be the joint, z its stage, on r devices. No stage has units both ahead of j and behind it, as that would make a
-cycle with z. Of the others' K - r devices, k run stages behind; the rest run stages ahead. With M micro-batches, z is
-busy for L = M tau_z seconds, and no stage ahead for longer than Y = M max tau_s. Stages are to last T seconds.
+Every micro-batch passes its stage, which waits for others, as they wait for it.
+
+Let j be the bottleneck unit, z its stage, on r devices. No stage has units both ahead of j and behind it, as that would
+make a cycle with z. Of the others' K - r devices, k run stages behind; the rest run stages ahead. With M micro-batches,
+z is busy for L = M tau_z seconds, and no stage ahead for longer than Y = M max tau_s. Stages are to last T seconds.
 
 * **z** waits for the slowest stage ahead, before its first forward and after its last backward: L + Y / M <= T. So it
-  has room for min(C_r(L), N_r(T - head)), where C is like N (see `room`), but without the sums of gradients, and head
-  is what that stage's forward takes of Y / M at the least.
+  has capacity for min(C_r(L), N_r(T - head)), where C is like N (see `knapsack`), but without all-reduces, and head is
+  what that stage's forward takes of Y / M at the least.
 * **A stage s ahead** waits for z. In 1F1B it has w micro-batches in flight, the lesser of M and n + 1 + a, where n is
   the number of stages on its longest path, and a = 1 where the user's step gets a stage of its own. That path goes
   through z: from where it leads around z, it could be led through z. Let P be the seconds of the path there and back,
@@ -20,18 +22,19 @@ busy for L = M tau_z seconds, and no stage ahead for longer than Y = M max tau_s
                min( 2 tau_z - (1 + a) Y / M,                                     (w < M)
                     tau_z + max(0, M - 2 - a) Y / 2M - (M - 1) x ) )             (M - 1 <= n + a)
 
-  With other schedules than 1F1B it is tau_z - (M - 1) x. So stages ahead have room for min(R(T - c), C(Y)) per device.
+  With other schedules than 1F1B it is tau_z - (M - 1) x. So stages ahead hold at most min(R(T - c), C(Y)) per device.
 * **A stage behind** waits for z and for the slowest stage ahead, before its first forward and after its last backward.
-  So it has room for min(C(T - (L + Y) / M), R(T - head)) per device, where head is what the forwards take of that.
-* **Small stages** on the path make the wait shorter, by xi_i = max(0, Y / M - 2 tau_i) each, but they have room for
-  (Y - M xi_i) / 2 seconds only. With one such device the others ahead idle c - xi; with two or more, these have room
-  for Y / 2 seconds each, and no other is said to wait.
+  So it holds at most min(C(T - (L + Y) / M), R(T - head)) per device, where head is what the forwards take of that.
+* **Small stages** on the path make the wait shorter, by xi_i = max(0, Y / M - 2 tau_i) each, but they hold at most
+  (Y - M xi_i) / 2 seconds only. With one such device the others ahead idle c - xi; with two or more, these hold Y / 2
+  seconds each, and no other is said to wait.
 
-Units behind the joint are in z or behind it, those ahead in z or ahead of it, and N, R and C are those of these units.
-If T is feasible, all work has room for some r, k, L, Y, and xi: z has room for what is behind the joint and finds none
-in the stages there, and for what is ahead and finds none there, together. Room only grows with T, so the smallest
+Units behind j are in z or behind it, those ahead in z or ahead of it, and N, R and C are those of these units.
+If T is feasible, all work fits for some r, k, L, Y, and xi: z holds what is behind j and does not fit into the stages
+there, and what is ahead and does not fit there, together. Capacities only grow with T, so the smallest
 feasible T bounds the step from below; L, Y and xi are looked at in intervals, each at its better end. This is done for
-the joint with few units behind that takes longest, and for the last one. Gradients have to return along all edges.
+the bottleneck unit with few units behind that takes longest, and for the last one. Gradients have to return along all
+edges.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gpp.planning.bounds.knapsack import CELLS, Rooms, only
+from lightning_gpp.planning.bounds.knapsack import CELLS, Capacities, only
 from lightning_gpp.planning.problem.problem import Array, Problem
 
 STRIDE = 64
@@ -55,7 +58,7 @@ SMALL = 6
 """Intervals of xi."""
 
 MAX_BEHIND = 3.0
-"""Joints with more devices' worth of work behind are not looked at."""
+"""Bottleneck units with more devices' worth of work behind are not looked at."""
 
 BottleneckSeconds: TypeAlias = NDArray[np.floating[Any]]
 Interval: TypeAlias = tuple[BottleneckSeconds, BottleneckSeconds]
@@ -77,19 +80,21 @@ class PassSplit:
     head: float
 
 
-def least_with_joint(problem: Problem, size: int, rooms: Rooms, split: PassSplit, joint: int, least: float) -> float:
+def bound_by_bottleneck(
+    problem: Problem, size: int, capacities: Capacities, split: PassSplit, unit: int, least: float
+) -> float:
     """Seconds of a step that no plan with micro-batches of `size` samples can beat.
 
     Args:
         problem: whose last unit runs the step.
         size: samples of a micro-batch.
-        rooms: of this size.
+        capacities: of this size.
         split: of forwards and backwards.
-        joint: one of `joints_of`.
+        unit: one of `bottleneck_units`.
         least: what is known already.
     """
-    wait = _Joint(problem, size, rooms, split, joint)
-    return max(least, rooms.cell * _infeasible(wait.feasible, int(least / rooms.cell), CELLS))
+    wait = _Feasibility(problem, size, capacities, split, unit)
+    return max(least, capacities.cell * _infeasible(wait.feasible, int(least / capacities.cell), CELLS))
 
 
 def _infeasible(feasible: Callable[[int], bool], low: int, high: int) -> int:
@@ -102,21 +107,21 @@ def _infeasible(feasible: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def joints_of(problem: Problem, work: Array) -> list[int]:
-    """The joints that are looked at, the most promising first.
+def bottleneck_units(problem: Problem, work: Array) -> list[int]:
+    """The bottleneck units that are looked at, the most promising first.
 
-    None where the step does not follow all other units, or where the gradient of a value does not return.
+    None if the step does not follow all other units, or if the gradient of a value does not return.
     """
     if not all(value.num_directions == 2 and value.bytes.at(1) > 0 for value in problem.units.values):
         return []
     order, last = problem.order, problem.num_units - 1
     ahead = _reached(range(last + 1), order.predecessors)
     behind = _reached(range(last, -1, -1), order.successors)
-    joints = [unit for unit in range(last + 1) if ahead[unit].bit_count() + behind[unit].bit_count() == last]
-    if not joints or joints[-1] != last:
+    units = [unit for unit in range(last + 1) if ahead[unit].bit_count() + behind[unit].bit_count() == last]
+    if not units or units[-1] != last:
         return []
     limit = MAX_BEHIND * float(work.sum()) / problem.num_devices
-    few = [unit for unit in joints[:-1] if _work(work, behind[unit]) <= limit]
+    few = [unit for unit in units[:-1] if _work(work, behind[unit]) <= limit]
     return [*sorted(few, key=lambda unit: -float(work[unit]))[:1], last]
 
 
@@ -151,20 +156,20 @@ def _spans(cells: int, cell: float, own: float) -> _BusySpans:
     return _BusySpans(cells=cells, seconds=cells * cell, busy=busy, slowest=(levels[None, :-1], levels[None, 1:]))
 
 
-class _Joint:
-    """Which steps are feasible, as far as one joint tells."""
+class _Feasibility:
+    """Step times that are feasible, as far as one bottleneck unit tells."""
 
-    def __init__(self, problem: Problem, size: int, rooms: Rooms, split: PassSplit, unit: int) -> None:
+    def __init__(self, problem: Problem, size: int, capacities: Capacities, split: PassSplit, unit: int) -> None:
         self.number, self.micro_batches = -(-problem.batch_size // size), problem.batch_size / size
-        self.rooms, self.split, self.unit = rooms, split, unit
+        self.capacities, self.split, self.unit = capacities, split, unit
         self.devices, self.single_step = problem.num_devices, problem.single_step
         self.one_f_one_b = set(problem.schedules) <= {"1f1b"}
         behind = _reached(range(problem.num_units - 1, -1, -1), problem.order.successors)[unit]
         sides = [other for other in range(problem.num_units) if other != unit]
-        self.sides = only(rooms, sides, self.micro_batches)
+        self.sides = only(capacities, sides, self.micro_batches)
         ahead = [other for other in sides if not behind >> other & 1]
-        self.ahead = only(rooms, ahead, self.micro_batches) if behind else self.sides
-        self.behind = only(rooms, [other for other in sides if behind >> other & 1], self.micro_batches)
+        self.ahead = only(capacities, ahead, self.micro_batches) if behind else self.sides
+        self.behind = only(capacities, [other for other in sides if behind >> other & 1], self.micro_batches)
         self.wanted_behind = float(self.behind.work.sum()) * (1 - 1e-9)
         self.wanted = float(self.sides.work.sum()) * (1 - 1e-9)
 
@@ -172,18 +177,18 @@ class _Joint:
         """True if all work may fit within this number of cells of the grid."""
         if self.devices * self.sides.density[cells] < self.wanted:
             return False
-        return any(self._fits(cells, number) for number in range(len(self.rooms.shares)))
+        return any(self._fits(cells, number) for number in range(len(self.capacities.shares)))
 
     def _fits(self, cells: int, number: int) -> bool:
-        """The same where z has one of the numbers of replicas."""
-        share, own = self.rooms.shares[number], self._own(number)
-        left = cells * self.rooms.cell - own - float(share.summing[self.unit])
+        """The same if z has one of the numbers of replicas."""
+        share, own = self.capacities.shares[number], self._own(number)
+        left = cells * self.capacities.cell - own - float(share.summing[self.unit])
         most, others = float(self.sides.at(self.sides.full[number], left)), self.devices - share.fewest
         if left < 0 or most + others * float(self.sides.density[cells]) < self.wanted:
             return False
         if share.most >= self.devices and most >= self.wanted:
             return True
-        spans = _spans(cells, self.rooms.cell, own)
+        spans = _spans(cells, self.capacities.cell, own)
         inside = self._inside(spans, number)
         return any(
             self._packs(inside, *outside)
@@ -192,23 +197,23 @@ class _Joint:
         )
 
     def _own(self, number: int) -> float:
-        """Seconds that z is busy for at least: those of the joint."""
-        return self.micro_batches * float(self.rooms.shares[number].total[self.unit])
+        """Seconds that z is busy for at least: those of its bottleneck unit."""
+        return self.micro_batches * float(self.capacities.shares[number].total[self.unit])
 
     def _inside(self, spans: _BusySpans, number: int) -> Array:
-        """Work besides the joint that z has room for; minus infinity where it cannot be busy for so long."""
-        own, summing = self._own(number), float(self.rooms.shares[number].summing[self.unit])
+        """Capacity of z for work besides the bottleneck unit; minus infinity if it cannot be busy for so long."""
+        own, summing = self._own(number), float(self.capacities.shares[number].summing[self.unit])
         waiting = spans.slowest[0] / self.number
         latest = np.minimum(spans.busy[1], spans.seconds - waiting)
         left = spans.seconds - self.split.head * waiting - summing
-        room = np.minimum(
+        capacity = np.minimum(
             self.sides.at(self.sides.computing[number], latest - own),
             self.sides.at(self.sides.full[number], left - own),
         )
-        return np.where((latest < spans.busy[0] * (1 - 1e-9)) | (left < own * (1 - 1e-9)), -inf, room)
+        return np.where((latest < spans.busy[0] * (1 - 1e-9)) | (left < own * (1 - 1e-9)), -inf, capacity)
 
     def _numbers_behind(self, cells: int, others: int, inside: float) -> Iterator[int]:
-        """Numbers of devices behind z for which all work may have room if nothing waits."""
+        """Numbers of devices behind z for which all work may fit if nothing waits."""
         ahead, behind = float(self.ahead.density[cells]), float(self.behind.density[cells])
         for number in range(others + 1):
             if self._packs(inside, (others - number) * ahead, number * behind):
@@ -233,7 +238,7 @@ class _Joint:
         return waiting
 
     def _outside(self, spans: _BusySpans, ahead: int, behind: int, replicas: int) -> Iterator[tuple[Array, Array]]:
-        """Work that the stages ahead of z, and those behind it, have room for on so many devices: alternatives."""
+        """Capacities of the stages ahead of z and of those behind it, on these numbers of devices: alternatives."""
         waiting, following = self._waiting(spans, behind, replicas), self._behind(spans)
         yield ahead * self._ahead(spans, waiting), behind * following
         if not self.one_f_one_b:
@@ -261,12 +266,12 @@ class _Joint:
                 )
 
     def _ahead(self, spans: _BusySpans, waiting: BottleneckSeconds) -> Array:
-        """Room per device ahead of z, for stages that wait for so long."""
+        """Capacity per device ahead of z, for stages that wait this long."""
         computing = self.ahead.at(self.ahead.computing_density, spans.slowest[1])
         return np.minimum(computing, self.ahead.at(self.ahead.density, spans.seconds - np.maximum(0.0, waiting)))
 
     def _behind(self, spans: _BusySpans) -> Array:
-        """Room per device behind z."""
+        """Capacity per device behind z."""
         waiting = (spans.busy[0] + spans.slowest[0]) / self.number
         return np.minimum(
             self.behind.at(self.behind.computing_density, spans.seconds - waiting),

@@ -25,8 +25,8 @@ of unit u for b samples (replicas that share b samples take no less in sum), W t
 for any s in [0, 1].
 Waiting counts less on slower devices, whose seconds are worth less work: it is divided by the largest slowdown.
 The right side falls with T, so the smallest T that satisfies it bounds the step from below. In addition, some stage has
-to run each unit M times, stages must have room for whole units (`room`), and they wait for the stage of a unit that all
-others are in order with (`joints`). The bound of the problem is the least of those of its micro-batch sizes.
+to run each unit M times, stages hold entire units (`knapsack`), and they wait for the stage of a unit that all
+micro-batches pass (`bottleneck`). The bound of the problem is the least of those of its micro-batch sizes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from math import inf
 import networkx as nx
 import numpy as np
 
-from lightning_gpp.planning.bounds.bottleneck import PassSplit, joints_of, least_with_joint
-from lightning_gpp.planning.bounds.knapsack import Rooms, Share, least_with_room, rooms_of
+from lightning_gpp.planning.bounds.bottleneck import PassSplit, bottleneck_units, bound_by_bottleneck
+from lightning_gpp.planning.bounds.knapsack import Capacities, Share, bound_by_capacity, capacities_of
 from lightning_gpp.planning.problem.problem import Array, Problem, UnitSeconds
 
 SHARES = (0.0, 0.5, 1.0)
@@ -60,7 +60,7 @@ def lower_bound(problem: Problem, seconds: float = inf) -> float:
     """
     began = time.perf_counter()
     bounds = {size: _Bounds(problem, size) for size in problem.sizes}
-    queue = [(_balanced(problem, size), size) for size in problem.sizes]
+    queue = [(_bound_by_balance(problem, size), size) for size in problem.sizes]
     heapify(queue)
     while True:
         least, size = heappop(queue)
@@ -71,18 +71,18 @@ def lower_bound(problem: Problem, seconds: float = inf) -> float:
 
 def busy_bound(problem: Problem) -> float:
     """Seconds that no step can beat under any schedule, with any number of stages per device: all devices busy."""
-    return min(_balanced(problem, size) for size in problem.sizes)
+    return min(_bound_by_balance(problem, size) for size in problem.sizes)
 
 
 def bound_of_size(problem: Problem, size: int) -> float:
     """The same for plans with micro-batches of `size` samples."""
-    bounds, least = _Bounds(problem, size), _balanced(problem, size)
+    bounds, least = _Bounds(problem, size), _bound_by_balance(problem, size)
     while not bounds.complete:
         least = bounds.better(least)
     return least
 
 
-def _balanced(problem: Problem, size: int) -> float:
+def _bound_by_balance(problem: Problem, size: int) -> float:
     """All devices busy all the time."""
     forward, backward, devices = _fastest(problem, size)
     return problem.batch_size / size * float(np.sum(forward + backward)) / devices
@@ -93,24 +93,24 @@ class _Bounds:
 
     def __init__(self, problem: Problem, size: int) -> None:
         self.problem, self.size = problem, size
-        self.joints = joints_of(problem, np.add(*_fastest(problem, size)[:2]))
-        self.rooms: Rooms | None = None
+        self.bottlenecks = bottleneck_units(problem, np.add(*_fastest(problem, size)[:2]))
+        self.capacities: Capacities | None = None
 
     @property
     def complete(self) -> bool:
-        return self.rooms is not None and not self.joints
+        return self.capacities is not None and not self.bottlenecks
 
     def better(self, least: float) -> float:
         """The next bound, or what is known already."""
-        if self.rooms is not None:
+        if self.capacities is not None:
             split = _split(self.problem, self.size)
-            return least_with_joint(self.problem, self.size, self.rooms, split, self.joints.pop(0), least)
-        self.rooms = _rooms(self.problem, self.size)
-        others = _whole(self.problem, self.size), _largest_unit(self.problem, self.size)
-        return max(least, *others, least_with_room(self.rooms, self.problem.num_devices))
+            return bound_by_bottleneck(self.problem, self.size, self.capacities, split, self.bottlenecks.pop(0), least)
+        self.capacities = _capacities(self.problem, self.size)
+        others = _bound_by_waiting(self.problem, self.size), _bound_by_largest_unit(self.problem, self.size)
+        return max(least, *others, bound_by_capacity(self.capacities, self.problem.num_devices))
 
 
-def _rooms(problem: Problem, size: int) -> Rooms:
+def _capacities(problem: Problem, size: int) -> Capacities:
     shares = [
         Share(
             fewest=choice.fewest,
@@ -122,7 +122,7 @@ def _rooms(problem: Problem, size: int) -> Rooms:
         for choice in (_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size))
     ]
     forward, backward, _ = _fastest(problem, size)
-    return rooms_of(problem.batch_size / size, problem.num_devices, shares, forward + backward)
+    return capacities_of(problem.batch_size / size, problem.num_devices, shares, forward + backward)
 
 
 def _split(problem: Problem, size: int) -> PassSplit:
@@ -154,7 +154,7 @@ def _backward_share(problem: Problem, size: int) -> float:
     return max(float((1 - table.forward / np.maximum(table.total, 1e-30)).max()) for table in tables)
 
 
-def _whole(problem: Problem, size: int) -> float:
+def _bound_by_waiting(problem: Problem, size: int) -> float:
     forward, backward, speed = _fastest(problem, size)
     total = forward + backward
     choices = [_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size)]
@@ -296,7 +296,7 @@ def _solve(choices: list[_ReplicaRange], paths: _Paths, num_devices: float, shar
     return low
 
 
-def _largest_unit(problem: Problem, size: int) -> float:
+def _bound_by_largest_unit(problem: Problem, size: int) -> float:
     """Seconds of the unit that takes longest, on as many devices as may share it."""
     most = int(min(problem.max_replicas, problem.num_devices, size))
     number = problem.batch_size // size

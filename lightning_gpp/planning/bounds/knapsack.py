@@ -1,4 +1,4 @@
-"""A lower bound from what stages have room for: units are never divided.
+"""Lower bound from the capacity of stages: units are never divided.
 
 Within T seconds a stage of r replicas holds units of at most N_r(T) device-seconds (counted as on one device): a
 knapsack of M t_u(b / r) seconds and the sum of gradients, 2 (r - 1) p_u / (r bandwidth_r), per unit. So units that are
@@ -46,7 +46,7 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rooms:
+class Capacities:
     """The most work that stages hold, by cells of the grid: entry i within i cells of `cell` seconds.
 
     Args:
@@ -72,18 +72,20 @@ class Rooms:
     def computing_density(self) -> Array:
         return self._density(self.computing)
 
-    def _density(self, rooms: list[Array]) -> Array:
-        densest: Array = np.max([room / share.fewest for room, share in zip(rooms, self.shares, strict=True)], axis=0)
+    def _density(self, capacities: list[Array]) -> Array:
+        densest: Array = np.max(
+            [entry / share.fewest for entry, share in zip(capacities, self.shares, strict=True)], axis=0
+        )
         return densest
 
-    def at(self, room: Array, seconds: NDArray[np.floating[Any]] | float) -> Array:
+    def at(self, capacity: Array, seconds: NDArray[np.floating[Any]] | float) -> Array:
         """Within so many seconds, which are rounded up to the grid; none for no seconds."""
         cells = np.ceil(np.asarray(seconds) / self.cell - 1e-9)
-        found: Array = room[np.minimum(np.maximum(cells, 0), CELLS).astype(int)]
-        return found
+        work: Array = capacity[np.minimum(np.maximum(cells, 0), CELLS).astype(int)]
+        return work
 
 
-def rooms_of(num_micro_batches: float, num_devices: int, shares: Sequence[Share], alone: Array) -> Rooms:
+def capacities_of(num_micro_batches: float, num_devices: int, shares: Sequence[Share], alone: Array) -> Capacities:
     """Knapsacks of all shares.
 
     Args:
@@ -96,35 +98,35 @@ def rooms_of(num_micro_batches: float, num_devices: int, shares: Sequence[Share]
     return _filled(num_micro_batches, shares, work, 2 * float(work.sum()) / num_devices / CELLS)
 
 
-def only(rooms: Rooms, units: Sequence[int], num_micro_batches: float) -> Rooms:
+def only(capacities: Capacities, units: Sequence[int], num_micro_batches: float) -> Capacities:
     """The same for some of the units."""
     chosen = np.array(units, dtype=int)
     shares = [
         replace(share, forward=share.forward[chosen], backward=share.backward[chosen], summing=share.summing[chosen])
-        for share in rooms.shares
+        for share in capacities.shares
     ]
-    return _filled(num_micro_batches, shares, rooms.work[chosen], rooms.cell)
+    return _filled(num_micro_batches, shares, capacities.work[chosen], capacities.cell)
 
 
-def _filled(num_micro_batches: float, shares: Sequence[Share], work: Array, cell: float) -> Rooms:
+def _filled(num_micro_batches: float, shares: Sequence[Share], work: Array, cell: float) -> Capacities:
     grid: Array = cell * np.arange(CELLS + 1, dtype=float)
     computing = [num_micro_batches * share.total for share in shares]
-    return Rooms(
+    return Capacities(
         shares=shares,
         work=work,
         cell=cell,
-        full=[_room(seconds + share.summing, work, grid) for seconds, share in zip(computing, shares, strict=True)],
-        computing=[_room(seconds, work, grid) for seconds in computing],
+        full=[_capacity(seconds + share.summing, work, grid) for seconds, share in zip(computing, shares, strict=True)],
+        computing=[_capacity(seconds, work, grid) for seconds in computing],
     )
 
 
-def least_with_room(rooms: Rooms, num_devices: int) -> float:
+def bound_by_capacity(capacities: Capacities, num_devices: int) -> float:
     """Seconds of a step that no plan can beat."""
-    feasible = rooms.work.sum() <= num_devices * rooms.density * (1 + 1e-9)
-    return rooms.cell * (max(0, int(feasible.argmax()) - 1) if feasible.any() else CELLS)
+    feasible = capacities.work.sum() <= num_devices * capacities.density * (1 + 1e-9)
+    return capacities.cell * (max(0, int(feasible.argmax()) - 1) if feasible.any() else CELLS)
 
 
-def _room(seconds: Array, work: Array, grid: Array) -> Array:
+def _capacity(seconds: Array, work: Array, grid: Array) -> Array:
     """The most work that fits into the seconds of the grid: whole units where they are few."""
     order = np.argsort(seconds / np.maximum(work, 1e-30))
     filled, done = np.cumsum(seconds[order]), np.cumsum(work[order])

@@ -1,4 +1,4 @@
-"""Copies of a pipeline where stages may not have replicas."""
+"""Candidates of a request: numbers of pipelines where stages may not have replicas."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def request(num_devices: int, **settings: Any) -> Request:
 
 
 def test_more_devices_than_pieces_are_filled_with_copies() -> None:
-    found = best_plan("auto", graphs.chain(4), request(8))
-    assert found.num_pipelines >= 2
-    assert found.num_pipelines * found.plan.num_devices == 8
-    assert found.num_pipelines * found.plan.batch_size == 32
-    assert all(len(stage.devices) == 1 for stage in found.plan.stages)
-    assert found.timeline.reductions
+    prediction = best_plan("auto", graphs.chain(4), request(8))
+    assert prediction.num_pipelines >= 2
+    assert prediction.num_pipelines * prediction.plan.num_devices == 8
+    assert prediction.num_pipelines * prediction.plan.batch_size == 32
+    assert all(len(stage.devices) == 1 for stage in prediction.plan.stages)
+    assert prediction.timeline.reductions
 
 
 def test_the_fastest_number_is_chosen() -> None:
-    found = best_plan("auto", graphs.chain(4), request(4))
+    prediction = best_plan("auto", graphs.chain(4), request(4))
     alone = best_plan("auto", graphs.chain(4), request(4, num_pipelines=1))
-    assert found.seconds <= alone.seconds
-    assert found.gap is not None
-    assert any("num_pipelines=" in entry.reason for entry in found.alternatives)
+    assert prediction.seconds <= alone.seconds
+    assert prediction.gap is not None
+    assert any("num_pipelines=" in entry.reason for entry in prediction.alternatives)
 
 
 def test_where_replicas_are_free_the_partitioner_decides() -> None:
@@ -64,7 +64,7 @@ def test_an_interrupted_search_is_the_last(monkeypatch: pytest.MonkeyPatch) -> N
         return partitioner_of("auto")(problem, SearchControl(seconds=control.seconds, progress=progress))
 
     monkeypatch.setitem(_PARTITIONERS, "interrupted", interrupted)
-    found = best_plan("interrupted", graphs.chain(4), request(4))
+    prediction = best_plan("interrupted", graphs.chain(4), request(4))
     assert calls == [4]
-    assert found.num_pipelines == 1
-    assert "interrupted" in found.search.notes[0]
+    assert prediction.num_pipelines == 1
+    assert "interrupted" in prediction.search.notes[0]
