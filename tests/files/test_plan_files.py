@@ -100,9 +100,9 @@ def test_what_is_no_plan_is_refused_in_one_paragraph(case: str, tmp_path: Path) 
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes("name: Müller".encode("latin-1"))
     for name, message in (
-        ("none.yaml", "none.yaml: cannot be read: No such file or directory"),
+        ("none.yaml", r"none.yaml \(strategy.plan\): cannot be read: No such file or directory"),
         ("", "cannot be read: Is a directory"),
-        ("latin.yaml", "latin.yaml: is not text in UTF-8, see byte 7"),
+        ("latin.yaml", r"latin.yaml \(strategy.plan\): is not text in UTF-8, see byte 7"),
     ):
         with pytest.raises(PlanError, match=message):
             Plan.load(tmp_path / name)
@@ -111,7 +111,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
 def test_a_large_file_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "large.yaml").write_text("- 1\n" * (MAX_BYTES // 2))
     start = time.process_time()
-    with pytest.raises(PlanError, match=r"large\.yaml: has 16 MiB; files of up to 8 MiB are read"):
+    with pytest.raises(PlanError, match=r"large\.yaml \(strategy\.plan\): has 16 MiB; files of up to 8 MiB are read"):
         Plan.load(tmp_path / "large.yaml")
     assert time.process_time() - start < 1
 
