@@ -53,16 +53,16 @@ class Asynchronous:
 
     def __init__(self, options: Options, plan: Plan, optimizers: Sequence[Optimizer], num_steps: int) -> None:
         self._options, self._optimizers, self._plan = options, optimizers, plan
-        lead = self.program(plan, plan.batch_size, 1).lead
-        self.ahead = lead
+        self.ahead = self.program(plan, plan.batch_size, 1).lead
         self.policy: Counting = make_policy(
             options.weights, Weights(parameters={}, optimizers=lambda: optimizers), **dict(options.weight_options or {})
         )
         self._segment = range(num_steps, num_steps)
+        self._since_update = 0
         self._preserved: list[AbstractContextManager[None]] = []
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(self._after_step)
+        before = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+        after = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
+        self._hooks = [*before, *after]
 
     def program(self, plan: Plan, batch_size: int, num_pipelines: int) -> Program:
         """The program of a mini-batch, without a flush where mini-batches of this size allow that."""
@@ -108,6 +108,7 @@ class Asynchronous:
         self._segment = range(first, self._last(step, facts, lead))
         if begins:
             self._begin(first, accumulated, weights())
+        self._since_update += 1
         return self._segment
 
     def _last(self, step: int, facts: Sequence[Facts], lead: int) -> int:
@@ -119,9 +120,9 @@ class Asynchronous:
         return step + min(alike, until_flush)
 
     def _begin(self, first: int, accumulated: int, weights: Weights) -> None:
-        done = self.policy.updates
+        done, since = self.policy.updates, self._since_update
         self.policy.weights = weights
-        self.policy.begin(lambda batch: done + (batch - first) // accumulated, first)
+        self.policy.begin(lambda batch: done + (batch - first + since) // accumulated, first)
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
@@ -138,6 +139,12 @@ class Asynchronous:
         self._preserved.pop().__exit__(None, None, None)
         if optimizer is self._optimizers[-1]:
             self.policy.after_update()
+            self._since_update = 0
+
+    def release(self) -> None:
+        """Leave the optimizers alone."""
+        for hook in self._hooks:
+            hook.remove()
 
     # -- state --------------------------------------------------------------------------------------------------------
 

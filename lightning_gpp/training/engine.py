@@ -261,6 +261,8 @@ class Engine:
 
     def release(self) -> None:
         """After the last step: everything on the CPU, unsharded, and the undivided module on global rank 0."""
+        if self._asynchronous is not None:
+            self._asynchronous.release()
         if self._replicas is not None:
             self._end_sharding(self._replicas)
         if self._layout.complete:

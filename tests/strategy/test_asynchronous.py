@@ -121,6 +121,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "latest, validation in between": ({"weights": "latest"}, {}, {"val_check_interval": 3}),
     "corrected": ({"weights": "corrected", "synchronous_steps": 2}, {"optimizer": "AdamW"}, {}),
     "predicted, accumulated": ({"weights": "predicted"}, {}, {"accumulate_grad_batches": 2}),
+    "accumulated, flushed in between": (
+        {"weights": "stash", "flush_every": 3},
+        {},
+        {"accumulate_grad_batches": 2, "max_epochs": 1},
+    ),
     "flushed now and then, max_steps": ({"weights": "stash", "flush_every": 4}, {}, {"max_steps": 9}),
 }
 

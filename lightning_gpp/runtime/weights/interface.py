@@ -47,10 +47,6 @@ class Weights:
     delays: Mapping[int, int] = field(default_factory=dict)
     optimizers: Callable[[], Sequence[Optimizer]] = lambda: ()
 
-    def all(self) -> list[Parameter]:
-        """Every parameter once."""
-        return list({id(p): p for parameters in self.parameters.values() for p in parameters}.values())
-
 
 class WeightPolicy(Protocol):
     """Called around everything that computes with weights, and around updates; on one device."""
