@@ -92,7 +92,7 @@ def _prepare() -> None:
 
 
 def _is_told(error: Exception, started: bool) -> bool:
-    """Whether the message is enough: for a user's mistake. For others a traceback tells where it is."""
+    """True for a user's mistake, for which the message is enough. For others a traceback tells where it is."""
     if isinstance(error, OSError | UnicodeError):
         return not started  # of a run folder or a configuration file; else of the user's code
     return not isinstance(error, InstantiationException)  # of a constructor

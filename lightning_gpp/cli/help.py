@@ -1,4 +1,4 @@
-"""What the commands print for `--help`, and without arguments."""
+"""The text that the commands print for `--help`, and without arguments."""
 
 from __future__ import annotations
 

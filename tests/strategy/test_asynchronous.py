@@ -135,7 +135,7 @@ def test_processes_train_as_one_does_with_their_delays(name: str) -> None:
     settings, model, trainer = CASES[name]
     settings = {"stages": STAGES, **settings}
     first, *_ = harness.run(3, on_rank, settings, 3, model, trainer)
-    alone = fit({**settings, "delayed_devices": 3}, 1, model, trainer)
+    (alone,) = harness.run(1, on_rank, {**settings, "delayed_devices": 3}, 1, model, trainer)
     assert first["losses"] == alone["losses"]
     assert first["state"] == alone["state"]
     assert first["val"] == alone["val"]
@@ -148,7 +148,7 @@ def test_clipping_by_norm(clip_norm: str) -> None:
     settings = {"stages": STAGES, "weights": "stash", "clip_norm": clip_norm}
     trainer = {"gradient_clip_val": 0.2, "max_epochs": 1}
     first, *_ = harness.run(3, on_rank, settings, 3, {}, trainer)
-    alone = fit({**settings, "delayed_devices": 3}, 1, {}, trainer)
+    (alone,) = harness.run(1, on_rank, {**settings, "delayed_devices": 3}, 1, {}, trainer)
     same = first["losses"] == pytest.approx(alone["losses"], rel=1e-12)
     assert same == (clip_norm == "pipeline"), "the norm of one device is that of the whole model"
 
@@ -175,7 +175,8 @@ def test_a_checkpoint_after_an_epoch_resumes_exactly(weights: str, tmp_path: Pat
 
 
 def test_hooks_see_every_mini_batch_once() -> None:
-    found = fit({"stages": STAGES, "weights": "stash", "delayed_devices": 3}, 1, {}, {"max_epochs": 1})
+    settings = {"stages": STAGES, "weights": "stash", "delayed_devices": 3}
+    (found,) = harness.run(1, on_rank, settings, 1, {}, {"max_epochs": 1})
     assert found["seen"] == [8, 8, 8, 8, 8, 8, 2]
 
 
