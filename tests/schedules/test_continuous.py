@@ -70,7 +70,7 @@ def test_delays_on_a_graph_follow_its_depth() -> None:
     assert delays_of(continuous_program(graph.chained())) == {0: 4, 1: 3, 2: 2, 3: 1, 4: 0}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "layerpipe", "interleaved", "adaptive", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2", "layerpipe", "interleaved", "adaptive", "zero_bubble"])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_schedule_with_a_steady_state(name: str, schedule: str) -> None:
     program = continuous_program(replace(PLANS[name], schedule=schedule))
