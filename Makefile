@@ -4,13 +4,16 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test check lint types contracts format clean
+.PHONY: demo test acceptance check lint types contracts format clean
 
 demo: $(READY) ## train the two-tower example as a pipeline of 4 processes
 	$(BIN)/gpp-train experiment=two_tower
 
 test: $(READY) ## all tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+acceptance: $(READY) ## the long sweeps of which `make test` runs a sample
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m acceptance --timeout 1800
 
 check: lint types contracts test ## what continuous integration runs
 

@@ -1,11 +1,28 @@
-"""Every test runs on one thread, so that several fit on a small machine; processes that tests start inherit it."""
+"""What holds for every test: it runs on one thread, and leaves no process group behind.
+
+Several tests fit on a small machine that way; processes that tests start inherit the number of threads.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import pytest  # noqa: E402
 import torch  # noqa: E402  reads OMP_NUM_THREADS when it is imported
 
 torch.set_num_threads(1)
+
+JOB_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"}
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_job_behind() -> Iterator[None]:
+    """A test that trains in pytest's own process would decide about the tests that follow it."""
+    before = JOB_VARIABLES & set(os.environ)
+    yield
+    assert not torch.distributed.is_initialized(), "this test left a process group: run it in a process of its own"
+    left = JOB_VARIABLES & set(os.environ) - before
+    assert not left, f"this test left {sorted(left)} in the environment: run it in a process of its own"
