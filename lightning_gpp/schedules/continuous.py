@@ -13,41 +13,42 @@ ahead, and trains with fresher weights, than the chain of the same stages.
 
 Fill and drain are the same period with the actions left out that belong to no mini-batch, so nothing else is needed to
 start, to stop, or to flush in between. `unrolled` writes this out as an ordinary program for a few mini-batches, which
-is what the verifier proves and the simulator plays.
+is what the verifier proves and the simulator plays. Inference streams in the same way (`streaming.py`).
 
 Source: PipeDream (Narayanan et al., SOSP 2019) for the steady state of 1F1B on a chain.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules.actions import RELEASES, Action, Kind, Schedule
+from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.collectives import with_collectives
-from lightning_gpp.schedules.lowering import lower, split_of
-from lightning_gpp.schedules.messages import derive_messages
+from lightning_gpp.schedules.lowering import split_of
+from lightning_gpp.schedules.periods import (
+    SETTLED,
+    Row,
+    Unsettled,
+    actions_of,
+    after_backwards,
+    by_update,
+    messages_of,
+    number_of_micro_batches,
+    steady,
+    written_out,
+)
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 from lightning_gpp.schedules.registry import flights, make_schedule
+from lightning_gpp.schedules.streaming import streaming_period
 from lightning_gpp.schedules.verifier import verify
 from lightning_gpp.slices import is_sliced
 
-Row = tuple[tuple[Instruction, int], ...]
-"""Instructions of a device, and the mini-batch of each: its number, or in a period by how many it is ahead."""
-
-_FOR_UPDATE: Final = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-"""Kinds of actions that make, or help to make, gradients of parameters."""
-
-_SETTLED: Final = 3
-"""Periods of the steady state that are compared."""
-
 
 def continuous_program(plan: Plan, batch_size: int | None = None, *, num_pipelines: int = 1) -> Program:
-    """The period of the plan's schedule, verified for any number of mini-batches.
+    """The period of training under the plan's schedule, verified for any number of mini-batches.
 
     Args:
         plan: names the schedule.
@@ -59,9 +60,26 @@ def continuous_program(plan: Plan, batch_size: int | None = None, *, num_pipelin
     """
     total = plan.batch_size if batch_size is None else batch_size
     _check(plan, total)
-    rows = _periods(plan, total)
+    rows = _training_period(plan, total)
     replicated = {i for i, stage in enumerate(plan.stages) if len(stage.devices) * num_pipelines > 1}
     program = assembled(plan, total, _with_sums(plan, rows, replicated))
+    prove(program)
+    return program
+
+
+def streaming_program(plan: Plan, batch_size: int | None = None) -> Program:
+    """The period of inference, verified for any number of mini-batches. It is the same for all schedules.
+
+    Args:
+        plan: of the evaluation step.
+        batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
+
+    Raises:
+        ScheduleError: stages are slices or sharded, or micro-batches do not divide the mini-batch.
+    """
+    total = plan.batch_size if batch_size is None else batch_size
+    _check(plan, total)
+    program = assembled(plan, total, streaming_period(plan, total), training=False)
     prove(program)
     return program
 
@@ -100,16 +118,12 @@ def prove(program: Program) -> None:
     """
     most: dict[int, int] = {}
     for number in range(1, program.lead + 3):
-        written_out = unrolled(program, number)
-        counts = flights(Schedule(tuple(_actions(row) for row in written_out.devices)))
-        verify(written_out, counts)
+        several = unrolled(program, number)
+        counts = flights(Schedule(tuple(map(actions_of, several.devices)))) if program.training else {}
+        verify(several, counts)
         if number > program.lead + 1 and any(counts[stage] > most[stage] for stage in counts):
             raise ScheduleError("A continuous program holds more micro-batches with every mini-batch.")
         most = counts
-
-
-def _actions(row: Sequence[Instruction]) -> tuple[Action, ...]:
-    return tuple(instruction.action for instruction in row if instruction.action is not None)
 
 
 def _check(plan: Plan, total: int) -> None:
@@ -123,26 +137,24 @@ def _check(plan: Plan, total: int) -> None:
             )
     if is_sliced(plan):
         raise ScheduleError(
-            "Slices of sequences (strategy.slices) need a flush after every mini-batch. Remove strategy.slices, or use "
-            "strategy.weights=synchronous."
+            "Slices of sequences (strategy.slices) need a flush after every mini-batch. Remove strategy.slices, or "
+            "flush (strategy.weights=synchronous; in evaluation strategy.streaming=false)."
         )
     if plan.sharding == "fsdp":
         raise ScheduleError(
             "strategy.sharding=fsdp gathers parameters for one mini-batch at a time, and a pipeline that does not flush"
-            " works on several. Use strategy.sharding=zero1 or none, or strategy.weights=synchronous."
+            " works on several. Use strategy.sharding=zero1 or none, or flush (strategy.weights=synchronous; in "
+            "evaluation strategy.streaming=false)."
         )
 
 
-# -- the period -------------------------------------------------------------------------------------------------------
-
-
-def _periods(plan: Plan, total: int) -> list[Row]:
+def _training_period(plan: Plan, total: int) -> list[Row]:
     """The instructions of every device between two optimizer steps, once the pipeline is full."""
-    number = 2 * _SETTLED
-    while number <= 4 * (plan.depth + _SETTLED):
+    number = 2 * SETTLED
+    while number <= 4 * (plan.depth + SETTLED):
         try:
-            return [_steady(row, number) for row in _many(plan, total, number)]
-        except _Unsettled:
+            return [steady(row, after_backwards(row, number)) for row in _many(plan, total, number)]
+        except Unsettled:
             number *= 2
     raise ScheduleError(
         f"strategy.schedule={plan.schedule} does not settle into a period that repeats with every mini-batch of {total}"
@@ -150,111 +162,16 @@ def _periods(plan: Plan, total: int) -> list[Row]:
     )
 
 
-class _Unsettled(Exception):
-    """The order does not repeat yet."""
-
-
 def _many(plan: Plan, total: int, number: int) -> list[Row]:
-    """For every device its instructions for `number` mini-batches in a row, and of which mini-batch each is."""
     plan = replace(plan, period=total)
     found = make_schedule(plan, number * total)
-    schedule = Schedule(tuple(tuple(_by_update(row, plan, total)) for row in found.devices))
-    program = lower(plan, schedule, number * total)
-    period = {_ends(message, plan, total)[0]: message.id for message in _messages(plan, total, schedule)}
-    rows = []
-    for instructions in program.devices:
-        row = []
-        for instruction in instructions:
-            if instruction.action is not None:
-                action, batch = _local(instruction.action, plan, total)
-                row.append((Instruction(Op.COMPUTE, action=action), batch))
-            elif instruction.message is not None:
-                ends, batch = _ends(program.messages[instruction.message], plan, total)
-                row.append((Instruction(instruction.op, message=period[ends]), batch))
-        rows.append(tuple(row))
-    return rows
-
-
-def _by_update(row: Sequence[Action], plan: Plan, total: int) -> Iterator[Action]:
-    """The row with every backward behind those of all earlier mini-batches: an optimizer step comes in between.
-
-    Devices with one stage have that order anyway.
-    """
-    left = Counter(_local(action, plan, total)[1] for action in row if action.kind in _FOR_UPDATE)
-    current, held = 0, list[Action]()
-    for action in row:
-        if action.kind in _FOR_UPDATE and _local(action, plan, total)[1] > current:
-            held.append(action)
-            continue
-        yield action
-        left[current] -= action.kind in _FOR_UPDATE
-        while held and not left[current]:
-            current += 1
-            free = [action for action in held if _local(action, plan, total)[1] == current]
-            held = [action for action in held if action not in free]
-            left[current] -= len(free)
-            yield from free
-        current += not left[current]
-
-
-def _messages(plan: Plan, total: int, schedule: Schedule) -> tuple[Message, ...]:
-    split = frozenset((stage, number) for stage, number in split_of(schedule) if number < _count(plan, stage, total))
-    return derive_messages(plan, total, training=True, split=split)
-
-
-def _count(plan: Plan, stage: int, total: int) -> int:
-    return len(plan.intervals(stage, total))
-
-
-def _local(action: Action, plan: Plan, total: int) -> tuple[Action, int]:
-    """The action with its number inside its mini-batch, and the number of the mini-batch."""
-    batch, number = divmod(action.micro_batch, _count(plan, action.stage, total))
-    return action._replace(micro_batch=number), batch
-
-
-def _ends(message: Message, plan: Plan, total: int) -> tuple[tuple[object, ...], int]:
-    """The identity of a message among those of its mini-batch, and the number of the mini-batch."""
-    producer, batch = _local(message.producer, plan, total)
-    consumer, _ = _local(message.consumer, plan, total)
-    return (message.edge, message.gradient, message.src, producer, message.dst, consumer), batch
-
-
-def _steady(row: Row, number: int) -> Row:
-    """The period that the middle of a device's row repeats; the row says of which mini-batch each instruction is."""
-    ends = _period_ends(row, number)
-    middle = range(number // 2, number // 2 + _SETTLED)
-    found = [tuple((what, batch - t) for what, batch in row[ends[t - 1] : ends[t]]) for t in middle]
-    repeats = all(period == found[0] for period in found) and all(_in_place(what, ahead) for what, ahead in found[0])
-    complete = Counter(what for what, _ in found[0]) == Counter({what for what, _ in row})
-    if not (repeats and complete):
-        raise _Unsettled
-    return found[0]
-
-
-def _in_place(instruction: Instruction, ahead: int) -> bool:
-    """True if nothing is late, and no gradient arrives early, which the next optimizer step would use."""
-    action = instruction.action
-    return ahead == 0 if action is not None and action.kind in _FOR_UPDATE else ahead >= 0
-
-
-def _period_ends(row: Row, number: int) -> list[int]:
-    """For every mini-batch the number of instructions up to the last that its backwards need, sends included."""
-    ends = [0] * number
-    for position, (instruction, batch) in enumerate(row):
-        if instruction.action is not None and instruction.action.kind in RELEASES:
-            ends[batch] = position + 1
-    return [_with_sends(row, end) for end in ends]
-
-
-def _with_sends(row: Row, end: int) -> int:
-    while end < len(row) and row[end][0].op is Op.SEND:
-        end += 1
-    return end
+    schedule = Schedule(tuple(tuple(by_update(row, plan, total)) for row in found.devices))
+    return written_out(plan, total, schedule, number, training=True)
 
 
 def _with_sums(plan: Plan, rows: Sequence[Row], replicated: set[int]) -> list[Row]:
     """Sum gradients over replicas after the last backward of a stage in each period."""
-    schedule = Schedule(tuple(_actions([instruction for instruction, _ in row]) for row in rows))
+    schedule = Schedule(tuple(actions_of([instruction for instruction, _ in row]) for row in rows))
     summed = with_collectives(plan, schedule, replicated)
     return [tuple(_woven(row, actions)) for row, actions in zip(rows, summed.devices, strict=True)]
 
@@ -277,11 +194,11 @@ def _sums(waiting: list[Action]) -> Iterator[tuple[Instruction, int]]:
         yield Instruction(Op.COMPUTE, action=waiting.pop(0)), 0
 
 
-def assembled(plan: Plan, total: int, rows: Sequence[Row]) -> Program:
+def assembled(plan: Plan, total: int, rows: Sequence[Row], *, training: bool = True) -> Program:
     """The program whose devices repeat these rows."""
     devices = tuple(tuple(instruction for instruction, _ in row) for row in rows)
-    schedule = Schedule(tuple(_actions(row) for row in devices))
-    messages = _messages(plan, total, schedule)
+    schedule = Schedule(tuple(map(actions_of, devices)))
+    messages = messages_of(plan, total, schedule, training)
     inputs: dict[tuple[int, Action], list[int]] = {
         (device, action): [] for device, actions in enumerate(schedule.devices) for action in actions
     }
@@ -292,7 +209,7 @@ def assembled(plan: Plan, total: int, rows: Sequence[Row]) -> Program:
     return Program(
         plan=plan,
         batch_size=total,
-        training=True,
+        training=training,
         messages=messages,
         devices=devices,
         inputs={task: tuple(ids) for task, ids in inputs.items()},
@@ -324,7 +241,7 @@ class _Unrolling:
             inputs=self._links(base.inputs),
             outputs=self._links(base.outputs),
             split=frozenset(
-                (stage, number + batch * _count(base.plan, stage, base.batch_size))
+                (stage, number + batch * number_of_micro_batches(base.plan, stage, base.batch_size))
                 for stage, number in base.split
                 for batch in self._batches
             ),
@@ -350,7 +267,11 @@ class _Unrolling:
         return replace(instruction, message=instruction.message + batch * len(self.base.messages))
 
     def _action(self, action: Action, batch: int) -> Action:
-        count = 1 if action.kind is Kind.REDUCE else _count(self.base.plan, action.stage, self.base.batch_size)
+        count = (
+            1
+            if action.kind is Kind.REDUCE
+            else number_of_micro_batches(self.base.plan, action.stage, self.base.batch_size)
+        )
         return action._replace(micro_batch=action.micro_batch + batch * count)
 
     def _message(self, message: Message, batch: int) -> Message:

@@ -1,0 +1,150 @@
+"""The period of an order: a repetition of its steady state, found in the order of many mini-batches in a row.
+
+The row of a device is written out with all its messages, and cut into one piece for each mini-batch. Pieces in the
+middle are equal once each instruction says by how many mini-batches it is ahead; such a piece is the period.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from lightning_gpp.plan import Plan
+from lightning_gpp.schedules.actions import RELEASES, Action, Kind, Schedule
+from lightning_gpp.schedules.lowering import lower, split_of
+from lightning_gpp.schedules.messages import derive_messages
+from lightning_gpp.schedules.program import Instruction, Message, Op
+
+Row = tuple[tuple[Instruction, int], ...]
+"""Instructions of a device, and the mini-batch of each: its number, or in a period by how many it is ahead."""
+
+FOR_UPDATE: Final = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+"""Kinds of actions that make, or help to make, gradients of parameters."""
+
+SETTLED: Final = 3
+"""Periods of the steady state that are compared."""
+
+
+class Unsettled(Exception):
+    """The order does not repeat yet."""
+
+
+def actions_of(row: Sequence[Instruction]) -> tuple[Action, ...]:
+    """The actions among some instructions."""
+    return tuple(instruction.action for instruction in row if instruction.action is not None)
+
+
+def number_of_micro_batches(plan: Plan, stage: int, total: int) -> int:
+    """The micro-batches of a stage in a mini-batch of `total` samples."""
+    return len(plan.intervals(stage, total))
+
+
+def local(action: Action, plan: Plan, total: int) -> tuple[Action, int]:
+    """The action with its number inside its mini-batch, and the number of the mini-batch."""
+    batch, number = divmod(action.micro_batch, number_of_micro_batches(plan, action.stage, total))
+    return action._replace(micro_batch=number), batch
+
+
+def messages_of(plan: Plan, total: int, schedule: Schedule, training: bool) -> tuple[Message, ...]:
+    """The messages of one mini-batch of a schedule, which may be for several."""
+    split = frozenset(
+        (stage, number) for stage, number in split_of(schedule) if number < number_of_micro_batches(plan, stage, total)
+    )
+    return derive_messages(plan, total, training, split=split)
+
+
+def written_out(plan: Plan, total: int, schedule: Schedule, number: int, training: bool) -> list[Row]:
+    """For every device its instructions for `number` mini-batches in a row, and of which mini-batch each is.
+
+    Args:
+        plan: with `period`, the samples of a mini-batch.
+        total: samples of a mini-batch.
+        schedule: the order of all mini-batches.
+        number: of mini-batches.
+        training: whether there are backwards.
+    """
+    program = lower(plan, schedule, number * total, training)
+    period = {_ends(message, plan, total)[0]: message.id for message in messages_of(plan, total, schedule, training)}
+    rows = []
+    for instructions in program.devices:
+        row = []
+        for instruction in instructions:
+            if instruction.action is not None:
+                action, batch = local(instruction.action, plan, total)
+                row.append((Instruction(Op.COMPUTE, action=action), batch))
+            elif instruction.message is not None:
+                ends, batch = _ends(program.messages[instruction.message], plan, total)
+                row.append((Instruction(instruction.op, message=period[ends]), batch))
+        rows.append(tuple(row))
+    return rows
+
+
+def _ends(message: Message, plan: Plan, total: int) -> tuple[tuple[object, ...], int]:
+    """The identity of a message among those of its mini-batch, and the number of the mini-batch."""
+    producer, batch = local(message.producer, plan, total)
+    consumer, _ = local(message.consumer, plan, total)
+    return (message.edge, message.gradient, message.src, producer, message.dst, consumer), batch
+
+
+def by_update(row: Sequence[Action], plan: Plan, total: int) -> Iterator[Action]:
+    """The row with every backward behind those of all earlier mini-batches: an optimizer step comes in between.
+
+    Devices with one stage have that order anyway.
+    """
+    left = Counter(local(action, plan, total)[1] for action in row if action.kind in FOR_UPDATE)
+    current, held = 0, list[Action]()
+    for action in row:
+        if action.kind in FOR_UPDATE and local(action, plan, total)[1] > current:
+            held.append(action)
+            continue
+        yield action
+        left[current] -= action.kind in FOR_UPDATE
+        while held and not left[current]:
+            current += 1
+            free = [action for action in held if local(action, plan, total)[1] == current]
+            held = [action for action in held if action not in free]
+            left[current] -= len(free)
+            yield from free
+        current += not left[current]
+
+
+def after_backwards(row: Row, number: int) -> list[int]:
+    """For every mini-batch the number of instructions up to the last that its backwards need, sends included."""
+    ends = [0] * number
+    for position, (instruction, batch) in enumerate(row):
+        if instruction.action is not None and instruction.action.kind in RELEASES:
+            ends[batch] = position + 1
+    return [with_sends(row, end) for end in ends]
+
+
+def with_sends(row: Row, end: int) -> int:
+    """The position after the sends that follow an instruction."""
+    while end < len(row) and row[end][0].op is Op.SEND:
+        end += 1
+    return end
+
+
+def steady(row: Row, ends: Sequence[int]) -> Row:
+    """The period that the middle of a device's row repeats.
+
+    Args:
+        row: says of which mini-batch each instruction is.
+        ends: for every mini-batch the number of instructions up to the end of its period.
+
+    Raises:
+        Unsettled: it does not repeat.
+    """
+    middle = range(len(ends) // 2, len(ends) // 2 + SETTLED)
+    found = [tuple((what, batch - t) for what, batch in row[ends[t - 1] : ends[t]]) for t in middle]
+    repeats = all(period == found[0] for period in found) and all(_in_place(what, ahead) for what, ahead in found[0])
+    complete = Counter(what for what, _ in found[0]) == Counter({what for what, _ in row})
+    if not (repeats and complete):
+        raise Unsettled
+    return found[0]
+
+
+def _in_place(instruction: Instruction, ahead: int) -> bool:
+    """True if nothing is late, and no gradient arrives early, which the next optimizer step would use."""
+    action = instruction.action
+    return ahead == 0 if action is not None and action.kind in FOR_UPDATE else ahead >= 0

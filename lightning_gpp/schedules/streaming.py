@@ -1,0 +1,103 @@
+"""The period of inference: forwards of mini-batch after mini-batch, without a bubble in between.
+
+Nothing comes back from the sink, so nothing but data makes a device wait. The order of forwards follows from their
+nominal times: samples leave the source one per unit of time, and a stage starts on a micro-batch when its inputs have
+had the time to be computed and sent. All periods end when the sink ends a mini-batch.
+
+    4 stages, 2 micro-batches per mini-batch; ' is the next mini-batch
+
+    stage 0   F0''' F1'''
+    stage 1   F0''  F1''        messages take as long as a forward, so that neighbours are two micro-batches apart
+    stage 2   F0'   F1'
+    stage 3   F0    F1
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
+
+from lightning_gpp.plan import SOURCE, Plan
+from lightning_gpp.schedules.actions import Action, Kind, Schedule
+from lightning_gpp.schedules.lowering import reads_data, required_actions
+from lightning_gpp.schedules.messages import derive_messages
+from lightning_gpp.schedules.periods import SETTLED, Row, local, steady, with_sends, written_out
+from lightning_gpp.schedules.program import Message
+
+
+def streaming_period(plan: Plan, total: int) -> list[Row]:
+    """The instructions of every device between the ends of two mini-batches of `total` samples."""
+    times = _Times(plan, total)
+    number = 2 * (times.lead + SETTLED + 1)
+    many = replace(plan, period=total)
+    schedule = Schedule(tuple(_order(many, times, device, number) for device in range(plan.num_devices)))
+    rows = written_out(many, total, schedule, number, training=False)
+    return [steady(row, _ends(row, times, number)) for row in rows]
+
+
+@dataclass(slots=True)
+class _Times:
+    """Nominal times of forwards and data actions, in samples of the mini-batch that leave the source.
+
+    Attributes:
+        end: the time at which the actions of the first mini-batch have started.
+        lead: the most mini-batches by which an action is ahead of that.
+    """
+
+    plan: Plan
+    total: int
+    end: float = field(init=False)
+    lead: int = field(init=False)
+    _offsets: dict[int, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._offsets = _offsets(self.plan, self.total)
+        stages = [SOURCE] * reads_data(self.plan) + list(range(len(self.plan.stages)))
+        starts = [self._offsets[stage] + self.plan.intervals(stage, self.total)[-1][0] for stage in stages]
+        self.end = max(starts)
+        self.lead = int(self.end // self.total)
+
+    def of(self, action: Action, batch: int) -> float:
+        """The time at which an action, numbered inside its mini-batch, starts."""
+        stage = SOURCE if action.kind is Kind.DATA else action.stage
+        start, _ = self.plan.intervals(stage, self.total)[action.micro_batch]
+        return batch * self.total + start + self._offsets[stage]
+
+
+def _offsets(plan: Plan, total: int) -> dict[int, float]:
+    """For every stage the time between a sample's turn at the source and its turn there: longest paths."""
+    offsets: dict[int, float] = dict.fromkeys((SOURCE, *range(len(plan.stages))), 0.0)
+    messages = derive_messages(plan, total, training=False)
+    for message in sorted(messages, key=lambda message: plan.edges[message.edge].dst):
+        edge = plan.edges[message.edge]
+        offsets[edge.dst] = max(offsets[edge.dst], offsets[edge.src] + _gap(plan, total, message))
+    return offsets
+
+
+def _gap(plan: Plan, total: int, message: Message) -> float:
+    """Between the turns at the ends of a message: the producer has to end (data take no time), and the message to
+    travel, as long as it has samples."""
+    edge = plan.edges[message.edge]
+    begin, end = plan.intervals(edge.src, total)[message.producer.micro_batch]
+    reads, _ = plan.intervals(edge.dst, total)[message.consumer.micro_batch]
+    travels = message.stop - message.start if message.src != message.dst else 0
+    return (begin if edge.src == SOURCE else end) + travels - reads
+
+
+def _order(plan: Plan, times: _Times, device: int, number: int) -> tuple[Action, ...]:
+    """The actions of a device in `number` mini-batches by time; at the same time the earlier mini-batch first, and of
+    one mini-batch those that others read."""
+
+    def key(action: Action) -> tuple[float, ...]:
+        here, batch = local(action, plan, times.total)
+        return times.of(here, batch), batch, -1 if action.kind is Kind.DATA else action.stage, here.micro_batch
+
+    return tuple(sorted(required_actions(plan, device, number * times.total, training=False), key=key))
+
+
+def _ends(row: Row, times: _Times, number: int) -> list[int]:
+    """For every mini-batch the number of instructions before the first action that starts after its end."""
+    places = [(times.of(what.action, batch), index) for index, (what, batch) in enumerate(row) if what.action]
+    starts = [time for time, _ in places]
+    counts = [bisect_right(starts, times.end + batch * times.total) for batch in range(number)]
+    return [with_sends(row, places[count - 1][1] + 1) if count else 0 for count in counts]
