@@ -31,8 +31,7 @@ from saved_bytes import SavedBytes
 
 from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.cluster import Cluster, Device, preset_cluster
-from lightning_gpp.costs.model import CostModel
-from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.costs.model import CostModel, Roofline
 from lightning_gpp.measure.calibrate import calibrate
 from lightning_gpp.measure.costs import measure_costs
 from lightning_gpp.plan import Plan

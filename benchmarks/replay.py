@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_gpp.capture import capture_step
 from lightning_gpp.cluster import preset_cluster
-from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.costs.model import Roofline
 from lightning_gpp.graph import Affine, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
 from lightning_gpp.planning import estimate, manual

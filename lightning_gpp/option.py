@@ -11,13 +11,14 @@ import textwrap
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.validation import conforms, shown
+from lightning_gpp.validation import shown
 
 Given = TypeVar("Given", contravariant=True)
 Kept = TypeVar("Kept", covariant=True)
@@ -68,6 +69,20 @@ class Option:
         if not conforms(value, self.kind):
             raise refusal(self.name, value, self.allowed)
         return value
+
+
+def conforms(value: object, kind: Any) -> bool:
+    """True if a value is of a type without any conversion: 1 is no bool, "1" no int."""
+    try:
+        _adapter(kind).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
 
 
 def refusal(name: str, value: object, allowed: str) -> ConfigError:

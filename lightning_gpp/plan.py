@@ -145,6 +145,11 @@ class Plan:
         check(self)
 
     @property
+    def is_sliced(self) -> bool:
+        """True if any stage is a slice."""
+        return any(stage.tokens is not None for stage in self.stages)
+
+    @property
     def num_devices(self) -> int:
         return 1 + max(device for stage in self.stages for device in stage.devices)
 

@@ -51,11 +51,6 @@ class Unsliced:
         return [part for part, number in enumerate(self.numbers) if number == stage]
 
 
-def is_sliced(plan: Plan) -> bool:
-    """True if any stage of the plan is a slice."""
-    return any(stage.tokens is not None for stage in plan.stages)
-
-
 def num_slices(plan: Plan) -> int:
     """The number of slices of a stage; 1 if the plan is unsliced."""
     return max(1, len({stage.tokens for stage in plan.stages if stage.tokens is not None}))

@@ -27,15 +27,6 @@ def shown(value: object) -> str:
     return _SHOWN.repr(value)
 
 
-def conforms(value: object, kind: Any) -> bool:
-    """True if a value is of a type without any conversion: 1 is no bool, "1" no int."""
-    try:
-        _adapter(kind).validate_python(value)
-    except ValidationError:
-        return False
-    return True
-
-
 def validated(
     kind: Callable[..., Checked],
     content: object,
@@ -68,11 +59,6 @@ def validated(
     except GPPError as failure:  # of a dataclass that checks itself
         raise type(failure)(": ".join(filter(None, (place, key, str(failure))))) from failure
     raise error(" ".join(filter(None, (place and f"{place}:", problem, remedy))))
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
 
 
 @cache

@@ -19,7 +19,7 @@ from benchmarks.workloads.recommendation import WIDTH, candle_uno
 from benchmarks.workloads.workload import Built
 from lightning_gpp.capture import capture_step
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Prediction, Problem
-from lightning_gpp.planning.problem.trial import simulated
+from lightning_gpp.planning.problem.prediction import simulated
 from lightning_gpp.schedules.warm_up import in_flight_samples
 
 MINI_BATCH = 64

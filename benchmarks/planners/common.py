@@ -9,12 +9,11 @@ from math import exp, inf, log
 
 from benchmarks.workloads import graph
 from lightning_gpp.cluster import Cluster, preset_cluster
-from lightning_gpp.costs.footprint import Footprint
-from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.costs.model import Footprint, Roofline
 from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.planning import Answer, Prediction, Problem, Request, SearchControl
-from lightning_gpp.planning.problem.registry import partitioner_of
-from lightning_gpp.planning.problem.trial import best_trial, simulated
+from lightning_gpp.planning.problem.partitioner import partitioner_of
+from lightning_gpp.planning.problem.prediction import best_trial, simulated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,7 @@ from benchmarks.planners.paper import BATCH_SIZES, HARDWARE, NUM_DEVICES
 from benchmarks.workloads import graph
 from lightning_gpp.capture import capture_step
 from lightning_gpp.cluster import Cluster, Device, Link, preset_cluster
-from lightning_gpp.costs.footprint import Footprint
-from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.costs.model import Footprint, Roofline
 from lightning_gpp.errors import GPPError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning import Request, best_plan

@@ -25,7 +25,7 @@ from types import ModuleType
 from benchmarks.planners.common import table, verdict
 from benchmarks.planners.search_time import MODELS, NUM_DEVICES, TIMES_FASTER, least, problem_for
 from lightning_gpp.planning import Problem
-from lightning_gpp.planning.problem.registry import partitioner_of
+from lightning_gpp.planning.problem.partitioner import partitioner_of
 
 
 def release(clone: Path) -> ModuleType:

@@ -24,7 +24,7 @@ from benchmarks.planners.published import pipedream_in_loops, piper_in_loops
 from benchmarks.workloads import WORKLOADS, graph
 from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.planning import Answer, Prediction, Problem, Request, SearchControl, best_plan
-from lightning_gpp.planning.problem.registry import Partitioner, partitioner_of
+from lightning_gpp.planning.problem.partitioner import Partitioner, partitioner_of
 
 NUM_DEVICES: Final = 32
 TIMES_FASTER: Final = 21

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from lightning_gpp.graph import Affine, TensorSpec
 from lightning_gpp.plan import STEP, Edge, Figures, Plan, Stage
+from lightning_gpp.planning.assignment.estimate import timed
 from lightning_gpp.planning.assignment.layout import laid_out
-from lightning_gpp.planning.assignment.timed import timed
 from lightning_gpp.runtime import LOSS, DistributedTransport, Executor, Mesh, MicroBatch, Slot, pairs_of
 from lightning_gpp.schedules import Program, compile_program, schedule_names
 from lightning_gpp.schedules.registry import method_of

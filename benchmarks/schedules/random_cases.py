@@ -28,10 +28,10 @@ from benchmarks.schedules.random_plans import Case, case_of
 from lightning_gpp.errors import ConfigError, PlanError, ScheduleError, VerificationError
 from lightning_gpp.schedules import Action, Instruction, Kind, Program, compile_program, in_flight
 from lightning_gpp.schedules.actions import COLLECTIVES
-from lightning_gpp.schedules.messages import samples_of
+from lightning_gpp.schedules.lowering import samples_of
 from lightning_gpp.schedules.replay import replay
 from lightning_gpp.simulation import StageCosts, Timeline, simulate
-from lightning_gpp.simulation.memory import changes
+from lightning_gpp.simulation.simulator import changes
 
 SECONDS_PER_CASE = 60
 """A case that takes longer counts as one that hangs."""

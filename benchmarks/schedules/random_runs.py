@@ -30,9 +30,8 @@ from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, 
 from lightning_gpp.runtime.sharding import ShardedStages, StageSync
 from lightning_gpp.schedules import Kind, Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES
-from lightning_gpp.schedules.messages import samples_of
+from lightning_gpp.schedules.lowering import samples_of
 from lightning_gpp.schedules.verifier import computed
-from lightning_gpp.slices import is_sliced
 from tests.runtime import cases
 from tests.runtime.cases import Case, part_of
 from tests.runtime.stages import Mixer, all_slots, holders_of, local_parameters, make_stages, named_parameters
@@ -53,7 +52,7 @@ def real_case(number: int) -> Case:
     """
     case = case_of(number, LIMITS)
     plan = case.plan
-    if is_sliced(plan) and plan.sharding == "fsdp":
+    if plan.is_sliced and plan.sharding == "fsdp":
         plan = replace(plan, sharding="none")
     return Case(
         plan,

@@ -14,7 +14,7 @@ from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, Request, best_plan, each_schedule, partitioner_names
 from lightning_gpp.planning.assignment.layout_check import layout_mismatch
-from lightning_gpp.planning.problem.registry import partitioner_of
+from lightning_gpp.planning.problem.partitioner import partitioner_of
 from lightning_gpp.reports import Compared, partitioners_table, schedules_table, search_progress
 from lightning_gpp.reports.progress import SearchBar
 from lightning_gpp.schedules import schedule_names

@@ -19,7 +19,7 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, count_pipelines, devices_per_pipeline
 from lightning_gpp.planning.assignment.layout_check import layout_mismatch
-from lightning_gpp.planning.problem.trial import memory_limits
+from lightning_gpp.planning.problem.prediction import memory_limits
 from lightning_gpp.reports import graph_svg, period_text, prediction_text, search_progress, timeline_svg
 from lightning_gpp.runtime.weights import copies_of
 from lightning_gpp.simulation import Timeline

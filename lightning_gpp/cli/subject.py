@@ -19,8 +19,7 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture import Capture
 from lightning_gpp.cli.target import built
 from lightning_gpp.cluster import Cluster
-from lightning_gpp.costs.footprint import Footprint
-from lightning_gpp.costs.model import CostModel
+from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.costs.table import CostTable
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gpp.cluster.cluster import Cluster, Level, Node, Port
-from lightning_gpp.cluster.device import Device
-from lightning_gpp.cluster.link import Link
+from lightning_gpp.cluster.cluster import Cluster, Device, Level, Link, Node, Port
 from lightning_gpp.cluster.load import cluster_of, load_cluster
 from lightning_gpp.cluster.presets import CLUSTERS, DEVICES, ClusterPreset, preset_cluster
 

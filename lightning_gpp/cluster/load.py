@@ -23,9 +23,7 @@ from typing import Annotated, Any, TypeAlias
 
 from annotated_types import Ge, MinLen
 
-from lightning_gpp.cluster.cluster import Cluster, Node
-from lightning_gpp.cluster.device import Device
-from lightning_gpp.cluster.link import Link
+from lightning_gpp.cluster.cluster import Cluster, Device, Link, Node
 from lightning_gpp.cluster.names import one_of
 from lightning_gpp.cluster.presets import DEVICES, MAX_DEVICES, first, preset_cluster
 from lightning_gpp.errors import ConfigError

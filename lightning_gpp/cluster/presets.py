@@ -15,9 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_gpp.cluster.cluster import Cluster, Node
-from lightning_gpp.cluster.device import Device
-from lightning_gpp.cluster.link import Link
+from lightning_gpp.cluster.cluster import Cluster, Device, Link, Node
 from lightning_gpp.cluster.names import one_of
 from lightning_gpp.errors import ConfigError
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_gpp.cluster import Device
-from lightning_gpp.costs.model import Seconds
-from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.costs.model import Roofline, Seconds
 from lightning_gpp.costs.table import CostTable, OperatorSeconds
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph

@@ -1,11 +1,21 @@
-"""The interface of cost models: seconds of operators that are computed, measured or read from a file."""
+"""Cost models: their interface, the roofline model, and the footprint of parameters.
+
+Roofline model: S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model", CACM 52(4),
+2009. An operator takes as long as its arithmetic or as moving its tensors, whichever is longer, plus the cost of
+calling it. Small micro-batches are inefficient because of the constant cost of a call, and because parameters are read
+once per micro-batch, however small it is.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Hashable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Final, NamedTuple, Protocol
 
 from lightning_gpp.cluster import Device
-from lightning_gpp.graph import Operator
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.graph import Operator, OperatorGraph
 
 
 class Seconds(NamedTuple):
@@ -31,3 +41,121 @@ class CostModel(Protocol):
     def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
         """Seconds of an operator on a device for a micro-batch of `num_samples` samples (at least 1)."""
         ...
+
+
+OPTIMIZER_STATES: Final = {"none": 0, "sgd": 0, "sgd_momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
+"""Tensors of the parameter's size that an optimizer of torch.optim keeps for each parameter."""
+
+PRECISIONS: Final = {"64-true": 0.0, "32-true": 0.0, "bf16-true": 0.0, "16-true": 0.0, "bf16-mixed": 0.5}
+"""Lightning's precisions, and what autocast adds per byte of a float32 parameter: a cached copy of half the size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes that a device keeps per byte of parameters.
+
+    Args:
+        optimizer: a key of OPTIMIZER_STATES.
+        precision: a key of PRECISIONS. With "...-true" the parameters themselves have that precision already.
+
+    Raises:
+        ConfigError: the optimizer or precision is unknown.
+    """
+
+    optimizer: str = "adam"
+    precision: str = "32-true"
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("optimizer", OPTIMIZER_STATES), ("precision", PRECISIONS)):
+            value = getattr(self, key)
+            if value not in allowed:
+                close = get_close_matches(str(value), allowed, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ConfigError(f"footprint.{key}={value!r} is unknown; choose one of {', '.join(allowed)}.{hint}")
+
+    @property
+    def copies(self) -> float:
+        """Copies per byte: weights, gradients, the optimizer's state, and autocast's copy."""
+        return 2 + OPTIMIZER_STATES[self.optimizer] + PRECISIONS[self.precision]
+
+
+ACCUMULATION_PASSES: Final = 3
+"""Passes over memory to accumulate a weight gradient: read both, write one."""
+
+
+class Roofline:
+    """A cost model of the operators of a graph.
+
+    The backward of an operator with parameters has one product for the gradient of its input, if that is needed, and
+    one for that of its weights. The backward of other operators costs two forwards: one for each factor of a product.
+    """
+
+    name = "roofline"
+
+    def __init__(self, graph: OperatorGraph) -> None:
+        self.graph = graph
+        self._wanted = {operator.name: self._input_gradient_wanted(operator) for operator in graph}
+        kinds: dict[Hashable, int] = {}
+        self._kinds = {operator.name: kinds.setdefault(self._kind(operator), len(kinds)) for operator in graph}
+        self._known: dict[Device, dict[tuple[int, int], Seconds]] = {}
+
+    def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
+        """See `CostModel`; values that come from the data cost nothing."""
+        known = self._known.setdefault(device, {})
+        key = self._kinds[operator.name], num_samples
+        if key not in known:
+            known[key] = self._seconds(operator, num_samples, device)
+        return known[key]
+
+    def _kind(self, operator: Operator) -> Hashable:
+        """A key that is equal for operators of equal cost: models repeat their blocks."""
+        edges = self.graph.nx.in_edges(operator.name, data="outputs")
+        read = tuple(self.graph[source].outputs[output] for source, _, outputs in edges for output in outputs)
+        sizes = tuple(self.graph.parameter_bytes[name] for name in operator.parameters)
+        return operator.target in ("input", "step") and operator.target, operator.flops, operator.outputs, read, sizes
+
+    def _seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
+        if operator.target == "input":
+            return Seconds(0.0)
+        moving = self._moved(operator, num_samples) / device.bytes_per_second
+        arithmetic = operator.flops.at(num_samples) / device.flops_per_second(_dtype(operator))
+        forward = device.seconds_per_operator + max(arithmetic, moving)
+        if not has_backward(operator):
+            return Seconds(forward)
+        if not operator.parameters:
+            return Seconds(forward, 2 * forward)
+        accumulation = ACCUMULATION_PASSES * self._parameter_bytes(operator) / device.bytes_per_second
+        return Seconds(forward, forward if self._wanted[operator.name] else 0.0, forward + accumulation)
+
+    def _input_gradient_wanted(self, operator: Operator) -> bool:
+        edges = self.graph.nx.in_edges(operator.name, data="outputs")
+        return any(
+            self.graph[source].outputs[output].requires_grad for source, _, outputs in edges for output in outputs
+        )
+
+    def _moved(self, operator: Operator, num_samples: int) -> float:
+        read = sum(
+            self.graph[source].outputs[output].bytes(num_samples)
+            for source, _, outputs in self.graph.nx.in_edges(operator.name, data="outputs")
+            for output in outputs
+        )
+        written = sum(spec.bytes(num_samples) for spec in operator.outputs)
+        return float(read + written) + min(self._parameter_bytes(operator), self._gathered(operator, num_samples))
+
+    def _gathered(self, operator: Operator, num_samples: int) -> float:
+        """Bytes of parameters that an operator reads; look-ups (no arithmetic) read only as many as they write."""
+        if operator.flops.at(num_samples):
+            return float("inf")
+        return float(sum(spec.bytes(num_samples) for spec in operator.outputs))
+
+    def _parameter_bytes(self, operator: Operator) -> float:
+        return float(sum(self.graph.parameter_bytes[name] for name in operator.parameters))
+
+
+def _dtype(operator: Operator) -> str:
+    return operator.outputs[0].dtype if operator.outputs else "float32"
+
+
+def has_backward(operator: Operator) -> bool:
+    """True if autograd visits the operator: an output requires a gradient, or it is the step itself."""
+    return operator.target == "step" or any(spec.requires_grad for spec in operator.outputs)

@@ -19,8 +19,7 @@ from lightning_gpp.capture import Capture, batch_size_of
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.cluster import Device
 from lightning_gpp.costs.measured import BlockSeconds, MeasuredCosts, spread
-from lightning_gpp.costs.model import Seconds
-from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.costs.model import Roofline, Seconds
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.blocks import Block, Blocks, find_blocks
 from lightning_gpp.measure.replica import filled, hollow_copy, random_like

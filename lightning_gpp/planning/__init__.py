@@ -9,12 +9,17 @@ from lightning_gpp.planning.partitioners import graphpipe as _graphpipe  # noqa:
 from lightning_gpp.planning.partitioners import pipedream as _pipedream  # noqa: F401  registers itself
 from lightning_gpp.planning.partitioners import piper as _piper  # noqa: F401  registers itself
 from lightning_gpp.planning.partitioners.auto import search as _auto  # noqa: F401  registers itself
-from lightning_gpp.planning.problem.answer import Alternative, Answer, SearchControl
 from lightning_gpp.planning.problem.draft import Draft, DraftStage
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
+from lightning_gpp.planning.problem.partitioner import (
+    Alternative,
+    Answer,
+    SearchControl,
+    partitioner_names,
+    register_partitioner,
+)
 from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.registry import partitioner_names, register_partitioner
 from lightning_gpp.planning.request import Request
 from lightning_gpp.planning.search import best_order, best_plan, each_schedule
 

@@ -8,15 +8,13 @@ from math import inf, isfinite
 from typing import Final
 
 from lightning_gpp.cluster import Cluster, Level
-from lightning_gpp.costs.footprint import OPTIMIZER_STATES
+from lightning_gpp.costs.model import OPTIMIZER_STATES
 from lightning_gpp.plan import STEP
 from lightning_gpp.planning.assignment.modules import stage_names
-from lightning_gpp.planning.problem.answer import SearchControl
-from lightning_gpp.planning.problem.draft import Draft
+from lightning_gpp.planning.problem.draft import Draft, compress
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
+from lightning_gpp.planning.problem.partitioner import SearchControl, partitioner_of
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.realise import compress
-from lightning_gpp.planning.problem.registry import partitioner_of
 
 SECONDS_PER_TRIAL: Final = 1.0
 """Limit of the search for a plan under one suggestion, if a change of the draft is not enough."""

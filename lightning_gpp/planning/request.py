@@ -1,22 +1,125 @@
-"""The request of a user, and the planning problem that follows from it."""
+"""The request of a user, the candidates that it leaves open, and the planning problem of each.
+
+A candidate is a schedule on a number of pipelines.
+
+Partitioners know 1F1B and GPipe with one stage per device. For other schedules they are asked for stages that are
+balanced under 1F1B. If the schedule has a layout of its own, the question has one device per stage: several stages of a
+device share its memory, and so do the two replicas of a stage in a bidirectional schedule.
+
+Equal replicas of all stages are pipeline replicas, so a partitioner chooses the number of pipelines itself. If stages
+may not have that many replicas, each number of pipelines is a candidate.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Annotated, Final, Literal
+
+from annotated_types import Ge
 
 from lightning_gpp.cluster import Cluster
-from lightning_gpp.costs.footprint import Footprint
-from lightning_gpp.costs.model import CostModel
-from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.costs.model import CostModel, Footprint, Roofline
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning.assignment.micro_batches import resolve_size
+from lightning_gpp.option import option, settle
 from lightning_gpp.planning.assignment.slices import Slicing
-from lightning_gpp.planning.problem.answer import Progress
+from lightning_gpp.planning.problem.partitioner import Progress
 from lightning_gpp.planning.problem.problem import Problem, operator_seconds
-from lightning_gpp.planning.problem.search_options import SearchOptions
 from lightning_gpp.planning.problem.units import find_units
+from lightning_gpp.schedules.registry import method_of
+
+Count = Annotated[int, Ge(1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """The limits that the strategy and a request for a plan have in common.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+
+    num_micro_batches: Count | None = option(
+        None,
+        "number of micro-batches into which a mini-batch is cut. Default: what the partitioner finds best; with stages "
+        "by hand twice the number of stages on the longest path, at most one per sample.",
+        section="Micro-batches, and limits of plans",
+    )
+    micro_batch_size: Count | None = option(None, "samples of a micro-batch, instead of num_micro_batches.")
+    max_replicas: Count | None = option(
+        None, "how many devices may share one stage; 1 puts every stage on one device. Default: any number."
+    )
+    stages_per_device: Count | None = option(
+        None, "number of stages on every device. Default: the number that the schedule is made for."
+    )
+    sharding: Literal["none", "zero1", "fsdp"] = option(
+        "none",
+        "what the ranks that hold the same stage split among them, besides the samples: zero1 splits the optimizer's "
+        "state, fsdp parameters and gradients too, none leaves it at what the plan says.",
+    )
+    bound_seconds: Annotated[float, Ge(0)] = option(
+        2.0,
+        "time limit of gpp-plan for a lower bound of the step time, which it computes after the search to say how much "
+        "better a plan could be; 0 leaves only the bound that all devices are busy all the time.",
+        allowed="0 seconds or more",
+    )
+
+    def __post_init__(self) -> None:
+        settle(self)
+
+
+def resolve_size(batch_size: int, num_micro_batches: int | None, micro_batch_size: int | None, default: int) -> int:
+    """Samples of a micro-batch.
+
+    Args:
+        batch_size: samples of the mini-batch of one pipeline replica.
+        num_micro_batches: the user's, or None.
+        micro_batch_size: the user's, or None.
+        default: the number of micro-batches where the user gave neither; at most one per sample is made.
+
+    Raises:
+        ConfigError: both are given, or the mini-batch cannot be cut that way.
+    """
+    if num_micro_batches is not None and micro_batch_size is not None:
+        raise ConfigError(
+            f"Both strategy.num_micro_batches={num_micro_batches} and strategy.micro_batch_size={micro_batch_size} are "
+            "given; each follows from the other: give one."
+        )
+    if micro_batch_size is not None:
+        return _checked_size(batch_size, micro_batch_size)
+    if num_micro_batches is not None:
+        return _size_of(batch_size, num_micro_batches)
+    return -(-batch_size // min(max(1, default), batch_size))
+
+
+def _checked_size(batch_size: int, size: int) -> int:
+    if not 1 <= size <= batch_size:
+        raise ConfigError(
+            f"strategy.micro_batch_size={size}, but a mini-batch has {batch_size} samples per pipeline; "
+            f"choose a size from 1 to {batch_size}."
+        )
+    return size
+
+
+def _size_of(batch_size: int, count: int) -> int:
+    if count < 1:
+        raise ConfigError(f"strategy.num_micro_batches={count}; it must be a whole number >= 1.")
+    if count > batch_size:
+        raise ConfigError(
+            f"More micro-batches than samples: strategy.num_micro_batches={count}, but a mini-batch has {batch_size} "
+            f"samples per pipeline. Set strategy.num_micro_batches to at most {batch_size}, or enlarge the batch."
+        )
+    size = -(-batch_size // count)
+    if -(-batch_size // size) != count:
+        raise ConfigError(
+            f"strategy.num_micro_batches={count}: {batch_size} samples do not give {count} micro-batches of one size "
+            f"(the last may be smaller); {size} samples each give {-(-batch_size // size)}. "
+            f"Set strategy.num_micro_batches={-(-batch_size // size)}, or strategy.micro_batch_size."
+        )
+    return size
+
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Into how many micro-batches a mini-batch may be cut where the user leaves it open."""
@@ -122,3 +225,117 @@ def _sizes_to_try(batch_size: int, num_devices: int) -> tuple[int, ...]:
     smaller = {-(-batch_size // number) for number in MORE_NUMBERS if number <= batch_size}
     sizes |= {size for size in smaller if num_devices <= size * MANY_STAGES <= num_devices * MANY_STAGES}
     return tuple(sorted(size for size in sizes if -batch_size % size <= MAX_SHORT * batch_size))
+
+
+SEARCHED: Final = ("1f1b", "gpipe")
+"""Schedules that partitioners know."""
+
+STANDARD: Final = "1f1b"
+"""The schedule for which they balance stages if they do not know the wanted one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A schedule on a number of pipelines.
+
+    Args:
+        request: what the user wants.
+        schedule: name.
+        num_pipelines: pipeline replicas; None leaves their number to the partitioner.
+    """
+
+    request: Request
+    schedule: str
+    num_pipelines: int | None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one pipeline, as many as the partitioner may use."""
+        return self.request.cluster.num_devices // (self.num_pipelines or 1)
+
+    @property
+    def has_own_layout(self) -> bool:
+        """True if the draft is for one device per stage, and has to be laid out."""
+        return has_own_layout(self.request, self.schedule)
+
+    @property
+    def is_searched(self) -> bool:
+        """True if the partitioner sees the schedule and the layout that will run, so that its bounds hold."""
+        return self.schedule in SEARCHED and not self.has_own_layout
+
+    def question(self) -> Request:
+        """The request that a partitioner gets, for one pipeline. It is the same for candidates that share a search.
+
+        Raises:
+            ConfigError: the mini-batch of one pipeline does not give the wanted micro-batches.
+        """
+        request, own_layout = self.request, self.has_own_layout
+        return replace(
+            request,
+            cluster=self._one_device_per_stage() if own_layout else self._cluster(),
+            batch_size=request.batch_size // (self.num_pipelines or 1),
+            num_pipelines=self.num_pipelines and 1,
+            schedules=(self.schedule if self.schedule in SEARCHED else STANDARD,),
+            max_replicas=1 if own_layout else request.max_replicas,
+            stages_per_device=None,
+            sharding="none",
+            chained=False,
+            progress=None,
+        )
+
+    def _cluster(self) -> Cluster:
+        cluster = self.request.cluster
+        return cluster if self.num_devices == cluster.num_devices else cluster.subset(range(self.num_devices))
+
+    def _one_device_per_stage(self) -> Cluster:
+        """A cluster with one device per stage, each with the memory of one stage."""
+        number = num_stages_per_device(self.request, self.schedule)
+        directions = 1 + method_of(self.schedule).bidirectional
+        return self._cluster().repeated(number, memory_parts=number * directions)
+
+
+def candidates(request: Request, schedule: str) -> list[Candidate]:
+    """The candidates with one of the request's schedules, fewest pipelines first.
+
+    Raises:
+        ConfigError: stages are to have replicas that the schedule cannot have.
+    """
+    if has_own_layout(request, schedule):
+        check_replicas(schedule, request.max_replicas)
+    numbers = _numbers(request, schedule)
+    return [Candidate(request=request, schedule=schedule, num_pipelines=number) for number in numbers]
+
+
+def num_stages_per_device(request: Request, schedule: str) -> int:
+    """The user's number, else that of the schedule."""
+    return request.stages_per_device or method_of(schedule).stages_per_device
+
+
+def has_own_layout(request: Request, schedule: str) -> bool:
+    """True if the schedule wants stages in a layout that partitioners do not make."""
+    return num_stages_per_device(request, schedule) > 1 or method_of(schedule).bidirectional
+
+
+def check_replicas(schedule: str, max_replicas: int | None) -> None:
+    """Refuse replicas for a schedule that lays its stages out itself, each on one device.
+
+    Raises:
+        ConfigError: stages may have several.
+    """
+    if max_replicas is not None and max_replicas > 1:
+        raise ConfigError(
+            f"strategy.schedule={schedule!r} puts every stage on one device of a pipeline, "
+            f"strategy.max_replicas={max_replicas} allows more. Leave max_replicas out and use strategy.num_pipelines "
+            "for data parallelism, or choose strategy.schedule=1f1b."
+        )
+
+
+def _numbers(request: Request, schedule: str) -> Iterator[int | None]:
+    """Numbers of pipelines; None leaves the number to the partitioner."""
+    devices = request.cluster.num_devices
+    if request.num_pipelines is not None:
+        yield request.num_pipelines
+    elif not has_own_layout(request, schedule) and (request.max_replicas or devices) >= devices:
+        yield None
+    else:
+        yield from (n for n in range(1, devices + 1) if devices % n == 0 and request.batch_size % n == 0)

@@ -26,16 +26,12 @@ from lightning_gpp.planning.advice import advice
 from lightning_gpp.planning.assignment.complete import completed, with_batch_size
 from lightning_gpp.planning.assignment.layout import lay_out
 from lightning_gpp.planning.bounds.bound import busy_bound, lower_bound
-from lightning_gpp.planning.candidates import STANDARD, Candidate, candidates, num_stages_per_device
-from lightning_gpp.planning.problem.answer import Alternative, Answer, SearchControl
-from lightning_gpp.planning.problem.draft import Draft
+from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.evaluate import Evaluator
-from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures
+from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, checked, partitioner_of
+from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures, Trial, best_trial, predicted
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.realise import realise
-from lightning_gpp.planning.problem.registry import checked, partitioner_of
-from lightning_gpp.planning.problem.trial import Trial, best_trial, predicted
-from lightning_gpp.planning.request import Request
+from lightning_gpp.planning.request import STANDARD, Candidate, Request, candidates, num_stages_per_device
 
 
 def best_plan(partitioner: str, graph: OperatorGraph, request: Request) -> Prediction:

@@ -14,15 +14,13 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Kind, Schedule
-from lightning_gpp.schedules.clock import Clock
 from lightning_gpp.schedules.handcrafted import samples_ahead
-from lightning_gpp.schedules.list_scheduling import SLACK, list_schedule
+from lightning_gpp.schedules.list_scheduling import SLACK, Clock, DeviceOrders, list_schedule
 from lightning_gpp.schedules.memory import limits_of, needs_of
-from lightning_gpp.schedules.seq_1f1b import lanes as lanes_of
-from lightning_gpp.schedules.task_graph import DeviceOrders
+from lightning_gpp.schedules.one_f_one_b import lanes as lanes_of
 from lightning_gpp.schedules.warm_up import action_samples, slice_samples
 from lightning_gpp.schedules.work import Work, turns
-from lightning_gpp.slices import is_sliced, unsliced
+from lightning_gpp.slices import unsliced
 
 _KINDS: Final = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
 FORWARD, INPUT, WEIGHT = range(3)
@@ -49,7 +47,7 @@ class Preference:
 def forwards_ahead(plan: Plan, lead: float) -> list[int]:
     """For every stage the micro-batches that amount to `samples_ahead` on each replica, at least one. For a slice, the
     actions of all slices of the stage."""
-    if is_sliced(plan):
+    if plan.is_sliced:
         return _slices_ahead(plan, lead)
     samples = samples_ahead(plan, lead)
     steps = [stage.micro_batch_size * turns(stage) for stage in plan.stages]

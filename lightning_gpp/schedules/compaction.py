@@ -17,9 +17,7 @@ from math import inf
 from typing import Final
 
 from lightning_gpp.schedules.actions import Kind
-from lightning_gpp.schedules.clock import Clock
-from lightning_gpp.schedules.list_scheduling import SLACK, list_schedule
-from lightning_gpp.schedules.task_graph import DeviceOrders, TaskGraph
+from lightning_gpp.schedules.list_scheduling import SLACK, Clock, DeviceOrders, TaskGraph, list_schedule
 from lightning_gpp.schedules.work import Work
 
 WINDOWS: Final = (0, 1, 2, 4)

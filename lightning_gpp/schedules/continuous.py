@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.collectives import with_collectives
 from lightning_gpp.schedules.lowering import split_of
+from lightning_gpp.schedules.passes import with_collectives
 from lightning_gpp.schedules.periods import (
     SETTLED,
     Row,
@@ -44,7 +44,6 @@ from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 from lightning_gpp.schedules.registry import flights, make_schedule
 from lightning_gpp.schedules.streaming import streaming_period
 from lightning_gpp.schedules.verifier import verify
-from lightning_gpp.slices import is_sliced
 
 
 def continuous_program(plan: Plan, batch_size: int | None = None, *, num_pipelines: int = 1) -> Program:
@@ -135,7 +134,7 @@ def _check(plan: Plan, total: int) -> None:
                 f"which a mini-batch of {total} samples does not allow. Choose strategy.micro_batch_size so that all "
                 "replicas get equally many."
             )
-    if is_sliced(plan):
+    if plan.is_sliced:
         raise ScheduleError(
             "Slices of sequences (strategy.slices) need a flush after every mini-batch. Remove strategy.slices, or "
             "flush (strategy.weights=synchronous; in evaluation strategy.streaming=false)."

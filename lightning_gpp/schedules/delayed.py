@@ -16,8 +16,7 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan, Stage
 from lightning_gpp.schedules.actions import COLLECTIVES, Action, Kind, Schedule
 from lightning_gpp.schedules.continuous import assembled, prove, unrolled
-from lightning_gpp.schedules.lowering import lower
-from lightning_gpp.schedules.messages import derive_messages
+from lightning_gpp.schedules.lowering import derive_messages, lower
 from lightning_gpp.schedules.program import Instruction, Op, Program
 from lightning_gpp.schedules.replay import replay
 from lightning_gpp.schedules.verifier import verify

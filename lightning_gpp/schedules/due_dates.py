@@ -17,9 +17,7 @@ from typing import NamedTuple
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.clock import Clock
-from lightning_gpp.schedules.list_scheduling import Priorities, list_schedule
-from lightning_gpp.schedules.task_graph import DeviceOrders
+from lightning_gpp.schedules.list_scheduling import Clock, DeviceOrders, Priorities, list_schedule
 from lightning_gpp.schedules.work import Work, turns
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_gpp.schedules.task_graph import DeviceOrders, TaskGraph
+from lightning_gpp.schedules.list_scheduling import DeviceOrders, TaskGraph
 
 NOTHING: Final = -1
 """In place of a task's number."""

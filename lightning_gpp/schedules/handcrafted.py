@@ -6,13 +6,22 @@ from collections.abc import Collection
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.alternating import alternating
-from lightning_gpp.schedules.deadlock_free import without_deadlock
 from lightning_gpp.schedules.device_orders import StageOrders
-from lightning_gpp.schedules.seq_1f1b import backwards_of, forwards_of, lanes, without_deadlock_in_slices
-from lightning_gpp.schedules.warm_up import action_samples, in_flight_samples, slice_samples, slices_ahead
+from lightning_gpp.schedules.one_f_one_b import (
+    backwards_of,
+    forwards_of,
+    lanes,
+    without_deadlock_in_slices,
+)
+from lightning_gpp.schedules.warm_up import (
+    action_samples,
+    alternating,
+    in_flight_samples,
+    slice_samples,
+    slices_ahead,
+    without_deadlock,
+)
 from lightning_gpp.schedules.work import unsplit_stages
-from lightning_gpp.slices import is_sliced
 
 
 def samples_ahead(plan: Plan, lead: float) -> dict[int, float]:
@@ -35,7 +44,7 @@ def split_orders(plan: Plan, batch_size: int, lead: int) -> StageOrders:
     All n slices of a stage have one order, which counts slices: the warm-up is n + lead (d - 1).
     """
     unsplit = unsplit_stages(plan)
-    orders = _in_slices(plan, batch_size, lead) if is_sliced(plan) else _in_micro_batches(plan, batch_size, lead)
+    orders = _in_slices(plan, batch_size, lead) if plan.is_sliced else _in_micro_batches(plan, batch_size, lead)
     return {stage: _joined(order, unsplit) for stage, order in orders.items()}
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_gpp.schedules.fixed_order import NOTHING, FixedOrder, NumberRows, run_order
-from lightning_gpp.schedules.held_bytes import peak
-from lightning_gpp.schedules.list_scheduling import SLACK
-from lightning_gpp.schedules.task_graph import TaskGraph
+from lightning_gpp.schedules.list_scheduling import SLACK, TaskGraph
+from lightning_gpp.schedules.work import peak
 
 
 def improved(order: FixedOrder, limits: Sequence[float], tries: int) -> FixedOrder:

@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from lightning_gpp.schedules.actions import Kind
-from lightning_gpp.schedules.held_bytes import peak
+from lightning_gpp.schedules.list_scheduling import DeviceOrders
 from lightning_gpp.schedules.one_f_one_b import warm_up
-from lightning_gpp.schedules.task_graph import DeviceOrders
-from lightning_gpp.schedules.work import Work, turns
+from lightning_gpp.schedules.work import Work, peak, turns
 
 
 def peaks_of(work: Work, rows: DeviceOrders) -> list[float]:

@@ -12,7 +12,7 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.task_graph import Task
+from lightning_gpp.schedules.list_scheduling import Task
 from lightning_gpp.schedules.work import Work, is_extra
 
 _STEP: Final = 1e-3

@@ -1,15 +1,32 @@
-"""Passes that every schedule gets: recomputation, and data actions just in time."""
+"""Passes that every schedule gets: recomputation, data actions just in time, and the collectives of stage replicas.
+
+Sharded parameters (fsdp): a device keeps the unsharded parameters of two stages, the one that it computes and the next
+one, which is gathered meanwhile, and the unsharded gradients of one. A device that visits its stages in sequence
+(breadth-first) gathers each once per direction, whatever the number of micro-batches; one that jumps between them pays
+for every jump. Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023.
+
+Unsharded parameters (none, zero1): gradients are reduced once, after a stage's last backward, while its device goes on.
+Devices that share several stages may complete them in different orders; then a reduction waits for those before it in
+a common order.
+
+    breadth-first, 2 stages of 1 device, 2 micro-batches:
+    0U0 1U0 0F0 0F1 1F0 1F1 1B0 1B1 1G0 0B0 0B1 0G0 1S0 0S0
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import groupby, pairwise
 from typing import Final
 
+import networkx as nx
+
+from lightning_gpp.errors import VerificationError
 from lightning_gpp.plan import SOURCE, Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.lowering import reads_data
-from lightning_gpp.schedules.messages import derive_messages
-from lightning_gpp.schedules.task_graph import Task
+from lightning_gpp.schedules.list_scheduling import Task
+from lightning_gpp.schedules.lowering import derive_messages, reads_data
 
 LEAD: Final = 2
 """Micro-batches by which data actions are ahead of the first stage that reads them."""
@@ -85,3 +102,228 @@ def _woven(
             result.append(waiting.pop(0))
         result.append(action)
     return (*result, *waiting)
+
+
+_Actions = list[Action]
+_Pass = Callable[[_Actions, Collection[int]], _Actions]
+
+BUFFERS: Final = 2
+"""Stages whose gathered parameters a device keeps: the one that it computes, and the next."""
+
+_READ_PARAMETERS: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+"""Weight gradients read parameters, too: they are computed through the module's own use of them."""
+_MAKE_GRADIENTS: Final = (Kind.BACKWARD, Kind.WEIGHT)
+
+
+def with_collectives(
+    plan: Plan, schedule: Schedule, replicated: Collection[int], training: bool = True, *, apart: bool = False
+) -> Schedule:
+    """Insert UNSHARD, RESHARD and REDUCE for the stages that several ranks hold.
+
+    Args:
+        plan: its `sharding` decides.
+        schedule: the computing actions of every device.
+        replicated: stages with more than one rank, over all pipeline replicas.
+        training: whether there are gradients.
+        apart: unshard parameters before all actions and reduce gradients after them, at any cost, so that no replica
+            waits for another one in between.
+    """
+    held = [sorted(set(replicated) & set(plan.stages_on(device))) for device in range(plan.num_devices)]
+    rows = [list(actions) for actions in schedule.devices]
+    sharded = plan.sharding == "fsdp"
+    if sharded:
+        rows = _first_consistent(plan, (_gathered, _gathered_once)[apart:], rows, held)
+    if training:
+        rows = (
+            _first_consistent(plan, (_reduced_often, _reduced_last)[apart:], rows, held)
+            if sharded
+            else _reduced(rows, held)
+        )
+    return _schedule(rows)
+
+
+def _first_consistent(
+    plan: Plan, passes: Iterable[_Pass], rows: Sequence[_Actions], held: Sequence[Sequence[int]]
+) -> list[_Actions]:
+    """The first placement under which all replicas of a stage call its collectives in the same order."""
+    outcomes = ([run(*pair) for pair in zip(rows, held, strict=True)] for run in passes)
+    return next(outcome for outcome in outcomes if not _problem(plan, outcome))
+
+
+def _schedule(rows: Sequence[Sequence[Action]]) -> Schedule:
+    return Schedule(tuple(map(tuple, rows)))
+
+
+def check_collectives(plan: Plan, rows: Sequence[Sequence[Action]]) -> None:
+    """Check that replicas call collectives in one order, on complete gradients, and that actions read unsharded
+    parameters.
+
+    Args:
+        plan: the plan.
+        rows: the actions of every device.
+
+    Raises:
+        VerificationError: names stage and device.
+    """
+    problem = _problem(plan, rows)
+    if problem:
+        raise VerificationError(problem)
+    for device, actions in enumerate(rows):
+        _check_unsharded(device, actions)
+        _check_complete(device, actions)
+
+
+_WHAT: Final = "collectives (U, G)"
+
+
+def _problem(plan: Plan, rows: Sequence[Sequence[Action]]) -> str:
+    """The reason why collectives do not match, in words; empty if they do."""
+    collectives = [_collectives(actions) for actions in rows]
+    for stage, entry in enumerate(plan.stages):
+        called = {tuple(action for action in collectives[device] if action.stage == stage) for device in entry.devices}
+        if len(called) > 1:
+            return f"The replicas of stage {entry.name!r} do not all take part in the same {_WHAT}."
+    order = nx.DiGraph()
+    for actions in collectives:
+        nx.add_path(order, actions)
+    agree = nx.is_directed_acyclic_graph(order)
+    return "" if agree else f"Devices that share several stages run their {_WHAT} in different orders."
+
+
+def _collectives(actions: Sequence[Action]) -> list[Action]:
+    return [action for action in actions if action.kind in (Kind.UNSHARD, Kind.REDUCE)]
+
+
+def _check_unsharded(device: int, actions: Sequence[Action]) -> None:
+    sharded = {action.stage for action in actions if action.kind is Kind.UNSHARD}
+    unsharded: set[int] = set()
+    for action in actions:
+        if action.kind is Kind.UNSHARD:
+            unsharded.add(action.stage)
+        elif action.kind is Kind.RESHARD:
+            unsharded.discard(action.stage)
+        elif action.kind in _READ_PARAMETERS and action.stage in sharded - unsharded:
+            raise VerificationError(f"Device {device} runs {action} while the stage's parameters are sharded.")
+
+
+def _check_complete(device: int, actions: Sequence[Action]) -> None:
+    reduced = {action.stage for action in actions if action.kind is Kind.REDUCE}
+    pending: set[int] = set()
+    for action in actions:
+        if action.kind in _MAKE_GRADIENTS and action.stage in reduced:
+            pending.add(action.stage)
+        elif action.kind is Kind.REDUCE:
+            pending.discard(action.stage)
+    if pending:
+        raise VerificationError(
+            f"Device {device} computes gradients of stages {sorted(pending)} after their last reduction."
+        )
+
+
+def _gathered(actions: _Actions, sharded: Collection[int]) -> _Actions:
+    """Unshard each stage one visit ahead; reshard the one that is needed last."""
+    readers = [action.stage for action in actions if action.kind in _READ_PARAMETERS and action.stage in sharded]
+    visits = [stage for stage, _ in groupby(readers)]
+    result: list[Action] = []
+    parameters, current = _Parameters(result), -1
+    for action in actions:
+        reads = action.kind in _READ_PARAMETERS and action.stage in sharded
+        if reads and (current < 0 or visits[current] != action.stage):
+            current += 1
+            parameters.provide(visits[current:])
+        result.append(action)
+    parameters.clear()
+    return result
+
+
+def _gathered_once(actions: _Actions, sharded: Collection[int]) -> _Actions:
+    """Unshard all stages at the start, reshard them at the end, if devices visit shared stages in different orders."""
+    first, last = ([Action(stage, kind, 0) for stage in sorted(sharded)] for kind in (Kind.UNSHARD, Kind.RESHARD))
+    return [*first, *actions, *last]
+
+
+class _Parameters:
+    """Stages whose parameters are currently unsharded on a device."""
+
+    def __init__(self, actions: list[Action]) -> None:
+        self._actions = actions
+        self._count: Counter[Action] = Counter()
+        self._unsharded: list[int] = []
+
+    def provide(self, visits: Sequence[int]) -> None:
+        """Unshard the first of these stages, and start to gather the next."""
+        for stage in visits[:BUFFERS]:
+            if stage not in self._unsharded:
+                if len(self._unsharded) == BUFFERS:
+                    self._drop(self._last_needed(visits))
+                self._unsharded.append(stage)
+                self._add(stage, Kind.UNSHARD)
+
+    def clear(self) -> None:
+        for stage in list(self._unsharded):
+            self._drop(stage)
+
+    def _last_needed(self, visits: Sequence[int]) -> int:
+        def next_use(stage: int) -> int:
+            return visits.index(stage) if stage in visits else len(visits)
+
+        return max((stage for stage in self._unsharded if stage != visits[0]), key=next_use)
+
+    def _drop(self, stage: int) -> None:
+        self._unsharded.remove(stage)
+        self._add(stage, Kind.RESHARD)
+
+    def _add(self, stage: int, kind: Kind) -> None:
+        action = Action(stage, kind, 0)
+        self._actions.append(action._replace(micro_batch=self._count[action]))
+        self._count[action] += 1
+
+
+def _reduced_often(actions: _Actions, sharded: Collection[int]) -> _Actions:
+    """Reduce gradients when a stage's are complete, and whenever another stage's gradients need the memory."""
+    makers = [i for i, action in enumerate(actions) if action.kind in _MAKE_GRADIENTS and action.stage in sharded]
+    last = set({actions[index].stage: index for index in makers}.values())
+    turns = {index for index, following in pairwise(makers) if actions[index].stage != actions[following].stage}
+    result: list[Action] = []
+    count: Counter[int] = Counter()
+    for index, action in enumerate(actions):
+        result.append(action)
+        if index in last | turns:
+            result.append(Action(action.stage, Kind.REDUCE, count[action.stage]))
+            count[action.stage] += 1
+    return result
+
+
+def _reduced_last(actions: _Actions, sharded: Collection[int]) -> _Actions:
+    """Reduce all gradients at the end, stage by stage, if devices complete shared stages in different orders."""
+    return [*actions, *(Action(stage, Kind.REDUCE, 0) for stage in sorted(sharded, reverse=True))]
+
+
+def _reduced(rows: Sequence[_Actions], held: Sequence[Sequence[int]]) -> list[_Actions]:
+    """Reduce gradients when a stage's are complete, in one order of stages for all devices.
+
+    Stages are ordered by when their last replica completes them, counted in actions left to do.
+    """
+    ends = [_ends(*pair) for pair in zip(rows, held, strict=True)]
+    left: dict[int, int] = {}
+    for actions, own in zip(rows, ends, strict=True):
+        for stage, end in own.items():
+            left[stage] = min(left.get(stage, len(actions)), len(actions) - end)
+    order = sorted(left, key=lambda stage: (left[stage], stage), reverse=True)
+    return [_in_order(actions, own, order) for actions, own in zip(rows, ends, strict=True)]
+
+
+def _ends(actions: _Actions, stages: Collection[int]) -> dict[int, int]:
+    """For every stage the number of actions after which its gradients are complete; 0 if it has none."""
+    makers = (entry for entry in enumerate(actions, 1) if entry[1].kind in _MAKE_GRADIENTS)
+    return dict.fromkeys(stages, 0) | {action.stage: end for end, action in makers if action.stage in stages}
+
+
+def _in_order(actions: _Actions, ends: Mapping[int, int], order: Sequence[int]) -> _Actions:
+    waiting = [stage for stage in order if stage in ends]
+    result: list[Action] = []
+    for index in range(len(actions) + 1):
+        while waiting and ends[waiting[0]] <= index:
+            result.append(Action(waiting.pop(0), Kind.REDUCE, 0))
+        result += actions[index : index + 1]
+    return result

@@ -12,8 +12,7 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import RELEASES, Action, Kind, Schedule
-from lightning_gpp.schedules.lowering import lower, split_of
-from lightning_gpp.schedules.messages import derive_messages
+from lightning_gpp.schedules.lowering import derive_messages, lower, split_of
 from lightning_gpp.schedules.program import Instruction, Message, Op
 
 Row = tuple[tuple[Instruction, int], ...]

@@ -1,4 +1,7 @@
-"""Schedules by name. A generator is a function that orders the actions of every stage, or of every device."""
+"""Schedules by name, and the way from a plan that names one to a verified program.
+
+A generator is a function that orders the actions of every stage, or of every device.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_gpp.errors import ScheduleError
-from lightning_gpp.plan import Plan
+from lightning_gpp.plan import Plan, Stage
 from lightning_gpp.schedules.actions import RELEASES, Action, Kind, Schedule
-from lightning_gpp.schedules.collectives import with_collectives
-from lightning_gpp.schedules.device_orders import Orders, device_orders
-from lightning_gpp.schedules.order_check import check_orders
-from lightning_gpp.schedules.passes import with_data, with_recomputation
+from lightning_gpp.schedules.device_orders import Orders, check_orders, device_orders
+from lightning_gpp.schedules.lowering import lower
+from lightning_gpp.schedules.passes import with_collectives, with_data, with_recomputation
+from lightning_gpp.schedules.program import Program
+from lightning_gpp.schedules.verifier import collective_deadlock, verify
 
 Generator = Callable[[Plan, int], Orders]
 """From a plan and the samples of a mini-batch to the orders of all stages, or of all devices."""
@@ -105,6 +109,39 @@ def make_schedule(
     schedule, started = device_orders(plan, orders if training else _forwards(orders), total, training)
     schedule = with_data(plan, schedule, started, total, training)
     return with_collectives(plan, with_recomputation(plan, schedule), replicated, training, apart=apart)
+
+
+def compile_program(
+    plan: Plan, batch_size: int | None = None, training: bool = True, *, copies: int = 1, reduce: bool = True
+) -> Program:
+    """Make a program: order, lower and verify.
+
+    Args:
+        plan: names the schedule.
+        batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
+        training: forwards and backwards; forwards only if False.
+        copies: number of pipeline replicas.
+        reduce: whether gradients are reduced over ranks; False before the last of several accumulated mini-batches.
+
+    Raises:
+        ScheduleError: the schedule is unknown, cannot run, or exceeds the micro-batches in flight that it promised.
+        PlanError: tensors that cannot be cut would have to be.
+    """
+    replicated = {i for i, stage in enumerate(plan.stages) if len(stage.devices) * copies > 1 and _reduces(stage)}
+    schedule = make_schedule(plan, batch_size, training, replicated=replicated)
+    if not reduce:
+        schedule = schedule.without(Kind.REDUCE)
+    program = lower(plan, schedule, batch_size, training)
+    if collective_deadlock(program):
+        schedule = make_schedule(plan, batch_size, training, replicated=replicated, apart=True)
+        program = lower(plan, schedule if reduce else schedule.without(Kind.REDUCE), batch_size, training)
+    verify(program, flights(schedule) if training else {})
+    return program
+
+
+def _reduces(stage: Stage) -> bool:
+    """True if a stage reduces gradients. Of slices, which share parameters, the first does: its backward ends last."""
+    return stage.tokens is None or not stage.tokens[0]
 
 
 def _forwards(orders: Orders) -> Orders:

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_gpp.plan import SOURCE, Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.lowering import reads_data, required_actions
-from lightning_gpp.schedules.messages import derive_messages
+from lightning_gpp.schedules.lowering import derive_messages, reads_data, required_actions
 from lightning_gpp.schedules.periods import SETTLED, Row, local, steady, with_sends, written_out
 from lightning_gpp.schedules.program import Message
 

@@ -13,8 +13,8 @@ from typing import Final
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.fixed_order import in_order
+from lightning_gpp.schedules.list_scheduling import Task, task_graph
 from lightning_gpp.schedules.nominal_times import coarse_numbers, levels
-from lightning_gpp.schedules.task_graph import Task, task_graph
 
 RankOrder = Callable[[int, int, int], Sequence[Action]]
 """From rank, number of ranks and number of micro-batches to the order of the rank, in stages of the chain."""

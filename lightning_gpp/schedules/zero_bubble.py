@@ -16,9 +16,9 @@ from typing import Final
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Kind, Schedule
 from lightning_gpp.schedules.bubble_filling import Preference, fill, forwards_ahead
+from lightning_gpp.schedules.list_scheduling import Task
+from lightning_gpp.schedules.one_f_one_b import lanes
 from lightning_gpp.schedules.registry import register_schedule
-from lightning_gpp.schedules.seq_1f1b import lanes
-from lightning_gpp.schedules.task_graph import Task
 from lightning_gpp.schedules.work import Work, work_of
 
 LEADS: Final = (1, 1.25, 1.5, 1.75, 2, 2.1, 2.25, 2.5, 3)

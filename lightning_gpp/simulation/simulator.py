@@ -1,7 +1,8 @@
-"""Simulates a program: the times of actions, transfers and collectives."""
+"""Simulates a program: the times of actions, transfers and collectives, and the peak memory of devices."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +12,124 @@ import networkx as nx
 from lightning_gpp.cluster import Port
 from lightning_gpp.errors import PlanError, VerificationError
 from lightning_gpp.schedules import Action, Instruction, Kind, Op, Program
-from lightning_gpp.schedules.actions import COLLECTIVES
-from lightning_gpp.schedules.messages import samples_of
+from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES
+from lightning_gpp.schedules.lowering import samples_of
 from lightning_gpp.schedules.replay import replay
-from lightning_gpp.simulation.memory import peak_bytes
-from lightning_gpp.simulation.ports import Bookings, book
-from lightning_gpp.simulation.stage_costs import StageCosts
+from lightning_gpp.schedules.work import peak
+from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
 from lightning_gpp.simulation.timeline import Collective, Span, Timeline, Transfer
+
+
+class Bookings:
+    """The busy times of a port: disjoint intervals in order; adjacent ones are joined."""
+
+    __slots__ = ("starts", "stops")
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+        self.stops: list[float] = []
+
+    def earliest(self, start: float, seconds: float) -> float:
+        """The first time, from `start` on, at which the port is free for `seconds`."""
+        for index in range(bisect_left(self.stops, start), len(self.starts)):
+            if start + seconds <= self.starts[index]:
+                return start
+            start = max(start, self.stops[index])
+        return start
+
+    def add(self, start: float, seconds: float) -> None:
+        """Book a free interval."""
+        index = bisect_left(self.starts, start)
+        before = index > 0 and self.stops[index - 1] == start
+        after = index < len(self.starts) and self.starts[index] == start + seconds
+        if before and after:
+            self.stops[index - 1] = self.stops.pop(index)
+            del self.starts[index]
+        elif before:
+            self.stops[index - 1] = start + seconds
+        elif after:
+            self.starts[index] = start
+        else:
+            self.starts.insert(index, start)
+            self.stops.insert(index, start + seconds)
+
+
+def book(ports: Sequence[Bookings], start: float, seconds: float) -> float:
+    """Book the first time, from `start` on, at which all ports are free for `seconds`, and return it."""
+    if not ports or not seconds:
+        return start
+    later = start
+    while True:
+        start = later
+        for port in ports:
+            later = port.earliest(later, seconds)
+        if later == start:
+            break
+    for port in ports:
+        port.add(start, seconds)
+    return start
+
+
+def peak_bytes(program: Program, costs: StageCosts, device: int) -> float:
+    """The most bytes that a device holds at a time.
+
+    They include, at all times, parameters, gradients and optimizer states of its stages; with ZeRO-1 its share of the
+    states, with fsdp its shares of all. With fsdp, a stage's unsharded parameters from UNSHARD to RESHARD, and its
+    unsharded gradients until REDUCE. In training, micro-batches in flight as `HeldBytes` says; in inference, the
+    activations during the forward.
+    """
+    return _static(program, costs, device) + peak(changes(program, costs, device))
+
+
+def _static(program: Program, costs: StageCosts, device: int) -> float:
+    plan = program.plan
+    split = {"none": 0.0, "zero1": max(0.0, costs.parameter_copies - 2), "fsdp": costs.parameter_copies}[plan.sharding]
+    total = 0.0
+    for stage in plan.stages_on(device):
+        ranks = costs.ranks[stage] if costs.ranks else len(plan.devices_of(stage))
+        total += costs.replica(stage, device).parameter_bytes * (costs.parameter_copies - split + split / ranks)
+    return total
+
+
+def changes(program: Program, costs: StageCosts, device: int) -> Iterator[float]:
+    """Bytes allocated, or freed if negative, in the order of the program. After a training step all are freed."""
+    plan = program.plan
+    replicas = {stage: costs.replica(stage, device) for stage in plan.stages_on(device)}
+    samples = {stage: samples_of(plan, stage, device, program.batch_size) for stage in replicas}
+    unreduced: set[int] = set()
+    for instruction in program.devices[device]:
+        action = instruction.action
+        if action is None or action.kind is Kind.DATA:
+            continue
+        cost = replicas[action.stage]
+        if plan.sharding == "fsdp":
+            yield _sharded_change(program, action, cost, unreduced)
+        if action.micro_batch < len(samples[action.stage]):
+            yield from _activations(program, action, cost, samples[action.stage][action.micro_batch])
+
+
+def _sharded_change(program: Program, action: Action, cost: StageCost, unreduced: set[int]) -> float:
+    """Bytes of unsharded parameters and gradients. `unreduced`: stages with gradients since their last REDUCE."""
+    if action.kind in (Kind.UNSHARD, Kind.RESHARD):
+        return cost.parameter_bytes * (1 if action.kind is Kind.UNSHARD else -1)
+    if action.kind is Kind.REDUCE:
+        if action.stage not in unreduced:  # the replica had no micro-batch
+            return 0.0
+        unreduced.discard(action.stage)
+        return -cost.parameter_bytes
+    if action.kind in RELEASES and action.stage in program.reduced and action.stage not in unreduced:
+        unreduced.add(action.stage)
+        return cost.parameter_bytes
+    return 0.0
+
+
+def _activations(program: Program, action: Action, cost: StageCost, num_samples: int) -> Iterator[float]:
+    if not num_samples or action.kind in COLLECTIVES:
+        return
+    change = cost.held.changes(num_samples, recomputes=program.plan.stages[action.stage].recompute)[action.kind]
+    yield change
+    if not program.training:
+        yield -change
 
 
 def simulate(program: Program, costs: StageCosts) -> Timeline:

@@ -9,7 +9,7 @@ from lightning_gpp.cluster import Cluster, Link, Port
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Action, Kind, Message
-from lightning_gpp.schedules.held_bytes import HeldBytes
+from lightning_gpp.schedules.work import HeldBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from lightning_gpp.graph import TensorSpec
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assignment.assign import Assignment, assign, crossing
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
-from lightning_gpp.slices import is_sliced, unsliced
+from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.code import StageCode, StageFunction, variable
 from lightning_gpp.stages.slices import Slicer, repeated
 from lightning_gpp.stages.step import StepRunner, UserStep, slots_of
@@ -75,7 +75,7 @@ def build(captured: Any, plan: Plan, module: nn.Module) -> Pipeline:
 
 @build.register
 def _build_captured(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
-    return _in_slices(capture, plan, module) if is_sliced(plan) else _whole(capture, plan, module)
+    return _in_slices(capture, plan, module) if plan.is_sliced else _whole(capture, plan, module)
 
 
 def _in_slices(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:

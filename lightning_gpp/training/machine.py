@@ -10,8 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_gpp.cluster import CLUSTERS, Cluster, Node, preset_cluster
-from lightning_gpp.costs.footprint import OPTIMIZER_STATES, PRECISIONS, Footprint
-from lightning_gpp.costs.model import CostModel
+from lightning_gpp.costs.model import OPTIMIZER_STATES, PRECISIONS, CostModel, Footprint
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.detect import detect
 from lightning_gpp.measure.memory import memory_bytes

@@ -22,8 +22,7 @@ from lightning_gpp.option import Converted, option
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.placement import StagesSpec, read
 from lightning_gpp.planning.assignment.slices import Slicing
-from lightning_gpp.planning.candidates import check_replicas
-from lightning_gpp.planning.problem.search_options import Count, SearchOptions
+from lightning_gpp.planning.request import Count, SearchOptions, check_replicas
 from lightning_gpp.schedules.registry import method_of, schedule_names
 from lightning_gpp.training.option_values import (
     AUTO,

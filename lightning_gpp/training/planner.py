@@ -17,15 +17,13 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, Plan
 from lightning_gpp.planning import Prediction, Request, best_order, best_plan, check_model, manual
 from lightning_gpp.planning.assignment.assign import StageDraft, assign, make_plan, mixing_stages
-from lightning_gpp.planning.assignment.complete import completed
+from lightning_gpp.planning.assignment.complete import completed, slice_again, slicing_of
 from lightning_gpp.planning.assignment.layout import lay_out_by_hand
 from lightning_gpp.planning.assignment.placement import read
 from lightning_gpp.planning.assignment.rebuild import drafts_of, rebuilt, separated
-from lightning_gpp.planning.assignment.reslice import slice_again, slicing_of
 from lightning_gpp.planning.assignment.slices import kept_together
-from lightning_gpp.planning.candidates import SEARCHED, STANDARD
-from lightning_gpp.planning.problem.answer import Progress
-from lightning_gpp.planning.problem.search_options import SearchOptions
+from lightning_gpp.planning.problem.partitioner import Progress
+from lightning_gpp.planning.request import SEARCHED, STANDARD, SearchOptions
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.declared import Declared, declare, is_declared

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.costs.model import Roofline
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan

@@ -23,7 +23,6 @@ from lightning_gpp.runtime.weights import Weights
 from lightning_gpp.runtime.weights.context import weights_of
 from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES
-from lightning_gpp.slices import is_sliced
 from lightning_gpp.stages import Pipeline, build
 from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.step import Invocation
@@ -98,7 +97,7 @@ class Session:
 
     def _checked(self, stages: Sequence[StageModule]) -> Sequence[StageModule]:
         """The stages; in training, slices are compared with their whole stage once."""
-        wanted = self.training and self._job.options.self_check is not False and is_sliced(self.plan)
+        wanted = self.training and self._job.options.self_check is not False and self.plan.is_sliced
         return checked_slices(stages, self.plan, self._job.precision) if wanted else stages
 
     def executor(self, batch_size: int, together: bool = True) -> Executor:

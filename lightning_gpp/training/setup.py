@@ -15,8 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_gpp.capture import Capture
-from lightning_gpp.costs.footprint import Footprint
-from lightning_gpp.costs.model import CostModel
+from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import devices_per_pipeline

@@ -19,7 +19,7 @@ from lightning_gpp.cli.stopping import TimeIsUp, time_limit
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Problem, SearchControl
-from lightning_gpp.planning.problem.registry import _PARTITIONERS, register_partitioner
+from lightning_gpp.planning.problem.partitioner import _PARTITIONERS, register_partitioner
 from tests.cli.commands import command, composed
 from tests.planning import graphs
 

@@ -23,7 +23,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Problem, SearchControl
 from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.planning.assignment.layout_check import layout_mismatch
-from lightning_gpp.planning.problem import registry as partitioners
+from lightning_gpp.planning.problem import partitioner as partitioners
 from lightning_gpp.reports.units import duration
 from lightning_gpp.schedules import Schedule, schedule_names
 from lightning_gpp.schedules.registry import _METHODS, register_schedule

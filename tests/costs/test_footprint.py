@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_gpp.costs.footprint import OPTIMIZER_STATES, PRECISIONS, Footprint
+from lightning_gpp.costs.model import OPTIMIZER_STATES, PRECISIONS, Footprint
 from lightning_gpp.errors import ConfigError
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_gpp.cluster import Device
-from lightning_gpp.costs.model import CostModel, Seconds
-from lightning_gpp.costs.roofline import Roofline, has_backward
+from lightning_gpp.costs.model import CostModel, Roofline, Seconds, has_backward
 from lightning_gpp.graph import OperatorGraph
 from tests.planning.graphs import Builder, chain
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_gpp.cluster import DEVICES
 from lightning_gpp.costs.measured import BlockSeconds, MeasuredCosts, fitted, spread
-from lightning_gpp.costs.model import Seconds
-from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.costs.model import Roofline, Seconds
 from lightning_gpp.costs.table import CostTable, OperatorSeconds
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec

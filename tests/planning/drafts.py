@@ -9,8 +9,7 @@ from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, Plan
 from lightning_gpp.planning import Draft, DraftStage, Problem, Request, estimate
-from lightning_gpp.planning.problem.realise import realise
-from lightning_gpp.planning.problem.topology import layouts
+from lightning_gpp.planning.problem.draft import layouts, realise
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import Timeline, simulate
 

@@ -7,8 +7,7 @@ from random import Random
 import numpy as np
 
 from lightning_gpp.cluster import Cluster, Device, Link, Node
-from lightning_gpp.costs.footprint import Footprint
-from lightning_gpp.costs.model import Seconds
+from lightning_gpp.costs.model import Footprint, Seconds
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Problem
 from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_gpp.cluster import Cluster, Device, Link, preset_cluster
-from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.costs.model import Footprint
 from lightning_gpp.errors import PlanError
 from lightning_gpp.planning import Answer, Problem, Request, SearchControl, best_plan, register_partitioner
 from lightning_gpp.planning.advice import advice, repeated, searched

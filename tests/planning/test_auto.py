@@ -14,7 +14,7 @@ from lightning_gpp.planning.bounds.bound import lower_bound
 from lightning_gpp.planning.partitioners.auto import search
 from lightning_gpp.planning.partitioners.auto.search import auto
 from lightning_gpp.planning.partitioners.exhaustive import exhaustive
-from lightning_gpp.planning.problem.registry import partitioner_of
+from lightning_gpp.planning.problem.partitioner import partitioner_of
 from lightning_gpp.schedules import compile_program, verify
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE, simulated

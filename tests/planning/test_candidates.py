@@ -9,7 +9,7 @@ import pytest
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.errors import PlanError
 from lightning_gpp.planning import Answer, Problem, Request, SearchControl, best_plan
-from lightning_gpp.planning.problem.registry import _PARTITIONERS, partitioner_of
+from lightning_gpp.planning.problem.partitioner import _PARTITIONERS, partitioner_of
 from tests.planning import graphs
 
 SLOW = Device(name="slow", memory_bytes=1e9, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e11)

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from lightning_gpp.cluster import Cluster, Device, Link
-from lightning_gpp.costs.footprint import Footprint
-from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.costs.model import Footprint, Roofline
 from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Request, estimate, manual
-from lightning_gpp.planning.problem.trial import simulated
+from lightning_gpp.planning.problem.prediction import simulated
 from lightning_gpp.simulation import StageCosts
 from tests.planning import graphs
 

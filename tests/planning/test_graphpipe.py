@@ -12,14 +12,13 @@ import networkx as nx
 import pytest
 
 from lightning_gpp.cluster import Cluster, Link, Node
-from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.costs.model import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Answer, Draft, Evaluator, Problem, Request, best_plan
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe, search
 from lightning_gpp.planning.partitioners.graphpipe.lines import Fork, Line, line_of
 from lightning_gpp.planning.partitioners.graphpipe.search import PRECISION, converted, orders_of
-from lightning_gpp.planning.partitioners.graphpipe.sets import Grid
-from lightning_gpp.planning.partitioners.graphpipe.solve import Solver
+from lightning_gpp.planning.partitioners.graphpipe.solve import Grid, Solver
 from lightning_gpp.planning.partitioners.graphpipe.tables import Tables, weakest_link
 from lightning_gpp.planning.partitioners.graphpipe.trace import Piece, strategy
 from lightning_gpp.planning.partitioners.series_parallel import (
@@ -32,7 +31,7 @@ from lightning_gpp.planning.partitioners.series_parallel import (
     parallel,
     series,
 )
-from lightning_gpp.planning.problem.answer import SearchControl
+from lightning_gpp.planning.problem.partitioner import SearchControl
 from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
 from tests.planning import graphs
 from tests.planning.problems import DEVICE, Given

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.planning import Request, best_plan
-from lightning_gpp.planning.problem.registry import _PARTITIONERS
+from lightning_gpp.planning.problem.partitioner import _PARTITIONERS
 from tests.planning import graphs
 
 GUIDE = Path(__file__).parents[2] / "docs" / "planning.md"

@@ -12,9 +12,9 @@ from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import Prediction, Request, best_plan, each_schedule, manual
-from lightning_gpp.planning.assignment.fit import check_sharding
+from lightning_gpp.planning.assignment.complete import check_sharding
+from lightning_gpp.planning.assignment.estimate import timed, with_figures_of
 from lightning_gpp.planning.assignment.layout import both_ways, laid_out, lay_out_by_hand
-from lightning_gpp.planning.assignment.timed import timed, with_figures_of
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.schedules.registry import schedule_names
 from lightning_gpp.simulation import StageCosts, simulate

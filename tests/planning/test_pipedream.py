@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from lightning_gpp.cluster import Cluster, Link, Node
-from lightning_gpp.costs.footprint import Footprint
+from lightning_gpp.costs.model import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request, SearchControl, best_plan
 from lightning_gpp.planning.partitioners.chains import levels_of

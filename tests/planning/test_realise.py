@@ -11,9 +11,15 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP
 from lightning_gpp.planning import Draft, DraftStage, Problem, Request
-from lightning_gpp.planning.problem.draft import in_topological_order
-from lightning_gpp.planning.problem.realise import compress, realise, unreplicated
-from lightning_gpp.planning.problem.topology import copies, layouts, side_by_side
+from lightning_gpp.planning.problem.draft import (
+    compress,
+    copies,
+    in_topological_order,
+    layouts,
+    realise,
+    side_by_side,
+    unreplicated,
+)
 from lightning_gpp.schedules import compile_program, verify
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE

@@ -12,7 +12,7 @@ from lightning_gpp.planning import Evaluator, Request, SearchControl, partitione
 from lightning_gpp.planning.bounds.bound import lower_bound
 from lightning_gpp.planning.partitioners import exhaustive
 from lightning_gpp.planning.partitioners.exhaustive import shapes
-from lightning_gpp.planning.problem.registry import partitioner_of, register_partitioner
+from lightning_gpp.planning.problem.partitioner import partitioner_of, register_partitioner
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE
 from tests.planning.problems import random_problem

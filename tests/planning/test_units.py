@@ -4,7 +4,7 @@ import networkx as nx
 import pytest
 
 from lightning_gpp.cluster import Device
-from lightning_gpp.costs.roofline import Roofline
+from lightning_gpp.costs.model import Roofline
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning.problem.units import UnitGraph, find_units
 from tests.planning import graphs

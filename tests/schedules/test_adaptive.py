@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning.assignment.timed import timed
+from lightning_gpp.planning.assignment.estimate import timed
 from lightning_gpp.schedules import Action, Kind, compile_program, schedule_names
 from lightning_gpp.schedules.fixed_order import in_order
 from lightning_gpp.schedules.local_search import improved

@@ -10,8 +10,8 @@ import pytest
 from lightning_gpp.errors import VerificationError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Kind, Schedule, compile_program, make_schedule, verify
-from lightning_gpp.schedules.collectives import check_collectives, with_collectives
 from lightning_gpp.schedules.lowering import lower
+from lightning_gpp.schedules.passes import check_collectives, with_collectives
 from tests.strategies import chain, plan_of
 
 BREADTH_FIRST = "0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"

@@ -17,8 +17,7 @@ from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import compile_program, schedule_names
 from lightning_gpp.simulation import StageCost, StageCosts, simulate
-from lightning_gpp.simulation.memory import changes
-from lightning_gpp.slices import is_sliced
+from lightning_gpp.simulation.simulator import changes
 from tests.schedules.mirrored import round_robin
 from tests.strategies import chain
 
@@ -84,8 +83,8 @@ def _features(plan: Plan) -> set[str]:
         "sizes": len({stage.micro_batch_size for stage in stages}) > 1,
         "branches": plan.depth < len(stages),
         "artificial": any(edge.artificial for edge in plan.edges),
-        "slices": is_sliced(plan),
-        "some in slices": is_sliced(plan) and sum(stage.tokens is None for stage in stages) > 1,
+        "slices": plan.is_sliced,
+        "some in slices": plan.is_sliced and sum(stage.tokens is None for stage in stages) > 1,
     }
     return {feature for feature, present in found.items() if present}
 

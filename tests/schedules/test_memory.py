@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.schedules import Action, Kind
-from lightning_gpp.schedules.alternating import alternating
-from lightning_gpp.schedules.held_bytes import HeldBytes, peak, warm_up_peak
+from lightning_gpp.schedules.warm_up import alternating
+from lightning_gpp.schedules.work import HeldBytes, peak, warm_up_peak
 
 SIZES = st.integers(0, 1000).map(float)
 HELD = st.builds(

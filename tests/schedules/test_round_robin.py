@@ -13,8 +13,8 @@ from lightning_gpp.errors import PlanError, ScheduleError, VerificationError
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, lower, make_schedule
-from lightning_gpp.schedules.coverage import check_coverage
-from lightning_gpp.schedules.messages import derive_messages, parts_of
+from lightning_gpp.schedules.lowering import derive_messages, parts_of
+from lightning_gpp.schedules.verifier import check_coverage
 from lightning_gpp.simulation import StageCosts, simulate
 from tests.schedules.mirrored import mirrored_chain, round_robin, step_alone
 from tests.strategies import plan_of, plans

@@ -15,7 +15,7 @@ from lightning_gpp.plan import STEP, Edge, Plan, Stage
 from lightning_gpp.schedules import Schedule, compile_program, make_schedule, schedule_names
 from lightning_gpp.schedules.registry import flights, method_of
 from lightning_gpp.simulation import StageCost, StageCosts, simulate
-from lightning_gpp.slices import is_sliced, num_slices, unsliced
+from lightning_gpp.slices import num_slices, unsliced
 
 
 def sliced_chain(num_stages: int, slices: int, micro_batches: int, schedule: str = "1f1b") -> Plan:
@@ -181,7 +181,7 @@ def test_any_graph_in_slices(plan: Plan, schedule: str) -> None:
 @given(plan=sliced_plans())
 def test_slices_put_together(plan: Plan) -> None:
     whole = unsliced(plan)
-    assert not is_sliced(whole.plan)
+    assert not whole.plan.is_sliced
     assert num_slices(plan) == max(len(whole.parts(stage)) for stage in range(len(whole.plan.stages)))
     assert sorted(part for stage in range(len(whole.plan.stages)) for part in whole.parts(stage)) == list(
         range(len(plan.stages))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules.clock import Clock
+from lightning_gpp.schedules.list_scheduling import Clock
 from lightning_gpp.schedules.work import work_of
 from lightning_gpp.schedules.zero_bubble import LEADS, _leads
 from tests.strategies import chain, plans

@@ -13,7 +13,7 @@ from lightning_gpp.plan import STEP, Edge, Plan, Stage
 from lightning_gpp.planning.problem.draft import transfer
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import StageCosts, simulate
-from lightning_gpp.simulation.ports import Bookings, book
+from lightning_gpp.simulation.simulator import Bookings, book
 
 DEVICE = Device(name="any", memory_bytes=1, peak_flops={"float32": 1}, peak_bytes_per_second=1)
 

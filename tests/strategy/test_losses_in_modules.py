@@ -14,7 +14,7 @@ from lightning_gpp import GPPStrategy
 from lightning_gpp.capture import capture_step
 from lightning_gpp.errors import PlanError
 from lightning_gpp.planning.assignment.manual import manual
-from lightning_gpp.schedules.messages import derive_messages
+from lightning_gpp.schedules.lowering import derive_messages
 from tests.strategy import harness
 
 STEP_APART = [

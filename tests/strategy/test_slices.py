@@ -18,7 +18,7 @@ from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.errors import SelfCheckError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.sequence import causal_attention, positions
-from lightning_gpp.slices import is_sliced, unsliced
+from lightning_gpp.slices import unsliced
 from lightning_gpp.stages import build
 from lightning_gpp.training.planner import captured_step, evaluation_plan, plan_for, refitted
 from lightning_gpp.training.slice_check import checked_slices
@@ -180,7 +180,7 @@ def fit(rank: int, case: str, lengths: list[int]) -> tuple[list[float], list[flo
     strategy = harness.strategy(**{"stages": STAGES, "search_seconds": 0.5, **CASES[case]})
     module = fitted(strategy, 2, batches(lengths))
     assert strategy.plan is not None
-    return module.losses, module.validated, is_sliced(strategy.plan)
+    return module.losses, module.validated, strategy.plan.is_sliced
 
 
 def fit_all(rank: int) -> list[tuple[list[float], list[float], bool]]:
@@ -202,7 +202,7 @@ def fit_translations(rank: int, settings: dict[str, Any]) -> list[float]:
     strategy = harness.strategy(**{"slices": 3, "stages": None, "max_replicas": 1, "search_seconds": 0.5, **settings})
     harness.trainer(strategy, 2).fit(module, _Listed(translations()), _Listed(translations()))
     assert strategy.plan is not None
-    assert is_sliced(strategy.plan)
+    assert strategy.plan.is_sliced
     return module.losses
 
 
@@ -293,7 +293,7 @@ def test_a_plan_from_a_file_stays_cut_and_can_be_cut_anew(tmp_path: Path) -> Non
 def test_other_forms_of_the_plan() -> None:
     plan = planned(slices=3, recompute=["first"], chain_baseline=True)
     assert refitted(captured(), plan) == plan
-    assert not is_sliced(evaluation_plan(captured("validation_step"), plan))
+    assert not evaluation_plan(captured("validation_step"), plan).is_sliced
     assert [stage.name for stage in plan.stages if stage.recompute] == ["first[0:5]", "first[5:9]", "first[9:12]"]
     assert sum(edge.artificial for edge in plan.edges) == 3  # from the picture to the slices of the first stage
 
@@ -364,4 +364,4 @@ def test_checkpoints_that_carry() -> None:
 
 
 def test_one_slice_is_none() -> None:
-    assert not is_sliced(planned(slices=1))
+    assert not planned(slices=1).is_sliced

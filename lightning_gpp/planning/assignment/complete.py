@@ -5,12 +5,60 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.assignment.fit import check_sharding
-from lightning_gpp.planning.assignment.reslice import slice_plan, slicing_of, unslice
-from lightning_gpp.planning.assignment.slices import Slicing
+from lightning_gpp.planning.assignment.assign import assign
+from lightning_gpp.planning.assignment.rebuild import rebuilt, with_own_step_stage
+from lightning_gpp.planning.assignment.slices import Slicing, sequence_length, sliced
+from lightning_gpp.slices import unsliced
+
+
+def slicing_of(plan: Plan) -> Slicing | None:
+    """The slicing of a plan; None if it is unsliced."""
+    parts = [stage for stage in plan.stages if stage.tokens is not None]
+    tokens = sorted({stage.tokens for stage in parts if stage.tokens is not None})
+    modules = dict.fromkeys(module for stage in parts for module in stage.modules)
+    if not tokens:
+        return None
+    return Slicing(slices=tuple(stop - start for start, stop in tokens), dim=plan.sequence_dim, modules=tuple(modules))
+
+
+def unslice(plan: Plan, graph: OperatorGraph) -> Plan:
+    """The plan without slices. It is rebuilt, as slices keep more than their sums of figures say."""
+    return plan if not plan.is_sliced else rebuilt(unsliced(plan).plan, graph, plan.batch_size)
+
+
+def slice_plan(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
+    """The plan with its stages sliced.
+
+    If the user's step keeps a stage from being sliced, it gets a stage of its own.
+
+    Raises:
+        ConfigError: see `sliced`.
+    """
+    last = plan.stages[plan.step_stage]
+    rest = tuple(module for module in last.modules if module != STEP)
+    if rest:
+        apart = sliced(with_own_step_stage(plan, graph), graph, slicing)
+        if any(stage.modules == rest and stage.tokens is not None for stage in apart.stages):
+            return apart
+    return sliced(plan, graph, slicing)
+
+
+def slice_again(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
+    """The plan for another form of the mini-batch, sliced as before.
+
+    Sequences of other lengths get as many equal slices, or as many as there are tokens. Stages that cannot be sliced in
+    this form stay unsliced.
+    """
+    try:
+        length = sequence_length(graph)
+        if isinstance(slicing.slices, int) or sum(slicing.slices) != length:
+            slicing = replace(slicing, slices=min(slicing.number, length))
+        return plan if slicing.slices == 1 else sliced(plan, graph, slicing)
+    except ConfigError:
+        return plan
 
 
 def completed(
@@ -43,6 +91,35 @@ def completed(
     plan = plan if slicing is None else slice_plan(plan, graph, slicing)
     check_sharding(plan, graph)
     return plan
+
+
+def check_sharding(plan: Plan, graph: OperatorGraph) -> None:
+    """Refuse to shard a parameter that several stages use: its ranks would be of several sets.
+
+    Raises:
+        ConfigError: stages are cut into slices.
+        PlanError: names the parameter and the stages.
+    """
+    if plan.sharding != "fsdp":
+        return
+    if plan.is_sliced:
+        raise ConfigError(
+            "strategy.sharding=fsdp and strategy.slices cannot be combined: a slice would gather the parameters of its "
+            "stage for itself. Use strategy.sharding=zero1, or remove strategy.slices."
+        )
+    users: dict[str, set[int]] = {}
+    assignment = assign(graph, [stage.modules for stage in plan.stages])
+    for operator in graph:
+        for name in operator.parameters:
+            users.setdefault(name, set()).update(assignment[operator.name])
+    for name, stages in users.items():
+        if len(stages) > 1:
+            names = " and ".join(repr(plan.stages[stage].name) for stage in sorted(stages))
+            raise PlanError(
+                f"strategy.sharding=fsdp: parameter {name!r} is used by the stages {names} and cannot be sharded over "
+                "the replicas of one. Put the modules that share it into one stage (strategy.stages), or use "
+                "strategy.sharding=zero1."
+            )
 
 
 def with_recomputed(plan: Plan, recompute: bool | Sequence[str] | None) -> Plan:

@@ -4,43 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assignment.assign import assign, crossing, owner_of
 from lightning_gpp.planning.assignment.modules import around, module_tree, some
-from lightning_gpp.slices import is_sliced, unsliced
+from lightning_gpp.slices import unsliced
 
 REMEDY = "Make a new plan with `gpp-plan ... output=plan.yaml`, or remove strategy.plan."
-
-
-def check_sharding(plan: Plan, graph: OperatorGraph) -> None:
-    """Refuse to shard a parameter that several stages use: its ranks would be of several sets.
-
-    Raises:
-        ConfigError: stages are cut into slices.
-        PlanError: names the parameter and the stages.
-    """
-    if plan.sharding != "fsdp":
-        return
-    if is_sliced(plan):
-        raise ConfigError(
-            "strategy.sharding=fsdp and strategy.slices cannot be combined: a slice would gather the parameters of its "
-            "stage for itself. Use strategy.sharding=zero1, or remove strategy.slices."
-        )
-    users: dict[str, set[int]] = {}
-    assignment = assign(graph, [stage.modules for stage in plan.stages])
-    for operator in graph:
-        for name in operator.parameters:
-            users.setdefault(name, set()).update(assignment[operator.name])
-    for name, stages in users.items():
-        if len(stages) > 1:
-            names = " and ".join(repr(plan.stages[stage].name) for stage in sorted(stages))
-            raise PlanError(
-                f"strategy.sharding=fsdp: parameter {name!r} is used by the stages {names} and cannot be sharded over "
-                "the replicas of one. Put the modules that share it into one stage (strategy.stages), or use "
-                "strategy.sharding=zero1."
-            )
 
 
 def check_model(plan: Plan, graph: OperatorGraph, fingerprint: str = "") -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
-from lightning_gpp.planning.assignment.timed import with_figures_of
+from lightning_gpp.planning.assignment.estimate import with_figures_of
 from lightning_gpp.slices import unsliced
 
 

@@ -15,11 +15,10 @@ from math import inf
 import networkx as nx
 import numpy as np
 
-from lightning_gpp.planning.problem.answer import Alternative, Answer
-from lightning_gpp.planning.problem.draft import Draft, DraftStage
+from lightning_gpp.planning.problem.draft import Draft, DraftStage, unreplicated
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
+from lightning_gpp.planning.problem.partitioner import Alternative, Answer
 from lightning_gpp.planning.problem.problem import Array, Problem
-from lightning_gpp.planning.problem.realise import unreplicated
 
 OBJECTIVE = "seconds per sample of the slowest stage"
 

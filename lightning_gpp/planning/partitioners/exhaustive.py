@@ -7,11 +7,10 @@ from itertools import permutations, product
 from math import inf
 
 from lightning_gpp.planning.partitioners.auto.shape import Shape
-from lightning_gpp.planning.problem.answer import Answer, SearchControl
 from lightning_gpp.planning.problem.draft import flows, stage_of_units
 from lightning_gpp.planning.problem.evaluate import Evaluator
+from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.registry import register_partitioner
 
 MAX_PLANS = 2_000_000
 """More are not tried: the partitioner then says how many there would be at least."""

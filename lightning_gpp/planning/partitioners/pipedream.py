@@ -33,11 +33,9 @@ from numpy.typing import NDArray
 
 from lightning_gpp.planning.partitioners.chains import ChainCandidate, chained, choose, gradient_seconds, levels_of
 from lightning_gpp.planning.partitioners.spans import Spans
-from lightning_gpp.planning.problem.answer import Answer, SearchControl
-from lightning_gpp.planning.problem.draft import DraftStage
+from lightning_gpp.planning.problem.draft import DraftStage, side_by_side
+from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.problem import Array, Problem
-from lightning_gpp.planning.problem.registry import register_partitioner
-from lightning_gpp.planning.problem.topology import side_by_side
 
 Placed = list[tuple[int, int, tuple[int, ...]]]
 """Stages from first to last: start, stop, devices. The last stage is on device 0."""

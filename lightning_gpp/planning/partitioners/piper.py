@@ -41,11 +41,9 @@ from lightning_gpp.planning.partitioners.chains import (
     slowest_seconds,
 )
 from lightning_gpp.planning.partitioners.downsets import Downsets, downsets
-from lightning_gpp.planning.problem.answer import Answer, SearchControl
-from lightning_gpp.planning.problem.draft import DraftStage
+from lightning_gpp.planning.problem.draft import DraftStage, side_by_side
+from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.problem import Array, Problem
-from lightning_gpp.planning.problem.registry import register_partitioner
-from lightning_gpp.planning.problem.topology import side_by_side
 
 MAX_DOWNSETS: Final = 40_000
 MAX_COUNTED: Final = 200_000

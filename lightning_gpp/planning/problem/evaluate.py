@@ -17,14 +17,14 @@ from lightning_gpp.planning.problem.draft import (
     flows,
     stage_of_units,
     transfer,
+    unreplicated,
     with_chain,
 )
 from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, end_times, least_seconds
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.realise import unreplicated
 from lightning_gpp.planning.problem.units import Value
-from lightning_gpp.schedules.held_bytes import warm_up_peak
 from lightning_gpp.schedules.warm_up import samples_in_flight
+from lightning_gpp.schedules.work import warm_up_peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

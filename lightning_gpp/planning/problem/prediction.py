@@ -1,13 +1,26 @@
-"""The prediction of a run: a plan, one simulated mini-batch of it, and how good that is."""
+"""The prediction of a run: a plan, one simulated mini-batch of it, and how good that is.
+
+A draft is tried by making its plan, timed, and simulating the program that would run.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from heapq import nsmallest
+from typing import Final
 
+from lightning_gpp.cluster import Cluster
+from lightning_gpp.costs.model import CostModel, Footprint
+from lightning_gpp.errors import GPPError
+from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning.problem.answer import Alternative
-from lightning_gpp.planning.problem.draft import Draft
-from lightning_gpp.simulation import Timeline
+from lightning_gpp.planning.assignment.estimate import estimate, timed
+from lightning_gpp.planning.problem.draft import Draft, realise
+from lightning_gpp.planning.problem.partitioner import Alternative, Answer
+from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.simulation import Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,3 +104,111 @@ class Prediction:
     def rank(self) -> tuple[float, float]:
         """The order of preference, least first: bytes that do not fit, then seconds per sample."""
         return self.excess_bytes, 1 / self.samples_per_second
+
+
+NUM_RUNNERS_UP: Final = 6
+"""Runners-up of a search that are simulated beside its best draft."""
+
+MAX_ACTIONS: Final = 40_000
+"""Runners-up are tried if all their steps together have no more actions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A draft of a search, the prediction for its plan, and the drafts that lost."""
+
+    draft: Draft
+    prediction: Prediction
+    alternatives: tuple[Alternative, ...] = ()
+
+
+def predicted(
+    plan: Plan, graph: OperatorGraph, cluster: Cluster, costs: CostModel, footprint: Footprint, num_pipelines: int = 1
+) -> Prediction:
+    """Time the actions and messages of a plan, and simulate its program.
+
+    Args:
+        plan: of one pipeline.
+        graph: what the plan was made from.
+        cluster: device d of pipeline p is its device p x plan.num_devices + d.
+        costs: seconds of operators.
+        footprint: what a device keeps per byte of parameters.
+        num_pipelines: pipeline replicas.
+
+    Raises:
+        PlanError: the plan's schedule cannot order its stages.
+    """
+    stage_costs = estimate(graph, plan, cluster, costs, footprint=footprint, num_pipelines=num_pipelines)
+    limits = memory_limits(plan, cluster)
+    plan = timed(plan, stage_costs, limits)
+    timeline = simulate(compile_program(plan, copies=num_pipelines), stage_costs)
+    notes = {"cluster": cluster.name, "simulated_step": f"{timeline.makespan:.6g} s"}
+    plan = replace(plan, notes={**plan.notes, **notes})
+    return Prediction(plan=plan, num_pipelines=num_pipelines, timeline=timeline, memory_bytes=limits)
+
+
+def memory_limits(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
+    """The memory of every device of a pipeline: the least of all pipelines that the cluster has devices for."""
+    limits = [float(device.memory_bytes) for device in cluster.devices]
+    return tuple(min(limits[device :: plan.num_devices]) for device in range(plan.num_devices))
+
+
+def simulated(problem: Problem, draft: Draft) -> Prediction:
+    """The prediction for a draft's plan as the problem states it.
+
+    Raises:
+        PlanError: the stages form a cycle.
+    """
+    plan, number = realise(problem, draft)
+    return predicted(plan, problem.graph, problem.cluster, problem.costs, problem.footprint, number)
+
+
+def best_trial(problem: Problem, answer: Answer, predict: Callable[[Draft], Prediction]) -> Trial:
+    """The best of an answer's drafts by their programs.
+
+    A program tells more than the estimate that a search can afford for each draft: messages that share a port, the
+    order of collectives, the user's step.
+
+    Args:
+        problem: the question.
+        answer: with a draft.
+        predict: simulates a draft.
+
+    Raises:
+        GPPError: none of the drafts can be a plan; the error is that of the search's best.
+    """
+    predictions: list[tuple[Draft, Prediction]] = []
+    failures: list[GPPError] = []
+    for draft in _drafts_to_try(problem, answer):
+        try:
+            predictions.append((draft, predict(draft)))
+        except GPPError as error:
+            failures.append(error)
+    if not predictions:
+        raise failures[0]
+    draft, prediction = min(predictions, key=lambda entry: entry[1].rank)
+    return Trial(draft=draft, prediction=prediction, alternatives=_others(answer, draft, dict(predictions)))
+
+
+def _drafts_to_try(problem: Problem, answer: Answer) -> list[Draft]:
+    """The best draft of a search, and some runners-up if their steps are short enough to be simulated."""
+    if answer.draft is None:
+        return []
+    runners_up = nsmallest(NUM_RUNNERS_UP, answer.alternatives, key=lambda entry: entry.seconds)
+    few = num_actions(problem, answer.draft) * (1 + NUM_RUNNERS_UP) <= MAX_ACTIONS
+    return [answer.draft, *(entry.draft for entry in runners_up if few)]
+
+
+def _others(answer: Answer, chosen: Draft, predictions: Mapping[Draft, Prediction]) -> tuple[Alternative, ...]:
+    """The drafts that were not chosen. One that the search thought best comes first, with what its program takes."""
+    others = tuple(entry for entry in answer.alternatives if entry.draft != chosen)
+    if answer.draft is None or answer.draft == chosen or answer.draft not in predictions:
+        return others
+    prediction = predictions[answer.draft]
+    reason = "needs more memory" if prediction.excess_bytes else "its program takes longer than its estimate"
+    return (Alternative(draft=answer.draft, seconds=prediction.seconds, reason=reason), *others)
+
+
+def num_actions(problem: Problem, draft: Draft) -> int:
+    """Actions of a step on all devices: what a simulation's time grows with."""
+    return sum(2 * len(stage.devices) * -(-problem.batch_size // stage.micro_batch_size) for stage in draft.stages)

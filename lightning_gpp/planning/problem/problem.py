@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gpp.cluster import Cluster
-from lightning_gpp.costs.footprint import Footprint
-from lightning_gpp.costs.model import CostModel
+from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.graph import Operator, OperatorGraph
 from lightning_gpp.planning.problem.units import UnitGraph
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SOURCE
-from lightning_gpp.planning.partitioners.auto.orders import orders
+from lightning_gpp.planning.partitioners.auto.seeds import orders
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.units import Unit, UnitGraph

@@ -18,15 +18,12 @@ from random import Random
 
 from lightning_gpp.planning.bounds.bound import busy_bound
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
-from lightning_gpp.planning.partitioners.auto.moves import moves
-from lightning_gpp.planning.partitioners.auto.orders import orders
-from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, seeds
-from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, orders, seeds
+from lightning_gpp.planning.partitioners.auto.shape import Shape, moves
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe
-from lightning_gpp.planning.problem.answer import Alternative, Answer, SearchControl
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
+from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.registry import register_partitioner
 
 PATIENCE = 150
 """So many disturbances in a row without a shorter step end the search."""

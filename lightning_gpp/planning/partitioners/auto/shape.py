@@ -1,12 +1,15 @@
-"""The shape that `auto` changes step by step: groups of units as stages, with numbers of replicas, without devices."""
+"""The shape that `auto` changes step by step, and the changes that it tries, the most promising first.
+
+A shape has groups of units as stages, with numbers of replicas, without devices.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_gpp.planning.problem.draft import Draft, DraftStage
-from lightning_gpp.planning.problem.topology import copies, side_by_side
+from lightning_gpp.planning.problem.draft import Draft, DraftStage, copies, side_by_side, stage_of_units
+from lightning_gpp.planning.problem.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,3 +105,155 @@ class Shape:
             replicas=tuple(self.replicas[i] for i in order),
             recompute=tuple(self.recompute[i] for i in order),
         )
+
+
+FOCUS = 4
+"""Stages that moves begin with: those with the most to do."""
+
+
+def moves(problem: Problem, shape: Shape, loads: list[float]) -> Iterator[Shape]:
+    """Shapes one change away. `loads`: seconds of every stage in a step, alone.
+
+    Units leave the stages that take longest, alone or together with all that follow or precede them there; devices come
+    to these from others; stages are joined and divided; sizes, recomputation and places on the devices change.
+    """
+    slow = sorted(range(len(loads)), key=loads.__getitem__, reverse=True)[:FOCUS]
+    fast = sorted(range(len(loads)), key=loads.__getitem__)
+    yield from _sizes(problem, shape)
+    for stage in slow:
+        yield from _unit_moves(problem, shape, stage, fast)
+        yield from _device_moves(problem, shape, stage, fast)
+    for stage in slow:
+        yield from _divisions(problem, shape, stage)
+    yield from _joins(problem, shape)
+    yield from _recomputation(problem, shape)
+    yield from _places(problem, shape)
+
+
+def _sizes(problem: Problem, shape: Shape) -> Iterator[Shape]:
+    place = problem.sizes.index(shape.size)
+    for size in problem.sizes[max(0, place - 1) : place + 2]:
+        if size != shape.size:
+            yield replace(shape, size=size)
+    for schedule in problem.schedules:
+        if schedule != shape.schedule:
+            yield replace(shape, schedule=schedule)
+
+
+def _unit_moves(problem: Problem, shape: Shape, stage: int, fast: list[int]) -> Iterator[Shape]:
+    if len(shape.groups[stage]) == 1:
+        return
+    owner = stage_of_units(problem.num_units, shape.groups)
+    least = [fast[0]] if fast[0] != stage else fast[1:2]
+    for units, targets in _bundles(problem, shape.groups[stage], owner, stage):
+        if len(units) < len(shape.groups[stage]):
+            for target in dict.fromkeys([*targets, *least]):
+                yield _step_last(problem, shape.moved(units, stage, target))
+
+
+def _step_last(problem: Problem, shape: Shape) -> Shape:
+    """The shape with the stage of the user's step on device 0."""
+    step, last = problem.num_units - 1, len(shape.groups) - 1
+    place = next(index for index, group in enumerate(shape.groups) if step in group)
+    return _flags_kept(problem, shape.swapped(place, last) if place != last else shape)
+
+
+def _flags_kept(problem: Problem, shape: Shape) -> Shape:
+    """The step's stage never recomputes; all others do, or none, where that is not the partitioner's choice."""
+    step = problem.num_units - 1
+    wanted = shape.recompute if problem.recompute is None else [problem.recompute] * len(shape.groups)
+    flags = tuple(again and step not in group for again, group in zip(wanted, shape.groups, strict=True))
+    return replace(shape, recompute=flags)
+
+
+def _bundles(
+    problem: Problem, group: tuple[int, ...], owner: list[int], stage: int
+) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+    """Units that may leave together, and the stages next to them."""
+    for bundle in _sets(problem, group):
+        targets = sorted({owner[other] for other in _neighbours(problem, bundle)} - {stage})
+        if targets:
+            yield tuple(sorted(bundle)), targets
+
+
+def _sets(problem: Problem, group: tuple[int, ...]) -> Iterator[set[int]]:
+    """Single units, then units with all that follow or all that precede them in their stage."""
+    yield from ({unit} for unit in group)
+    for unit in group:
+        for step in (problem.order.successors, problem.order.predecessors):
+            bundle = _closure(unit, set(group), step)
+            if 1 < len(bundle) < len(group):
+                yield bundle
+
+
+def _neighbours(problem: Problem, units: Iterable[int]) -> Iterator[int]:
+    for unit in units:
+        yield from problem.order.successors(unit)
+        yield from problem.order.predecessors(unit)
+
+
+def _closure(unit: int, inside: set[int], step: Callable[[int], Iterable[int]]) -> set[int]:
+    found, waiting = {unit}, [unit]
+    while waiting:
+        for other in step(waiting.pop()):
+            if other in inside and other not in found:
+                found.add(other)
+                waiting.append(other)
+    return found
+
+
+def _device_moves(problem: Problem, shape: Shape, stage: int, fast: list[int]) -> Iterator[Shape]:
+    """A device, or half of its devices, comes from each other stage that has several."""
+    if shape.replicas[stage] >= problem.max_replicas:
+        return
+    for other in fast:
+        count = shape.replicas[other]
+        for moved in {1, count // 2} if other != stage and count > 1 else ():
+            if shape.replicas[stage] + moved <= problem.max_replicas:
+                yield shape.with_replicas({stage: shape.replicas[stage] + moved, other: count - moved})
+
+
+def _divisions(problem: Problem, shape: Shape, stage: int) -> Iterator[Shape]:
+    """The stage becomes two, cut where the work is divided like the devices; units are in topological order."""
+    count, group = shape.replicas[stage], shape.groups[stage]
+    if count < 2 or len(group) < 2:
+        return
+    total = problem.seconds(-(-shape.size // count)).total[list(group)]
+    for upper in {count // 2, 1, count - 1}:
+        share, done = upper / count * float(total.sum()), 0.0
+        for position, seconds in enumerate(total[:-1], start=1):
+            done += float(seconds)
+            if done >= share or position == len(group) - 1:
+                yield _flags_kept(problem, shape.divided(stage, group[:position], upper))
+                break
+
+
+def _joins(problem: Problem, shape: Shape) -> Iterator[Shape]:
+    last = len(shape.groups) - 1
+    owner = stage_of_units(problem.num_units, shape.groups)
+    pairs = {(owner[value.src], owner[dst]) for value in problem.units.values for dst in value.dsts}
+    for first, second in sorted(pair for pair in pairs if pair[0] != pair[1]):
+        if shape.replicas[first] + shape.replicas[second] <= problem.max_replicas:
+            yield shape.merged(first, second) if second == last or first < second else shape.merged(second, first)
+
+
+def _recomputation(problem: Problem, shape: Shape) -> Iterator[Shape]:
+    if problem.recompute is not None:
+        return
+    step = problem.num_units - 1
+    for stage, again in enumerate(shape.recompute):
+        if step not in shape.groups[stage]:
+            flags = list(shape.recompute)
+            flags[stage] = not again
+            yield replace(shape, recompute=tuple(flags))
+
+
+def _places(problem: Problem, shape: Shape) -> Iterator[Shape]:
+    """Other devices: only where links or devices differ. The step's stage stays on device 0."""
+    if len(shape.groups) > 1 and len(set(shape.replicas)) == 1 and shape.replicas[0] > 1:
+        yield replace(shape, spread=not shape.spread)
+    if len(problem.cluster.levels) < 2 and problem.cluster.homogeneous and not problem.cluster.links:
+        return
+    for first in range(len(shape.groups) - 1):
+        for second in range(first + 1, len(shape.groups) - 1):
+            yield shape.swapped(first, second)

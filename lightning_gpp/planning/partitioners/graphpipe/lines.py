@@ -1,4 +1,7 @@
-"""Lines and forks: the series-parallel tree in the form in which stages are cut from it, and what is alike in it."""
+"""Lines and forks: the series-parallel tree in the form in which stages are cut from it, and what is alike in it.
+
+Stages begin and end at cuts of a line; borders are the values that cross them.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_gpp.planning.partitioners.series_parallel import Tree, evaluate
-from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.problem import Array, Problem
 from lightning_gpp.planning.problem.units import Value
 
 
@@ -131,3 +137,186 @@ def _ends(
 
     readers = tuple(sorted({place(unit) for unit in value.dsts}))
     return value.bytes.per_sample, value.bytes.fixed, value.num_directions, value.sliceable, place(value.src), readers
+
+
+Bools = NDArray[np.bool_]
+NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class LineCut:
+    """The border before part `part`, moved into a branch of the fork beside it: where `group` is not NONE.
+
+    At the beginning of a stage the branch belongs to the fork before the border, and the stage gets the branch's parts
+    from `at` on. At the end of a stage it belongs to the fork behind, and the stage gets the parts up to `at`.
+    """
+
+    part: int
+    group: int = NONE
+    at: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LineShape:
+    """Lines that are alike: one of them, its forks' groups of exchangeable lines, and all cuts.
+
+    Args:
+        line: one of them.
+        groups: for every part its groups of lines, none for a unit.
+        branches: for every part the shapes of its groups.
+        starts, ends: cuts at which stages begin and end.
+        first, last: the numbers of the plain cuts before each part in `starts`, and in `ends` (0 for part 0).
+        tails, heads: the numbers of the cuts into each part, in `starts` and `ends`.
+        after, before: which units (as places in the line) lie behind each start, and before each end.
+        border: see `borders`.
+    """
+
+    line: Line
+    groups: tuple[tuple[tuple[int, ...], ...], ...]
+    branches: tuple[tuple[LineShape, ...], ...]
+    starts: list[LineCut] = field(default_factory=list)
+    ends: list[LineCut] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
+    tails: list[list[int]] = field(default_factory=list)
+    heads: list[list[int]] = field(default_factory=list)
+    after: Bools = field(init=False)
+    before: Bools = field(init=False)
+    border: Array = field(init=False)
+
+    def __len__(self) -> int:
+        return len(self.line.parts)
+
+
+def shape_of(line: Line, likeness: Likeness, known: dict[int, LineShape]) -> LineShape:
+    """The shape of a line; of lines that are alike, one shape."""
+    number = likeness.number(line)
+    if number not in known:
+        groups, branches = [], []
+        for part in line.parts:
+            found = likeness.groups(line, part) if isinstance(part, Fork) else ()
+            groups.append(found)
+            lines = part.lines if isinstance(part, Fork) else ()
+            branches.append(tuple(shape_of(lines[group[0]], likeness, known) for group in found))
+        shape = LineShape(line=line, groups=tuple(groups), branches=tuple(branches))
+        _add_cuts(shape)
+        shape.after = np.array([_behind(line, cut, shape) for cut in shape.starts])
+        shape.before = np.array([_ahead(line, cut, shape) for cut in shape.ends])
+        shape.border = borders(shape, likeness.values(line))
+        known[number] = shape
+    return known[number]
+
+
+def _add_cuts(shape: LineShape) -> None:
+    for part in range(len(shape)):
+        shape.first.append(len(shape.starts))
+        shape.starts.append(LineCut(part))
+        shape.last.append(len(shape.ends) if part else 0)
+        shape.ends.extend([LineCut(part)] if part else [])
+        inner = [(group, len(branch)) for group, branch in enumerate(shape.branches[part])]
+        tails = [LineCut(part + 1, group, at) for group, size in inner for at in range(size) if part + 1 < len(shape)]
+        heads = [LineCut(part, group, at + 1) for group, size in inner for at in range(size) if part]
+        shape.tails.append(list(range(len(shape.starts), len(shape.starts) + len(tails))))
+        shape.heads.append(list(range(len(shape.ends), len(shape.ends) + len(heads))))
+        shape.starts.extend(tails)
+        shape.ends.extend(heads)
+    shape.last.append(len(shape.ends))
+    shape.ends.append(LineCut(len(shape)))
+
+
+def tail_units(line: Line, cut: LineCut, member: int) -> tuple[int, ...]:
+    """Units of the fork before the cut, in branch number `member`, that are in the stage that begins at the cut."""
+    fork = line.parts[cut.part - 1] if cut.group != NONE else None
+    return Line(fork.lines[member].parts[cut.at :]).units if isinstance(fork, Fork) else ()
+
+
+def head_units(line: Line, cut: LineCut, member: int) -> tuple[int, ...]:
+    """Units of the fork behind the cut, in branch number `member`, that are in the stage that ends at the cut."""
+    fork = line.parts[cut.part] if cut.group != NONE else None
+    return Line(fork.lines[member].parts[: cut.at]).units if isinstance(fork, Fork) else ()
+
+
+def _behind(line: Line, cut: LineCut, shape: LineShape) -> list[bool]:
+    member = shape.groups[cut.part - 1][cut.group][0] if cut.group != NONE else 0
+    return _marked(line, tail_units(line, cut, member) + Line(line.parts[cut.part :]).units)
+
+
+def _ahead(line: Line, cut: LineCut, shape: LineShape) -> list[bool]:
+    member = shape.groups[cut.part][cut.group][0] if cut.group != NONE else 0
+    return _marked(line, Line(line.parts[: cut.part]).units + head_units(line, cut, member))
+
+
+def _marked(line: Line, units: Sequence[int]) -> list[bool]:
+    chosen = set(units)
+    return [unit in chosen for unit in line.units]
+
+
+MESSAGES, PER_SAMPLE, FIXED, RIGID, INPUT_PER_SAMPLE, INPUT_FIXED = range(6)
+"""Quantities of `borders`: messages, their bytes per sample and fixed, values that cannot be cut; received bytes."""
+
+
+def borders(shape: LineShape, values: Sequence[Value]) -> Array:
+    """Quantities that cross the border of every stage, by [quantity, start, end], forward and backward.
+
+    A value counts once where it comes in, however many read it, and once where it goes out.
+    """
+    sums = np.zeros((6, len(shape.starts), len(shape.ends)))
+    place = {unit: index for index, unit in enumerate(shape.line.units)}
+    simple = [value for value in values if len(value.dsts) == 1]
+    _add_simple(sums, shape, simple, place)
+    for value in values:
+        if len(value.dsts) > 1:
+            _add_shared(sums, shape, value, place)
+    return sums
+
+
+def _weights(value: Value) -> tuple[float, ...]:
+    size, directions = value.bytes, value.num_directions
+    received = size.per_sample, size.fixed
+    return directions, directions * size.per_sample, directions * size.fixed, float(not value.sliceable), *received
+
+
+def _add_simple(sums: Array, shape: LineShape, values: Sequence[Value], place: dict[int, int]) -> None:
+    """Values with one reader. What holds both ends is counted twice by its ends, and taken off again."""
+    if not values:
+        return
+    weights = np.array([_weights(value) for value in values]).T
+    srcs = _stacked([_inside(shape, place, value.src) for value in values])
+    dsts = _stacked([_inside(shape, place, value.dsts[0]) for value in values])
+    both = srcs[0] * dsts[0], srcs[1] * dsts[1]
+    for quantity, weight in enumerate(weights):
+        received = quantity >= INPUT_PER_SAMPLE
+        sums[quantity] += (dsts[0] * weight) @ dsts[1].T - (both[0] * weight) @ both[1].T
+        if not received:
+            sums[quantity] += (srcs[0] * weight) @ srcs[1].T - (both[0] * weight) @ both[1].T
+
+
+def _inside(shape: LineShape, place: dict[int, int], unit: int) -> tuple[Array, Array]:
+    """Masks of the starts before a unit, and of the ends behind it; all false for units outside of the line."""
+    index = place.get(unit)
+    if index is None:
+        return np.zeros(len(shape.starts)), np.zeros(len(shape.ends))
+    return shape.after[:, index].astype(float), shape.before[:, index].astype(float)
+
+
+def _stacked(columns: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    return np.stack([left for left, _ in columns], axis=1), np.stack([right for _, right in columns], axis=1)
+
+
+def _add_shared(sums: Array, shape: LineShape, value: Value, place: dict[int, int]) -> None:
+    read = np.zeros(sums.shape[1:], dtype=bool)
+    all_read = np.full(sums.shape[1:], all(unit in place for unit in value.dsts))
+    for unit in value.dsts:
+        if unit in place:
+            inside = _member(shape, place[unit])
+            read |= inside
+            all_read &= inside
+    made = _member(shape, place[value.src]) if value.src in place else np.zeros_like(read)
+    received = read & ~made
+    crossing = received | (made & ~all_read)
+    for quantity, weight in enumerate(_weights(value)):
+        sums[quantity] += weight * (received if quantity >= INPUT_PER_SAMPLE else crossing)
+
+
+def _member(shape: LineShape, index: int) -> Bools:
+    return np.outer(shape.after[:, index], shape.before[:, index])

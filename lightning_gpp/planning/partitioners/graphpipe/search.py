@@ -7,19 +7,15 @@ from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 
 from lightning_gpp.cluster import Link
-from lightning_gpp.planning.partitioners.graphpipe.cuts import LineShape
-from lightning_gpp.planning.partitioners.graphpipe.lines import Fork, Line, bundled, line_of
-from lightning_gpp.planning.partitioners.graphpipe.sets import Grid
-from lightning_gpp.planning.partitioners.graphpipe.solve import Solver
+from lightning_gpp.planning.partitioners.graphpipe.lines import Fork, Line, LineShape, bundled, line_of
+from lightning_gpp.planning.partitioners.graphpipe.solve import Grid, Solver
 from lightning_gpp.planning.partitioners.graphpipe.tables import Tables
 from lightning_gpp.planning.partitioners.graphpipe.trace import Piece, strategy
 from lightning_gpp.planning.partitioners.series_parallel import Conversion, make_series_parallel
-from lightning_gpp.planning.problem.answer import Alternative, Answer, SearchControl
-from lightning_gpp.planning.problem.draft import Draft, DraftStage
+from lightning_gpp.planning.problem.draft import Devices, Draft, DraftStage, layouts, side_by_side
 from lightning_gpp.planning.problem.evaluate import Evaluator
+from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.registry import register_partitioner
-from lightning_gpp.planning.problem.topology import Devices, layouts, side_by_side
 
 PRECISION = 1e-3
 """The found bottleneck is at most this fraction above the best one."""

@@ -10,17 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gpp.cluster import Cluster, Link
-from lightning_gpp.planning.partitioners.graphpipe.cuts import (
+from lightning_gpp.planning.partitioners.graphpipe.lines import (
     FIXED,
     INPUT_FIXED,
     INPUT_PER_SAMPLE,
     MESSAGES,
     PER_SAMPLE,
     RIGID,
+    Likeness,
+    Line,
     LineShape,
     shape_of,
+    units_of,
 )
-from lightning_gpp.planning.partitioners.graphpipe.lines import Likeness, Line, units_of
 from lightning_gpp.planning.problem.problem import Array, Problem
 
 Counts = NDArray[np.int64]

@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from lightning_gpp.planning.partitioners.graphpipe.cuts import NONE, LineCut, LineShape, head_units, tail_units
-from lightning_gpp.planning.partitioners.graphpipe.lines import Fork, Line
+from lightning_gpp.planning.partitioners.graphpipe.lines import (
+    NONE,
+    Fork,
+    Line,
+    LineCut,
+    LineShape,
+    head_units,
+    tail_units,
+)
 from lightning_gpp.planning.partitioners.graphpipe.solve import Solution, Solver, Way
 
 Place: TypeAlias = tuple[int, int, int]

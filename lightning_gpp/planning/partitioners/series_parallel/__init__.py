@@ -5,7 +5,6 @@ from lightning_gpp.planning.partitioners.series_parallel.convert import (
     fold_broadcasts,
     make_series_parallel,
 )
-from lightning_gpp.planning.partitioners.series_parallel.decompose import decompose
 from lightning_gpp.planning.partitioners.series_parallel.tree import (
     Leaf,
     Parallel,
@@ -13,6 +12,7 @@ from lightning_gpp.planning.partitioners.series_parallel.tree import (
     Tree,
     TreeNode,
     critical_path,
+    decompose,
     describe,
     evaluate,
     leaves,

@@ -15,14 +15,16 @@ from functools import partial
 import networkx as nx
 
 from lightning_gpp.planning.partitioners.series_parallel.cuts import Cut, cuts, longest_paths
-from lightning_gpp.planning.partitioners.series_parallel.decompose import expand
-from lightning_gpp.planning.partitioners.series_parallel.order import Order, OrderedPart, order_from
 from lightning_gpp.planning.partitioners.series_parallel.search import SMALL, CutSearch
 from lightning_gpp.planning.partitioners.series_parallel.tree import (
     Leaf,
+    Order,
+    OrderedPart,
     Tree,
     TreeNode,
     critical_path,
+    expand,
+    order_from,
     order_of,
     parallel,
     series,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
-from lightning_gpp.planning.partitioners.series_parallel.order import Order, OrderedPart, mask_of, pairs_across
+from lightning_gpp.planning.partitioners.series_parallel.tree import Order, OrderedPart, mask_of, pairs_across
 
 W = TypeVar("W", int, float)
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lightning_gpp.planning.partitioners.series_parallel.cuts import Cut, cuts
-from lightning_gpp.planning.partitioners.series_parallel.decompose import expand
-from lightning_gpp.planning.partitioners.series_parallel.order import Order, OrderedPart
-from lightning_gpp.planning.partitioners.series_parallel.tree import Tree, critical_path, num_ordered, series
+from lightning_gpp.planning.partitioners.series_parallel.tree import (
+    Order,
+    OrderedPart,
+    Tree,
+    critical_path,
+    expand,
+    num_ordered,
+    series,
+)
 
 SMALL = 32
 """Nodes of the largest part that is searched. Python's recursion allows for several times as many."""

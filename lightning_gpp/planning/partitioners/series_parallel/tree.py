@@ -1,15 +1,29 @@
-"""Series-parallel trees: what they are, and what can be read off them.
+"""Series-parallel trees: what they are, what can be read off them, and how a graph is read as one.
 
 Nodes are the leaves. In `Series(parts)` every node of a part comes before every node of the next; in
 `Parallel(parts)` nodes of different parts are not ordered. A block between a fork and a join operator is thus
 `Series((Leaf(fork), Parallel(branches), Leaf(join)))`.
 
 Nothing here recurses, so that trees may be as deep as a model. (Comparing and hashing trees does.)
+
+A graph is (node) series-parallel when its order is built from single nodes by putting orders one after the other and
+side by side, which is so exactly when no four nodes form an N: a < c, b < c, b < d, and no other order among them
+(Valdes, Tarjan, Lawler, The recognition of series parallel digraphs, SIAM J. Comput. 1982).
+
+Only the order counts. Edges that follow from others do not: a residual or skip connection around a block, the
+encoder's result read by every decoder layer, and the skips of a U-Net leave a chain a chain, and a mask read by every
+layer counts for the first only. Every two-terminal (edge) series-parallel graph is series-parallel in this sense:
+parallel parts lie between their shared terminals. The reverse is wrong: two nodes that both feed two others are
+series-parallel here, and not there. The node form therefore accepts more models.
+
+Orders are bit masks of the nodes before and after each one. Nodes are numbered in a topological order. Parts are tuples
+of such numbers, ascending; all parts that occur are convex, so the covering pairs (edges that follow from no other
+edges) inside a part describe its order completely.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -142,3 +156,185 @@ def order_of(tree: Tree) -> nx.DiGraph:
 
     evaluate(tree, leaf=lambda node: ([node], [node]), series=in_series, parallel=side_by_side)
     return graph
+
+
+OrderedPart: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """For every number its node, the masks of all numbers before and after it, and those covered by and covering it."""
+
+    nodes: tuple[TreeNode, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    below: tuple[OrderedPart, ...]
+    above: tuple[OrderedPart, ...]
+
+    @property
+    def everything(self) -> OrderedPart:
+        return tuple(range(len(self.nodes)))
+
+
+def order_from(graph: nx.DiGraph) -> Order:
+    """The order of an acyclic graph; among nodes that may come next, the one first added to the graph is numbered next.
+
+    Raises:
+        networkx.NetworkXUnfeasible: the graph has a cycle.
+        ValueError: the graph has no nodes.
+    """
+    if not graph:
+        raise ValueError("A graph without nodes has no series-parallel tree.")
+    position = {node: index for index, node in enumerate(graph)}
+    nodes = tuple(nx.lexicographical_topological_sort(graph, key=position.__getitem__))
+    number = {node: index for index, node in enumerate(nodes)}
+    before, below = _closure([[number[other] for other in graph.pred[node]] for node in nodes])
+    above: list[list[int]] = [[] for _ in nodes]
+    for upper, lowers in enumerate(below):
+        for lower in lowers:
+            above[lower].append(upper)
+    return Order(nodes=nodes, before=before, after=_after(above), below=below, above=tuple(map(tuple, above)))
+
+
+def _closure(predecessors: list[list[int]]) -> tuple[tuple[int, ...], tuple[OrderedPart, ...]]:
+    """The masks of all numbers before each one, and its predecessors less those that come before another one."""
+    before: list[int] = []
+    below: list[OrderedPart] = []
+    for lowers in predecessors:
+        mask, covered = 0, []
+        for lower in sorted(lowers, reverse=True):
+            if not mask >> lower & 1:
+                covered.append(lower)
+                mask |= before[lower] | 1 << lower
+        before.append(mask)
+        below.append(tuple(reversed(covered)))
+    return tuple(before), tuple(below)
+
+
+def _after(above: list[list[int]]) -> tuple[int, ...]:
+    after = [0] * len(above)
+    for lower in reversed(range(len(above))):
+        for upper in above[lower]:
+            after[lower] |= after[upper] | 1 << upper
+    return tuple(after)
+
+
+def mask_of(part: Iterable[int]) -> int:
+    mask = 0
+    for number in part:
+        mask |= 1 << number
+    return mask
+
+
+def components(order: Order, part: OrderedPart) -> list[OrderedPart]:
+    """The weakly connected components, by their first number."""
+    unseen = set(part)
+    found: list[OrderedPart] = []
+    for start in part:
+        if start in unseen:
+            found.append(_component(order, start, unseen))
+    return found
+
+
+def _component(order: Order, start: int, unseen: set[int]) -> OrderedPart:
+    unseen.remove(start)
+    members = [start]
+    for number in members:
+        for neighbours in (order.below[number], order.above[number]):
+            for neighbour in neighbours:
+                if neighbour in unseen:
+                    unseen.remove(neighbour)
+                    members.append(neighbour)
+    return tuple(sorted(members))
+
+
+def consecutive(order: Order, part: OrderedPart) -> list[OrderedPart]:
+    """The most pieces so that all of one piece lies before all of the next.
+
+    Sorted by how much lies before them, the numbers of earlier pieces come first. A border is where all pairs across
+    it are ordered.
+    """
+    mask = mask_of(part)
+    ranks = {number: (order.before[number] & mask).bit_count() for number in part}
+    ordered = sorted(part, key=ranks.__getitem__)
+    pieces, start = [], 0
+    for end, pairs in enumerate(pairs_across(order, ordered, mask), start=1):
+        if pairs == end * (len(part) - end):
+            pieces.append(tuple(sorted(ordered[start:end])))
+            start = end
+    return pieces
+
+
+def pairs_across(order: Order, ordered: list[int], mask: int) -> list[int]:
+    """Number of ordered pairs across the border behind each position of a topological order of a part."""
+    across, total = [], 0
+    for number in ordered:
+        total += (order.after[number] & mask).bit_count() - (order.before[number] & mask).bit_count()
+        across.append(total)
+    return across
+
+
+Combine: TypeAlias = Callable[[Sequence[Tree]], Tree]
+Prime: TypeAlias = Callable[[OrderedPart], Tree | Sequence[OrderedPart] | None]
+"""Treatment of a part that is neither parallel nor consecutive: returns a tree, or pieces to put in series."""
+
+
+def decompose(graph: nx.DiGraph) -> Tree | None:
+    """The series-parallel tree of an acyclic graph, None where its order is not series-parallel.
+
+    Parallel parts are sorted by their first node in a topological order. Time is quadratic in the number of nodes at
+    worst, for trees as deep as they have nodes.
+
+    Raises:
+        networkx.NetworkXUnfeasible: the graph has a cycle.
+        ValueError: the graph has no nodes.
+    """
+    order = order_from(graph)
+    return expand(order, order.everything, lambda part: None)
+
+
+def expand(order: Order, part: OrderedPart, prime: Prime) -> Tree | None:
+    """Divide a part again and again, down to single nodes; None as soon as `prime` has no answer."""
+    steps: list[Tree | tuple[Combine, int]] = []
+    stack = [part]
+    while stack:
+        step = _step(order, stack.pop(), prime)
+        if step is None:
+            return None
+        if isinstance(step, tuple):
+            combine, pieces = step
+            stack.extend(reversed(pieces))
+            steps.append((combine, len(pieces)))
+        else:
+            steps.append(step)
+    return _assembled(steps)
+
+
+def _step(order: Order, part: OrderedPart, prime: Prime) -> Tree | tuple[Combine, Sequence[OrderedPart]] | None:
+    if len(part) == 1:
+        return Leaf(order.nodes[part[0]])
+    divided = divide(order, part)
+    if divided is not None:
+        return divided
+    answer = prime(part)
+    return answer if answer is None or isinstance(answer, Leaf | Series | Parallel) else (series, answer)
+
+
+def divide(order: Order, part: OrderedPart) -> tuple[Combine, Sequence[OrderedPart]] | None:
+    """The combination of a part of several nodes, and its pieces; None for a prime part."""
+    pieces = components(order, part)
+    if len(pieces) > 1:
+        return parallel, pieces
+    pieces = consecutive(order, part)
+    return (series, pieces) if len(pieces) > 1 else None
+
+
+def _assembled(steps: Sequence[Tree | tuple[Combine, int]]) -> Tree:
+    trees: list[Tree] = []
+    for step in reversed(steps):
+        if isinstance(step, tuple):
+            combine, count = step
+            trees.append(combine(take(trees, count)))
+        else:
+            trees.append(step)
+    return trees[0]
