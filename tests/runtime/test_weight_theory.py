@@ -108,6 +108,29 @@ def test_rescaled_steps_are_stable_whatever_the_delay() -> None:
         assert found == [pytest.approx(bound, rel=TOLERANCE)]
 
 
+def test_rescaling_begins_when_updates_are_late() -> None:
+    """PipeMare's T1 after T3: synchronous steps are as long as they are, and do not anneal anything."""
+    weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    policy = make_policy("corrected", Weights(parameters={0: [weight]}), rescale_steps=4, discrepancy_decay=0)
+    moved = []
+    for first, last, delay in ((0, 1, 0), (1, 2, 0), (2, 9, 2)):
+        policy.begin(int, first)
+        for batch in range(first - delay, last):
+            if first <= batch + delay < last:
+                forward(policy, weight, batch + delay)
+            if first <= batch:
+                moved.append(moved_by(policy, weight, batch))
+    assert moved == pytest.approx([1, 1, 1, 1, 2**-0.75, 2**-0.5, 2**-0.25, 1, 1])
+
+
+def moved_by(policy: Counting, weight: nn.Parameter, batch: int) -> float:
+    """The change that an update by 1 makes."""
+    before = backward(policy, weight, batch).item()
+    with torch.no_grad(), update(policy, [weight]):
+        weight += 1.0
+    return weight.item() - before
+
+
 MISMATCHES = [0.0, 1.0, 5.0, 50.0, -5.0]
 TABLE = {
     (10, 0.0): [0.1494, 0.0592, 0.0175, 0.00196, 0.2227],

@@ -1,11 +1,11 @@
 """PipeMare: learning rates that fit the delay (T1), and backwards at an estimate of the forward's weights (T2).
 
-    T1   update of stage s  *=  1 / delay_s ** p,        p = 1 - min(k / anneal_steps, 1) at update k
+    T1   update of stage s  *=  1 / delay_s ** p,        p = 1 - min(k / rescale_steps, 1) after k late updates
     T2   velocity  =  gamma * velocity + (1 - gamma) * update,       gamma = decay ** (1 / delay_s)
          the backward computes with  newest - delay_s * velocity
 
 T3, synchronous first steps, is `strategy.synchronous_steps`. The delay is the number of updates between the forward and
-the backward of a micro-batch, as it was counted.
+the backward of a micro-batch, as it was counted; updates without a delay are not late, so T1 begins after T3.
 
 Source: PipeMare (Yang et al., MLSys 2021, arXiv 1910.05124), sections 3.1 to 3.3. The paper counts two slots per stage
 of a finer pipeline; here a delay is what the program's own order makes of it.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -29,7 +30,7 @@ class Corrected(Latest):
 
     Args:
         weights: of the device.
-        rescale_steps: optimizer steps over which T1 is annealed to nothing; 0 switches it off.
+        rescale_steps: late updates over which T1 is annealed to nothing; 0 switches it off.
         discrepancy_decay: D of T2, between 0 and 1; 0 switches it off.
     """
 
@@ -38,6 +39,7 @@ class Corrected(Latest):
         self.rescale_steps, self.discrepancy_decay = rescale_steps, discrepancy_decay
         self._delay: dict[Parameter, int] = {}  # the largest since the latest update
         self._velocity: dict[Parameter, Tensor] = {}
+        self._late: dict[Parameter, int] = {}  # late updates so far
         self._old: dict[Parameter, Tensor] = {}
 
     @classmethod
@@ -54,12 +56,12 @@ class Corrected(Latest):
             self._write({parameter: parameter.data - delay * self._velocity[parameter] for parameter in known})
 
     def before_update(self) -> None:
-        self._old = {p: p.data.clone() for p, delay in self._delay.items() if delay and self._corrects()}
+        self._old = {p: p.data.clone() for p, delay in self._delay.items() if delay and self._corrects(p)}
 
     def after_update(self) -> None:
         for parameter, old in self._old.items():
             update = parameter.data - old
-            scale = self._scale(self._delay[parameter])
+            scale = self._scale(parameter)
             if scale != 1.0:
                 update *= scale
                 parameter.data.copy_(old + update)
@@ -69,23 +71,27 @@ class Corrected(Latest):
         super().after_update()
 
     def saved(self) -> dict[str, dict[Parameter, Tensor]]:
-        return {"velocity": dict(self._velocity)}
+        late = {parameter: torch.tensor(float(number)) for parameter, number in self._late.items()}
+        return {"velocity": dict(self._velocity), "late": late}
 
     def restore(self, saved: Mapping[str, Mapping[Parameter, Tensor]]) -> None:
         self._velocity = dict(saved.get("velocity", {}))
+        self._late = {parameter: int(number) for parameter, number in saved.get("late", {}).items()}
 
     @property
     def bytes_kept(self) -> int:
         return sum(velocity.nbytes for velocity in self._velocity.values())
 
-    def _corrects(self) -> bool:
-        return bool(self.discrepancy_decay) or self.updates < self.rescale_steps
+    def _corrects(self, parameter: Parameter) -> bool:
+        return bool(self.discrepancy_decay) or self._late.get(parameter, 0) < self.rescale_steps
 
-    def _scale(self, delay: int) -> float:
-        if self.updates >= self.rescale_steps:
+    def _scale(self, parameter: Parameter) -> float:
+        """T1's factor for this late update."""
+        number = self._late.get(parameter, 0)
+        self._late[parameter] = number + 1
+        if number >= self.rescale_steps:
             return 1.0
-        exponent: float = 1.0 - self.updates / self.rescale_steps
-        return float(max(delay, 1) ** -exponent)
+        return float(self._delay[parameter] ** (number / self.rescale_steps - 1.0))
 
     def _follow(self, parameter: Parameter, update: Tensor) -> None:
         gamma = self.discrepancy_decay ** (1 / self._delay[parameter])

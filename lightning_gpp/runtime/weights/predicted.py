@@ -107,13 +107,13 @@ class Predicted(Latest):
 
     @torch.no_grad()
     def _predicted(self, stage: int, updates: int) -> dict[Parameter, Tensor]:
-        wanted = {id(parameter): parameter for parameter in self.weights.parameters[stage]}
+        wanted = {id(parameter) for parameter in self.weights.parameters[stage]}
         values: dict[Parameter, Tensor] = {}
         for optimizer in self.weights.optimizers():
             rule = predictor_of(optimizer, self.predictor)
             for group in optimizer.param_groups:
-                for parameter in group["params"]:
+                for parameter in (parameter for parameter in group["params"] if id(parameter) in wanted):
                     change = rule.change(parameter, group, updates, self._gradients.get(parameter))
-                    if id(parameter) in wanted and change is not None:
+                    if change is not None:
                         values[parameter] = parameter.data + change
         return values

@@ -1,0 +1,30 @@
+"""What asynchrony does to the loss: every weight policy at the delays of 8 and 12 stages, on one device.
+
+    python -m benchmarks.quality --results quality.jsonl [--write docs/asynchronous_quality.md]
+
+Runs what is missing in the file of results, in about an hour, and prints the tables; run it from the repository's root.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from benchmarks.quality.sweep import outcomes, sweep
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--results", type=Path, required=True, help="a line for each run; runs that it has are not repeated"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    sweep(arguments.results)
+    print(len(outcomes(arguments.results)))
+
+
+if __name__ == "__main__":
+    main()
