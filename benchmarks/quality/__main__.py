@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.quality.sweep import outcomes, sweep
+from benchmarks.quality.tables import pages, write
 
 
 def main() -> None:
@@ -20,10 +21,14 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, required=True, help="a line for each run; runs that it has are not repeated"
     )
+    parser.add_argument("--write", type=Path, help="a page; the tables go between its marks")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     sweep(arguments.results)
-    print(len(outcomes(arguments.results)))
+    tables = pages(outcomes(arguments.results))
+    print(tables)
+    if arguments.write is not None:
+        write(arguments.write, tables)
 
 
 if __name__ == "__main__":

@@ -54,14 +54,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Losses of a run: of all samples for validation, the mean of the last mini-batches, and the largest of one.
+    """Final losses of a run: of all samples for validation, and the mean of the last mini-batches.
 
-    All are infinite once one is not a number.
+    Both are infinite if one is not a number.
     """
 
     validation: float
     training: float
-    largest: float
 
 
 @cache
@@ -90,9 +89,9 @@ def train(run: Run, method: Method) -> Outcome:
     for loss in Training(run, method, modules).steps(samples):
         losses.append(loss)
         if not math.isfinite(loss):
-            return Outcome(validation=math.inf, training=math.inf, largest=math.inf)
+            return Outcome(validation=math.inf, training=math.inf)
     last = losses[-(len(losses) // 20) :]
-    return Outcome(validation=_loss_of(task, modules, validation), training=fmean(last), largest=max(losses))
+    return Outcome(validation=_loss_of(task, modules, validation), training=fmean(last))
 
 
 class Training:
