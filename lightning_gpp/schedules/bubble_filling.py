@@ -14,9 +14,10 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Kind, Schedule
+from lightning_gpp.schedules.fixed_order import in_order
 from lightning_gpp.schedules.handcrafted import samples_ahead
 from lightning_gpp.schedules.list_scheduling import SLACK, Clock, DeviceOrders, list_schedule
-from lightning_gpp.schedules.memory import limits_of, needs_of
+from lightning_gpp.schedules.memory import fits, limits_of, needs_of, peaks_of
 from lightning_gpp.schedules.one_f_one_b import lanes as lanes_of
 from lightning_gpp.schedules.warm_up import action_samples, slice_samples
 from lightning_gpp.schedules.work import Work, turns
@@ -60,7 +61,9 @@ def _slices_ahead(plan: Plan, lead: float) -> list[int]:
     return [max(len(full.parts(number)), int(samples[number] / steps[number] + 1e-9)) for number in full.numbers]
 
 
-def fill(work: Work, preferences: Iterable[Preference], share: float = 1) -> Schedule:
+def fill(
+    work: Work, preferences: Iterable[Preference], share: float = 1, known: Iterable[DeviceOrders] = ()
+) -> Schedule:
     """Order every device by the preference under which the slowest device finishes soonest after its first start.
 
     A free device starts a ready input gradient, or a forward for which it has memory, nearest to a sink first.
@@ -71,6 +74,7 @@ def fill(work: Work, preferences: Iterable[Preference], share: float = 1) -> Sch
         work: of the plan, with split backwards.
         preferences: at least one; among equal results the first wins.
         share: memory limit if the plan has none, relative to the peak of the neediest device under 1F1B.
+        known: orders that win where every preference makes the slowest device finish later.
     """
     rows: DeviceOrders = []
     best = inf
@@ -81,6 +85,10 @@ def fill(work: Work, preferences: Iterable[Preference], share: float = 1) -> Sch
         list_schedule(clock, policy)
         if policy.seconds < best:
             best, rows = policy.seconds, clock.rows
+    for order in known:
+        seconds = in_order(work.tasks, order).busy
+        if seconds * SLACK < best and fits(work, peaks_of(work, order)):
+            best, rows = seconds, order
     return work.order(rows)
 
 

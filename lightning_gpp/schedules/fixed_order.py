@@ -48,6 +48,12 @@ class FixedOrder:
         """True if tasks wait for each other in a cycle."""
         return any(self.missing)
 
+    @property
+    def busy(self) -> float:
+        """The longest time of a device from its first start to its last end, in seconds."""
+        ends = ((row[0], row[-1]) for row in self.order if row)
+        return max(self.start[last] + self.tasks.seconds[last] - self.start[first] for first, last in ends)
+
     def critical_path(self) -> Iterator[int]:
         """The tasks that decide the makespan, from the last one back."""
         task = self.last

@@ -14,10 +14,11 @@ from itertools import product
 from typing import Final
 
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules.actions import Kind, Schedule
+from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.bubble_filling import Preference, fill, forwards_ahead
-from lightning_gpp.schedules.list_scheduling import Task
-from lightning_gpp.schedules.one_f_one_b import lanes
+from lightning_gpp.schedules.device_orders import device_orders
+from lightning_gpp.schedules.list_scheduling import DeviceOrders, Task
+from lightning_gpp.schedules.one_f_one_b import lanes, one_f_one_b
 from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.work import Work, work_of
 
@@ -50,7 +51,23 @@ def zero_bubble(plan: Plan, batch_size: int) -> Schedule:
             Preference(ahead=ahead, forwards_first=forwards_first, patient=patient)
             for ahead, (forwards_first, patient) in product(_leads(plan, work), CHOICES)
         ),
+        known=[_one_f_one_b_in_halves(work)],
     )
+
+
+def _one_f_one_b_in_halves(work: Work) -> DeviceOrders:
+    """The order of 1F1B, where input gradients leave before the weight gradients that follow at once."""
+    usual, _ = device_orders(work.plan, one_f_one_b(work.plan, work.batch_size), work.batch_size)
+    return [
+        [half for action in row for half in _halves(action) if (device, half) in work.seconds]
+        for device, row in enumerate(usual.devices)
+    ]
+
+
+def _halves(action: Action) -> tuple[Action, ...]:
+    if action.kind is Kind.FORWARD:
+        return (action,)
+    return action._replace(kind=Kind.INPUT), action._replace(kind=Kind.WEIGHT)
 
 
 def _leads(plan: Plan, work: Work) -> Iterable[Sequence[int]]:

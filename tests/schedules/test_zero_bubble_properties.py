@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_gpp.graph import Affine
@@ -123,6 +123,7 @@ def test_what_lacks_room_goes_on_from_now() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(times=st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=2, max_size=5), number=st.integers(1, 12))
+@example(times=[(3, 6, 9), (3, 9, 1), (4, 9, 1)], number=4)
 def test_uneven_chains_never_take_longer_than_under_1f1b(times: list[tuple[int, int, int]], number: int) -> None:
     plan = chain((1,) * len(times), number, "zero_bubble")
     names = ("forward_seconds", "input_seconds", "weight_seconds")
