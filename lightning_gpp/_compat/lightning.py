@@ -3,6 +3,7 @@ module does not load it."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -112,10 +113,53 @@ def deliver_prepared(module: Any, is_prepared: Callable[[], bool]) -> None:
 
 
 def read_ahead(trainer: Any, over: Callable[[Any], Iterator[Any]]) -> None:
-    """Let the fit loop iterate over `over(loader)` instead of its combined loader."""
+    """Let the fit loop iterate over `over(loader)` instead of its combined loader.
+
+    The loop has its first iterator by now, which goes on: another one would draw random numbers, and begin anew what a
+    checkpoint resumed. Of a loader without a length the loop has fetched a mini-batch, too.
+    """
     fetcher = trainer.fit_loop._data_fetcher
+    fetched = getattr(fetcher, "batches", [])
+    fetcher.iterator = over(itertools.chain(fetched, _rest_of(fetcher.iterator)))
+    if fetched:
+        fetcher.batches = list(itertools.islice(fetcher.iterator, len(fetched)))
     fetcher._combined_loader = _AheadOf(fetcher._combined_loader, over)
-    iter(fetcher)
+
+
+def _rest_of(iterator: Any) -> Iterator[Any]:
+    """What an iterator still yields; combined loaders begin anew if they are asked for an iterator."""
+    while True:
+        try:
+            yield next(iterator)
+        except StopIteration:
+            return
+
+
+def load_loader_states(trainer: Any) -> None:
+    """Let the fit loop's loaders go on where a checkpoint says.
+
+    The loop does so when it sets up its data; for the first batch that happens before it knows the checkpoint.
+    """
+    loop = trainer.fit_loop
+    if loop.restarting and loop._combined_loader_states_to_load:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
+
+
+def training_loaders(trainer: Any) -> list[Any]:
+    """The loaders of the fit loop."""
+    return list(trainer.fit_loop._combined_loader.flattened)
+
+
+def loader_states(trainer: Any) -> list[dict[str, Any]]:
+    """The present states of the fit loop's loaders that have some."""
+    combined = trainer.fit_loop._combined_loader
+    return list(type(combined)._state_dicts(combined))
+
+
+def report_loader_states(trainer: Any, states: list[dict[str, Any]]) -> None:
+    """Let checkpoints have these states of the fit loop's loaders, in the order of `loader_states`."""
+    trainer.fit_loop._combined_loader._state_dicts = lambda: states
 
 
 class _AheadOf:

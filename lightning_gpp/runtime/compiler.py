@@ -24,6 +24,7 @@ from lightning_gpp.runtime.operations import (
     arming,
     drawing,
     gathering,
+    hand_out_zeros,
     nothing,
     releasing,
     with_weights,
@@ -92,11 +93,15 @@ class Compiler:
         self.inboxes: dict[int, Inbox] = {peer: Inbox() for peer in _dynamic_peers(program, device)}
         self._receipts = receipts(program)[device]
 
-    def operation(self, position: int, instruction: Instruction, phase: int) -> Operation:
-        """The operation of instruction number `position`, in a period whose own mini-batch takes lane `phase`."""
+    def operation(self, position: int, instruction: Instruction, phase: int, *, hollow: bool = False) -> Operation:
+        """The operation of instruction number `position`, in a period whose own mini-batch takes lane `phase`.
+
+        `hollow`: computes nothing, and sends zeros of the right form to those that wait for a result.
+        """
         self._lane = self._lane_of(phase, self._program.ahead[self._device][position] if self._program.ahead else 0)
         if instruction.op is Op.COMPUTE:
-            return self._compute(action_of(self._program, instruction))
+            action = action_of(self._program, instruction)
+            return self._zeros(action) if hollow else self._compute(action)
         message = message_of(self._program, instruction)
         if instruction.op is Op.SEND:
             return self._send(self._lane, message).run
@@ -163,6 +168,14 @@ class Compiler:
             Kind.WEIGHT: self._weight_gradients,
         }[action.kind]
         return make(action, MicroBatch(action.micro_batch, start, stop, self._program.batch_size, self._lane.number))
+
+    def _zeros(self, action: Action) -> Operation:
+        start, stop = self._interval(action) if action.kind not in COLLECTIVES else (0, 0)
+        outgoing = self._program.outputs.get((self._device, action), ())
+        if start == stop or not outgoing:
+            return nothing
+        made = borders(self._program, outgoing, self._slots, (start, stop))
+        return partial(hand_out_zeros, made, stop - start, self._lane.state)
 
     def _interval(self, action: Action) -> tuple[int, int]:
         stage = SOURCE if action.kind is Kind.DATA else action.stage

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -75,6 +76,7 @@ class Executor:
         self.timings: list[tuple[Action, float, float]] = []
         tensors_on = torch_device or torch.device("cpu")
         self._state = DeviceState(program.plan.stages_on(device), tensors_on)
+        self._weights = weights
         self._unfinished: deque[Send] = deque()
         self._lanes = [self._lane(number, transport, tensors_on) for number in range(1 + program.lead)]
         self._compiler = Compiler(
@@ -94,6 +96,7 @@ class Executor:
         self._position = 0
         self._lead, self._own_lead = program.lead, program.lead_of(device)
         self._periods = [self._compiled(phase, trace) for phase in range(len(self._lanes))]
+        self._hollow: list[list[Operation]] = []
 
     def _lane(self, number: int, transport: Transport, device: torch.device) -> Lane:
         state = State(len(self.program.messages), self._state)
@@ -139,6 +142,7 @@ class Executor:
         step: int = 0,
         first: int | None = None,
         last: int | None = None,
+        filling: AbstractContextManager[None] | None = None,
     ) -> None:
         """Run this device's part for one mini-batch; gradients are added to the parameters' `.grad`.
 
@@ -152,6 +156,7 @@ class Executor:
             step: number of the mini-batch, for the random streams too.
             first: the mini-batch with which the pipeline filled; by default `step`.
             last: the mini-batch after the last one; by default `step` + 1.
+            filling: entered while the pipeline fills at its first mini-batch.
 
         Raises:
             ShapeError: a stage returned a tensor of other shape or dtype than was agreed.
@@ -161,8 +166,10 @@ class Executor:
         self.timings.clear()
         try:
             with torch.set_grad_enabled(self.program.training):
-                for period in self._enter(step, first, last, loss_weight * grad_scale):
-                    self._run_period(period, first, last)
+                self._enter(step, first, last, loss_weight * grad_scale)
+                if step == first:
+                    self._fill(first, last, filling or nullcontext())
+                self._run_period(step, first, last)
                 if step + 1 == last:
                     self._finish_sends()
         except BaseException as error:
@@ -170,14 +177,45 @@ class Executor:
             self._drop()
             raise
 
-    def _enter(self, step: int, first: int, last: int, weight: float) -> range:
-        """Give lanes to the mini-batches that enter; the periods to run: at the first mini-batch also the fill."""
+    def give_up(self, step: int, last: int) -> None:
+        """Let go of the mini-batches on their way, from `step` up to `last`: nothing is computed for them any more.
+
+        What other devices sent, or expect, is received and sent; so all devices of the pipeline call this after the
+        same period, and the pipeline is empty afterwards.
+
+        Args:
+            step: the mini-batch whose period would follow.
+            last: the mini-batch after the last one that any device has started.
+        """
+        if not self._hollow:
+            self._hollow = [self._compiled(phase, trace=False, hollow=True) for phase in range(len(self._lanes))]
+        self._state.steady = False
+        for period in range(step, last):
+            for position, ahead in enumerate(self._ahead):
+                if period + ahead < last:
+                    self._hollow[period % len(self._lanes)][position]()
+        self._finish_sends()
+        self._drop()
+
+    def _enter(self, step: int, first: int, last: int, weight: float) -> None:
+        """Give lanes to the mini-batches that enter."""
         lead = self._lead
         if step == first:
             self._state.begin()
         for batch in range(first if step == first else step + lead, min(step + lead + 1, last)):
             self._lanes[batch % len(self._lanes)].state.begin(weight, batch)
-        return range(step - self._own_lead if step == first else step, step + 1)
+
+    def _fill(self, first: int, last: int, context: AbstractContextManager[None]) -> None:
+        """The periods before the first mini-batch's own."""
+        with context:
+            for period in range(first - self._own_lead, first):
+                self._enter_period(period)
+                self._run_period(period, first, last)
+        self._enter_period(first)
+
+    def _enter_period(self, period: int) -> None:
+        if self._weights is not None:
+            self._weights.enter_period(period)
 
     def _run_period(self, period: int, first: int, last: int) -> None:
         operations = self._periods[period % len(self._lanes)]
@@ -195,10 +233,10 @@ class Executor:
         while self._unfinished:
             self._unfinished.popleft().release()
 
-    def _compiled(self, phase: int, trace: bool) -> list[Operation]:
+    def _compiled(self, phase: int, trace: bool, hollow: bool = False) -> list[Operation]:
         operations: list[Operation] = []
         for position, instruction in enumerate(self._instructions):
-            operation = self._compiler.operation(position, instruction, phase)
+            operation = self._compiler.operation(position, instruction, phase, hollow=hollow)
             if trace and instruction.op is Op.COMPUTE:
                 operation = self._traced(action_of(self.program, instruction), operation)
             operations.append(operation)

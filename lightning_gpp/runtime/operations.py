@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_gpp.errors import GPPError
-from lightning_gpp.runtime.boundary import EdgeTensors, MessageTensors, Promise, check_promises
+from lightning_gpp.runtime.boundary import DTYPES, EdgeTensors, MessageTensors, Promise, check_promises
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.split import SplitBackward
-from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch, StageModule
+from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch, Slot, StageModule
 from lightning_gpp.runtime.transfers import Send
 from lightning_gpp.runtime.weights.interface import Use, WeightPolicy
 from lightning_gpp.schedules.actions import Action, Kind
@@ -189,6 +189,18 @@ def hand_out(outputs: Mapping[str, Tensor], outgoing: Iterable[EdgeTensors], sta
             border.give([state.device.token], state.values)
         else:
             border.give([outputs.get(slot.name) for slot in border.slots], state.values)
+
+
+def hand_out_zeros(outgoing: Iterable[EdgeTensors], num_samples: int, state: State) -> None:
+    """Make messages that nobody will compute with; those on dynamic edges say that there is no tensor."""
+    for border in outgoing:
+        none = border.edge.dynamic
+        border.give([None if none else _zeros(slot, num_samples, state) for slot in border.slots], state.values)
+
+
+def _zeros(slot: Slot, num_samples: int, state: State) -> Tensor:
+    sizes, dtype = slot.spec.sizes(num_samples), DTYPES[slot.spec.dtype]
+    return torch.zeros(sizes, dtype=dtype, device=state.device.token.device)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -58,7 +58,7 @@ class ShadowLoader:
 
     def __iter__(self) -> Iterator[Placeholder]:
         if self.agreed:
-            while bool(self.control.share(torch.zeros(1, dtype=torch.int64))):
+            while self.control.share_flag(False):
                 yield Placeholder(torch.empty(0, 0))
         else:
             for _ in range(len(self)):
@@ -69,19 +69,24 @@ class ShadowLoader:
 
 
 class AgreedLoader:
-    """A data loader whose end cannot be known in advance: it tells the other ranks whether there is another batch."""
+    """A data loader whose end cannot be known in advance: it tells the other ranks whether there is another batch.
+
+    Attributes:
+        tell: takes true before every batch, and false at the end.
+    """
 
     def __init__(self, loader: Iterable[Any], control: Control) -> None:
-        self.loader, self.control = loader, control
+        self.loader = loader
+        self.tell: Callable[[bool], object] = control.share_flag
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
-            self.control.share(torch.ones(1, dtype=torch.int64))
+            self.tell(True)
             yield batch
-        self.control.share(torch.zeros(1, dtype=torch.int64))
+        self.tell(False)
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":
@@ -101,11 +106,15 @@ class StatefulShadowLoader(ShadowLoader):
 
 def distribute(loader: Any, control: Control) -> Any:
     """The loader to use on this rank."""
-    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    stateful = _has_state(loader)
     agreed = stateful or not _ends_when_it_says(loader)
     if control.runs_step:
         return AgreedLoader(loader, control) if agreed and control.num_devices > 1 else loader
     return (StatefulShadowLoader if stateful else ShadowLoader)(loader, control, agreed)
+
+
+def _has_state(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def _ends_when_it_says(loader: Any) -> bool:
@@ -132,7 +141,7 @@ def peek(loader: Any) -> Any:
             f"The data loader is a {type(loader).__name__} that can be read only once, so no batch can be peeked to "
             "capture the step with. Give one by strategy.example_batch."
         )
-    with isolate_rng(), _kept_generators(loader):
+    with isolate_rng(), _kept_generators(loader), _kept_position(loader):
         batch = next(_read(loader), None)
     if batch is None:
         raise ConfigError("The data loader is empty, so there is no batch to capture the step with.")
@@ -140,7 +149,7 @@ def peek(loader: Any) -> Any:
 
 
 def _read(loader: Any) -> Iterator[Any]:
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+    if _reads_indices(loader):
         indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         for index in indices:
             single = loader.batch_sampler is None
@@ -148,6 +157,21 @@ def _read(loader: Any) -> Iterator[Any]:
             yield loader.collate_fn(samples)
     else:
         yield from loader
+
+
+def _reads_indices(loader: Any) -> bool:
+    """True if samples can be read past the loader, by their indices."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+@contextmanager
+def _kept_position(loader: Any) -> Iterator[None]:
+    """Restore the state of a loader that has one."""
+    moves = _has_state(loader) and not _reads_indices(loader)
+    state = loader.state_dict() if moves else None
+    yield
+    if moves:
+        loader.load_state_dict(state)
 
 
 @contextmanager

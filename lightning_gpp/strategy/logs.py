@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Number
@@ -79,11 +79,16 @@ class UserCode:
 
 
 class LogRecorder:
-    """Records what a module logs instead of logging it. One run of user code counts only if it ended normally."""
+    """Records what a module logs instead of logging it. One run of user code counts only if it ended normally.
+
+    Attributes:
+        calls: of the mini-batch whose turn it is.
+    """
 
     def __init__(self, module: pl.LightningModule, user_code: UserCode) -> None:
         self.module, self._user_code = module, user_code
         self.calls: dict[Call, Values] = {}
+        self._early: dict[int, dict[Call, Values]] = {}
         self._metric_paths = {id(part): path for path, part in module.named_modules() if isinstance(part, Metric)}
         self._owners = [part for part in module.modules() if isinstance(part, pl.LightningModule)]
         self._run: list[tuple[Call, Tensor, int]] = []
@@ -94,9 +99,21 @@ class LogRecorder:
         self.calls = {}
         return self
 
+    def turn(self, batch: int) -> None:
+        """Let `calls` be those that were recorded for this mini-batch of training, some perhaps before its turn."""
+        self.calls = self._early.pop(batch, {})
+
+    def forget(self, batches: Iterable[int]) -> None:
+        """Drop what was recorded for mini-batches of training before their turn."""
+        for batch in batches:
+            self._early.pop(batch, None)
+
     @contextmanager
-    def run(self, num_samples: int, context: Context = nullcontext) -> Iterator[None]:
-        """Record one run of user code over `num_samples` samples, which computes inside `context`."""
+    def run(self, num_samples: int, context: Context = nullcontext, batch: int | None = None) -> Iterator[None]:
+        """Record one run of user code over `num_samples` samples, which computes inside `context`.
+
+        `batch`: number of the mini-batch in training; None if it is its turn.
+        """
         self._run, self._samples = [], num_samples
         before, self._user_code.running = self._user_code.running, True
         for owner in self._owners:
@@ -108,8 +125,9 @@ class LogRecorder:
             self._user_code.running = before
             for owner in self._owners:
                 vars(owner).pop("log", None)
+        calls = self.calls if batch is None else self._early.setdefault(batch, {})
         for call, value, samples in self._run:
-            entry = self.calls.setdefault(call, Values())
+            entry = calls.setdefault(call, Values())
             entry.values.append(value)
             entry.samples.append(samples)
 

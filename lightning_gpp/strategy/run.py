@@ -80,7 +80,7 @@ class Run:
         self.incoming = Incoming(self.module, control)
         self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation)
         self.ahead: ReadAhead | None = None
-        self._num_steps = int(resumed.get("step", 0))
+        self._num_steps, self._pipeline = int(resumed.get("step", 0)), dict(resumed.get("pipeline", {}))
         self._optimizers: Sequence[Optimizer] = ()
         self._hooks = SharedHooks(self.module, control, self.steps)
         self._metrics = MetricStates(self.module, control, device)
@@ -109,6 +109,8 @@ class Run:
             footprint=footprint_of(self._optimizers, str(self.precision.precision)),
             num_steps=self._num_steps,
         )
+        self.steps.engine.load_pipeline_state_dict(self._pipeline)
+        self._pipeline = {}
         if self.job.options.weights != SYNCHRONOUS:
             self.ahead = ReadAhead(self.trainer, self.steps.engine, self.incoming)
         if self.job.options.trace:

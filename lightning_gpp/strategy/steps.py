@@ -48,8 +48,11 @@ class LightningHost(Host):
         context: Context = getattr(self._plugin, _CONTEXTS[step])
         return context
 
-    def around(self, step: str) -> Callable[[int], AbstractContextManager[Any]]:
-        return partial(self.recorder.run, context=self.context(step))
+    def around(self, step: str, batch: int | None = None) -> Callable[[int], AbstractContextManager[Any]]:
+        return partial(self.recorder.run, context=self.context(step), batch=batch)
+
+    def forget(self, batches: range) -> None:
+        self.recorder.forget(batches)
 
     def inform(self, text: str) -> None:
         rank_zero_info(text)
@@ -88,8 +91,8 @@ class Steps:
 
     def train(self, engine: Engine, arguments: Sequence[Any], last: bool) -> Any:
         """All forwards and backwards of a mini-batch; the loss (on all ranks), with the rest of a dict where it is."""
-        self.host.recorder.reset()
         outputs = engine.train(arguments, accumulated=self.module.trainer.accumulate_grad_batches, last=last)
+        self.host.recorder.turn(engine.num_steps - 1)
         if self.trace is not None:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})

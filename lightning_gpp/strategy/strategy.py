@@ -22,6 +22,7 @@ from lightning_gpp._compat.lightning import (
     gather_over,
     keep_sigterm_handler,
     layer_sync,
+    load_loader_states,
     reduce_over,
     set_rank_zero,
     subprocess_launcher,
@@ -265,7 +266,9 @@ class GPPStrategy(ParallelStrategy):
         return batch
 
     def on_train_start(self) -> None:
-        """Let the mini-batches be read before their turn, if stages start them before it."""
+        """Go on where loaders were; let mini-batches be read before their turn, if stages start them before it."""
+        if self.lightning_module is not None:
+            load_loader_states(self.lightning_module.trainer)
         if self._run is not None and self._run.ahead is not None:
             self._run.ahead.attach()
 
@@ -339,6 +342,8 @@ class GPPStrategy(ParallelStrategy):
             return
         if self._engine is not None:
             checkpoint[KEY] = entry(self._engine.job.seed, self._engine.num_steps, str(self._engine.plan))
+            if "optimizer_states" in checkpoint:  # not if only weights are saved
+                checkpoint[KEY]["pipeline"] = self._engine.pipeline_state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

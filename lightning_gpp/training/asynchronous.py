@@ -7,10 +7,10 @@ one is complete. No rank waits for one that is behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -24,9 +24,6 @@ from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.continuous import continuous_program
 from lightning_gpp.schedules.delayed import on_one_device
 from lightning_gpp.training.options import Options
-
-_PREFIX: Final = "gpp."
-_UPDATES: Final = "gpp.updates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,8 @@ class Asynchronous:
 
     Args:
         options: of the run.
-        plan: of training.
+        plan: of training, on the devices whose delays there are.
+        num_pipelines: replicas of the pipeline.
         optimizers: of this rank.
         num_steps: mini-batches that were trained earlier.
 
@@ -51,28 +49,41 @@ class Asynchronous:
         ahead: mini-batches that have to be known before their turn.
     """
 
-    def __init__(self, options: Options, plan: Plan, optimizers: Sequence[Optimizer], num_steps: int) -> None:
+    def __init__(
+        self, options: Options, plan: Plan, num_pipelines: int, optimizers: Sequence[Optimizer], num_steps: int
+    ) -> None:
         self._options, self._optimizers, self._plan = options, optimizers, plan
-        self.ahead = self.program(plan, plan.batch_size, 1).lead
+        self._num_pipelines = num_pipelines
+        self._programs: list[tuple[Plan, int, Program]] = []
+        self.ahead = self.program(plan, plan.batch_size).lead
         self.policy: Counting = make_policy(
             options.weights, Weights(parameters={}, optimizers=lambda: optimizers), **dict(options.weight_options or {})
         )
         self._segment = range(num_steps, num_steps)
+        self._filled = num_steps
+        self._resumed: int | None = None
         self._since_update = 0
         self._preserved: list[AbstractContextManager[None]] = []
         before = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
         after = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
         self._hooks = [*before, *after]
 
-    def program(self, plan: Plan, batch_size: int, num_pipelines: int) -> Program:
+    def program(self, plan: Plan, batch_size: int) -> Program:
         """The program of a mini-batch, without a flush where mini-batches of this size allow that."""
         plan = self._spread(plan) if self._options.delayed_devices else plan
+        for known, size, program in self._programs:
+            if (known, size) == (plan, batch_size):
+                return program
+        self._programs.append((plan, batch_size, self._made(plan, batch_size)))
+        return self._programs[-1][2]
+
+    def _made(self, plan: Plan, batch_size: int) -> Program:
         try:
-            program = continuous_program(plan, batch_size, num_pipelines=num_pipelines)
+            program = continuous_program(plan, batch_size, num_pipelines=self._num_pipelines)
         except ScheduleError:
-            if batch_size == plan.batch_size:
+            if batch_size == self._plan.batch_size:
                 raise
-            program = compile_program(plan, batch_size, copies=num_pipelines)
+            program = compile_program(plan, batch_size, copies=self._num_pipelines)
         return on_one_device(program) if self._options.delayed_devices else program
 
     def _spread(self, plan: Plan) -> Plan:
@@ -87,7 +98,7 @@ class Asynchronous:
             )
             for stage in plan.stages
         )
-        return replace(plan, stages=stages)
+        return replace(plan, stages=stages, memory_bytes=self._plan.memory_bytes)
 
     # -- segments -----------------------------------------------------------------------------------------------------
 
@@ -121,8 +132,23 @@ class Asynchronous:
 
     def _begin(self, first: int, accumulated: int, weights: Weights) -> None:
         done, since = self.policy.updates, self._since_update
-        self.policy.weights = weights
-        self.policy.begin(lambda batch: done + (batch - first + since) // accumulated, first)
+        self._filled, self._resumed = first if self._resumed is None else self._resumed, None
+        self.policy.weights = replace(weights, resumable=self._options.checkpoints == "exact")
+        self.policy.begin(lambda batch: done + (batch - first + since) // accumulated, self._filled)
+
+    @property
+    def refills(self) -> bool:
+        """Whether the segment goes on from a pipeline that was not empty when an earlier run saved its state."""
+        return self._filled < self._segment.start
+
+    def on_their_way(self, step: int, lead: int) -> range:
+        """The mini-batches that some device has started, where `step` is the next one."""
+        return range(step, min(step + lead, max(step, self._segment.stop)))
+
+    def empty(self, step: int) -> None:
+        """The mini-batches on their way were given up; the next one is `step`."""
+        self._segment = range(step, step)
+        self.policy.empty()
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
@@ -148,37 +174,27 @@ class Asynchronous:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def in_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, the state of the optimizer holds what the policy keeps for each parameter, as it holds momentum. So
-        it is saved, and divided among other ranks, in the same way."""
-        entries = {f"{_PREFIX}{name}": values for name, values in self.policy.saved().items()}
-        touched = [p for p in _parameters([optimizer]) if p in optimizer.state]
-        for parameter in touched:
-            state = optimizer.state[parameter]
-            state[_UPDATES] = self.policy.updates
-            state.update({name: values[parameter] for name, values in entries.items() if parameter in values})
-        try:
-            yield
-        finally:
-            for parameter in touched:
-                _taken(optimizer.state[parameter])
+    def facts(self, step: int) -> dict[str, Any]:
+        """What ranks agree on before mini-batch `step`; `filled`: where the pipeline was empty last."""
+        return {
+            "policy": self._options.weights,
+            "options": dict(self._options.weight_options or {}),
+            "plan": str(self._plan),
+            "updates": self.policy.updates,
+            "filled": self._filled if step < self._segment.stop else step,
+        }
 
-    def take_from(self, optimizer: Optimizer) -> None:
-        """Go on from a state of the optimizer that was saved inside `in_optimizer`."""
-        found: dict[str, dict[Parameter, Tensor]] = {}
-        for parameter in _parameters([optimizer]):
-            for name, value in _taken(optimizer.state.get(parameter, {})).items():
-                if name == _UPDATES:
-                    self.policy.updates = int(value)
-                else:
-                    found.setdefault(name.removeprefix(_PREFIX), {})[parameter] = value
-        self.policy.restore(found)
+    def take(self, facts: Mapping[str, Any], values: Mapping[str, Mapping[Parameter, Tensor]]) -> None:
+        """Go on from the facts of an earlier run, and the values that its policy saved.
 
-
-def _taken(state: dict[str, Any]) -> dict[str, Any]:
-    """The entries of the policy, which are removed."""
-    return {name: state.pop(name) for name in list(state) if isinstance(name, str) and name.startswith(_PREFIX)}
+        Under another policy the run begins as after synchronous training; under another plan with an empty pipeline.
+        """
+        own = self.facts(self._segment.stop)
+        if any(facts[key] != own[key] for key in ("policy", "options")):
+            return
+        self.policy.updates = facts["updates"]
+        self.policy.restore(values)
+        self._resumed = facts["filled"] if facts["plan"] == own["plan"] else None
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> list[Parameter]:

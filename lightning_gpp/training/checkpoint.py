@@ -68,6 +68,38 @@ def whole_optimizer_state(
     return index.merged(merge(mine, control, control.num_pipelines if owned else 1))
 
 
+def values_saved(
+    values: Mapping[str, Mapping[nn.Parameter, Tensor]], module: nn.Module, names: set[str], control: Control
+) -> dict[str, dict[str, Tensor]]:
+    """Values that ranks keep of parameters, by their kind and the parameter's name; complete on global rank 0. All
+    ranks must call it.
+
+    Args:
+        values: by kind and parameter.
+        module: has the parameters.
+        names: those of which this rank saves the values.
+        control: who this rank is.
+    """
+    named = {parameter: name for name, parameter in module.named_parameters() if name in names}
+    mine = {f"{kind} {named[p]}": value for kind, of in values.items() for p, value in of.items() if p in named}
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, value in merge(mine, control).items():
+        kind, name = key.split(" ")
+        found.setdefault(kind, {})[name] = value
+    return found
+
+
+def values_loaded(
+    values: Mapping[str, Mapping[str, Tensor]], module: nn.Module, names: set[str]
+) -> dict[str, dict[nn.Parameter, Tensor]]:
+    """From what `values_saved` gave, the values of the parameters with these names, where these are."""
+    named = {name: parameter for name, parameter in module.named_parameters() if name in names}
+    return {
+        kind: {named[name]: value.to(named[name].device, copy=True) for name, value in of.items() if name in named}
+        for kind, of in values.items()
+    }
+
+
 def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Load a state dict of the whole module into one that may have parts without memory.
 

@@ -53,6 +53,10 @@ class Control:
             dist.recv(numbers, src=self.step_rank, group=self._pipeline_group)
         return numbers
 
+    def share_flag(self, flag: bool) -> bool:
+        """The flag of the step's rank, on every rank of its pipeline; the step's rank does not wait."""
+        return bool(self.share(torch.tensor([flag])))
+
     def share_object(self, value: Any) -> Any:
         """A picklable object of the step's rank, on every rank of its pipeline; the step's rank does not wait."""
         if self.num_devices == 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -18,7 +17,15 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.asynchronous import Asynchronous, Facts, later
-from lightning_gpp.training.checkpoint import load_state, make_whole, saved_here, whole_optimizer_state, whole_state
+from lightning_gpp.training.checkpoint import (
+    load_state,
+    make_whole,
+    saved_here,
+    values_loaded,
+    values_saved,
+    whole_optimizer_state,
+    whole_state,
+)
 from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.machine import Machine
 from lightning_gpp.training.optimizers import OptimizerIndex, clip_by_global_norm
@@ -68,6 +75,8 @@ class Engine:
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
         self.current: Session | None = None
+        self._trained: Session | None = None
+        self._feed = Feed(lambda: self.ahead)
         self._sums = self.job.options.loss_reduction == "sum"
         for index in indices:
             index.move(self.device)
@@ -98,7 +107,8 @@ class Engine:
             accumulated: mini-batches per optimizer step.
             last: whether an optimizer step follows. Then gradients are complete afterwards.
         """
-        self._expect(batch)
+        self._expect(batch, anew=self._feed.interrupted)
+        self._feed.interrupted = False
         arguments = [batch, *step_arguments(getattr(self.module, TRAINING), batch_idx)]
         outputs = self.train(arguments, accumulated=accumulated, last=last)
         if last:
@@ -123,8 +133,8 @@ class Engine:
         clip_by_global_norm(parameters, max_norm, norm)
         return norm
 
-    def _expect(self, batch: Any) -> None:
-        if not self.announce(batch):
+    def _expect(self, batch: Any, *, anew: bool = False) -> None:
+        if not self._incoming.announce(batch, anew=anew):
             raise ShapeError("The mini-batch is None on the rank that runs the step; leave it out of the loop.")
 
     # -- parts of a step ----------------------------------------------------------------------------------------------
@@ -175,9 +185,10 @@ class Engine:
 
     def feed(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The mini-batches of a loader, for a loop; those that stages start before their turn are read in advance."""
-        feed = Feed(lambda: self.ahead)
-        self._incoming.upcoming = lambda: feed.upcoming
-        return feed.over(loader)
+        self._incoming.upcoming = lambda: self._feed.upcoming
+        for batch in self._feed.over(loader):
+            self._feed.turn()
+            yield batch
 
     def run(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run an evaluation step on the mini-batch that was announced; what it returned, where it ran."""
@@ -187,12 +198,12 @@ class Engine:
     def _run(self, step: str, arguments: Sequence[Any], weight: float, sums: bool) -> Outputs:
         batch, *rest = arguments
         self.current = session = self._sessions.of(step, batch)
-        invocation = self._invocation(step, rest, sums)
+        invocation = self._invocation(step, rest, sums, self.num_steps if step == TRAINING else None)
         size = self._incoming.batch_size
         return session.run(batch, invocation, size, loss_weight=weight, step=self.num_steps)
 
-    def _invocation(self, step: str, rest: Sequence[Any], sums: bool) -> Invocation:
-        around, function = self.job.host.around(step), getattr(self.module, step)
+    def _invocation(self, step: str, rest: Sequence[Any], sums: bool, batch: int | None) -> Invocation:
+        around, function = self.job.host.around(step, batch), getattr(self.module, step)
         return Invocation(function=function, rest=rest, around=around, sums=sums)
 
     def _run_ahead(
@@ -201,14 +212,29 @@ class Engine:
         """A period of a pipeline that does not flush."""
         batch, *rest = arguments
         incoming = self._incoming
-        self.current = session = self._sessions.of(TRAINING, batch)
+        if incoming.anew:
+            self._give_up(asynchronous)
+        self.current = self._trained = session = self._sessions.of(TRAINING, batch)
         size, facts = incoming.batch_size, [Facts(*known) for known in incoming.facts]
         lead = session.executor(size).program.lead
         weights = partial(session.weights_of, size, lambda: [index.optimizer for index in self._indices])
         segment = asynchronous.enter(self.num_steps, facts, lead, accumulated, weights)
         batches = [batch, *incoming.upcoming()] if self.runs_step else []
-        invocations = [self._invocation(TRAINING, later(rest, i), self._sums) for i in range(len(facts))]
+        invocations = [
+            self._invocation(TRAINING, later(rest, i), self._sums, self.num_steps + i) for i in range(len(facts))
+        ]
         return session.run_ahead(batches, invocations, size, loss_weight=weight, step=self.num_steps, segment=segment)
+
+    def _give_up(self, asynchronous: Asynchronous) -> None:
+        """Let go of the mini-batches on their way; the next one fills the pipeline again."""
+        session = self._trained
+        if session is None or session.latest is None:
+            return
+        program = session.latest.program
+        if batches := asynchronous.on_their_way(self.num_steps, program.lead):
+            session.give_up(program.batch_size, batches)
+            self.job.host.forget(batches)
+        asynchronous.empty(self.num_steps)
 
     @property
     def _training(self) -> Replicas:
@@ -236,8 +262,7 @@ class Engine:
         """The state dict of the undivided optimizer, in the user's indexing; complete on global rank 0."""
         owned = self._replicas is not None and self._replicas.sharding == "zero1"
         index = self._index(optimizer)
-        with nullcontext() if self._asynchronous is None else self._asynchronous.in_optimizer(optimizer):
-            return whole_optimizer_state(index, tensors_of(self.module), self._layout.placement, self.control, owned)
+        return whole_optimizer_state(index, tensors_of(self.module), self._layout.placement, self.control, owned)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a state dict of the undivided optimizer; every rank keeps its part.
@@ -248,8 +273,34 @@ class Engine:
         index = self._index(optimizer)
         index.load(state, tensors_of(self.module))
         index.move(self.device)
-        if self._asynchronous is not None:
-            self._asynchronous.take_from(optimizer)
+
+    def pipeline_state_dict(self) -> dict[str, Any]:
+        """The state of a pipeline that does not flush, besides module and optimizers; complete on global rank 0.
+
+        With strategy.checkpoints=flush the mini-batches on their way are given up, so that little has to be saved.
+        """
+        asynchronous = self._asynchronous
+        if asynchronous is None:
+            return {}
+        if self.job.options.checkpoints == "flush":
+            self._give_up(asynchronous)
+        values = values_saved(asynchronous.policy.saved(), self.module, self._saving(), self.control)
+        return {**asynchronous.facts(self.num_steps), "step": self.num_steps, "values": values}
+
+    def load_pipeline_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `pipeline_state_dict` gave; every rank keeps its part."""
+        if self._asynchronous is not None and state:
+            self.num_steps = state["step"]
+            here = self._layout.placement.names_on(self.control.device)
+            self._asynchronous.take(state, values_loaded(state["values"], self.module, here))
+
+    def _saving(self) -> set[str]:
+        """Names of the parameters of which this rank saves the values that its policy keeps. Replicas that take turns
+        keep those of different mini-batches, so all save theirs."""
+        plan, device = self.plan, self.control.device
+        turns = any(plan.stages[stage].round_robin for stage in plan.stages_on(device)) and self.control.pipeline == 0
+        placement = self._layout.placement
+        return placement.names_on(device) if turns else saved_here(placement, self.control)
 
     def _index(self, optimizer: Optimizer) -> OptimizerIndex:
         for index in self._indices:
@@ -262,6 +313,7 @@ class Engine:
     def release(self) -> None:
         """After the last step: everything on the CPU, unsharded, and the undivided module on global rank 0."""
         if self._asynchronous is not None:
+            self._give_up(self._asynchronous)
             self._asynchronous.release()
         if self._replicas is not None:
             self._end_sharding(self._replicas)

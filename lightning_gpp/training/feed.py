@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Feed:
-    """Yields the mini-batches of a loader, and knows those that follow.
+    """Reads the mini-batches of a loader ahead, and tells whose turn it is.
 
     Args:
         ahead: how many mini-batches to read before their turn; asked again for each.
@@ -18,6 +18,7 @@ class Feed:
     Attributes:
         current: the prepared mini-batch whose turn it is.
         upcoming: the prepared mini-batches after it, as far as they were read.
+        interrupted: whether a loader was left before its end, with mini-batches upcoming; whoever reads it, resets it.
     """
 
     def __init__(
@@ -29,17 +30,23 @@ class Feed:
         self._ahead, self._prepare, self._left = ahead, prepare, left
         self.current: Any = None
         self.upcoming: deque[Any] = deque()
+        self.interrupted = False
 
     def over(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The mini-batches of the loader, each as the loader gave it."""
+        """The mini-batches of the loader, each as the loader gave it. `turn` says whose turn it is."""
+        self.interrupted = self.interrupted or bool(self.upcoming)
         self.upcoming.clear()
         rest, given = iter(loader), deque[Any]()
         while True:
             self._read(rest, given)
             if not given:
                 return
-            self.current = self.upcoming.popleft()
             yield given.popleft()
+
+    def turn(self) -> Any:
+        """Go on to the next mini-batch."""
+        self.current = self.upcoming.popleft()
+        return self.current
 
     def _read(self, rest: Iterator[Any], given: deque[Any]) -> None:
         wanted, left = 1 + self._ahead(), self._left()

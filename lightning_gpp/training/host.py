@@ -33,10 +33,16 @@ class Host:
         """Makes the context in which the modules of a step compute, on all ranks."""
         return self._context
 
-    def around(self, step: str) -> Callable[[int], AbstractContextManager[Any]]:
-        """Makes the context of one run of the user's step, from its number of samples, on the rank that runs it."""
+    def around(self, step: str, batch: int | None = None) -> Callable[[int], AbstractContextManager[Any]]:
+        """Makes the context of one run of the user's step, from its number of samples, on the rank that runs it.
+
+        `batch`: number of the mini-batch in training, which may run before its turn.
+        """
         context = self.context(step)
         return lambda num_samples: context()
+
+    def forget(self, batches: range) -> None:
+        """Called for mini-batches of training that were given up before their turn; the step may have run on them."""
 
     def inform(self, text: str) -> None:
         """Show the user something that is no warning. Called on global rank 0."""

@@ -23,6 +23,7 @@ class Incoming:
         facts: batch size and form of it, and of those mini-batches after it that are known.
         ahead: how many mini-batches are announced before their turn.
         upcoming: gives the mini-batches after the current one, on the rank that runs the step.
+        anew: whether the mini-batch that was announced last comes instead of others that were announced before.
     """
 
     def __init__(self, module: nn.Module, control: Control) -> None:
@@ -31,19 +32,27 @@ class Incoming:
         self.facts: list[tuple[int, int]] = []
         self.ahead = 0
         self.upcoming: Callable[[], Sequence[Any]] = tuple
+        self.anew = False
         self.follow()
 
     def follow(self) -> None:
         """Take notice of the parameters that are in the module now, in the places of others."""
         self.parameters = list(self.module.parameters())
 
-    def announce(self, batch: Any) -> bool:
-        """Share the facts of a mini-batch, which counts only on the rank that runs the step; False if it is None."""
-        numbers = torch.full((1 + self.ahead, 2), -1, dtype=torch.int64)
+    def announce(self, batch: Any, *, anew: bool = False) -> bool:
+        """Share the facts of a mini-batch; False if it is None. The arguments count on the rank that runs the step.
+
+        Args:
+            batch: the mini-batch.
+            anew: whether it comes instead of others that were announced before.
+        """
+        numbers = torch.full((2 + self.ahead, 2), -1, dtype=torch.int64)
         if self.control.runs_step and batch is not None:
             for row, known in enumerate((batch, *self._known())):
                 numbers[row] = torch.tensor((batch_size_of(known), self.form_of(known)))
-        rows = self.control.share(numbers).tolist()
+            numbers[-1, 0] = anew
+        *rows, last = self.control.share(numbers).tolist()
+        self.anew = last[0] == 1
         self.facts = [(size, form) for size, form in rows if size >= 0]
         self.batch_size, self.form = rows[0]
         return bool(self.facts)

@@ -130,8 +130,13 @@ class Options(SearchOptions):
     )
     flush_every: Count | None = option(
         None,
-        "number of mini-batches after which the pipeline flushes; a checkpoint that is saved there resumes exactly. "
-        "Default: only at the end of an epoch.",
+        "number of mini-batches after which the pipeline flushes. Default: only at the end of an epoch.",
+    )
+    checkpoints: Literal["exact", "flush"] = option(
+        "exact",
+        "how a checkpoint from the middle of an epoch lets a run resume bit for bit: exact saves the weights that "
+        "forwards on their way had, of which policies that overwrite them keep a copy on the host; flush gives up the "
+        "work on its way when it saves, and fills the pipeline again.",
     )
     clip_norm: Literal["pipeline", "stage"] = option(
         "pipeline",

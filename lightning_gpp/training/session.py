@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,7 +123,7 @@ class Session:
 
     def _program(self, batch_size: int, together: bool) -> Program:
         if self.asynchronous is not None:
-            return self.asynchronous.program(self.plan, batch_size, self._control.num_pipelines)
+            return self.asynchronous.program(self.plan, batch_size)
         if together:
             return compile_program(self.plan, batch_size, self.training, copies=self._control.num_pipelines)
         return compile_program(replace(self.plan, sharding="none"), batch_size, self.training, reduce=False)
@@ -181,11 +181,30 @@ class Session:
             for number in entering:
                 key = self._streams.key(DATA_STREAM, self._control.pipeline, 0, number)
                 self.pipeline.step.open(number % lanes, batches[number - step], invocations[number - step], key)
+        filling = self._buffers_kept() if begins and self.asynchronous and self.asynchronous.refills else None
         with undisturbed():
-            executor.run(loss_weight=loss_weight, step=step, first=segment.start, last=segment.stop)
+            executor.run(loss_weight=loss_weight, step=step, first=segment.start, last=segment.stop, filling=filling)
         if not self._control.runs_step:
             return []
         return sorted(self.pipeline.step.close(step % lanes), key=lambda output: output[0].start)
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """Restores the buffers afterwards: forwards that run again have changed them the first time."""
+        names = {name for stage in self.plan.stages_on(self._control.device) for name in self.pipeline.buffers[stage]}
+        buffers = [self._job.module.get_buffer(name) for name in names]
+        before = [buffer.clone() for buffer in buffers]
+        yield
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+
+    def give_up(self, batch_size: int, batches: range) -> None:
+        """Let go of the mini-batches on their way; all ranks of the pipeline call this after the same one."""
+        executor = self.executor(batch_size)
+        executor.give_up(batches.start, batches.stop)
+        if self._control.runs_step:
+            for number in batches:
+                self.pipeline.step.close(number % (1 + executor.program.lead))
 
     def weights_of(self, batch_size: int, optimizers: Callable[[], Sequence[Optimizer]]) -> Weights:
         """The weights of this rank's stages, and how the program for mini-batches of this many samples uses them."""

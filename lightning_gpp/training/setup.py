@@ -88,7 +88,7 @@ def set_up(
     incoming.follow()
     asynchronous = None
     if step == TRAINING and job.options.weights != SYNCHRONOUS:
-        asynchronous = Asynchronous(job.options, found, optimizers, num_steps)
+        asynchronous = Asynchronous(job.options, found, job.control.num_pipelines, optimizers, num_steps)
         incoming.ahead = asynchronous.ahead
     sessions = Sessions(
         job,

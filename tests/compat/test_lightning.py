@@ -250,6 +250,74 @@ def test_read_ahead() -> None:
     assert module.events == [[2, 3], [0, 1]]
 
 
+class Countdown:
+    """A loader with a position, without a length."""
+
+    def __init__(self) -> None:
+        self.left = 4
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.left:
+            self.left -= 1
+            yield torch.ones(1, 1) * self.left
+        self.left = 4
+
+    def state_dict(self) -> dict[str, int]:
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.left = state["left"]
+
+
+def test_read_ahead_of_what_was_fetched() -> None:
+    seen: list[float] = []
+
+    def over(loader: Any) -> Iterator[Any]:
+        for batch, *rest in loader:
+            seen.append(float(batch))
+            yield batch, *rest
+
+    fit(Line(), Countdown(), on_train_start=lambda trainer: compat.read_ahead(trainer, over))
+    assert seen == [3, 2, 1, 0]
+
+
+def test_training_loaders() -> None:
+    found: list[Any] = []
+    data = Countdown()
+    fit(Line(), data, on_train_start=lambda trainer: found.extend(compat.training_loaders(trainer)))
+    assert found == [data]
+
+
+def test_loader_states() -> None:
+    found: list[Any] = []
+    fit(Line(), Countdown(), on_train_start=lambda trainer: found.append(compat.loader_states(trainer)))
+    assert found == [[{"left": 3}]], "of a loader without a length the loop has fetched a batch"
+
+
+def test_report_loader_states() -> None:
+    found: list[Any] = []
+
+    def report(trainer: L.Trainer) -> None:
+        compat.report_loader_states(trainer, [{"left": 7}])
+        found.extend((trainer.fit_loop.on_save_checkpoint()["combined_loader"], compat.loader_states(trainer)))
+
+    fit(Line(), Countdown(), on_train_start=report)
+    assert found == [[{"left": 7}], [{"left": 3}]]
+
+
+def test_load_loader_states() -> None:
+    found: list[Any] = []
+
+    def resume(trainer: L.Trainer) -> None:
+        trainer.fit_loop._restarting = True
+        trainer.fit_loop.on_load_checkpoint({"combined_loader": [{"left": 2}]})
+        compat.load_loader_states(trainer)
+        found.append(compat.loader_states(trainer))
+
+    fit(Line(), Countdown(), on_train_start=resume)
+    assert found == [[{"left": 1}]]
+
+
 def test_attach_data() -> None:
     class Data(L.LightningDataModule):
         def train_dataloader(self) -> DataLoader[Tensor]:

@@ -77,11 +77,23 @@ class Towers(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         kinds = {
             "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            "plain": lambda p: torch.optim.SGD(p, lr=0.1),
             "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02),
+            "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
         }
         optimizer = kinds[self.optimizer](self.parameters())
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def samples(number: int = 50) -> TensorDataset:
+    """By default six mini-batches of 8, and one of 2."""
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(number, 4, dtype=torch.float64, generator=generator),
+        torch.randn(number, 3, dtype=torch.float64, generator=generator),
+        torch.randint(0, 3, (number,), generator=generator),
+    )
 
 
 def fit(settings: dict[str, Any], devices: int, model: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
@@ -91,13 +103,7 @@ def fit(settings: dict[str, Any], devices: int, model: dict[str, Any], trainer: 
     options: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, **trainer}
     checkpoint = options.pop("ckpt_path", None)
     run = harness.trainer(strategy, devices=devices, **options)
-    generator = torch.Generator().manual_seed(1)
-    samples = 50  # six mini-batches of 8, and one of 2
-    data = TensorDataset(
-        torch.randn(samples, 4, dtype=torch.float64, generator=generator),
-        torch.randn(samples, 3, dtype=torch.float64, generator=generator),
-        torch.randint(0, 3, (samples,), generator=generator),
-    )
+    data = samples()
     run.fit(module, DataLoader(data, batch_size=8), DataLoader(data, batch_size=8), ckpt_path=checkpoint)
     state = {name: value.tolist() for name, value in module.state_dict().items() if not value.is_meta}
     return {

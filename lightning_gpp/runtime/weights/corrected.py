@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_gpp.runtime.weights.interface import Use, Weights
-from lightning_gpp.runtime.weights.latest import Latest
+from lightning_gpp.runtime.weights.latest import Latest, Values
 from lightning_gpp.runtime.weights.registry import register
 
 
@@ -71,10 +71,11 @@ class Corrected(Latest):
         super().after_update()
 
     def saved(self) -> dict[str, dict[Parameter, Tensor]]:
-        late = {parameter: torch.tensor(float(number)) for parameter, number in self._late.items()}
-        return {"velocity": dict(self._velocity), "late": late}
+        late = {parameter: torch.tensor(number) for parameter, number in self._late.items()}
+        return {**super().saved(), "velocity": dict(self._velocity), "late": late}
 
-    def restore(self, saved: Mapping[str, Mapping[Parameter, Tensor]]) -> None:
+    def restore(self, saved: Mapping[str, Values]) -> None:
+        super().restore(saved)
         self._velocity = dict(saved.get("velocity", {}))
         self._late = {parameter: int(number) for parameter, number in saved.get("late", {}).items()}
 

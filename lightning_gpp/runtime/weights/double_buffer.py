@@ -8,10 +8,7 @@ Source: PipeDream-2BW (Narayanan et al., ICML 2021, arXiv 2006.09503), section 3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from torch import Tensor
-from torch.nn import Parameter
+from collections.abc import Callable
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.runtime.weights.interface import Use, Weights
@@ -45,13 +42,6 @@ class DoubleBuffer(Versioned):
                 "optimizer steps ahead. Cut the mini-batch into at least as many micro-batches as the first stage has "
                 "in flight (strategy.num_micro_batches), or use strategy.weights=stash."
             )
-
-    def saved(self) -> dict[str, dict[Parameter, Tensor]]:
-        return {"previous": dict(self._kept.get(self.updates - 1, {}))}
-
-    def restore(self, saved: Mapping[str, Mapping[Parameter, Tensor]]) -> None:
-        previous = saved.get("previous")
-        self._kept = {self.updates - 1: dict(previous)} if previous else {}
 
     def version_of(self, use: Use) -> int:
         return max(self._before(use.mini_batch) - self._late, 0)

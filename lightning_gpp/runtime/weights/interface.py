@@ -38,6 +38,7 @@ class Weights:
         entry: for a stage and a micro-batch the mini-batches by which the stage that read it first is ahead.
         delays: for every stage of the plan the updates between a forward and its backward in the steady state.
         optimizers: those of the device.
+        resumable: whether to keep what a run needs that goes on from a pipeline that is not empty.
     """
 
     parameters: Mapping[int, Sequence[Parameter]]
@@ -46,13 +47,21 @@ class Weights:
     entry: Mapping[tuple[int, int], int] = field(default_factory=dict)
     delays: Mapping[int, int] = field(default_factory=dict)
     optimizers: Callable[[], Sequence[Optimizer]] = lambda: ()
+    resumable: bool = False
 
 
 class WeightPolicy(Protocol):
     """Called around everything that computes with weights, and around updates; on one device."""
 
     def begin(self, before: Callable[[int], int], first: int) -> None:
-        """Start with an empty pipeline at mini-batch `first`. `before(n)`: updates before that of mini-batch n."""
+        """Start with an empty pipeline at mini-batch `first`. `before(n)`: updates before that of mini-batch n.
+
+        A run that goes on from a pipeline that was not empty fills it again, and begins where it was empty before.
+        """
+        ...
+
+    def enter_period(self, period: int) -> None:
+        """A period of a fill, or the one that ends it: which updates it comes after."""
         ...
 
     def enter_forward(self, use: Use) -> None:
@@ -89,7 +98,8 @@ class Counting:
     """Base of policies: counts updates, and measures delays.
 
     Attributes:
-        updates: optimizer steps done so far: the newest version.
+        updates: optimizer steps before the current period: the newest version, unless a pipeline that was not empty is
+            filled again.
         log: if not None, every computation appends (use, "F" or "B", version it computed with).
     """
 
@@ -109,6 +119,13 @@ class Counting:
         """See `WeightPolicy`."""
         self._before, self.first = before, first
         self.updates = before(first)
+
+    def enter_period(self, period: int) -> None:
+        """See `WeightPolicy`."""
+        self.updates = self._before(max(period, self.first))
+
+    def empty(self) -> None:
+        """Forget the micro-batches on their way: they are given up."""
 
     def delay(self, use: Use) -> int:
         """Updates between now and the backward of the micro-batch."""
@@ -139,11 +156,11 @@ class Counting:
         return 0
 
     def saved(self) -> dict[str, dict[Parameter, Tensor]]:
-        """The tensors by name that a run needs to go on after a flush as if it had not been interrupted."""
+        """The tensors by name that a run needs to go on as if it had not been interrupted."""
         return {}
 
     def restore(self, saved: Mapping[str, Mapping[Parameter, Tensor]]) -> None:
-        """Take what `saved` gave; `updates` are those of that time."""
+        """Take what `saved` gave; `updates` are those of that time, and mini-batches have the same numbers."""
 
     def note(self, use: Use, kind: str, version: int) -> None:
         """Write the log, if there is one."""

@@ -16,6 +16,7 @@ Sources: PipeOptim (Guan et al., arXiv 2312.00839), SpecTrain (Chen et al., arXi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn import Parameter
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime.weights.interface import Use, Weights
-from lightning_gpp.runtime.weights.latest import Latest
+from lightning_gpp.runtime.weights.latest import Latest, Values
 from lightning_gpp.runtime.weights.predictors import PREDICTORS, predictor_of
 from lightning_gpp.runtime.weights.registry import register
 
@@ -59,13 +60,14 @@ class Predicted(Latest):
             )
         self.predictor, self.passes, self.bellwether = predictor, passes, bellwether
         self._gradients: dict[Parameter, Tensor] = {}
-        self._shared: dict[tuple[int, int], dict[Parameter, Tensor]] = {}
+        self._shared: dict[tuple[int, int], Values] = {}
 
-    def enter_forward(self, use: Use) -> None:
-        super().enter_forward(use)
-        values = self._shared_values(use) if self.bellwether else self._values(use)
-        if values:
-            self._write(values)
+    def empty(self) -> None:
+        super().empty()
+        self._shared = {}
+
+    def forward_values(self, use: Use) -> Values:
+        return self._shared_values(use) if self.bellwether else self._values(use)
 
     def enter_backward(self, use: Use) -> None:
         super().enter_backward(use)
@@ -82,6 +84,13 @@ class Predicted(Latest):
             if parameter.grad is not None
         }
 
+    def saved(self) -> dict[str, dict[Parameter, Tensor]]:
+        return {**super().saved(), "gradient": dict(self._gradients)}
+
+    def restore(self, saved: Mapping[str, Values]) -> None:
+        super().restore(saved)
+        self._gradients = dict(saved.get("gradient", {}))
+
     @property
     def bytes_kept(self) -> int:
         shared = (value.nbytes for values in self._shared.values() for value in values.values())
@@ -94,15 +103,18 @@ class Predicted(Latest):
         delays = self.weights.delays
         return (max(delays.values(), default=0) - delays.get(use.stage, 0)) // 2
 
-    def _values(self, use: Use) -> dict[Parameter, Tensor]:
+    def _values(self, use: Use) -> Values:
+        if past := super().forward_values(use):
+            return past
         updates = self.delay(use) + self._halfway(use)
         return self._predicted(use.stage, updates) if updates else {}
 
-    def _shared_values(self, use: Use) -> dict[Parameter, Tensor]:
-        """Those of the mini-batch's first micro-batch, until its last."""
+    def _shared_values(self, use: Use) -> Values:
+        """Those of the mini-batch's first micro-batch, until its last; also of parameters that are not predicted."""
         key, numbers = (use.stage, use.mini_batch), self.weights.micro_batches[use.stage]
         if key not in self._shared:
-            self._shared[key] = self._values(use)
+            late = self.weights.parameters[use.stage] if self.delay(use) > 0 else ()
+            self._shared[key] = {**{parameter: parameter.data.clone() for parameter in late}, **self._values(use)}
         return self._shared.pop(key) if use.micro_batch == numbers[-1] else self._shared[key]
 
     @torch.no_grad()

@@ -6,6 +6,8 @@ needs the old values. Then the graphs that autograd built keep theirs, and backw
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -22,6 +24,15 @@ class Versioned(Counting):
         self._kept: dict[int, dict[Parameter, Tensor]] = {}
         self._used: dict[_Key, int] = {}
         self._newest: list[tuple[Parameter, Tensor]] = []
+        self._in_place = 0  # the version that the parameters have between computations
+
+    def begin(self, before: Callable[[int], int], first: int) -> None:
+        self._in_place = self.updates
+        super().begin(before, first)
+
+    def empty(self) -> None:
+        self._used = {}
+        self._forget()
 
     def version_of(self, use: Use) -> int:
         """The version that a forward that begins now computes with."""
@@ -64,6 +75,16 @@ class Versioned(Counting):
 
     def after_update(self) -> None:
         super().after_update()
+        self._in_place = self.updates
+        self._forget()
+
+    def saved(self) -> dict[str, dict[Parameter, Tensor]]:
+        return {str(version): dict(values) for version, values in self._kept.items()}
+
+    def restore(self, saved: Mapping[str, Mapping[Parameter, Tensor]]) -> None:
+        self._kept = {int(version): dict(values) for version, values in saved.items()}
+
+    def _forget(self) -> None:
         needed = self._needed(self.updates)
         for version in list(self._kept):
             wanted = {
@@ -88,7 +109,7 @@ class Versioned(Counting):
         return needed
 
     def _swap(self, stage: int, version: int) -> None:
-        if version == self.updates:
+        if version == self._in_place:
             return
         kept = self._kept[version]
         self._newest = [(parameter, parameter.data) for parameter in self.weights.parameters[stage]]
