@@ -1,4 +1,4 @@
-"""Asynchronous training goes on from a checkpoint of a pipeline that is not empty, as if it had not been interrupted."""
+"""Asynchronous training resumes from a checkpoint of a pipeline that is not empty as if it had not been interrupted."""
 
 from __future__ import annotations
 
