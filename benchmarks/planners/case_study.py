@@ -20,7 +20,7 @@ from benchmarks.workloads.workload import Built
 from lightning_gpp.capture import capture_step
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Prediction, Problem
 from lightning_gpp.planning.problem.prediction import simulated
-from lightning_gpp.schedules.warm_up import in_flight_samples
+from lightning_gpp.schedules.one_f_one_b import in_flight_samples
 
 MINI_BATCH = 64
 """Of the case study, where the paper gives none."""

@@ -18,7 +18,7 @@ from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.due_dates import Pace, by_due_date, due_dates
 from lightning_gpp.schedules.fixed_order import in_order
 from lightning_gpp.schedules.list_scheduling import SLACK
-from lightning_gpp.schedules.warm_up import in_flight_samples
+from lightning_gpp.schedules.one_f_one_b import in_flight_samples
 from lightning_gpp.schedules.work import Work, links, work_of
 
 PACES: Final = (Pace(0.5, 2.0), Pace(0.25, 2.0), Pace(0.5, 3.0))

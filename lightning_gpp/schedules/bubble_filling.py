@@ -18,8 +18,8 @@ from lightning_gpp.schedules.fixed_order import in_order
 from lightning_gpp.schedules.handcrafted import samples_ahead
 from lightning_gpp.schedules.list_scheduling import SLACK, Clock, DeviceOrders, list_schedule
 from lightning_gpp.schedules.memory import fits, limits_of, needs_of, peaks_of
+from lightning_gpp.schedules.one_f_one_b import action_samples, slice_samples
 from lightning_gpp.schedules.one_f_one_b import lanes as lanes_of
-from lightning_gpp.schedules.warm_up import action_samples, slice_samples
 from lightning_gpp.schedules.work import Work, turns
 from lightning_gpp.slices import unsliced
 

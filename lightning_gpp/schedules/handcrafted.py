@@ -8,18 +8,16 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.device_orders import StageOrders
 from lightning_gpp.schedules.one_f_one_b import (
-    backwards_of,
-    forwards_of,
-    lanes,
-    without_deadlock_in_slices,
-)
-from lightning_gpp.schedules.warm_up import (
     action_samples,
     alternating,
+    backwards_of,
+    forwards_of,
     in_flight_samples,
+    lanes,
     slice_samples,
     slices_ahead,
     without_deadlock,
+    without_deadlock_in_slices,
 )
 from lightning_gpp.schedules.work import unsplit_stages
 

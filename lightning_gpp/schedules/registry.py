@@ -12,6 +12,7 @@ from typing import Final
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan, Stage
+from lightning_gpp.registry import Registry
 from lightning_gpp.schedules.actions import RELEASES, Action, Kind, Schedule
 from lightning_gpp.schedules.device_orders import Orders, check_orders, device_orders
 from lightning_gpp.schedules.lowering import lower
@@ -41,7 +42,9 @@ class Method:
     bidirectional: bool = False
 
 
-_METHODS: Final[dict[str, Method]] = {}
+SCHEDULES: Final[Registry[Method]] = Registry(
+    setting="strategy.schedule", kind="schedule", decorator="register_schedule", error=ScheduleError
+)
 
 
 def register_schedule(
@@ -56,20 +59,17 @@ def register_schedule(
         ScheduleError: the name is taken.
     """
 
-    def add(generator: Generator) -> Generator:
-        if name in _METHODS:
-            raise ScheduleError(f"A schedule named {name!r} is registered already; choose another name.")
-        _METHODS[name] = Method(
+    def method(generator: Generator) -> Method:
+        return Method(
             generate=generator, layout=layout, stages_per_device=stages_per_device, bidirectional=bidirectional
         )
-        return generator
 
-    return add
+    return SCHEDULES.adding(name, method)
 
 
 def schedule_names() -> tuple[str, ...]:
     """All names that `strategy.schedule` accepts."""
-    return tuple(sorted(_METHODS))
+    return SCHEDULES.names()
 
 
 def orders_of(plan: Plan, batch_size: int | None = None) -> Orders:
@@ -175,14 +175,7 @@ def method_of(name: str) -> Method:
     Raises:
         ScheduleError: there is none.
     """
-    try:
-        return _METHODS[name]
-    except KeyError:
-        allowed = ", ".join(schedule_names())
-        raise ScheduleError(
-            f"strategy.schedule={name!r} is not a schedule. Choose one of: {allowed}; or add your own with "
-            "@lightning_gpp.register_schedule(...) before the trainer starts."
-        ) from None
+    return SCHEDULES.get(name)
 
 
 def _checked(batch_size: int) -> int:

@@ -19,7 +19,7 @@ from lightning_gpp.cli.stopping import TimeIsUp, time_limit
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Problem, SearchControl
-from lightning_gpp.planning.problem.partitioner import _PARTITIONERS, register_partitioner
+from lightning_gpp.planning.problem.partitioner import PARTITIONERS, register_partitioner
 from tests.cli.commands import command, composed
 from tests.planning import graphs
 
@@ -42,7 +42,7 @@ def stubborn() -> Iterator[None]:
         raise KeyboardInterrupt
 
     yield
-    del _PARTITIONERS["stubborn"]
+    del PARTITIONERS.entries["stubborn"]
 
 
 def test_all_devices_of_a_cluster_are_used() -> None:
@@ -189,7 +189,7 @@ def test_what_finds_nothing_gives_its_reason(capsys: pytest.CaptureFixture[str],
 
 
 def test_compared_are_partitioners() -> None:
-    with pytest.raises(ConfigError, match="'best' does not exist"):
+    with pytest.raises(ConfigError, match="'best' is not a partitioner"):
         compare(composed(*QUICK, "partitioners=[best]", name="plan"))
     with pytest.raises(ConfigError, match="leave strategy.plan and strategy.stages out"):
         compare(composed(*QUICK, "strategy.stages={image_tower: 0, text_tower: 1, head: 2}", name="plan"))

@@ -26,7 +26,7 @@ from lightning_gpp.planning.assignment.layout_check import layout_mismatch
 from lightning_gpp.planning.problem import partitioner as partitioners
 from lightning_gpp.reports.units import duration
 from lightning_gpp.schedules import Schedule, schedule_names
-from lightning_gpp.schedules.registry import _METHODS, register_schedule
+from lightning_gpp.schedules.registry import SCHEDULES, register_schedule
 from tests.cli.commands import ROOT, command, composed
 from tests.strategies import chain, towers
 
@@ -37,11 +37,11 @@ STAGES = "strategy.stages={mean_tower: 0, error_tower: 1, worst_tower: 2, trunk:
 @pytest.fixture
 def folded() -> Iterator[None]:
     """1F1B, made for two stages on each device that lie forth and back."""
-    method = _METHODS["1f1b"]
+    method = SCHEDULES.entries["1f1b"]
     register_schedule("folded", layout="zigzag", stages_per_device=2)(method.generate)
     register_schedule("twofold", bidirectional=True)(method.generate)
     yield
-    del _METHODS["folded"], _METHODS["twofold"]
+    del SCHEDULES.entries["folded"], SCHEDULES.entries["twofold"]
 
 
 def rows_of(text: str) -> dict[str, dict[str, str]]:
@@ -214,7 +214,7 @@ def stubborn() -> Iterator[None]:
         raise AssertionError
 
     yield
-    del _METHODS["stubborn"], _METHODS["slow"]
+    del SCHEDULES.entries["stubborn"], SCHEDULES.entries["slow"]
 
 
 @pytest.mark.usefixtures("stubborn")
@@ -238,7 +238,7 @@ def test_ctrl_c_during_a_search_that_keeps_its_best_ends_the_comparison(capsys: 
         with pytest.raises(KeyboardInterrupt):
             compare(config)
     finally:
-        del partitioners._PARTITIONERS["hurried"]
+        del partitioners.PARTITIONERS.entries["hurried"]
     assert list(rows_of(capsys.readouterr().out)) == ["gpipe"]
 
 
@@ -250,7 +250,7 @@ def lost() -> Iterator[None]:
     def dropping(plan: Plan, batch_size: int) -> Schedule:
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        return _METHODS["1f1b"].generate(plan, batch_size)
+        return SCHEDULES.entries["1f1b"].generate(plan, batch_size)
 
     @register_schedule("importing")
     def importing(plan: Plan, batch_size: int) -> Schedule:
@@ -261,7 +261,7 @@ def lost() -> Iterator[None]:
         raise AssertionError
 
     yield
-    del _METHODS["dropping"], _METHODS["importing"]
+    del SCHEDULES.entries["dropping"], SCHEDULES.entries["importing"]
 
 
 @pytest.mark.usefixtures("lost")
@@ -293,7 +293,7 @@ def test_ctrl_c_during_the_search_of_a_partitioner(capsys: pytest.CaptureFixture
         with pytest.raises(KeyboardInterrupt):
             compare(composed(*QUICK, "partitioners=[pipedream,hurried,auto]", name="plan"))
     finally:
-        del partitioners._PARTITIONERS["hurried"]
+        del partitioners.PARTITIONERS.entries["hurried"]
     out = capsys.readouterr().out
     assert [name for name in ("pipedream", "hurried", "auto") if f"| {name} " in out] == ["pipedream", "hurried"]
 

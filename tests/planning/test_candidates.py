@@ -9,7 +9,7 @@ import pytest
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.errors import PlanError
 from lightning_gpp.planning import Answer, Problem, Request, SearchControl, best_plan
-from lightning_gpp.planning.problem.partitioner import _PARTITIONERS, partitioner_of
+from lightning_gpp.planning.problem.partitioner import PARTITIONERS, partitioner_of
 from tests.planning import graphs
 
 SLOW = Device(name="slow", memory_bytes=1e9, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e11)
@@ -63,7 +63,7 @@ def test_an_interrupted_search_is_the_last(monkeypatch: pytest.MonkeyPatch) -> N
 
         return partitioner_of("auto")(problem, SearchControl(seconds=control.seconds, progress=progress))
 
-    monkeypatch.setitem(_PARTITIONERS, "interrupted", interrupted)
+    monkeypatch.setitem(PARTITIONERS.entries, "interrupted", interrupted)
     prediction = best_plan("interrupted", graphs.chain(4), request(4))
     assert calls == [4]
     assert prediction.num_pipelines == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.planning import Request, best_plan
-from lightning_gpp.planning.problem.partitioner import _PARTITIONERS
+from lightning_gpp.planning.problem.partitioner import PARTITIONERS
 from tests.planning import graphs
 
 GUIDE = Path(__file__).parents[2] / "docs" / "planning.md"
@@ -22,6 +22,6 @@ def test_a_partitioner_of_ones_own() -> None:
     try:
         found = best_plan("halves", graphs.chain(8), Request(cluster=preset_cluster("summit"), batch_size=32))
     finally:
-        del _PARTITIONERS["halves"]
+        del PARTITIONERS.entries["halves"]
     assert found.fits
     assert {stage.devices for stage in found.plan.stages} >= {(2, 3), (0, 1)}

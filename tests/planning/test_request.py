@@ -67,7 +67,7 @@ def test_what_is_asked_for_reaches_the_problem() -> None:
 
 def test_partitioners_by_name() -> None:
     assert {"auto", "exhaustive", "graphpipe", "pipedream", "piper"} <= set(partitioner_names())
-    with pytest.raises(ConfigError, match=r"partitioner='best' does not exist. Choose one of: auto, .*register"):
+    with pytest.raises(ConfigError, match=r"partitioner='best' is not a partitioner. Choose one of: auto, .*register"):
         partitioner_of("best")
     with pytest.raises(ConfigError, match="A partitioner named 'auto' is registered already"):
         register_partitioner("auto")(partitioner_of("auto"))

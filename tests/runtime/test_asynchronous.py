@@ -11,8 +11,16 @@ import torch
 from lightning_gpp.errors import ConfigError, ScheduleError
 from lightning_gpp.plan import SOURCE, Plan
 from lightning_gpp.runtime import LOSS, MicroBatch
-from lightning_gpp.runtime.weights import Counting, Use, Weights, check_options, make_policy, options_of, register
-from lightning_gpp.runtime.weights.registry import _POLICIES
+from lightning_gpp.runtime.weights import (
+    Counting,
+    Use,
+    Weights,
+    check_options,
+    make_policy,
+    options_of,
+    register_weights,
+)
+from lightning_gpp.runtime.weights.registry import WEIGHT_POLICIES
 from tests.runtime.asynchronous import AsyncCase, AsyncOutcome, delayed, run_all, run_async
 from tests.runtime.stages import make_data, make_stages, slots_of
 from tests.strategies import plan_of
@@ -250,7 +258,7 @@ def test_an_unknown_policy_or_option_is_refused() -> None:
 
 
 def test_users_add_policies() -> None:
-    @register("oldest")
+    @register_weights("oldest")
     class Oldest(Counting):
         """Counts what it is asked."""
 
@@ -265,9 +273,9 @@ def test_users_add_policies() -> None:
         assert isinstance(policy, Oldest)
         assert policy.asked == 1
         with pytest.raises(ConfigError, match="registered already"):
-            register("oldest")(Oldest)
+            register_weights("oldest")(Oldest)
     finally:
-        del _POLICIES["oldest"]
+        del WEIGHT_POLICIES.entries["oldest"]
 
 
 def test_an_optimizer_without_a_rule_is_refused() -> None:

@@ -12,7 +12,7 @@ from lightning_gpp.schedules import registry
 @pytest.fixture(autouse=True)
 def registered_before() -> Iterator[None]:
     """Afterwards the schedules are those of before."""
-    before = dict(registry._METHODS)
+    before = dict(registry.SCHEDULES.entries)
     yield
-    registry._METHODS.clear()
-    registry._METHODS.update(before)
+    registry.SCHEDULES.entries.clear()
+    registry.SCHEDULES.entries.update(before)

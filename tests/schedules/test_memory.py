@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.schedules import Action, Kind
-from lightning_gpp.schedules.warm_up import alternating
+from lightning_gpp.schedules.one_f_one_b import alternating
 from lightning_gpp.schedules.work import HeldBytes, peak, warm_up_peak
 
 SIZES = st.integers(0, 1000).map(float)

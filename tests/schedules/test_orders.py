@@ -18,8 +18,7 @@ from lightning_gpp.schedules import (
     register_schedule,
     schedule_names,
 )
-from lightning_gpp.schedules.one_f_one_b import warm_up
-from lightning_gpp.schedules.warm_up import in_flight_samples, without_deadlock
+from lightning_gpp.schedules.one_f_one_b import in_flight_samples, warm_up, without_deadlock
 from tests.strategies import chain, plan_of, towers
 
 UNEQUAL_ARMS = [(0, 1), (1, 2), (2, 4), (0, 3), (3, 4)]

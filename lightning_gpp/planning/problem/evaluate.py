@@ -23,7 +23,7 @@ from lightning_gpp.planning.problem.draft import (
 from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, end_times, least_seconds
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.units import Value
-from lightning_gpp.schedules.warm_up import samples_in_flight
+from lightning_gpp.schedules.one_f_one_b import samples_in_flight
 from lightning_gpp.schedules.work import warm_up_peak
 
 

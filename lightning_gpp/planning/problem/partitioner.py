@@ -11,6 +11,7 @@ from typing import Final
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.registry import Registry
 
 Progress = Callable[[float, float, float], None]
 """Called now and then with the done part of the search (0..1), the best step so far and its lower bound, in seconds."""
@@ -76,7 +77,9 @@ class SearchControl:
 
 Partitioner = Callable[[Problem, SearchControl], Answer]
 
-_PARTITIONERS: Final[dict[str, Partitioner]] = {}
+PARTITIONERS: Final[Registry[Partitioner]] = Registry(
+    setting="strategy.partitioner", kind="partitioner", decorator="register_partitioner", error=ConfigError
+)
 
 
 def register_partitioner(name: str) -> Callable[[Partitioner], Partitioner]:
@@ -86,18 +89,12 @@ def register_partitioner(name: str) -> Callable[[Partitioner], Partitioner]:
         ConfigError: the name is taken.
     """
 
-    def add(partitioner: Partitioner) -> Partitioner:
-        if name in _PARTITIONERS:
-            raise ConfigError(f"A partitioner named {name!r} is registered already; choose another name.")
-        _PARTITIONERS[name] = partitioner
-        return partitioner
-
-    return add
+    return PARTITIONERS.adding(name, lambda partitioner: partitioner)
 
 
 def partitioner_names() -> tuple[str, ...]:
     """All names that `strategy.partitioner` accepts."""
-    return tuple(sorted(_PARTITIONERS))
+    return PARTITIONERS.names()
 
 
 def partitioner_of(name: str) -> Partitioner:
@@ -106,12 +103,7 @@ def partitioner_of(name: str) -> Partitioner:
     Raises:
         ConfigError: there is none.
     """
-    if name not in _PARTITIONERS:
-        raise ConfigError(
-            f"strategy.partitioner={name!r} does not exist. Choose one of: {', '.join(partitioner_names())}; or add "
-            "your own with @lightning_gpp.register_partitioner(...) before the trainer starts."
-        )
-    return _PARTITIONERS[name]
+    return PARTITIONERS.get(name)
 
 
 def checked(name: str, problem: Problem, answer: object) -> Answer:

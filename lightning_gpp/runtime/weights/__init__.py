@@ -11,7 +11,7 @@ from lightning_gpp.runtime.weights.registry import (
     copies_of,
     make_policy,
     options_of,
-    register,
+    register_weights,
     weight_policy_names,
 )
 
@@ -24,6 +24,6 @@ __all__ = [
     "copies_of",
     "make_policy",
     "options_of",
-    "register",
+    "register_weights",
     "weight_policy_names",
 ]

@@ -21,10 +21,10 @@ from torch.nn import Parameter
 
 from lightning_gpp.runtime.weights.interface import Use, Weights
 from lightning_gpp.runtime.weights.latest import Latest, Values
-from lightning_gpp.runtime.weights.registry import register
+from lightning_gpp.runtime.weights.registry import register_weights
 
 
-@register("corrected")
+@register_weights("corrected")
 class Corrected(Latest):
     """PipeMare's corrections.
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.runtime.weights.interface import Use, Weights
-from lightning_gpp.runtime.weights.registry import register
+from lightning_gpp.runtime.weights.registry import register_weights
 from lightning_gpp.runtime.weights.versions import Versioned
 
 
-@register("double_buffer")
+@register_weights("double_buffer")
 class DoubleBuffer(Versioned):
     """PipeDream-2BW's two versions.
 

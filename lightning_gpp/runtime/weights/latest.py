@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_gpp.runtime.weights.interface import Counting, Use, Weights
-from lightning_gpp.runtime.weights.registry import register
+from lightning_gpp.runtime.weights.registry import register_weights
 
 Values = Mapping[Parameter, Tensor]
 """The values of parameters for the time of a computation; parameters that are missing keep their own."""
 
 
-@register("latest")
+@register_weights("latest")
 class Latest(Counting):
     """No copies. Subclasses write other values into the memory of the parameters for the time of a computation.
 

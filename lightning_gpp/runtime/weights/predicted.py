@@ -27,10 +27,10 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime.weights.interface import Use, Weights
 from lightning_gpp.runtime.weights.latest import Latest, Values
 from lightning_gpp.runtime.weights.predictors import PREDICTORS, predictor_of
-from lightning_gpp.runtime.weights.registry import register
+from lightning_gpp.runtime.weights.registry import register_weights
 
 
-@register("predicted")
+@register_weights("predicted")
 class Predicted(Latest):
     """Predicts weights by the optimizer's own rule.
 

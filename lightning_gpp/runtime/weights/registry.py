@@ -7,32 +7,36 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.registry import Registry
 from lightning_gpp.runtime.weights.interface import Counting, Weights
 
 Policy = TypeVar("Policy", bound=type[Counting])
 
-_POLICIES: Final[dict[str, type[Counting]]] = {}
+WEIGHT_POLICIES: Final[Registry[type[Counting]]] = Registry(
+    setting="strategy.weights",
+    kind="weight policy",
+    decorator="runtime.weights.register_weights",
+    error=ConfigError,
+    built_in=("synchronous",),
+)
 
 
-def register(name: str) -> Callable[[Policy], Policy]:
+def register_weights(name: str) -> Callable[[Policy], Policy]:
     """Make a policy available as `strategy.weights=name`; its keyword-only arguments are its options.
 
     Raises:
         ConfigError: the name is taken.
     """
 
-    def add(policy: Policy) -> Policy:
-        if name in _POLICIES:
-            raise ConfigError(f"A weight policy named {name!r} is registered already; choose another name.")
-        _POLICIES[name] = policy
+    def entry(policy: Policy) -> type[Counting]:
         return policy
 
-    return add
+    return WEIGHT_POLICIES.adding(name, entry)
 
 
 def weight_policy_names() -> tuple[str, ...]:
     """All names that `strategy.weights` accepts besides "synchronous"."""
-    return tuple(sorted(_POLICIES))
+    return WEIGHT_POLICIES.names()
 
 
 def make_policy(name: str, weights: Weights, **options: Any) -> Counting:
@@ -42,21 +46,16 @@ def make_policy(name: str, weights: Weights, **options: Any) -> Counting:
         ConfigError: there is none, or it has no such option.
     """
     check_options(name, options)
-    return _POLICIES[name](weights, **options)
+    return WEIGHT_POLICIES.get(name)(weights, **options)
 
 
 def copies_of(name: str, delay: int) -> int:
     """Copies of a stage's weights that a policy keeps besides the newest, if the stage has this delay."""
-    return _POLICIES[name].copies(delay)
+    return WEIGHT_POLICIES.get(name).copies(delay)
 
 
 def check_options(name: str, options: dict[str, Any]) -> None:
     """Raise ConfigError if there is no policy of this name, or it has no such options."""
-    if name not in _POLICIES:
-        raise ConfigError(
-            f"strategy.weights={name!r} is not a weight policy. Choose one of: synchronous, "
-            f"{', '.join(weight_policy_names())}; or add your own with @lightning_gpp.runtime.weights.register(...)."
-        )
     known = options_of(name)
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -67,5 +66,5 @@ def check_options(name: str, options: dict[str, Any]) -> None:
 
 def options_of(name: str) -> dict[str, Any]:
     """The options of a policy, and their defaults."""
-    parameters = inspect.signature(_POLICIES[name]).parameters.values()
+    parameters = inspect.signature(WEIGHT_POLICIES.get(name)).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}

@@ -9,7 +9,7 @@ Source: PipeDream (Narayanan et al., SOSP 2019), section 3.3.
 from __future__ import annotations
 
 from lightning_gpp.runtime.weights.interface import Use, Weights
-from lightning_gpp.runtime.weights.registry import register
+from lightning_gpp.runtime.weights.registry import register_weights
 from lightning_gpp.runtime.weights.versions import Versioned
 
 # Three stages, one micro-batch per mini-batch: the version of each forward in the steady state. The backward of
@@ -21,7 +21,7 @@ from lightning_gpp.runtime.weights.versions import Versioned
 #   stage 2           2   3   4   5         0   1   2   3
 
 
-@register("stash")
+@register_weights("stash")
 class Stash(Versioned):
     """PipeDream's weight stashing.
 

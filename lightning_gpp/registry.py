@@ -1,0 +1,58 @@
+"""The registry: implementations under the names that a setting of the strategy accepts; users add their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from lightning_gpp.errors import GPPError
+
+Entry = TypeVar("Entry")
+Decorated = TypeVar("Decorated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registry(Generic[Entry]):
+    """Implementations by name.
+
+    Args:
+        setting: key of the configuration that takes a name, such as "strategy.schedule".
+        kind: the word for an entry in messages, such as "schedule".
+        decorator: public name of the function that registers an entry.
+        error: raised for a name that is unknown, or taken.
+        built_in: names that the setting accepts without an entry.
+        entries: the implementations.
+    """
+
+    setting: str
+    kind: str
+    decorator: str
+    error: type[GPPError]
+    built_in: tuple[str, ...] = ()
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def adding(self, name: str, entry: Callable[[Decorated], Entry]) -> Callable[[Decorated], Decorated]:
+        """A decorator that registers what `entry` makes of the decorated object, and leaves that as it is."""
+
+        def add(decorated: Decorated) -> Decorated:
+            if name in (*self.entries, *self.built_in):
+                raise self.error(f"A {self.kind} named {name!r} is registered already; choose another name.")
+            self.entries[name] = entry(decorated)
+            return decorated
+
+        return add
+
+    def names(self) -> tuple[str, ...]:
+        """All registered names, in alphabetical order."""
+        return tuple(sorted(self.entries))
+
+    def get(self, name: str) -> Entry:
+        """The implementation with this name; where there is none, an error that lists the names."""
+        if name not in self.entries:
+            allowed = ", ".join((*self.built_in, *self.names()))
+            raise self.error(
+                f"{self.setting}={name!r} is not a {self.kind}. Choose one of: {allowed}; or add your own with "
+                f"@lightning_gpp.{self.decorator}(...) before the trainer starts."
+            )
+        return self.entries[name]
