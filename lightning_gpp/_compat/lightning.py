@@ -127,7 +127,7 @@ def read_ahead(trainer: Any, over: Callable[[Any], Iterator[Any]]) -> None:
 
 
 def _rest_of(iterator: Any) -> Iterator[Any]:
-    """What an iterator still yields; combined loaders begin anew if they are asked for an iterator."""
+    """Yield the rest of an iterator; combined loaders begin anew if they are asked for an iterator."""
     while True:
         try:
             yield next(iterator)

@@ -138,7 +138,7 @@ class Asynchronous:
 
     @property
     def refills(self) -> bool:
-        """Whether the segment goes on from a pipeline that was not empty when an earlier run saved its state."""
+        """True if the segment goes on from a pipeline that was not empty when an earlier run saved its state."""
         return self._filled < self._segment.start
 
     def on_their_way(self, step: int, lead: int) -> range:
@@ -175,7 +175,7 @@ class Asynchronous:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What ranks agree on before mini-batch `step`; `filled`: where the pipeline was empty last."""
+        """The facts that ranks agree on before mini-batch `step`; `filled`: where the pipeline was empty last."""
         return {
             "policy": self._options.weights,
             "options": dict(self._options.weight_options or {}),

@@ -160,12 +160,16 @@ def test_a_compiled_step() -> None:
         check_module(module)
 
 
-def test_a_cut_through_a_compiled_module_is_told() -> None:
+def cut_on_one_device(rank: int) -> list[str]:
     stages = [{**stage, "devices": [0]} for stage in STAGES]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         harness.trainer(harness.strategy(stages=stages), max_epochs=1).fit(Whole().double(), loader(8))
-    told = [str(warning.message) for warning in caught if "torch.compile" in str(warning.message)]
+    return [str(warning.message) for warning in caught if "torch.compile" in str(warning.message)]
+
+
+def test_a_cut_through_a_compiled_module_is_told() -> None:
+    [told] = harness.run(1, cut_on_one_device)
     assert len(told) == 1
     assert re.match(r"Whole: compiled \(torch.compile\), but the plan cuts through, .* \(strategy.stages\)", told[0])
 
