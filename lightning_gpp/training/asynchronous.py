@@ -21,7 +21,7 @@ from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.weights import Counting, Weights, make_policy
 from lightning_gpp.schedules import Program, compile_program
-from lightning_gpp.schedules.continuous import continuous_program
+from lightning_gpp.schedules.continuous import continuous_program, delays_of
 from lightning_gpp.schedules.delayed import on_one_device
 from lightning_gpp.training.options import Options
 
@@ -55,14 +55,15 @@ class Asynchronous:
         self._options, self._optimizers, self._plan = options, optimizers, plan
         self._num_pipelines = num_pipelines
         self._programs: list[tuple[Plan, int, Program]] = []
-        self.ahead = self.program(plan, plan.batch_size).lead
+        program = self.program(plan, plan.batch_size)
+        self.ahead, self._apart = program.lead, max(delays_of(program).values(), default=0)
         self.policy: Counting = make_policy(
             options.weights, Weights(parameters={}, optimizers=lambda: optimizers), **dict(options.weight_options or {})
         )
         self._segment = range(num_steps, num_steps)
         self._filled = num_steps
         self._resumed: int | None = None
-        self._since_update = 0
+        self._since_update, self._accumulated = 0, 1
         self._preserved: list[AbstractContextManager[None]] = []
         before = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
         after = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
@@ -119,7 +120,7 @@ class Asynchronous:
         self._segment = range(first, self._last(step, facts, lead))
         if begins:
             self._begin(first, accumulated, weights())
-        self._since_update += 1
+        self._since_update, self._accumulated = self._since_update + 1, accumulated
         return self._segment
 
     def _last(self, step: int, facts: Sequence[Facts], lead: int) -> int:
@@ -135,6 +136,11 @@ class Asynchronous:
         self._filled, self._resumed = first if self._resumed is None else self._resumed, None
         self.policy.weights = replace(weights, resumable=self._options.checkpoints == "exact")
         self.policy.begin(lambda batch: done + (batch - first + since) // accumulated, self._filled)
+
+    @property
+    def age(self) -> int:
+        """Optimizer steps by which the ranks are apart, at most; 0 where the pipeline flushes after the mini-batch."""
+        return -(-self._apart // self._accumulated) if len(self._segment) > 1 else 0
 
     @property
     def refills(self) -> bool:

@@ -53,6 +53,16 @@ class Control:
             dist.recv(numbers, src=self.step_rank, group=self._pipeline_group)
         return numbers
 
+    def sum_later(self, numbers: Tensor) -> dist.Work | None:
+        """Start to add up the numbers (a CPU tensor) of all ranks of the pipeline, in place; to be waited for.
+
+        All ranks start their sums in the same order. None: they are what they are.
+        """
+        if self.num_devices == 1:
+            return None
+        work: dist.Work = dist.all_reduce(numbers, group=self._pipeline_group, async_op=True)
+        return work
+
     def share_flag(self, flag: bool) -> bool:
         """The flag of the step's rank, on every rank of its pipeline; the step's rank does not wait."""
         return bool(self.share(torch.tensor([flag])))

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_gpp.capture.record import step_arguments
@@ -27,8 +27,9 @@ from lightning_gpp.training.checkpoint import (
     whole_state,
 )
 from lightning_gpp.training.feed import Feed
+from lightning_gpp.training.gradients import StageGradients
 from lightning_gpp.training.machine import Machine
-from lightning_gpp.training.optimizers import OptimizerIndex, clip_by_global_norm
+from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.replicas import Replicas
@@ -51,6 +52,7 @@ class Engine:
         indices: of the optimizers, in the order in which the user gave them.
         replicas: what ranks with the same parameters do together; None without training.
         asynchronous: trains without a flush between mini-batches; None flushes after each.
+        gradients: checks and clips them where there is no flush.
         machine: looks up what the plan was made for.
         num_steps: mini-batches that were trained earlier.
 
@@ -68,9 +70,10 @@ class Engine:
         machine: Callable[[], Machine],
         num_steps: int,
         asynchronous: Asynchronous | None = None,
+        gradients: StageGradients | None = None,
     ) -> None:
         self._sessions, self._indices, self._replicas = sessions, indices, replicas
-        self._asynchronous = asynchronous
+        self._asynchronous, self._gradients = asynchronous, gradients
         self.job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
@@ -125,12 +128,14 @@ class Engine:
         """Scale the gradients of an optimizer's parameters so that the norm over all stages is at most `max_norm`.
 
         Returns:
-            The norm of the whole model's gradient before.
+            The norm of the whole model's gradient before. Without a flush that of strategy.clip_norm.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        own = self.job.options.clip_norm == "stage"
-        norm = get_total_norm(p.grad for p in parameters if p.grad is not None) if own else self._training.grad_norm()
-        clip_by_global_norm(parameters, max_norm, norm)
+        if self._gradients is not None and self._asynchronous is not None:
+            update, age = self._asynchronous.policy.updates, self._asynchronous.age
+            return self._gradients.scale(parameters, max_norm, update, age)
+        norm = self._training.grad_norm()
+        clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     def _expect(self, batch: Any, *, anew: bool = False) -> None:
@@ -175,6 +180,8 @@ class Engine:
     def sum_gradients(self) -> None:
         """Complete the sums of gradients over the ranks that hold the same parameters; an optimizer step follows."""
         self._training.finish()
+        if self._gradients is not None and self.job.options.check_gradients:
+            self._gradients.check(self.num_steps - 1)
         if self._asynchronous is not None:
             self._asynchronous.before_update()
 
@@ -285,7 +292,8 @@ class Engine:
         if self.job.options.checkpoints == "flush":
             self._give_up(asynchronous)
         values = values_saved(asynchronous.policy.saved(), self.module, self._saving(), self.control)
-        return {**asynchronous.facts(self.num_steps), "step": self.num_steps, "values": values}
+        norms = {} if self._gradients is None else self._gradients.state()
+        return {**asynchronous.facts(self.num_steps), "step": self.num_steps, "values": values, "norms": norms}
 
     def load_pipeline_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that `pipeline_state_dict` gave; every rank keeps its part."""
@@ -293,6 +301,8 @@ class Engine:
             self.num_steps = state["step"]
             here = self._layout.placement.names_on(self.control.device)
             self._asynchronous.take(state, values_loaded(state["values"], self.module, here))
+            if self._gradients is not None:
+                self._gradients.load(state["norms"])
 
     def _saving(self) -> set[str]:
         """Names of the parameters of which this rank saves the values that its policy keeps. Replicas that take turns

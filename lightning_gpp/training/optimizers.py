@@ -202,8 +202,3 @@ def state_bytes(optimizer: Optimizer) -> int:
     """Memory of an optimizer's state on this rank, in bytes."""
     tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def clip_by_global_norm(parameters: list[Tensor], clip_val: float, norm: Tensor) -> None:
-    """Scale gradients as `torch.nn.utils.clip_grad_norm_` does, for a norm that was taken over more of them."""
-    torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)

@@ -138,10 +138,16 @@ class Options(SearchOptions):
         "forwards on their way had, of which policies that overwrite them keep a copy on the host; flush gives up the "
         "work on its way when it saves, and fills the pipeline again.",
     )
-    clip_norm: Literal["pipeline", "stage"] = option(
-        "pipeline",
-        "the norm by which gradients are clipped: pipeline is that of the whole model, for which every rank waits for "
-        "all others, stage is that of each rank's own gradients.",
+    clip_norm: Literal["newest", "pipeline", "stage"] = option(
+        "newest",
+        "the norm by which gradients are clipped: newest is that of the whole model in the last optimizer step that "
+        "all ranks have done, pipeline that in this step, for which every rank waits for all others, and stage that of "
+        "each stage's own gradients. In synchronous training newest and pipeline are the same.",
+    )
+    check_gradients: bool = option(
+        True,
+        "end the run as soon as a gradient is not finite, with an error that names stage and parameter, before other "
+        "stages train on with it.",
     )
     delayed_devices: Count | None = option(
         None,
@@ -332,6 +338,12 @@ def _check_weights(options: Options) -> None:
         check_policy(options.weights, options.weight_options or {})
         _check_without_flush(options)
         return
+    if options.clip_norm == "stage":
+        raise ConfigError(
+            f"strategy.clip_norm=stage is for asynchronous training, and strategy.weights is {SYNCHRONOUS}, where the "
+            "norm of the whole model is known in time. Remove strategy.clip_norm, or choose a weight policy "
+            "(strategy.weights=stash)."
+        )
     for name in ("weight_options", "synchronous_steps", "flush_every", "delayed_devices"):
         if getattr(options, name):
             raise ConfigError(

@@ -32,6 +32,7 @@ from lightning_gpp.training.compiled import warning_of_cuts
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.costs import measured_costs
 from lightning_gpp.training.engine import Engine
+from lightning_gpp.training.gradients import StageGradients
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.machine import Machine, resolved
@@ -86,9 +87,10 @@ def set_up(
     layout = _place_parameters(job, captured, plan)
     replicas = Replicas(job.module, layout, indices, job.control) if step == TRAINING else None
     incoming.follow()
-    asynchronous = None
+    asynchronous = gradients = None
     if step == TRAINING and job.options.weights != SYNCHRONOUS:
         asynchronous = Asynchronous(job.options, found, job.control.num_pipelines, optimizers, num_steps)
+        gradients = StageGradients(job.module, layout, job.control, job.options.clip_norm)
         incoming.ahead = asynchronous.ahead
     sessions = Sessions(
         job,
@@ -106,6 +108,7 @@ def set_up(
         indices=indices,
         replicas=replicas,
         asynchronous=asynchronous,
+        gradients=gradients,
         machine=machine.look,
         num_steps=num_steps,
     )

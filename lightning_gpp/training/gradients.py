@@ -1,0 +1,153 @@
+"""Gradients of an asynchronous pipeline before an optimizer step: whether they are finite, and their norms.
+
+No rank may wait for one that is behind it, so the norm of the whole model that a rank clips by is an older one: that of
+the last optimizer step that all ranks have done by then (`newest`). Parts of norms are summed in the background.
+
+Every sum has one term from one rank: the ranks add vectors that have an entry for each set of stages that share
+parameters. So it does not depend on the order of the ranks, and one device computes the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from lightning_gpp.errors import GPPError
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.replicas import Layout
+
+Clip = Literal["newest", "pipeline", "stage"]
+"""Whose norm gradients are clipped by: of the whole model some steps ago, of the whole model now, of each stage."""
+
+
+_NOTHING: Final = torch.zeros((), dtype=torch.float64)
+
+
+@dataclass(slots=True)
+class _Sum:
+    """The squares of the norms of an optimizer step, by group; on their way while there is `work`."""
+
+    update: int
+    squares: Tensor
+    work: dist.Work | None = None
+
+    def added(self) -> Tensor:
+        """The squares, once all ranks have added theirs."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.squares
+
+
+Group = tuple[int, ...]
+"""The stages that use a parameter."""
+
+
+class StageGradients:
+    """The gradients of this rank's stages, and the norms of all.
+
+    Args:
+        module: has the parameters.
+        layout: tells which stages use them, and where they live.
+        control: who this rank is.
+        clip: by which norm.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout, control: Control, clip: Clip) -> None:
+        self._module, self._layout, self._control, self._clip = module, layout, control, clip
+        self._sums: deque[_Sum] = deque()
+
+    def check(self, step: int) -> None:
+        """Raise GPPError if a gradient is not finite, with its stage and parameter."""
+        gradients = {name: p.grad for name, p in self._parameters().items() if p.grad is not None}
+        if bool(get_total_norm(gradients.values()).isfinite()):
+            return
+        for name, gradient in gradients.items():
+            if not bool(gradient.isfinite().all()):
+                raise GPPError(
+                    f"The gradient of {name!r} in {self._stages(name)} is not finite after mini-batch {step}. Other "
+                    "stages would train on with it for as many mini-batches as they are apart, so training ends here. "
+                    "Lower the learning rate, clip gradients (trainer.gradient_clip_val), or go on regardless by "
+                    "strategy.check_gradients=false."
+                )
+
+    def scale(self, stepped: Iterable[Tensor], max_norm: float, update: int, age: int) -> Tensor:
+        """Scale gradients so that their norm is at most `max_norm`; the norm of the model that is known.
+
+        Args:
+            stepped: the parameters whose gradients are scaled.
+            max_norm: see above.
+            update: number of the optimizer step.
+            age: optimizer steps by which the norm of the model may be older; 0 waits for all ranks.
+        """
+        stepped = list(stepped)
+        if self._clip != "stage":
+            norm = self._norm(update, age if self._clip == "newest" else 0)
+            clip_grads_with_norm_(stepped, max_norm, norm)
+            return norm
+        squares = self._squares()
+        wanted = {id(parameter) for parameter in stepped}
+        for group, parameters in self._by_group().items():
+            if group in squares:
+                listed = [parameter for parameter in parameters if id(parameter) in wanted]
+                clip_grads_with_norm_(listed, max_norm, squares[group].sqrt())
+        return torch.stack([square.cpu() for square in squares.values()] or [_NOTHING]).sum().sqrt()
+
+    def state(self) -> dict[int, list[float]]:
+        """What later steps may be clipped by, by the number of the optimizer step. All ranks call this."""
+        return {known.update: known.added().tolist() for known in self._sums}
+
+    def load(self, state: Mapping[int, list[float]]) -> None:
+        """Take what an earlier run had."""
+        self._sums = deque(
+            _Sum(update, torch.tensor(squares, dtype=torch.float64)) for update, squares in state.items()
+        )
+
+    def _norm(self, update: int, age: int) -> Tensor:
+        """That of `age` steps ago; in the first steps of a run, which have none, that of now."""
+        if not self._sums or self._sums[-1].update != update:
+            self._sums.append(self._started(update))
+        while self._sums[0].update < update - age:
+            self._sums.popleft()
+        known = self._sums[0] if self._sums[0].update == update - age else self._sums[-1]
+        return known.added().sum().sqrt()
+
+    def _started(self, update: int) -> _Sum:
+        """The sum of this step, to which all ranks add what they count."""
+        mine, groups = self._squares(counted=True), sorted(set(self._layout.uses.values()))
+        squares = torch.stack([mine.get(group, _NOTHING).cpu() for group in groups])
+        return _Sum(update, squares, self._control.sum_later(squares))
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def _squares(self, counted: bool = False) -> dict[Group, Tensor]:
+        """For every group with gradients the square of their norm. `counted`: of what no device before this one has."""
+        squares = {}
+        for group, parameters in self._by_group(counted).items():
+            norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in parameters if p.grad is not None]
+            if norms:
+                squares[group] = torch.stack(norms).pow(2).sum()
+        return squares
+
+    def _by_group(self, counted: bool = False) -> dict[Group, list[nn.Parameter]]:
+        groups: dict[Group, list[nn.Parameter]] = {}
+        for name, parameter in self._parameters().items():
+            first = min(self._layout.placement.devices[name]) == self._control.device
+            if first or not counted:
+                groups.setdefault(self._layout.uses[name], []).append(parameter)
+        return groups
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        here = self._layout.placement.names_on(self._control.device)
+        return {name: parameter for name, parameter in self._module.named_parameters() if name in here}
+
+    def _stages(self, name: str) -> str:
+        stages = [repr(self._layout.plan.stages[stage].name) for stage in self._layout.uses[name]]
+        return f"stage {' and '.join(stages)}" if stages else "no stage"
