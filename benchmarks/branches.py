@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
 from lightning_gpp.capture import capture_step
-from lightning_gpp.plan import STEP
-from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+from lightning_gpp.plan import STEP, Stage
+from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.runtime import DistributedTransport, Executor, Mesh, pairs_of
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.stages import build
@@ -116,9 +116,7 @@ def with_ours(rank: int) -> Result | None:
     model, batch = model_and_batch()
     captured = capture_step(model, batch)
     drafts = [
-        StageDraft(
-            name=part, modules=(part,) if part != "head" else ("head", STEP), devices=(3 - i,), micro_batch_size=2
-        )
+        Stage(name=part, modules=(part,) if part != "head" else ("head", STEP), devices=(3 - i,), micro_batch_size=2)
         for i, part in enumerate(PARTS)
     ]
     plan = make_plan(captured.graph, drafts, batch_size=NUM_SAMPLES, schedule="gpipe")

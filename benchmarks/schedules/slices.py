@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+from lightning_gpp.plan import STEP, Plan, Stage
+from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.planning.assignment.slices import Slicing, sliced
 from lightning_gpp.runtime import DistributedTransport, Executor, Mesh, pairs_of
 from lightning_gpp.schedules import compile_program
@@ -75,10 +75,10 @@ class Model(nn.Module):
 def plan_of(captured: Capture, slices: int, schedule: str) -> Plan:
     """Stage i on device 3 - i, and the step on device 0."""
     drafts = [
-        StageDraft(name=f"s{i}", modules=(f"blocks.{i}",), devices=(NUM_DEVICES - 1 - i,), micro_batch_size=1)
+        Stage(name=f"s{i}", modules=(f"blocks.{i}",), devices=(NUM_DEVICES - 1 - i,), micro_batch_size=1)
         for i in range(NUM_DEVICES)
     ]
-    step = StageDraft(name="step", modules=(STEP,), devices=(0,), micro_batch_size=1)
+    step = Stage(name="step", modules=(STEP,), devices=(0,), micro_batch_size=1)
     plan = make_plan(captured.graph, [*drafts, step], batch_size=captured.batch_size, schedule=schedule)
     lengths = tuple(TOKENS // slices for _ in range(slices))
     return plan if slices == 1 else sliced(plan, captured.graph, Slicing(slices=lengths))

@@ -17,8 +17,8 @@ from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import AffineSize, Recorded, Ref, StateRef
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Operator, TensorSpec
-from lightning_gpp.plan import SOURCE, STEP, Plan
-from lightning_gpp.planning.assignment.assign import StageDraft, assign, crossing, make_plan
+from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
+from lightning_gpp.planning.assignment.assign import assign, crossing, make_plan
 from lightning_gpp.planning.assignment.modules import stage_names
 from lightning_gpp.planning.problem.units import find_units
 from lightning_gpp.stages import Pipeline, build
@@ -84,11 +84,11 @@ def _cuts(capture: Capture, seconds: Mapping[str, float], num_pieces: float) -> 
 
 
 def _built(capture: Capture, module: nn.Module, modules: Sequence[ModulePaths]) -> tuple[Plan, Pipeline]:
-    drafts = [
-        StageDraft(name=name, modules=paths, devices=(index,), micro_batch_size=capture.batch_size)
+    stages = [
+        Stage(name=name, modules=paths, devices=(index,), micro_batch_size=capture.batch_size)
         for index, (name, paths) in enumerate(zip(stage_names(modules), modules, strict=True))
     ]
-    plan = make_plan(capture.graph, drafts, batch_size=capture.batch_size)
+    plan = make_plan(capture.graph, stages, batch_size=capture.batch_size)
     return plan, build(capture, plan, module)
 
 

@@ -19,8 +19,8 @@ from lightning_gpp._compat.torch import FakeTensorMode
 from lightning_gpp.capture.captured import Capture
 from lightning_gpp.capture.isolate import isolated_copy
 from lightning_gpp.graph import OperatorGraph, TensorSpec
-from lightning_gpp.plan import STEP
-from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+from lightning_gpp.plan import STEP, Stage
+from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.planning.assignment.slices import carried, cut_spec, is_cut
 from lightning_gpp.runtime.boundary import DTYPES
 from lightning_gpp.runtime.stage import MicroBatch
@@ -86,7 +86,7 @@ class _ShortenedRun:
         self._inputs, self._dim, self._context, self._device = captured.inputs, dim, context, device
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         drafts = [
-            StageDraft(name=name, modules=modules, devices=(0,), micro_batch_size=SAMPLES)
+            Stage(name=name, modules=modules, devices=(0,), micro_batch_size=SAMPLES)
             for name, modules in (("network", ("",)), ("step", (STEP,)))
         ]
         plan = make_plan(captured.graph, drafts, batch_size=SAMPLES)

@@ -14,13 +14,13 @@ from torch import nn
 from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.plan import SOURCE, STEP, Plan
+from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
 from lightning_gpp.planning import Prediction, Request, best_order, best_plan, check_model, manual
-from lightning_gpp.planning.assignment.assign import StageDraft, assign, make_plan, mixing_stages
+from lightning_gpp.planning.assignment.assign import assign, make_plan, mixing_stages
 from lightning_gpp.planning.assignment.complete import completed, slice_again, slicing_of
 from lightning_gpp.planning.assignment.layout import lay_out_by_hand
 from lightning_gpp.planning.assignment.placement import read
-from lightning_gpp.planning.assignment.rebuild import drafts_of, rebuilt, separated
+from lightning_gpp.planning.assignment.rebuild import rebuilt, separated
 from lightning_gpp.planning.assignment.slices import kept_together
 from lightning_gpp.planning.problem.partitioner import Progress
 from lightning_gpp.planning.request import SEARCHED, STANDARD, SearchOptions
@@ -303,17 +303,17 @@ def evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
 
 
 def _evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
-    drafts = _whole_micro_batches(drafts_of(plan), captured.graph)
+    stages = _whole_micro_batches(unsliced(plan).plan.stages, captured.graph)
     if isinstance(captured, Capture):
         apart = make_plan(
-            captured.graph, separated(drafts, WHOLE), batch_size=captured.batch_size, schedule=plan.schedule
+            captured.graph, separated(stages, WHOLE), batch_size=captured.batch_size, schedule=plan.schedule
         )
         if all(edge.sliceable for edge in apart.edges if edge.src == SOURCE or edge.dst == apart.step_stage):
             return apart
-    return make_plan(captured.graph, drafts, batch_size=captured.batch_size, schedule=plan.schedule)
+    return make_plan(captured.graph, stages, batch_size=captured.batch_size, schedule=plan.schedule)
 
 
-def _whole_micro_batches(drafts: Sequence[StageDraft], graph: OperatorGraph) -> list[StageDraft]:
+def _whole_micro_batches(stages: Sequence[Stage], graph: OperatorGraph) -> list[Stage]:
     """Stages whose replicas cannot share a micro-batch in this step, with replicas that take micro-batches in turn."""
-    mixing = mixing_stages(graph, assign(graph, [draft.modules for draft in drafts]))
-    return [replace(draft, round_robin=draft.round_robin or index in mixing) for index, draft in enumerate(drafts)]
+    mixing = mixing_stages(graph, assign(graph, [stage.modules for stage in stages]))
+    return [replace(stage, round_robin=stage.round_robin or index in mixing) for index, stage in enumerate(stages)]

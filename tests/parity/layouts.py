@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_gpp.capture import Capture
-from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+from lightning_gpp.plan import STEP, Plan, Stage
+from lightning_gpp.planning.assignment.assign import make_plan
 from tests.parity.models import Subject
 
 
@@ -61,7 +61,7 @@ def plan_of(captured: Capture, subject: Subject, layout: Layout, schedule: str) 
         sizes[-1] = captured.batch_size
     modules[-1] = (*modules[-1], STEP)
     drafts = [
-        StageDraft(name=f"s{i}", modules=m, devices=d, micro_batch_size=b, recompute=layout.recompute and STEP not in m)
+        Stage(name=f"s{i}", modules=m, devices=d, micro_batch_size=b, recompute=layout.recompute and STEP not in m)
         for i, (m, d, b) in enumerate(zip(modules, devices, sizes, strict=True))
     ]
     return make_plan(captured.graph, drafts, batch_size=captured.batch_size, schedule=schedule)

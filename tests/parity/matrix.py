@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_gpp.capture import Capture, capture_step, slice_batch
-from lightning_gpp.plan import SOURCE, STEP, Plan
-from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
+from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.planning.assignment.layout import both_ways, laid_out
 from lightning_gpp.planning.assignment.slices import Slicing, sliced
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, RandomStreams, pairs_of
@@ -107,7 +107,7 @@ def plan_of(captured: Capture, run: Run) -> Plan:
     number = variant.num_positions * method.stages_per_device
     parts = [*MODELS[run.model].in_stages(number), (STEP,)]
     drafts = [
-        StageDraft(
+        Stage(
             name=f"s{i}",
             modules=modules,
             devices=(0,),

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.errors import GPPError, PlanError
-from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+from lightning_gpp.plan import STEP, Plan, Stage
+from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.planning.assignment.complete import with_recomputed
 from lightning_gpp.runtime import LOSS, Executor, MicroBatch, RandomStreams
 from lightning_gpp.runtime.module_state import SMALL, ModuleState
@@ -96,10 +96,10 @@ class Chain(Towers):
         return self.head(x)
 
 
-def drafts(groups: Sequence[Sequence[str]], recompute: bool) -> list[StageDraft]:
+def drafts(groups: Sequence[Sequence[str]], recompute: bool) -> list[Stage]:
     """All stages on one device; the last group runs the step and is not recomputed."""
     return [
-        StageDraft(
+        Stage(
             name=f"s{number}",
             modules=tuple(group),
             devices=(0,),

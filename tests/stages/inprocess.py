@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture import Capture, batch_size_of, slice_batch
-from lightning_gpp.plan import SOURCE, STEP, Plan
-from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
+from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.runtime.stage import LOSS, MicroBatch, StageModule
 from lightning_gpp.stages import Pipeline, build
 
@@ -21,7 +21,7 @@ def chain_of(captured: Capture, stages: list[list[str]], micro_batch_size: int =
     """One device per stage, the step with the last stage."""
     modules = [*map(tuple, stages[:-1]), (*stages[-1], STEP)]
     drafts = [
-        StageDraft(name=f"s{i}", modules=m, devices=(len(stages) - 1 - i,), micro_batch_size=micro_batch_size)
+        Stage(name=f"s{i}", modules=m, devices=(len(stages) - 1 - i,), micro_batch_size=micro_batch_size)
         for i, m in enumerate(modules)
     ]
     return make_plan(captured.graph, drafts, batch_size=captured.batch_size)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_gpp.capture import capture_step
 from lightning_gpp.errors import CaptureError, PlanError
-from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+from lightning_gpp.plan import STEP, Plan, Stage
+from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.stages import declare
 from tests.capture import zoo
 from tests.stages.inprocess import split_gradients, whole_gradients
@@ -82,7 +82,7 @@ def entries() -> list[dict[str, Any]]:
 def plan_of(declared: Any) -> Plan:
     order = {"left": 3, "right": 2, "norm": 1, "head": 0}
     drafts = [
-        StageDraft(
+        Stage(
             name=d.name,
             modules=(d.module, STEP) if d.name == "head" else (d.module,),
             devices=(order[d.name],),

@@ -15,8 +15,8 @@ from lightning_gpp.costs.model import CostModel
 from lightning_gpp.costs.table import OperatorSeconds
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import STEP
-from lightning_gpp.planning.assignment.assign import DATA, StageDraft, make_plan
+from lightning_gpp.plan import STEP, Stage
+from lightning_gpp.planning.assignment.assign import DATA, make_plan
 from lightning_gpp.planning.readers import dnn_partitioning, read_graph
 from tests.planning import graphs
 
@@ -176,9 +176,9 @@ def test_costs_are_a_cost_model(tmp_path: Path) -> None:
 def test_what_is_read_can_be_planned(tmp_path: Path) -> None:
     graph, _ = read_graph(write(tmp_path, PIPER))
     drafts = [
-        StageDraft(name="a", modules=("node1",), devices=(0,), micro_batch_size=1),
-        StageDraft(name="b", modules=("head_out_2",), devices=(1,), micro_batch_size=1),
-        StageDraft(name="c", modules=("head_out", STEP), devices=(2,), micro_batch_size=1),
+        Stage(name="a", modules=("node1",), devices=(0,), micro_batch_size=1),
+        Stage(name="b", modules=("head_out_2",), devices=(1,), micro_batch_size=1),
+        Stage(name="c", modules=("head_out", STEP), devices=(2,), micro_batch_size=1),
     ]
     plan = make_plan(graph, drafts, batch_size=4)
     assert [(edge.src, edge.dst, edge.bytes.at(1)) for edge in plan.edges if edge.src >= 0] == [(0, 2, 30), (1, 2, 20)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final
 
 import networkx as nx
@@ -17,18 +17,6 @@ DATA: Final = "@source"
 
 Assignment = dict[str, tuple[int, ...]]
 """For every operator the stages that compute it. Cheap glue that several stages read is computed in each of them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageDraft:
-    """A stage before its edges and figures are known."""
-
-    name: str
-    modules: tuple[str, ...]
-    devices: tuple[int, ...]
-    micro_batch_size: int
-    round_robin: bool = False
-    recompute: bool = False
 
 
 def assign(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> Assignment:
@@ -208,41 +196,30 @@ def crossing(graph: OperatorGraph, assignment: Assignment) -> dict[tuple[int, in
 
 
 def make_plan(
-    graph: OperatorGraph, drafts: Sequence[StageDraft], *, batch_size: int, schedule: str = "1f1b", model: str = ""
+    graph: OperatorGraph, stages: Sequence[Stage], *, batch_size: int, schedule: str = "1f1b", model: str = ""
 ) -> Plan:
-    """Complete drafts to a plan: edges, bytes and figures from the graph, stages in topological order.
+    """Make a plan of stages: edges, bytes and figures from the graph, stages in topological order.
 
     Raises:
-        PlanError: the stages form a cycle, the drafts contradict themselves, or replicas would share what cannot be
+        PlanError: the stages form a cycle, they contradict themselves, or replicas would share what cannot be
             shared.
     """
-    order = _order(drafts, sorted(forced(graph, [draft.modules for draft in drafts])))
-    drafts = [drafts[index] for index in order]
-    assignment = assign(graph, [draft.modules for draft in drafts])
-    _check_replicas(graph, drafts, assignment)
+    order = _order(stages, sorted(forced(graph, [stage.modules for stage in stages])))
+    stages = [stages[index] for index in order]
+    assignment = assign(graph, [stage.modules for stage in stages])
+    _check_replicas(graph, stages, assignment)
     edges = tuple(_edge(graph, pair, values) for pair, values in sorted(crossing(graph, assignment).items()))
-    figures = _figures(graph, assignment, len(drafts))
-    stages = tuple(
-        Stage(
-            name=draft.name,
-            modules=draft.modules,
-            devices=draft.devices,
-            micro_batch_size=draft.micro_batch_size,
-            round_robin=draft.round_robin,
-            recompute=draft.recompute,
-            figures=figures[index],
-        )
-        for index, draft in enumerate(drafts)
-    )
-    return Plan(stages=stages, edges=edges, batch_size=batch_size, schedule=schedule, model=model)
+    figures = _figures(graph, assignment, len(stages))
+    complete = tuple(replace(stage, figures=figures[index]) for index, stage in enumerate(stages))
+    return Plan(stages=complete, edges=edges, batch_size=batch_size, schedule=schedule, model=model)
 
 
-def _order(drafts: Sequence[StageDraft], pairs: list[tuple[int, int]]) -> list[int]:
+def _order(stages: Sequence[Stage], pairs: list[tuple[int, int]]) -> list[int]:
     try:
-        return topological(pairs, len(drafts))
+        return topological(pairs, len(stages))
     except nx.NetworkXUnfeasible:
         cycle = [src for src, _ in nx.find_cycle(nx.DiGraph(pairs))]
-        names = " -> ".join(drafts[index].name for index in [*cycle, cycle[0]])
+        names = " -> ".join(stages[index].name for index in [*cycle, cycle[0]])
         raise PlanError(
             f"The stages form a cycle: {names}. Each needs a result of the next, so none can start. "
             "Merge these stages, or move modules between them (strategy.stages)."
@@ -259,14 +236,14 @@ def mixing_stages(graph: OperatorGraph, assignment: Assignment) -> dict[int, Ope
     return first
 
 
-def _check_replicas(graph: OperatorGraph, drafts: Sequence[StageDraft], assignment: Assignment) -> None:
+def _check_replicas(graph: OperatorGraph, stages: Sequence[Stage], assignment: Assignment) -> None:
     for index, operator in mixing_stages(graph, assignment).items():
-        draft = drafts[index] if index != SOURCE else None
-        if draft is None or len(draft.devices) == 1 or draft.round_robin:
+        stage = stages[index] if index != SOURCE else None
+        if stage is None or len(stage.devices) == 1 or stage.round_robin:
             continue
         where = f" ({operator.line})" if operator.line else ""
         raise PlanError(
-            f"Stage {draft.name!r} has {len(draft.devices)} replicas that share each micro-batch, but {operator.target}"
+            f"Stage {stage.name!r} has {len(stage.devices)} replicas that share each micro-batch, but {operator.target}"
             f" in module {operator.module or 'the root module'!r}{where} combines all samples of a micro-batch, as a "
             "loss or a mean does: each replica would combine its own share only. Give the stage one device, let its "
             "replicas take whole micro-batches in turn (round_robin: true), or compute that value in the training step "

@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.assignment.assign import StageDraft, make_plan
+from lightning_gpp.plan import STEP, Plan, Stage
+from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.schedules.registry import method_of
 
 
@@ -74,24 +74,19 @@ def laid_out(plan: Plan, num_devices: int, placement: str) -> Plan:
 def both_ways(graph: OperatorGraph, plan: Plan) -> Plan:
     """The plan with a second replica of every stage on the mirrored device; the user's step stays on device 0 alone."""
     last = plan.num_devices - 1
-    drafts: list[StageDraft] = []
+    stages: list[Stage] = []
     for stage in plan.stages:
         modules = tuple(path for path in stage.modules if path != STEP)
         (device,) = stage.devices
-        draft = StageDraft(
-            name=stage.name,
-            modules=modules,
-            devices=(device,) if 2 * device == last else (device, last - device),
-            micro_batch_size=stage.micro_batch_size,
-            round_robin=2 * device != last,
-            recompute=stage.recompute,
-        )
+        twofold = 2 * device != last
+        devices = (device, last - device) if twofold else (device,)
         if modules:
-            drafts.append(draft)
+            stages.append(replace(stage, modules=modules, devices=devices, round_robin=twofold))
         if STEP in stage.modules:
-            step = replace(draft, name=_free_name(plan, modules), modules=(STEP,), devices=(0,))
-            drafts.append(replace(step, round_robin=False, recompute=False))
-    return make_plan(graph, drafts, batch_size=plan.batch_size, schedule=plan.schedule, model=plan.model)
+            name = _free_name(plan, modules)
+            step = replace(stage, name=name, modules=(STEP,), devices=(0,), round_robin=False, recompute=False)
+            stages.append(step)
+    return make_plan(graph, stages, batch_size=plan.batch_size, schedule=plan.schedule, model=plan.model)
 
 
 def _free_name(plan: Plan, modules: Sequence[str]) -> str:

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.assignment.assign import StageDraft, assign, make_plan, owner_of
+from lightning_gpp.plan import STEP, Plan, Stage
+from lightning_gpp.planning.assignment.assign import assign, make_plan, owner_of
 from lightning_gpp.planning.assignment.devices import count_pipelines, number_devices
 from lightning_gpp.planning.assignment.modules import around, module_tree, some, stage_names
 from lightning_gpp.planning.assignment.placement import Entry, StagesSpec, read
@@ -49,8 +49,8 @@ def manual(
     """
     entries = _with_step(graph, _checked(graph, read(placement)))
     names = stage_names([entry.modules for entry in entries])
-    drafts = [
-        StageDraft(
+    stages = [
+        Stage(
             name=entry.name or name,
             modules=entry.modules,
             devices=entry.devices or (index,),
@@ -60,11 +60,11 @@ def manual(
         )
         for index, (entry, name) in enumerate(zip(entries, names, strict=True))
     ]
-    plan = make_plan(graph, drafts, batch_size=batch_size, schedule=schedule, model=model)
+    plan = make_plan(graph, stages, batch_size=batch_size, schedule=schedule, model=model)
     size = resolve_size(batch_size, num_micro_batches, micro_batch_size, 2 * plan.depth)
     given = {entry.modules: entry.micro_batch_size for entry in entries}
-    stages = tuple(replace(stage, micro_batch_size=given[stage.modules] or size) for stage in plan.stages)
-    plan = _with_devices(replace(plan, stages=stages), entries)
+    sized = tuple(replace(stage, micro_batch_size=given[stage.modules] or size) for stage in plan.stages)
+    plan = _with_devices(replace(plan, stages=sized), entries)
     if num_devices is not None:
         count_pipelines(plan, num_devices)
     _check_sizes(plan)

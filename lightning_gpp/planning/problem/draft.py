@@ -12,8 +12,8 @@ import networkx as nx
 from lightning_gpp.cluster import Link, Port
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine, OperatorGraph
-from lightning_gpp.plan import STEP, Plan, share_of, topological
-from lightning_gpp.planning.assignment.assign import StageDraft, assign, make_plan
+from lightning_gpp.plan import STEP, Plan, Stage, share_of, topological
+from lightning_gpp.planning.assignment.assign import assign, make_plan
 from lightning_gpp.planning.assignment.modules import ModuleNode, module_tree, stage_names
 from lightning_gpp.planning.problem.problem import Problem
 
@@ -187,7 +187,7 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
     modules = [[path for unit in stage.units for path in problem.units.units[unit].modules] for stage in draft.stages]
     paths = compress(problem.graph, modules)
     drafts = [
-        StageDraft(
+        Stage(
             name=name,
             modules=paths[index],
             devices=stage.devices,
@@ -220,7 +220,7 @@ def _first_replica(stage: DraftStage) -> DraftStage:
     return replace(stage, devices=stage.devices[:1], micro_batch_size=stage.micro_batch_size // number)
 
 
-def _with_one_step(drafts: Sequence[StageDraft]) -> Iterator[StageDraft]:
+def _with_one_step(drafts: Sequence[Stage]) -> Iterator[Stage]:
     for draft in drafts:
         rest = tuple(path for path in draft.modules if path != STEP)
         if STEP not in draft.modules or len(draft.devices) == 1:
