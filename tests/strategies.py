@@ -18,10 +18,11 @@ def plan_of(
     schedule: str = "1f1b",
     devices: Sequence[Sequence[int]] | None = None,
     data: bool = False,
+    reads: Sequence[int] = (),
 ) -> Plan:
     """A plan with these edges and micro-batch sizes; each stage on its own device, the last stage on device 0.
 
-    `data` adds SOURCE edges to the stages without predecessors.
+    `data` adds SOURCE edges to the stages without predecessors, and to those of `reads`.
     """
     number = len(sizes)
     places = devices or [(number - 1 - stage,) for stage in range(number)]
@@ -35,8 +36,9 @@ def plan_of(
         for stage in range(number)
     )
     edges = [Edge(src=src, dst=dst, bytes=Affine(4, 0)) for src, dst in pairs]
-    roots = [stage for stage in range(number) if all(dst != stage for _, dst in pairs)] if data else []
-    sources = [Edge(src=SOURCE, dst=stage, bytes=Affine(4, 0), differentiable=False) for stage in roots]
+    roots = {stage for stage in range(number) if all(dst != stage for _, dst in pairs)} if data else set()
+    read = sorted(roots | set(reads))
+    sources = [Edge(src=SOURCE, dst=stage, bytes=Affine(4, 0), differentiable=False) for stage in read]
     return Plan(stages=stages, edges=(*sources, *edges), batch_size=batch_size, schedule=schedule)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from lightning_gpp.errors import PlanError, ScheduleError
 from lightning_gpp.plan import SOURCE
 from lightning_gpp.runtime.boundary import EdgeTensors, borders, carried, promises
+from lightning_gpp.runtime.device_gradients import DeviceGradients
 from lightning_gpp.runtime.module_state import ModuleState
 from lightning_gpp.runtime.operations import (
     ComputeBackward,
@@ -25,6 +26,7 @@ from lightning_gpp.runtime.operations import (
     drawing,
     gathering,
     hand_out_zeros,
+    kept_apart,
     nothing,
     releasing,
     with_weights,
@@ -82,11 +84,13 @@ class Compiler:
         lanes: Sequence[Lane],
         sharding: StageSync | None = None,
         weights: WeightPolicy | None = None,
+        gradients: DeviceGradients | None = None,
     ) -> None:
         self._program, self._plan, self._device = program, program.plan, device
         self._stages, self._slots, self._source = stages, slots, source
         self._streams, self._pipeline = streams, pipeline
         self._lanes, self._lane, self._sync, self._weights = lanes, lanes[0], sharding, weights
+        self._gradients = gradients
         self._armed = _armed(program, device)
         self.splitters: dict[int, Splitter] = {}
         self._module_states: dict[int, ModuleState] = {}
@@ -147,6 +151,8 @@ class Compiler:
         if action.kind in COLLECTIVES:
             return self._meeting(action)
         operation = self._share(action)
+        if self._gradients is not None and action.kind in _WITH_GRADIENTS:
+            operation = kept_apart(self._gradients, action.stage, self._program.origins[action].device, operation)
         if self._weights is not None and action.kind in _COMPUTED_WITH:
             operation = with_weights(self._weights, action, self._lane.state, operation)
         if self._sync is None or action.kind is Kind.DATA:
@@ -272,9 +278,10 @@ class Compiler:
         if streams is None or not stage.uses_random:
             return stage.forward
         devices = self._plan.devices_of(action.stage)
-        replica = self._pipeline * len(devices) + devices.index(self._device)
-
-        return drawing(stage, streams, state, (action.stage, replica, action.micro_batch))
+        replica, micro_batch = devices.index(self._device), action.micro_batch
+        if self._program.origins:
+            _, replica, micro_batch = self._program.origins[action]
+        return drawing(stage, streams, state, (action.stage, self._pipeline * len(devices) + replica, micro_batch))
 
 
 def _armed(program: Program, device: int) -> set[Action]:
@@ -295,6 +302,9 @@ def _armed(program: Program, device: int) -> set[Action]:
 
 _COMPUTED_WITH: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT)
 """Kinds of actions that read the values of parameters."""
+
+_WITH_GRADIENTS: Final = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+"""Kinds of actions that may add to the gradients of parameters."""
 
 
 def _differentiable(outgoing: Iterable[EdgeTensors]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ import torch
 
 from lightning_gpp.errors import add_note
 from lightning_gpp.runtime.compiler import Compiler, Lane, action_of
+from lightning_gpp.runtime.device_gradients import DeviceGradients
 from lightning_gpp.runtime.operations import DeviceState, Operation, State
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.sharding.interface import StageSync
@@ -47,6 +48,7 @@ class Executor:
         pipeline: which pipeline replica this is, for the random streams and for messages.
         sharding: what the ranks that hold the same stage do together; without one they do nothing.
         weights: with which values of the parameters actions compute; without one with those that are there.
+        gradients: keeps those of different devices apart, if the program is that of all devices on one.
         trace: measure every action (see `timings`) and name it for `torch.profiler`.
 
     Attributes:
@@ -70,6 +72,7 @@ class Executor:
         pipeline: int = 0,
         sharding: StageSync | None = None,
         weights: WeightPolicy | None = None,
+        gradients: DeviceGradients | None = None,
         trace: bool = False,
     ) -> None:
         self.program, self.device, self.pipeline = program, device, pipeline
@@ -90,6 +93,7 @@ class Executor:
             lanes=self._lanes,
             sharding=sharding,
             weights=weights,
+            gradients=gradients,
         )
         self._instructions = program.devices[device]
         self._ahead = program.ahead[device] if program.ahead else (0,) * len(self._instructions)

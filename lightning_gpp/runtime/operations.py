@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import DTYPES, EdgeTensors, MessageTensors, Promise, check_promises
+from lightning_gpp.runtime.device_gradients import DeviceGradients
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.split import SplitBackward
@@ -326,6 +327,17 @@ def with_weights(weights: WeightPolicy, action: Action, state: State, operation:
         enter(use)
         operation()
         leave(use)
+
+    return run
+
+
+def kept_apart(gradients: DeviceGradients, stage: int, device: int, operation: Operation) -> Operation:
+    """An operation that adds to the gradients of a device whose work this one does."""
+
+    def run() -> None:
+        gradients.enter(stage, device)
+        operation()
+        gradients.leave(stage, device)
 
     return run
 

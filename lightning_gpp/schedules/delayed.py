@@ -4,7 +4,8 @@ In period t no device waits for anything that another one does in a later period
 all devices in turn, and then one optimizer step: every forward and backward then sees the weights that it would see in
 the pipeline. That is what asynchronous training is tested against, and a way to try a pipeline's staleness on a laptop.
 
-A replica of a stage becomes a micro-batch: the samples of a micro-batch that r replicas share are r micro-batches.
+Every replica of a stage has micro-batches of its own: those that r replicas share are r micro-batches each. The program
+knows the device of each, so that their gradients can be summed as those of devices are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lightning_gpp.plan import Plan, Stage
 from lightning_gpp.schedules.actions import COLLECTIVES, Action, Kind, Schedule
 from lightning_gpp.schedules.continuous import assembled, prove, unrolled
 from lightning_gpp.schedules.lowering import derive_messages, lower
-from lightning_gpp.schedules.program import Instruction, Op, Program
+from lightning_gpp.schedules.program import Instruction, Op, Origin, Program
 from lightning_gpp.schedules.replay import replay
 from lightning_gpp.schedules.verifier import verify
 
@@ -28,56 +29,84 @@ def on_one_device(program: Program) -> Program:
     Raises:
         PlanError: the replicas of a stage have shares of unequal size.
     """
-    plan, total = plan_on_one_device(program.plan), program.batch_size
-    actions = list(_with_data(plan, total, _order(program)))
+    total = program.batch_size
+    plan = plan_on_one_device(program.plan, total)
+    order = _order(program)
+    actions = list(_with_data(plan, total, [(action, ahead) for action, ahead, _ in order]))
+    origins = {action: origin for action, _, origin in order}
     if not program.ahead:
         merged = lower(plan, Schedule((tuple(action for action, _ in actions),)), total)
         verify(merged)
-        return merged
+        return replace(merged, origins=origins)
     row = tuple((Instruction(Op.COMPUTE, action=action), ahead) for action, ahead in actions)
     merged = assembled(plan, total, [row])
     prove(merged)
-    return merged
+    return replace(merged, origins=origins)
 
 
-def plan_on_one_device(plan: Plan) -> Plan:
-    """The plan of the same stages on device 0 alone.
+def plan_on_one_device(plan: Plan, batch_size: int | None = None) -> Plan:
+    """The plan of the same stages on device 0 alone, for mini-batches of this size.
 
     Raises:
         PlanError: the replicas of a stage have shares of unequal size.
     """
-    return replace(plan, stages=tuple(map(_stage, plan.stages)), memory_bytes=())
+    total = plan.batch_size if batch_size is None else batch_size
+    return replace(plan, stages=tuple(_stage(plan, i, total) for i in range(len(plan.stages))), memory_bytes=())
 
 
-def _stage(stage: Stage) -> Stage:
-    shares = 1 if stage.round_robin else len(stage.devices)
-    if stage.micro_batch_size % shares:
+def _stage(plan: Plan, index: int, total: int) -> Stage:
+    stage, shares = plan.stages[index], _shares(plan, index, total)
+    size = shares[0][1] - shares[0][0]
+    if shares != [(start, min(start + size, total)) for start in range(0, total, size)]:
         raise PlanError(
-            f"Stage {stage.name!r} has {shares} replicas, which do not divide its micro-batches of "
-            f"{stage.micro_batch_size} samples: one device cannot compute the same. Choose a micro_batch_size that they"
-            " divide (strategy.stages, strategy.micro_batch_size)."
+            f"Stage {stage.name!r} has {len(stage.devices)} replicas, whose shares of a mini-batch of {total} samples "
+            f"are not equally large ({', '.join(str(stop - start) for start, stop in shares)}): one device cannot "
+            "compute the same. Choose a micro_batch_size that the replicas divide (strategy.stages, "
+            "strategy.micro_batch_size), and leave out a smaller last mini-batch (drop_last=True of the data loader)."
         )
-    return replace(stage, devices=(0,), micro_batch_size=stage.micro_batch_size // shares, round_robin=False)
+    return replace(stage, devices=(0,), micro_batch_size=size, round_robin=False)
 
 
-def _order(program: Program) -> list[tuple[Action, int]]:
-    """The actions of one period of all devices, in an order in which one device can run them; without the data."""
+def _shares(plan: Plan, stage: int, total: int) -> list[tuple[int, int]]:
+    """The samples that each replica of the stage computes at a time: the micro-batches of one device."""
+    devices, whole = plan.stages[stage].devices, plan.intervals(stage, total)
+    shares = [plan.share(stage, device, interval) for interval in whole for device in devices]
+    return sorted((start, stop) for start, stop in shares if start < stop)
+
+
+def _order(program: Program) -> list[tuple[Action, int, Origin]]:
+    """The actions of one period of all devices, in an order in which one device can run them; without the data.
+
+    Each with the mini-batches by which it is ahead, and whose work it is.
+    """
     period, written_out = 0, program
     if program.ahead:
         period = program.lead + 1
         written_out = unrolled(program, 2 * period)
     places = [_places(program, device, 2 * period) for device in range(len(program.devices))]
-    found: list[tuple[Action, int]] = []
+    found: list[tuple[Action, int, Origin]] = []
 
     def visit(device: int, instruction: Instruction) -> None:
         position, turn = next(places[device])
-        action = program.devices[device][position].action
-        if turn == period and action is not None and action.kind not in (*COLLECTIVES, Kind.DATA):
-            ahead = program.ahead[device][position] if program.ahead else 0
-            found.append((_renumbered(program.plan, device, action), ahead))
+        if turn == period:
+            found.extend(_on_one_device(program, device, position))
 
     replay(written_out, visit)
     return found
+
+
+def _on_one_device(program: Program, device: int, position: int) -> Iterator[tuple[Action, int, Origin]]:
+    """The work of an instruction, if there is any that one device has to do."""
+    action = program.devices[device][position].action
+    if action is None or action.kind in (*COLLECTIVES, Kind.DATA):
+        return
+    plan, stage = program.plan, action.stage
+    share = plan.share(stage, device, plan.intervals(stage, program.batch_size)[action.micro_batch])
+    if share[0] < share[1]:
+        ahead = program.ahead[device][position] if program.ahead else 0
+        number = _shares(plan, stage, program.batch_size).index(share)
+        origin = Origin(device, plan.stages[stage].devices.index(device), action.micro_batch)
+        yield action._replace(micro_batch=number), ahead, origin
 
 
 def _with_data(plan: Plan, batch_size: int, actions: list[tuple[Action, int]]) -> Iterator[tuple[Action, int]]:
@@ -109,11 +138,3 @@ def _places(program: Program, device: int, number: int) -> Iterator[tuple[int, i
         for position, ahead in enumerate(program.ahead[device]):
             if 0 <= period + ahead < number:
                 yield position, period
-
-
-def _renumbered(plan: Plan, device: int, action: Action) -> Action:
-    stage = plan.stages[action.stage]
-    if stage.round_robin:
-        return action
-    shares, replica = len(stage.devices), stage.devices.index(device)
-    return action._replace(micro_batch=action.micro_batch * shares + replica)

@@ -6,8 +6,10 @@ from a. There are no tags.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action
@@ -56,6 +58,14 @@ class Instruction:
     message: int | None = None
 
 
+class Origin(NamedTuple):
+    """The device whose work an action is, its number among the replicas of the stage, and its micro-batch there."""
+
+    device: int
+    replica: int
+    micro_batch: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """Instructions of every device of one pipeline replica, for one mini-batch of `batch_size` samples.
@@ -66,7 +76,8 @@ class Program:
 
     `inputs[device, action]` lists the messages (ids, local ones too) that an action reads, `outputs[device, action]`
     those it makes. `split`: stages and micro-batches whose backward is split. `reduced`: stages whose gradients are
-    summed over ranks by this program; where it is empty, nothing is.
+    summed over ranks by this program; where it is empty, nothing is. `origins`: where one device does the work of all,
+    whose work each action is; else empty.
     """
 
     plan: Plan
@@ -79,6 +90,7 @@ class Program:
     split: frozenset[tuple[int, int]] = frozenset()
     reduced: frozenset[int] = frozenset()
     ahead: tuple[tuple[int, ...], ...] = ()
+    origins: Mapping[Action, Origin] = field(default_factory=dict)
 
     @property
     def lead(self) -> int:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_gpp._compat.torch import kept_version_counters
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.device_gradients import DeviceGradients
 from lightning_gpp.runtime.weights import Counting, Weights, make_policy
 from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.continuous import continuous_program, delays_of
@@ -46,6 +47,7 @@ class Asynchronous:
 
     Attributes:
         policy: with which weights actions compute.
+        gradients: of the devices whose work this one does; None if it does its own.
         ahead: mini-batches that have to be known before their turn.
     """
 
@@ -60,6 +62,9 @@ class Asynchronous:
         self.policy: Counting = make_policy(
             options.weights, Weights(parameters={}, optimizers=lambda: optimizers), **dict(options.weight_options or {})
         )
+        self.gradients: DeviceGradients | None = None
+        if options.delayed_devices:
+            self.gradients = DeviceGradients(lambda: self.policy.weights.parameters)
         self._segment = range(num_steps, num_steps)
         self._filled = num_steps
         self._resumed: int | None = None
@@ -160,6 +165,8 @@ class Asynchronous:
 
     def before_update(self) -> None:
         """The gradients of an optimizer step are complete, and it follows."""
+        if self.gradients is not None:
+            self.gradients.sum()
         self.policy.before_update()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:

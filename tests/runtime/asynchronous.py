@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, MicroBatch, pairs_of
-from lightning_gpp.runtime.weights import Counting, make_policy
+from lightning_gpp.runtime.device_gradients import DeviceGradients
+from lightning_gpp.runtime.weights import Counting, Use, Weights, make_policy
 from lightning_gpp.runtime.weights.context import update, weights_of
 from lightning_gpp.schedules.continuous import continuous_program
 from lightning_gpp.schedules.delayed import on_one_device
@@ -81,75 +84,139 @@ def on_rank(rank: int, case: AsyncCase) -> AsyncOutcome:
     stages = make_stages(plan)
     parameters = local_parameters(plan, stages, mesh.device)
     sync = GradientSync(parameters, holders_of(plan, stages, case.num_pipelines), mesh)
-    transport = DistributedTransport(mesh, pairs_of(plan))
-    return _train(case, program, mesh.device, stages, parameters, transport, sync.sync, mesh.pipeline)
+    run = Run(case, program, mesh.device, stages, [mesh.pipeline])
+    run.add(mesh.pipeline, transport=DistributedTransport(mesh, pairs_of(plan)))
+    return run.train(sync.sync)
 
 
 def delayed(case: AsyncCase) -> AsyncOutcome:
     """The whole case in this process, on one device."""
     program = on_one_device(continuous_program(case.plan))
-    stages = make_stages(program.plan)
-    parameters = local_parameters(program.plan, stages, 0)
-    return _train(case, program, 0, stages, parameters, None, lambda: None, 0)
+    run = Run(case, program, 0, make_stages(program.plan), range(case.num_pipelines))
+    gradients = DeviceGradients(lambda: run.parameters)
+    if case.num_pipelines == 1:
+        run.add(0, gradients=gradients)
+        return run.train(gradients.sum)
+    for pipeline in run.pipelines:
+        run.add(pipeline, around=partial(_collected, gradients, pipeline, run.parameters))
+    return run.train(gradients.sum)
 
 
-def _train(
-    case: AsyncCase,
-    program: Program,
-    device: int,
-    stages: list[Any],
-    parameters: dict[str, nn.Parameter],
-    transport: Any,
-    sync: Callable[[], None],
-    pipeline: int,
-) -> AsyncOutcome:
-    plan = program.plan
-    optimizer = OPTIMIZERS[case.optimizer](list(parameters.values()))
-    here = {stage: list(named_parameters(stages)[stage].values()) for stage in plan.stages_on(device)}
-    weights = weights_of(program, device, here, lambda: [optimizer])
-    policy = make_policy(case.policy, weights, **case.options)
-    policy.log = []
-    source = Stream()
-    executor = Executor(
-        program,
-        device,
-        stages=stages,
-        slots=all_slots(plan),
-        transport=transport,
-        source=source,
-        pipeline=pipeline,
-        weights=policy,
-    )
-    outcome = AsyncOutcome({}, {}, [], own_bytes=sum(p.nbytes for p in parameters.values()))
-    weight = 1 / (program.batch_size * case.num_pipelines * case.every)
-    step = 0
-    for number in case.segments:
-        first, last = step, step + number
-        policy.begin(_updates_before(first, policy.updates, case.every), first)
-        for step in range(first, last):
-            for batch in range(step, min(step + program.lead + 1, last)):
-                source.open[batch % (program.lead + 1)] = _data(case, batch, pipeline)
-            stages[plan.step_stage].losses.clear()
-            executor.run(loss_weight=weight, step=step, first=first, last=last)
-            outcome.losses[step] = dict(stages[plan.step_stage].losses)
-            if (step + 1 - first) % case.every == 0 or step + 1 == last:
-                sync()
-                with update(policy, list(parameters.values())):
-                    optimizer.step()
-                optimizer.zero_grad()
-                outcome.most_bytes = max(outcome.most_bytes, policy.bytes_kept)
-        step = last
-    outcome.weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    outcome.log = [(use.stage, use.mini_batch, use.micro_batch, kind, version) for use, kind, version in policy.log]
-    return outcome
+@contextmanager
+def _collected(gradients: DeviceGradients, pipeline: int, stages: Iterable[int]) -> Iterator[None]:
+    for stage in stages:
+        gradients.enter(stage, pipeline)
+    yield
+    for stage in stages:
+        gradients.leave(stage, pipeline)
+
+
+@dataclass
+class OfPipeline:
+    """The policy of a device that does the work of several pipelines, for one of them.
+
+    `first`: for every stage the number of its first micro-batch among those of all pipelines.
+    """
+
+    policy: Counting
+    first: Mapping[int, int]
+
+    def __getattr__(self, name: str) -> Callable[[Use], None]:
+        method = getattr(self.policy, name)
+        return lambda use: method(use._replace(micro_batch=use.micro_batch + self.first[use.stage]))
+
+
+class Run:
+    """The training of one device, for its own pipeline or, one after the other, for several."""
+
+    def __init__(
+        self, case: AsyncCase, program: Program, device: int, stages: list[Any], pipelines: Sequence[int]
+    ) -> None:
+        self.case, self.program, self.device, self.stages, self.pipelines = case, program, device, stages, pipelines
+        self.named = local_parameters(program.plan, stages, device)
+        here = named_parameters(stages)
+        self.parameters = {stage: list(here[stage].values()) for stage in program.plan.stages_on(device)}
+        self.optimizer = OPTIMIZERS[case.optimizer](list(self.named.values()))
+        weights = weights_of(program, device, self.parameters, lambda: [self.optimizer])
+        self.policy = make_policy(case.policy, self._of_all_pipelines(weights), **case.options)
+        self.policy.log = []
+        self.outcome = AsyncOutcome({}, {}, [], own_bytes=sum(p.nbytes for p in self.named.values()))
+        self.parts: list[tuple[int, Stream, Executor, Callable[[], AbstractContextManager[None]]]] = []
+
+    def _of_all_pipelines(self, weights: Weights) -> Weights:
+        places = range(len(self.pipelines))
+        return replace(
+            weights,
+            micro_batches={
+                stage: [number + place * self._count(stage) for place in places for number in numbers]
+                for stage, numbers in weights.micro_batches.items()
+            },
+            entry={
+                (stage, number + place * self._count(stage)): most
+                for (stage, number), most in weights.entry.items()
+                for place in places
+            },
+        )
+
+    def _count(self, stage: int) -> int:
+        return len(self.program.plan.intervals(stage))
+
+    def add(
+        self, pipeline: int, around: Callable[[], AbstractContextManager[None]] = nullcontext, **of_executor: Any
+    ) -> None:
+        """Work for a pipeline, too."""
+        source = Stream()
+        first = {stage: self.pipelines.index(pipeline) * self._count(stage) for stage in self.parameters}
+        executor = Executor(
+            self.program,
+            self.device,
+            stages=self.stages,
+            slots=all_slots(self.program.plan),
+            source=source,
+            pipeline=pipeline,
+            weights=OfPipeline(self.policy, first),
+            **{"transport": None, **of_executor},
+        )
+        self.parts.append((pipeline, source, executor, around))
+
+    def train(self, sync: Callable[[], None]) -> AsyncOutcome:
+        case, outcome = self.case, self.outcome
+        step = 0
+        for number in case.segments:
+            segment = range(step, step + number)
+            self.policy.begin(_updates_before(segment.start, self.policy.updates, case.every), segment.start)
+            for step in segment:
+                self._run(step, segment)
+                if (step + 1 - segment.start) % case.every == 0 or step + 1 == segment.stop:
+                    sync()
+                    self._update()
+            step = segment.stop
+        outcome.weights = {name: parameter.detach().clone() for name, parameter in self.named.items()}
+        log = self.policy.log or []
+        outcome.log = [(use.stage, use.mini_batch, use.micro_batch, kind, version) for use, kind, version in log]
+        return outcome
+
+    def _run(self, step: int, segment: range) -> None:
+        plan, lanes, losses = self.program.plan, self.program.lead + 1, self.stages[self.program.plan.step_stage].losses
+        weight = 1 / (plan.batch_size * self.case.num_pipelines * self.case.every)
+        seen = self.outcome.losses[step] = {}
+        for pipeline, source, executor, around in self.parts:
+            losses.clear()
+            for batch in range(step, min(step + lanes, segment.stop)):
+                source.open[batch % lanes] = make_data(plan.batch_size, seed=1000 * pipeline + batch)
+            with around():
+                executor.run(loss_weight=weight, step=step, first=segment.start, last=segment.stop)
+            seen |= {start + pipeline * plan.batch_size: loss for start, loss in losses.items()}
+
+    def _update(self) -> None:
+        with update(self.policy, list(self.named.values())):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.outcome.most_bytes = max(self.outcome.most_bytes, self.policy.bytes_kept)
 
 
 def _updates_before(first: int, updates: int, every: int) -> Callable[[int], int]:
     return lambda batch: updates + (batch - first) // every
-
-
-def _data(case: AsyncCase, batch: int, pipeline: int) -> Data:
-    return make_data(case.plan.batch_size, seed=1000 * pipeline + batch)
 
 
 def run_async(case: AsyncCase) -> list[AsyncOutcome]:

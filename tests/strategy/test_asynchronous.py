@@ -125,6 +125,12 @@ def on_rank(rank: int, *arguments: Any) -> dict[str, Any]:
     return fit(*arguments)
 
 
+REPLICATED = [
+    {"name": "left", "modules": ["left"], "devices": [1, 2]},
+    {"name": "rest", "modules": ["right", "head", "@step"], "devices": [0]},
+]
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "stash": ({"weights": "stash"}, {}, {}),
     "stash on a chain": ({"weights": "stash", "stages": CHAIN}, {"in_line": True, "optimizer": "AdamW"}, {}),
@@ -133,6 +139,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "latest, validation in between": ({"weights": "latest"}, {}, {"val_check_interval": 3}),
     "corrected": ({"weights": "corrected", "synchronous_steps": 2}, {"optimizer": "AdamW"}, {}),
     "predicted, accumulated": ({"weights": "predicted"}, {}, {"accumulate_grad_batches": 2}),
+    "two replicas of a stage": ({"weights": "stash", "stages": REPLICATED}, {}, {}),
     "accumulated, flushed in between": (
         {"weights": "stash", "flush_every": 3},
         {},
