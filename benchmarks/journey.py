@@ -1,6 +1,6 @@
 """The files that a reader passes: of one training step, and of making one plan.
 
-    python benchmarks/journey.py [step | plan]
+    python -m benchmarks.journey [step | plan]
 
 The step is that of rank 0 of three, in a steady state, from the hook before the mini-batch to the one after it: four
 micro-batches of the two-tower example, with each tower on a device of its own. The plan is one that the partitioner
@@ -28,9 +28,9 @@ from typing import Any
 import lightning as L
 import torch
 import torch.multiprocessing as multiprocessing
-from overhead import free_port
 
 import lightning_gpp
+from benchmarks.overhead import free_port
 from gpp_examples.two_tower import CaptionedDigits, TwoTower
 from lightning_gpp.capture import capture_step
 from lightning_gpp.cluster import preset_cluster

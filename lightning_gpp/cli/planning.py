@@ -22,7 +22,6 @@ from lightning_gpp.planning.assignment.layout_check import layout_mismatch
 from lightning_gpp.planning.problem.prediction import memory_limits
 from lightning_gpp.reports import graph_svg, period_text, prediction_text, search_progress, timeline_svg
 from lightning_gpp.runtime.weights import copies_of
-from lightning_gpp.simulation import Timeline
 from lightning_gpp.strategy import GPPStrategy
 from lightning_gpp.training.machine import Machine, resolved
 from lightning_gpp.training.option_values import SYNCHRONOUS
@@ -101,12 +100,6 @@ def _write(config: DictConfig, prediction: Prediction) -> None:
         Path(config.svg).write_text(timeline_svg(prediction.timeline))
     if config.graph_svg:
         Path(config.graph_svg).write_text(graph_svg(prediction.plan))
-
-
-def make_plan(config: DictConfig) -> tuple[Plan, Timeline]:
-    """The plan of a configuration, and its simulated timeline."""
-    prediction = predict(task_of(config))
-    return prediction.plan, prediction.timeline
 
 
 def predict(task: Task) -> Prediction:

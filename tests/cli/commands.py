@@ -16,6 +16,9 @@ from omegaconf import DictConfig
 
 from lightning_gpp.cli import schema
 from lightning_gpp.cli.app import config_folder
+from lightning_gpp.cli.planning import predict, task_of
+from lightning_gpp.plan import Plan
+from lightning_gpp.simulation import Timeline
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,3 +84,9 @@ def commands(lines: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 55) 
         check=True,
     )
     return [(code, out, error) for code, out, error in json.loads(process.stdout)]
+
+
+def make_plan(config: DictConfig) -> tuple[Plan, Timeline]:
+    """The plan of a configuration, and its simulated timeline."""
+    prediction = predict(task_of(config))
+    return prediction.plan, prediction.timeline

@@ -14,13 +14,13 @@ import torch
 from lightning_gpp.cli import plan as command_module
 from lightning_gpp.cli.compare import compare
 from lightning_gpp.cli.plan import overrides
-from lightning_gpp.cli.planning import device_type, make_plan, show, task_of
+from lightning_gpp.cli.planning import device_type, show, task_of
 from lightning_gpp.cli.stopping import TimeIsUp, time_limit
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Problem, SearchControl
 from lightning_gpp.planning.problem.partitioner import PARTITIONERS, register_partitioner
-from tests.cli.commands import command, composed
+from tests.cli.commands import command, composed, make_plan
 from tests.planning import graphs
 
 QUICK = ("experiment=two_tower", "strategy=gpp", "strategy.search_seconds=0.5")

@@ -17,7 +17,7 @@ import pytest
 from lightning_gpp.cli import plan as command_module
 from lightning_gpp.cli.compare import compare
 from lightning_gpp.cli.plan import overrides
-from lightning_gpp.cli.planning import make_plan, show
+from lightning_gpp.cli.planning import show
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Problem, SearchControl
@@ -27,7 +27,7 @@ from lightning_gpp.planning.problem import partitioner as partitioners
 from lightning_gpp.reports.units import duration
 from lightning_gpp.schedules import Schedule, schedule_names
 from lightning_gpp.schedules.registry import SCHEDULES, register_schedule
-from tests.cli.commands import ROOT, command, composed
+from tests.cli.commands import ROOT, command, composed, make_plan
 from tests.strategies import chain, towers
 
 QUICK = ("experiment=feature_towers", "strategy.search_seconds=0.3", "strategy.num_micro_batches=4")

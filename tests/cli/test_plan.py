@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_gpp.cli.planning import make_plan, num_processes, show
+from lightning_gpp.cli.planning import num_processes, show
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.schedules import schedule_names
 from lightning_gpp.simulation import Timeline
-from tests.cli.commands import composed
+from tests.cli.commands import composed, make_plan
 
 
 @pytest.mark.parametrize(("experiment", "num_stages"), [("two_tower", 4), ("feature_towers", 4), ("gpt_text", 2)])
