@@ -113,12 +113,12 @@ def deliver_prepared(module: Any, is_prepared: Callable[[], bool]) -> None:
 
 
 def read_ahead(trainer: Any, over: Callable[[Any], Iterator[Any]]) -> None:
-    """Let the fit loop iterate over `over(loader)` instead of its combined loader.
+    """Let the loop that runs iterate over `over(loader)` instead of its combined loader.
 
     The loop has its first iterator by now, which goes on: another one would draw random numbers, and begin anew what a
     checkpoint resumed. Of a loader without a length the loop has fetched a mini-batch, too.
     """
-    fetcher = trainer.fit_loop._data_fetcher
+    fetcher = trainer._active_loop._data_fetcher
     fetched = getattr(fetcher, "batches", [])
     fetcher.iterator = over(itertools.chain(fetched, _rest_of(fetcher.iterator)))
     if fetched:
@@ -146,9 +146,9 @@ def load_loader_states(trainer: Any) -> None:
         iter(loop._data_fetcher)
 
 
-def training_loaders(trainer: Any) -> list[Any]:
-    """The loaders of the fit loop."""
-    return list(trainer.fit_loop._combined_loader.flattened)
+def active_loaders(trainer: Any) -> list[Any]:
+    """The loaders of the loop that runs."""
+    return list(trainer._active_loop._combined_loader.flattened)
 
 
 def loader_states(trainer: Any) -> list[dict[str, Any]]:
@@ -188,11 +188,12 @@ def restore_batch_hooks(module: Any) -> None:
     vars(module).pop("_on_before_batch_transfer", None)
 
 
-def transferred(module: Any, batch: Any, device: torch.device) -> Any:
-    """The batch after precision conversion and the user's transfer hooks, as the loops call them."""
+def transferred(module: Any, batch: Any, device: torch.device, loader: int = 0) -> Any:
+    """The batch of a data loader (by number) after precision conversion and the user's transfer hooks, as the loops
+    call them."""
     batch = module.trainer.precision_plugin.convert_input(batch)
-    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=loader)
+    return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=loader)
 
 
 def layer_sync(strategy: Any) -> Any:

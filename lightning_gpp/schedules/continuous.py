@@ -58,7 +58,7 @@ def continuous_program(plan: Plan, batch_size: int | None = None, *, num_pipelin
         ScheduleError: the schedule has no steady state, or micro-batches do not divide the mini-batch.
     """
     total = plan.batch_size if batch_size is None else batch_size
-    _check(plan, total)
+    check_continuous(plan, total)
     rows = _training_period(plan, total)
     replicated = {i for i, stage in enumerate(plan.stages) if len(stage.devices) * num_pipelines > 1}
     program = assembled(plan, total, _with_sums(plan, rows, replicated))
@@ -77,10 +77,33 @@ def streaming_program(plan: Plan, batch_size: int | None = None) -> Program:
         ScheduleError: stages are slices or sharded, or micro-batches do not divide the mini-batch.
     """
     total = plan.batch_size if batch_size is None else batch_size
-    _check(plan, total)
+    check_continuous(plan, total)
     program = assembled(plan, total, streaming_period(plan, total), training=False)
     prove(program)
     return program
+
+
+def check_continuous(plan: Plan, total: int) -> None:
+    """Raise ScheduleError if mini-batches of `total` samples need a flush after each."""
+    for stage in plan.stages:
+        if stage.round_robin and total % (stage.micro_batch_size * len(stage.devices)):
+            raise ScheduleError(
+                f"Stage {stage.name!r} has {len(stage.devices)} replicas that take micro-batches of "
+                f"{stage.micro_batch_size} samples in turn: without a flush each must take the same number of them, "
+                f"which a mini-batch of {total} samples does not allow. Choose strategy.micro_batch_size so that all "
+                "replicas get equally many."
+            )
+    if plan.is_sliced:
+        raise ScheduleError(
+            "Slices of sequences (strategy.slices) need a flush after every mini-batch. Remove strategy.slices, or "
+            "flush (strategy.weights=synchronous; in evaluation strategy.streaming=false)."
+        )
+    if plan.sharding == "fsdp":
+        raise ScheduleError(
+            "strategy.sharding=fsdp gathers parameters for one mini-batch at a time, and a pipeline that does not flush"
+            " works on several. Use strategy.sharding=zero1 or none, or flush (strategy.weights=synchronous; in "
+            "evaluation strategy.streaming=false)."
+        )
 
 
 def unrolled(program: Program, num_batches: int) -> Program:
@@ -123,28 +146,6 @@ def prove(program: Program) -> None:
         if number > program.lead + 1 and any(counts[stage] > most[stage] for stage in counts):
             raise ScheduleError("A continuous program holds more micro-batches with every mini-batch.")
         most = counts
-
-
-def _check(plan: Plan, total: int) -> None:
-    for stage in plan.stages:
-        if stage.round_robin and total % (stage.micro_batch_size * len(stage.devices)):
-            raise ScheduleError(
-                f"Stage {stage.name!r} has {len(stage.devices)} replicas that take micro-batches of "
-                f"{stage.micro_batch_size} samples in turn: without a flush each must take the same number of them, "
-                f"which a mini-batch of {total} samples does not allow. Choose strategy.micro_batch_size so that all "
-                "replicas get equally many."
-            )
-    if plan.is_sliced:
-        raise ScheduleError(
-            "Slices of sequences (strategy.slices) need a flush after every mini-batch. Remove strategy.slices, or "
-            "flush (strategy.weights=synchronous; in evaluation strategy.streaming=false)."
-        )
-    if plan.sharding == "fsdp":
-        raise ScheduleError(
-            "strategy.sharding=fsdp gathers parameters for one mini-batch at a time, and a pipeline that does not flush"
-            " works on several. Use strategy.sharding=zero1 or none, or flush (strategy.weights=synchronous; in "
-            "evaluation strategy.streaming=false)."
-        )
 
 
 def _training_period(plan: Plan, total: int) -> list[Row]:

@@ -1,7 +1,7 @@
 """The simulator: step time and peak memory of the same program that the runtime executes."""
 
 from lightning_gpp.cluster import Link
-from lightning_gpp.simulation.period import Period, simulate_period
+from lightning_gpp.simulation.period import Period, simulate_period, steady_seconds
 from lightning_gpp.simulation.simulator import simulate
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
 from lightning_gpp.simulation.timeline import Collective, Span, Timeline, Transfer, trace_events
@@ -17,5 +17,6 @@ __all__ = [
     "Transfer",
     "simulate",
     "simulate_period",
+    "steady_seconds",
     "trace_events",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules import compile_program
+from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.continuous import continuous_program, delays_of, unrolled
 from lightning_gpp.simulation.simulator import simulate
 from lightning_gpp.simulation.stage_costs import StageCosts
@@ -36,12 +36,17 @@ def simulate_period(plan: Plan, costs: StageCosts, num_pipelines: int = 1) -> Pe
         ScheduleError: the schedule has no steady state.
     """
     program = continuous_program(plan, num_pipelines=num_pipelines)
-    number = program.lead + 2
-    some, more = (simulate(unrolled(program, n), costs).makespan for n in (number, number + 2))
-    seconds = (more - some) / 2
+    number, seconds = program.lead + 2, steady_seconds(program, costs)
     return Period(
         seconds=seconds,
-        fill_and_drain=some - number * seconds,
+        fill_and_drain=simulate(unrolled(program, number), costs).makespan - number * seconds,
         flushed=simulate(compile_program(plan, copies=num_pipelines), costs).makespan,
         delays=delays_of(program),
     )
+
+
+def steady_seconds(program: Program, costs: StageCosts) -> float:
+    """Simulated seconds from one mini-batch to the next of a program that does not flush."""
+    number = program.lead + 2
+    some, more = (simulate(unrolled(program, n), costs).makespan for n in (number, number + 2))
+    return (more - some) / 2

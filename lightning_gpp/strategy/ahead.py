@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_gpp._compat import lightning as _compat
 from lightning_gpp.strategy.data import AgreedLoader
-from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.incoming import Incoming
 
@@ -19,75 +20,105 @@ from lightning_gpp.training.incoming import Incoming
 class _Read:
     """A mini-batch as the loader gave it.
 
-    `told`: what other ranks are to know of the loader at its turn; `states`: of stateful loaders after it was read.
+    `told`: what other ranks are to know of the loader at its turn; `mark`: lets checkpoints have the position of the
+    loader after it.
     """
 
     entry: Any
     told: list[bool]
-    states: list[dict[str, Any]]
+    mark: Callable[[], object]
+
+    @property
+    def loader(self) -> int:
+        """The number of the data loader."""
+        _, _, number = self.entry
+        return int(number)
 
 
 class ReadAhead:
-    """Reads a trainer's training data ahead, on the rank that runs the step.
+    """Reads a trainer's data ahead, on the rank that runs the step, in loops that may be nested.
 
     The hooks that move a mini-batch to the device run when it is read, once; all others at its turn. To the other ranks
     and to checkpoints it looks as if loaders were read no further than the current mini-batch.
-
-    Attributes:
-        delivering: whether the loop is about to move a mini-batch that is there already.
     """
 
-    def __init__(self, trainer: pl.Trainer, engine: Engine, incoming: Incoming) -> None:
-        self._trainer, self._engine, self._incoming = trainer, engine, incoming
+    def __init__(self, trainer: pl.Trainer, incoming: Incoming, device: torch.device) -> None:
+        self._trainer, self._incoming, self._device = trainer, incoming, device
         self._module: pl.LightningModule = trainer.lightning_module
-        self._feed = Feed(lambda: engine.ahead, self._prepared, self._left)
-        self._told: list[bool] = []
+        self._control = incoming.control
+        self._around: list[Feed] = []
         self._reading = False
-        self.delivering = False
+
+    @property
+    def active(self) -> bool:
+        """True if the loop that runs has its mini-batches from here."""
+        return bool(self._around) and self._control.runs_step
 
     def attach(self) -> None:
-        """Take part in the loop, which has its data by now."""
+        """Let loops skip the hooks of mini-batches that went through them before."""
+        if self._control.runs_step:
+            _compat.deliver_prepared(self._module, lambda: self.active and not self._reading)
+
+    def train(self, ahead: Callable[[], int]) -> None:
+        """Take part in the loop of training, for the rest of the run."""
         _compat.skip_step_broadcast(self._trainer)
-        if not self._engine.runs_step:
-            return
-        self._incoming.upcoming = lambda: [batch for _, batch in self._feed.upcoming]
-        _compat.deliver_prepared(self._module, lambda: self.delivering and not self._reading)
-        for loader in _compat.training_loaders(self._trainer):
-            if isinstance(loader, AgreedLoader):
-                loader.tell = self._told.append
-        _compat.read_ahead(self._trainer, self._over)
+        self._begin(Feed(ahead, self._prepared, self._left), self._position)
+
+    def evaluate(self, ahead: Callable[[], int]) -> None:
+        """Take part in a loop of evaluation; mini-batches do not follow those of another loader."""
+        self._begin(Feed(ahead, self._prepared, group=lambda read: read.loader), lambda: nothing)
+
+    def end(self) -> None:
+        """Leave the loop that ends, for the one around it."""
+        self._incoming.feed = self._around.pop()
 
     def deliver(self) -> Any:
         """The mini-batch whose turn it is, on the device; all ranks are told of it."""
-        self.delivering = False
-        read, batch = self._feed.turn()
-        _compat.report_loader_states(self._trainer, read.states)
-        self._incoming.announce(batch, anew=self._feed.interrupted)
-        self._feed.interrupted = False
+        feed = self._incoming.feed
+        read, batch = feed.turn()
+        read.mark()
+        self._incoming.announce(batch, anew=feed.interrupted)
+        feed.interrupted = False
         return batch
 
-    def _over(self, loader: Iterable[Any]) -> Iterator[Any]:
-        self._told.clear()
-        for read in self._feed.over(self._read(loader)):
-            self._share(read.told)
-            self.delivering = True
-            yield read.entry
-        self._share(self._told)
+    def _begin(self, feed: Feed, position: Callable[[], Callable[[], object]]) -> None:
+        """Read the data of the loop that runs, which has them by now."""
+        self._around.append(self._incoming.feed)
+        self._incoming.feed = feed
+        if not self._control.runs_step:
+            return
+        told = list[bool]()
+        for loader in _compat.active_loaders(self._trainer):
+            if isinstance(loader, AgreedLoader):
+                loader.tell = told.append
+        _compat.read_ahead(self._trainer, partial(self._over, feed, told, position))
 
-    def _read(self, loader: Iterable[Any]) -> Iterator[_Read]:
-        for entry in loader:
-            yield _Read(entry=entry, told=[*self._told], states=_compat.loader_states(self._trainer))
-            self._told.clear()
+    def _over(
+        self, feed: Feed, told: list[bool], position: Callable[[], Callable[[], object]], loader: Iterable[Any]
+    ) -> Iterator[Any]:
+        def reads() -> Iterator[_Read]:
+            for entry in loader:
+                yield _Read(entry=entry, told=[*told], mark=position())
+                told.clear()
+
+        told.clear()
+        for read in feed.over(reads()):
+            self._share(read.told)
+            yield read.entry
+        self._share(told)
 
     def _share(self, told: list[bool]) -> None:
         for more in told:
-            self._engine.control.share_flag(more)
+            self._control.share_flag(more)
 
-    def _prepared(self, read: _Read) -> tuple[_Read, Any]:
+    def _position(self) -> Callable[[], object]:
+        return partial(_compat.report_loader_states, self._trainer, _compat.loader_states(self._trainer))
+
+    def _prepared(self, read: _Read) -> Any:
         batch, *_ = read.entry
         self._reading = True
         try:
-            return read, _compat.transferred(self._module, batch, self._engine.device)
+            return _compat.transferred(self._module, batch, self._device, read.loader)
         finally:
             self._reading = False
 
@@ -99,3 +130,7 @@ class ReadAhead:
         missing = trainer.max_steps - trainer.global_step
         done = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches
         return missing * trainer.accumulate_grad_batches - done
+
+
+def nothing() -> None:
+    """Evaluation is not resumed in the middle, so checkpoints need not know its position."""

@@ -79,7 +79,7 @@ class Run:
         )
         self.incoming = Incoming(self.module, control)
         self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation)
-        self.ahead: ReadAhead | None = None
+        self.reading = ReadAhead(trainer, self.incoming, device)
         self._num_steps, self._pipeline = int(resumed.get("step", 0)), dict(resumed.get("pipeline", {}))
         self._optimizers: Sequence[Optimizer] = ()
         self._hooks = SharedHooks(self.module, control, self.steps)
@@ -111,8 +111,6 @@ class Run:
         )
         self.steps.engine.load_pipeline_state_dict(self._pipeline)
         self._pipeline = {}
-        if self.job.options.weights != SYNCHRONOUS:
-            self.ahead = ReadAhead(self.trainer, self.steps.engine, self.incoming)
         if self.job.options.trace:
             self.steps.trace = TraceFile(self.trainer.default_root_dir, self.control)
         _compat.install_automatic_optimization(self.trainer)
@@ -145,6 +143,7 @@ class Run:
             self._hooks.attach()
         if not self.control.runs_step:
             _compat.bypass_batch_hooks(self.module)
+        self.reading.attach()
         self._example_input = self.module.example_input_array
         self.module.example_input_array = None  # summaries and loggers would run the whole module with it on one rank
 
@@ -169,6 +168,18 @@ class Run:
             trace.write()
         if trace is not None and complete:
             trace.compare(engine)
+
+    # -- loops --------------------------------------------------------------------------------------------------------
+
+    def begin_training(self) -> None:
+        """Go on where loaders were; let mini-batches be read before their turn, if stages start them before it."""
+        _compat.load_loader_states(self.trainer)
+        if self.engine is not None and self.job.options.weights != SYNCHRONOUS:
+            self.reading.train(self.engine.ahead)
+
+    def begin_evaluation(self, step: str) -> None:
+        """Let mini-batches be read before their turn; the engine may be set up at the first one."""
+        self.reading.evaluate(lambda: 0 if self.engine is None else self.engine.ahead(step))
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from lightning_gpp._compat.lightning import (
     gather_over,
     keep_sigterm_handler,
     layer_sync,
-    load_loader_states,
     reduce_over,
     set_rank_zero,
     subprocess_launcher,
@@ -254,23 +253,38 @@ class GPPStrategy(ParallelStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device, and tell the ranks of the pipeline its size and form; they get a placeholder."""
         run, module = self._run, self.lightning_module
-        announced = run is not None and module is not None and current_hook(module) == "batch_to_device"
-        if run is not None and announced and not run.control.runs_step:
+        if run is None or module is None or current_hook(module) != "batch_to_device":
+            return super().batch_to_device(batch, device, dataloader_idx)
+        if not run.control.runs_step:
             known = run.incoming.announce(None)
             return Placeholder(torch.empty(run.incoming.batch_size, 0)) if known else None
-        if run is not None and run.ahead is not None and run.ahead.delivering:
-            return run.ahead.deliver()
+        if run.reading.active:
+            return run.reading.deliver()
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        if run is not None and announced:
-            run.incoming.announce(batch)
+        run.incoming.announce(batch)
         return batch
 
     def on_train_start(self) -> None:
-        """Go on where loaders were; let mini-batches be read before their turn, if stages start them before it."""
-        if self.lightning_module is not None:
-            load_loader_states(self.lightning_module.trainer)
-        if self._run is not None and self._run.ahead is not None:
-            self._run.ahead.attach()
+        """Take part in the loop of training."""
+        self._running.begin_training()
+
+    def on_validation_start(self) -> None:
+        """Take part in a loop of validation."""
+        self._running.begin_evaluation("validation_step")
+
+    def on_test_start(self) -> None:
+        """Take part in the loop of testing."""
+        self._running.begin_evaluation("test_step")
+
+    def on_predict_start(self) -> None:
+        """Take part in the loop of prediction."""
+        self._running.begin_evaluation("predict_step")
+
+    def on_validation_end(self) -> None:
+        """Leave the loop."""
+        self._running.reading.end()
+
+    on_test_end = on_predict_end = on_validation_end
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """All forwards and backwards of a mini-batch; the detached loss, the same on all ranks of the pipeline."""

@@ -1,15 +1,15 @@
 """Asynchronous training: a pipeline that does not flush between mini-batches, and the weights that it computes with.
 
-Mini-batches of one form that follow each other are a *segment*: at its first one the pipeline fills, at its last one it
-is empty again. In between every rank works on several mini-batches, and steps its optimizers whenever its own part of
-one is complete. No rank waits for one that is behind it.
+Inside a segment every rank works on several mini-batches, and steps its optimizers whenever its own part of one is
+complete. No rank waits for one that is behind it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_gpp._compat.torch import kept_version_counters
-from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.device_gradients import DeviceGradients
 from lightning_gpp.runtime.weights import Counting, Weights, make_policy
@@ -25,14 +24,7 @@ from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.continuous import continuous_program, delays_of
 from lightning_gpp.schedules.delayed import on_one_device
 from lightning_gpp.training.options import Options
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts about a mini-batch that all ranks know: its samples, and a fingerprint of its form."""
-
-    batch_size: int
-    form: int
+from lightning_gpp.training.segments import Facts, Segments, flushed_if_need_be
 
 
 class Asynchronous:
@@ -65,7 +57,7 @@ class Asynchronous:
         self.gradients: DeviceGradients | None = None
         if options.delayed_devices:
             self.gradients = DeviceGradients(lambda: self.policy.weights.parameters)
-        self._segment = range(num_steps, num_steps)
+        self._segments = Segments(num_steps)
         self._filled = num_steps
         self._resumed: int | None = None
         self._since_update, self._accumulated = 0, 1
@@ -84,12 +76,11 @@ class Asynchronous:
         return self._programs[-1][2]
 
     def _made(self, plan: Plan, batch_size: int) -> Program:
-        try:
-            program = continuous_program(plan, batch_size, num_pipelines=self._num_pipelines)
-        except ScheduleError:
-            if batch_size == self._plan.batch_size:
-                raise
-            program = compile_program(plan, batch_size, copies=self._num_pipelines)
+        program = flushed_if_need_be(
+            batch_size == self._plan.batch_size,
+            partial(continuous_program, plan, batch_size, num_pipelines=self._num_pipelines),
+            partial(compile_program, plan, batch_size, copies=self._num_pipelines),
+        )
         return on_one_device(program) if self._options.delayed_devices else program
 
     def _spread(self, plan: Plan) -> Plan:
@@ -120,21 +111,19 @@ class Asynchronous:
             accumulated: mini-batches per optimizer step.
             weights: makes those of the program.
         """
-        begins = step >= self._segment.stop
-        first = step if begins else self._segment.start
-        self._segment = range(first, self._last(step, facts, lead))
+        begins = self._segments.begins_at(step)
+        segment = self._segments.enter(step, facts, self._until_flush(step, lead))
         if begins:
-            self._begin(first, accumulated, weights())
+            self._begin(segment.start, accumulated, weights())
         self._since_update, self._accumulated = self._since_update + 1, accumulated
-        return self._segment
+        return segment
 
-    def _last(self, step: int, facts: Sequence[Facts], lead: int) -> int:
+    def _until_flush(self, step: int, lead: int) -> int | None:
+        """Mini-batches until the next flush that the options want; what is not known in advance cannot be ahead."""
         if step < self._options.synchronous_steps or lead > self.ahead:
-            return step + 1
-        alike = next((i for i, other in enumerate(facts) if other != facts[0]), len(facts))
+            return 1
         every = self._options.flush_every
-        until_flush = alike if every is None else every - step % every
-        return step + min(alike, until_flush)
+        return None if every is None else every - step % every
 
     def _begin(self, first: int, accumulated: int, weights: Weights) -> None:
         done, since = self.policy.updates, self._since_update
@@ -145,20 +134,20 @@ class Asynchronous:
     @property
     def age(self) -> int:
         """Optimizer steps by which the ranks are apart, at most; 0 where the pipeline flushes after the mini-batch."""
-        return -(-self._apart // self._accumulated) if len(self._segment) > 1 else 0
+        return -(-self._apart // self._accumulated) if len(self._segments.current) > 1 else 0
 
     @property
     def refills(self) -> bool:
         """True if the segment goes on from a pipeline that was not empty when an earlier run saved its state."""
-        return self._filled < self._segment.start
+        return self._filled < self._segments.current.start
 
     def on_their_way(self, step: int, lead: int) -> range:
         """The mini-batches that some device has started, where `step` is the next one."""
-        return range(step, min(step + lead, max(step, self._segment.stop)))
+        return self._segments.on_their_way(step, lead)
 
     def empty(self, step: int) -> None:
         """The mini-batches on their way were given up; the next one is `step`."""
-        self._segment = range(step, step)
+        self._segments = Segments(step)
         self.policy.empty()
 
     # -- updates ------------------------------------------------------------------------------------------------------
@@ -194,7 +183,7 @@ class Asynchronous:
             "options": dict(self._options.weight_options or {}),
             "plan": str(self._plan),
             "updates": self.policy.updates,
-            "filled": self._filled if step < self._segment.stop else step,
+            "filled": step if self._segments.begins_at(step) else self._filled,
         }
 
     def take(self, facts: Mapping[str, Any], values: Mapping[str, Mapping[Parameter, Tensor]]) -> None:
@@ -202,7 +191,7 @@ class Asynchronous:
 
         Under another policy the run begins as after synchronous training; under another plan with an empty pipeline.
         """
-        own = self.facts(self._segment.stop)
+        own = self.facts(self._segments.current.stop)
         if any(facts[key] != own[key] for key in ("policy", "options")):
             return
         self.policy.updates = facts["updates"]
@@ -212,11 +201,3 @@ class Asynchronous:
 
 def _parameters(optimizers: Iterable[Optimizer]) -> list[Parameter]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-
-
-def later(arguments: Sequence[Any], number: int) -> list[Any]:
-    """The arguments of the user's step, without the mini-batch, for one that comes `number` mini-batches later."""
-    rest = list(arguments)
-    if number and rest and isinstance(rest[0], int):
-        rest[0] += number  # batch_idx
-    return rest

@@ -16,7 +16,7 @@ from lightning_gpp.errors import ConfigError, GPPError, ShapeError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.stages.step import Invocation
-from lightning_gpp.training.asynchronous import Asynchronous, Facts, later
+from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.checkpoint import (
     load_state,
     make_whole,
@@ -26,6 +26,7 @@ from lightning_gpp.training.checkpoint import (
     whole_optimizer_state,
     whole_state,
 )
+from lightning_gpp.training.evaluation import EvaluationPass
 from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.gradients import StageGradients
 from lightning_gpp.training.machine import Machine
@@ -34,6 +35,7 @@ from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.replicas import Replicas
 from lightning_gpp.training.results import Outputs, combined, loss_and_rest
+from lightning_gpp.training.segments import later
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.shards import whole_states
@@ -79,7 +81,8 @@ class Engine:
         self.machine, self.num_steps = machine, num_steps
         self.current: Session | None = None
         self._trained: Session | None = None
-        self._feed = Feed(lambda: self.ahead)
+        self._feed = Feed(self.ahead)
+        self._evaluation = EvaluationPass(self._incoming, num_steps)
         self._sums = self.job.options.loss_reduction == "sum"
         for index in indices:
             index.move(self.device)
@@ -120,7 +123,10 @@ class Engine:
         return self.control.share(loss.detach().to(CPU, torch.float64))
 
     def evaluate(self, batch: Any, batch_idx: int = 0, *, step: str = "validation_step") -> Any:
-        """Run an evaluation step on a mini-batch; what it returned where `runs_step`, None elsewhere."""
+        """Run an evaluation step on a mini-batch; what it returned where `runs_step`, None elsewhere.
+
+        In a loop over `feed(loader, step)` the pipeline does not flush in between.
+        """
         self._expect(batch)
         return self.run(step, [batch, *step_arguments(getattr(self.module, step), batch_idx)])
 
@@ -160,13 +166,14 @@ class Engine:
             last: whether an optimizer step follows.
         """
         self._training.begin(last=last)
+        self._end_evaluation()
         weight = 1.0 / accumulated
         if not self._sums:
             weight /= self._incoming.batch_size * self.control.num_pipelines
         if self._asynchronous is None:
-            outputs = self._run(TRAINING, arguments, weight, self._sums)
+            outputs = self._run(self._session(TRAINING, arguments), arguments, weight, self.num_steps)
         else:
-            outputs = self._run_ahead(self._asynchronous, arguments, weight, accumulated)
+            outputs = self._train_ahead(self._asynchronous, arguments, weight, accumulated)
         if self.current is not None:
             self.current.tell_not_split()
         self.num_steps += 1
@@ -185,52 +192,72 @@ class Engine:
         if self._asynchronous is not None:
             self._asynchronous.before_update()
 
-    @property
-    def ahead(self) -> int:
-        """Mini-batches that have to be read before their turn."""
-        return 0 if self._asynchronous is None else self._asynchronous.ahead
+    def ahead(self, step: str = TRAINING) -> int:
+        """Mini-batches of a step that have to be read before their turn."""
+        if step == TRAINING:
+            return 0 if self._asynchronous is None else self._asynchronous.ahead
+        return self._sessions.ahead(step)
 
-    def feed(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def feed(self, loader: Iterable[Any], step: str = TRAINING) -> Iterator[Any]:
         """The mini-batches of a loader, for a loop; those that stages start before their turn are read in advance."""
-        self._incoming.upcoming = lambda: self._feed.upcoming
-        for batch in self._feed.over(loader):
-            self._feed.turn()
-            yield batch
+        feed = self._feed if step == TRAINING else Feed(lambda: self.ahead(step))
+        with self._incoming.fed_by(feed):
+            for batch in feed.over(loader):
+                feed.turn()
+                yield batch
 
     def run(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run an evaluation step on the mini-batch that was announced; what it returned, where it ran."""
-        outputs = self._run(step, arguments, 1.0, False)
+        if self._evaluation.is_over:
+            self._end_evaluation()
+        session, current = self._session(step, arguments), self._evaluation
+        if session.streams:
+            segment = current.segment(session, alone=self._incoming.feed is self._feed)
+            outputs = self._run_ahead(session, arguments, 1.0, current.number, segment)
+        else:
+            outputs = self._run(session, arguments, 1.0, current.number)
+        current.number += 1
         return combined(outputs) if outputs else None
 
-    def _run(self, step: str, arguments: Sequence[Any], weight: float, sums: bool) -> Outputs:
-        batch, *rest = arguments
-        self.current = session = self._sessions.of(step, batch)
-        invocation = self._invocation(step, rest, sums, self.num_steps if step == TRAINING else None)
-        size = self._incoming.batch_size
-        return session.run(batch, invocation, size, loss_weight=weight, step=self.num_steps)
+    def _end_evaluation(self) -> None:
+        self._evaluation.end()
+        self._evaluation = EvaluationPass(self._incoming, self.num_steps)
 
-    def _invocation(self, step: str, rest: Sequence[Any], sums: bool, batch: int | None) -> Invocation:
-        around, function = self.job.host.around(step, batch), getattr(self.module, step)
-        return Invocation(function=function, rest=rest, around=around, sums=sums)
+    def _session(self, step: str, arguments: Sequence[Any]) -> Session:
+        self.current = session = self._sessions.of(step, arguments[0])
+        return session
+
+    def _run(self, session: Session, arguments: Sequence[Any], weight: float, number: int) -> Outputs:
+        batch, *rest = arguments
+        size = self._incoming.batch_size
+        return session.run(batch, self._invocation(session, rest, number), size, loss_weight=weight, step=number)
+
+    def _invocation(self, session: Session, rest: Sequence[Any], number: int) -> Invocation:
+        step, trains = session.capture.step, session.training
+        around, function = self.job.host.around(step, number if trains else None), getattr(self.module, step)
+        return Invocation(function=function, rest=rest, around=around, sums=self._sums and trains)
 
     def _run_ahead(
-        self, asynchronous: Asynchronous, arguments: Sequence[Any], weight: float, accumulated: int
+        self, session: Session, arguments: Sequence[Any], weight: float, number: int, segment: range
     ) -> Outputs:
         """A period of a pipeline that does not flush."""
         batch, *rest = arguments
-        incoming = self._incoming
-        if incoming.anew:
+        incoming, size = self._incoming, self._incoming.batch_size
+        batches = [batch, *incoming.feed.upcoming] if self.runs_step else []
+        invocations = [self._invocation(session, later(rest, i), number + i) for i in range(len(incoming.facts))]
+        return session.run_ahead(batches, invocations, size, loss_weight=weight, step=number, segment=segment)
+
+    def _train_ahead(
+        self, asynchronous: Asynchronous, arguments: Sequence[Any], weight: float, accumulated: int
+    ) -> Outputs:
+        """A period of a pipeline that trains without a flush."""
+        if self._incoming.anew:
             self._give_up(asynchronous)
-        self.current = self._trained = session = self._sessions.of(TRAINING, batch)
-        size, facts = incoming.batch_size, [Facts(*known) for known in incoming.facts]
-        lead = session.executor(size).program.lead
+        self._trained = session = self._session(TRAINING, arguments)
+        size, facts = self._incoming.batch_size, self._incoming.facts
         weights = partial(session.weights_of, size, lambda: [index.optimizer for index in self._indices])
-        segment = asynchronous.enter(self.num_steps, facts, lead, accumulated, weights)
-        batches = [batch, *incoming.upcoming()] if self.runs_step else []
-        invocations = [
-            self._invocation(TRAINING, later(rest, i), self._sums, self.num_steps + i) for i in range(len(facts))
-        ]
-        return session.run_ahead(batches, invocations, size, loss_weight=weight, step=self.num_steps, segment=segment)
+        segment = asynchronous.enter(self.num_steps, facts, session.lead(size), accumulated, weights)
+        return self._run_ahead(session, arguments, weight, self.num_steps, segment)
 
     def _give_up(self, asynchronous: Asynchronous) -> None:
         """Let go of the mini-batches on their way; the next one fills the pipeline again."""

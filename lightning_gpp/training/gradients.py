@@ -101,7 +101,7 @@ class StageGradients:
         return torch.stack([square.cpu() for square in squares.values()] or [_NOTHING]).sum().sqrt()
 
     def state(self) -> dict[int, list[float]]:
-        """What later steps may be clipped by, by the number of the optimizer step. All ranks call this."""
+        """The norms that later steps may be clipped by, by number of the optimizer step. All ranks call this."""
         return {known.update: known.added().tolist() for known in self._sums}
 
     def load(self, state: Mapping[int, list[float]]) -> None:

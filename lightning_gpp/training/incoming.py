@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from lightning_gpp.capture.batch import batch_size_of
 from lightning_gpp.training.batches import signature
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.feed import Feed
+from lightning_gpp.training.segments import Facts
 
 
 class Incoming:
@@ -20,24 +23,31 @@ class Incoming:
     Attributes:
         batch_size: samples of the mini-batch that was announced last.
         form: a fingerprint of its structure, and of which parameters are trained.
-        facts: batch size and form of it, and of those mini-batches after it that are known.
-        ahead: how many mini-batches are announced before their turn.
-        upcoming: gives the mini-batches after the current one, on the rank that runs the step.
+        facts: of it, and of those mini-batches after it that are known.
+        feed: tells how many mini-batches are announced before their turn; which, on the rank that runs the step.
         anew: whether the mini-batch that was announced last comes instead of others that were announced before.
     """
 
     def __init__(self, module: nn.Module, control: Control) -> None:
         self.module, self.control = module, control
         self.batch_size, self.form = 0, 0
-        self.facts: list[tuple[int, int]] = []
-        self.ahead = 0
-        self.upcoming: Callable[[], Sequence[Any]] = tuple
+        self.facts: list[Facts] = []
+        self.feed = Feed()
         self.anew = False
         self.follow()
 
     def follow(self) -> None:
         """Take notice of the parameters that are in the module now, in the places of others."""
         self.parameters = list(self.module.parameters())
+
+    @contextmanager
+    def fed_by(self, feed: Feed) -> Iterator[None]:
+        """Inside, mini-batches come from this feed."""
+        before, self.feed = self.feed, feed
+        try:
+            yield
+        finally:
+            self.feed = before
 
     def announce(self, batch: Any, *, anew: bool = False) -> bool:
         """Share the facts of a mini-batch; False if it is None. The arguments count on the rank that runs the step.
@@ -46,19 +56,17 @@ class Incoming:
             batch: the mini-batch.
             anew: whether it comes instead of others that were announced before.
         """
-        numbers = torch.full((2 + self.ahead, 2), -1, dtype=torch.int64)
+        ahead = self.feed.ahead()
+        numbers = torch.full((2 + ahead, 2), -1, dtype=torch.int64)
         if self.control.runs_step and batch is not None:
-            for row, known in enumerate((batch, *self._known())):
+            for row, known in enumerate((batch, *self.feed.upcoming[:ahead])):
                 numbers[row] = torch.tensor((batch_size_of(known), self.form_of(known)))
             numbers[-1, 0] = anew
         *rows, last = self.control.share(numbers).tolist()
         self.anew = last[0] == 1
-        self.facts = [(size, form) for size, form in rows if size >= 0]
+        self.facts = [Facts(size, form) for size, form in rows if size >= 0]
         self.batch_size, self.form = rows[0]
         return bool(self.facts)
-
-    def _known(self) -> list[Any]:
-        return list(self.upcoming())[: self.ahead]
 
     def form_of(self, batch: Any) -> int:
         """Fingerprint of what a capture depends on: the batch's structure, and which parameters are trained."""

@@ -155,6 +155,13 @@ class Options(SearchOptions):
         "policy without the devices.",
     )
 
+    streaming: bool | Literal["auto"] = option(
+        "auto",
+        "validate, test and predict without a flush between mini-batches (docs/inference.md), whose results are the "
+        "same: true, false, or auto, which does so where it is possible.",
+        section="Evaluation and inference",
+    )
+
     recompute: bool | Sequence[str] | None = option(
         None,
         "stages that keep only their inputs between the forward and the backward of a micro-batch, and run their "
@@ -251,6 +258,7 @@ def check_together(options: Options) -> None:
     _check_layout(options)
     _check_stages(options)
     _check_weights(options)
+    _check_streaming(options)
 
 
 def _check_micro_batches(options: Options) -> None:
@@ -359,4 +367,12 @@ def _check_without_flush(options: Options) -> None:
         raise ConfigError(
             f"strategy.{name}={value} cannot be combined with strategy.weights={options.weights}, which does not flush "
             f"the pipeline. Use {instead}, or strategy.weights={SYNCHRONOUS}."
+        )
+
+
+def _check_streaming(options: Options) -> None:
+    if options.streaming is True and options.sharding == "fsdp":
+        raise ConfigError(
+            "strategy.streaming=true cannot be combined with strategy.sharding=fsdp, which gathers parameters for one "
+            "mini-batch at a time. Use strategy.streaming=auto, which then flushes, or another strategy.sharding."
         )

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from lightning_gpp.runtime.weights import Weights
 from lightning_gpp.runtime.weights.context import weights_of
 from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES
+from lightning_gpp.schedules.continuous import streaming_program
 from lightning_gpp.stages import Pipeline, build
 from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.step import Invocation
@@ -32,6 +34,7 @@ from lightning_gpp.training.options import Context
 from lightning_gpp.training.parameters import Placement
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.replicas import Forwarded, Replicas, counterparts
+from lightning_gpp.training.segments import flushed_if_need_be
 from lightning_gpp.training.slice_check import checked_slices
 
 log = logging.getLogger(__name__)
@@ -64,6 +67,7 @@ class Session:
         transport: to the other devices.
         replicas: what ranks with the same parameters do together; None if they have nothing to do.
         asynchronous: trains without a flush between mini-batches; None flushes after each.
+        streams: whether the step is evaluated without a flush between mini-batches.
 
     Raises:
         PlanError: a stage needs parameters that live elsewhere.
@@ -80,8 +84,9 @@ class Session:
         transport: Transport,
         replicas: Replicas | None = None,
         asynchronous: Asynchronous | None = None,
+        streams: bool = False,
     ) -> None:
-        self.asynchronous = asynchronous
+        self.asynchronous, self.streams = asynchronous, streams
         self.capture, self.plan, self.training = capture, plan, capture.step == TRAINING
         self.pipeline: Pipeline = build(capture, plan, module)
         _check_placement(self.pipeline, plan, placement, capture.step)
@@ -125,9 +130,25 @@ class Session:
     def _program(self, batch_size: int, together: bool) -> Program:
         if self.asynchronous is not None:
             return self.asynchronous.program(self.plan, batch_size)
+        if self.streams:
+            return flushed_if_need_be(
+                batch_size == self.plan.batch_size,
+                partial(streaming_program, self.plan, batch_size),
+                partial(compile_program, self.plan, batch_size, training=False),
+            )
         if together:
             return compile_program(self.plan, batch_size, self.training, copies=self._control.num_pipelines)
         return compile_program(replace(self.plan, sharding="none"), batch_size, self.training, reduce=False)
+
+    def lead(self, batch_size: int) -> int:
+        """The most mini-batches of this size by which a device is ahead."""
+        return self.executor(batch_size).program.lead
+
+    @property
+    def ahead(self) -> int:
+        """Mini-batches that have to be known before their turn: the lead with the largest ones so far."""
+        size, _ = max(self._executors, default=(0, True))
+        return self.lead(size) if self.streams and size else 0
 
     def _agreed(self, batch_size: int) -> bool:
         if self._replicas is None:

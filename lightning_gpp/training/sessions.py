@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_gpp.capture import Capture
+from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
+from lightning_gpp.schedules.continuous import check_continuous
 from lightning_gpp.stages.declared import Declared
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
@@ -59,6 +61,10 @@ class Sessions:
             self._sessions[key] = self._new(step, batch)
         return self._sessions[key]
 
+    def ahead(self, step: str) -> int:
+        """Mini-batches of an evaluation step that have to be known before their turn; 0 before the first."""
+        return max((session.ahead for (name, _), session in self._sessions.items() if name == step), default=0)
+
     def _new(self, step: str, batch: Any) -> Session:
         captured = self._captured(step, batch)
         plan = (refitted if step == TRAINING else evaluation_plan)(captured, self.layout.plan)
@@ -74,7 +80,25 @@ class Sessions:
             transport=self._transport if step == TRAINING else self._evaluating,
             replicas=replicas,
             asynchronous=self._asynchronous if step == TRAINING else None,
+            streams=step != TRAINING and self._streams(plan),
         )
+
+    def _streams(self, plan: Plan) -> bool:
+        """True if the steps of an evaluation follow each other without a flush.
+
+        Raises:
+            ScheduleError: the user wants that, and it is not possible.
+        """
+        wanted = self.job.options.streaming
+        if not wanted or plan.num_devices == 1:
+            return False
+        try:
+            check_continuous(plan, plan.batch_size)
+        except ScheduleError:
+            if wanted is True:
+                raise
+            return False
+        return True
 
     def _captured(self, step: str, batch: Any) -> Capture | Declared:
         """The capture of this form of the batch; the first one was made for the plan."""

@@ -32,6 +32,7 @@ from lightning_gpp.training.compiled import warning_of_cuts
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.costs import measured_costs
 from lightning_gpp.training.engine import Engine
+from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.gradients import StageGradients
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
@@ -91,7 +92,8 @@ def set_up(
     if step == TRAINING and job.options.weights != SYNCHRONOUS:
         asynchronous = Asynchronous(job.options, found, job.control.num_pipelines, optimizers, num_steps)
         gradients = StageGradients(job.module, layout, job.control, job.options.clip_norm)
-        incoming.ahead = asynchronous.ahead
+        ahead = asynchronous.ahead
+        incoming.feed = Feed(lambda: ahead)
     sessions = Sessions(
         job,
         incoming,

@@ -84,7 +84,7 @@ class TraceFile:
         """On global rank zero: print the simulated times against the measured ones of all ranks, and write them beside
         the trace. All ranks must call it, after a run without failures."""
         plan, graph = engine.plan, engine.graph
-        if not self._latest or engine.ahead:  # without a flush no mini-batch has a timeline of its own
+        if not self._latest or engine.ahead():  # without a flush no mini-batch has a timeline of its own
             return
         measured = gathered(self._alike(plan.batch_size), plan, self.control)
         if self.control.rank != 0:

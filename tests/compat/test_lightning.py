@@ -281,10 +281,10 @@ def test_read_ahead_of_what_was_fetched() -> None:
     assert seen == [3, 2, 1, 0]
 
 
-def test_training_loaders() -> None:
+def test_active_loaders() -> None:
     found: list[Any] = []
     data = Countdown()
-    fit(Line(), data, on_train_start=lambda trainer: found.extend(compat.training_loaders(trainer)))
+    fit(Line(), data, on_train_start=lambda trainer: found.extend(compat.active_loaders(trainer)))
     assert found == [data]
 
 

@@ -157,6 +157,38 @@ def test_checkpoints_are_those_of_one_process(tmp_path: Any) -> None:
     other.load_state_dict(saved["optimizer"])
 
 
+def evaluated(rank: int) -> list[list[State]]:
+    """The results of mini-batches alone, those of a pass over a feed, and of a pass after half of another; and of one
+    mini-batch twice, in the middle of training."""
+    data = batches()
+    model, optimizer = model_and_optimizer(Trained)
+    options = Options(stages=STAGES, num_micro_batches=2, weights="stash")
+    with initialize(model, optimizer, data[0], options=options) as engine:
+        alone = [engine.evaluate(batch) for batch in data]
+        streamed = [engine.evaluate(batch) for batch in engine.feed(data, "validation_step")]
+        for number, batch in enumerate(engine.feed(data, "validation_step")):
+            engine.evaluate(batch)
+            if number == 1:
+                break
+        again = [engine.evaluate(batch) for batch in engine.feed(data, "validation_step")]
+        for batch in engine.feed(data[:4]):
+            engine.train_step(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            twice = [engine.evaluate(data[0]), engine.evaluate(data[0])]
+    return [[plain(result) for result in results if result] for results in (alone, streamed, again, twice)]
+
+
+def test_evaluation_streams() -> None:
+    (alone, streamed, again, twice), nothing = run_distributed(2, evaluated)
+    assert streamed == alone
+    assert again == alone
+    assert len(alone) == len(batches())
+    assert not any(nothing)
+    assert twice[:1] == twice[1:]
+    assert twice[0] != alone[0]
+
+
 def with_steps(rank: int) -> tuple[float, Any, Any]:
     data = batches()
     model, optimizer = model_and_optimizer(Trained)
