@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planners.plans import MAX_EVALUATIONS, Case, random_requests, ratio, step_seconds
+from benchmarks.planners.plans import GROUPS, MAX_EVALUATIONS, Case, random_requests, ratio, step_seconds
 from lightning_gpp.planning.partitioners.auto import search
 
 EARLIER = json.loads((Path(__file__).parent / "step_times.json").read_text())
 """Seconds by request of `benchmarks.planners.plans`, from searches of as many evaluations; None without a plan."""
+
+SAME = 1 + 1e-5
+"""Step times are recorded with six digits."""
 
 CASES = [(label, case) for label, case in random_requests() if int(label.split()[1]) % 5 == 0]
 
@@ -19,4 +22,13 @@ CASES = [(label, case) for label, case in random_requests() if int(label.split()
 @pytest.mark.parametrize(("label", "case"), CASES, ids=[label for label, _ in CASES])
 def test_no_step_is_longer(label: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "MAX_EVALUATIONS", MAX_EVALUATIONS)
-    assert ratio(EARLIER[label], step_seconds(case)) <= 1 + 1e-5
+    assert ratio(EARLIER[label], step_seconds(case)) <= SAME
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("group", GROUPS)
+def test_no_step_of_a_group_is_longer(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "MAX_EVALUATIONS", MAX_EVALUATIONS)
+    ratios = {label: ratio(EARLIER[label], step_seconds(case)) for label, case in GROUPS[group]()}
+    assert not {label: value for label, value in ratios.items() if value > SAME}
