@@ -2,9 +2,12 @@
 
 def forward(values, b):
     input0 = values["input0"]
-    v3_0 = image_tower(input0)
-    v9_0 = cat([v3_0, v7_0], 1)
+    v3_0 = image_tower__0(input0)
+    v9_0 = cat__0([v3_0, v7_0], 1)
     return {"v9_0": v9_0}
+
+Names of values have one underscore before the number, names of the user's modules and functions two. What a user wrote
+becomes source only as an identifier in ASCII or as the literal of a string; all else is bound to a name.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -55,6 +60,7 @@ class StageCode:
     used_states: set[str] = field(default_factory=set)
     modules: list[str] = field(default_factory=list)
     defined: set[str] = field(default_factory=set)
+    temporaries: int = 0
 
     def compile(self) -> StageFunction:
         for ref in self.received:
@@ -147,12 +153,12 @@ class StageCode:
     # --- lines
 
     def _call_module(self, call: ModuleCall, inside: set[int]) -> None:
-        target = self._name(call.path.replace(".", "_") or "module", self.module.get_submodule(call.path))
+        target = self._name(call.path or "module", self.module.get_submodule(call.path))
         self.modules.append(call.path)
         self.used_states |= {name for number in inside for name in self.network.calls[number].states()}
         if call.checkpoint is not None and self._region_of(call.parent) != call.checkpoint:
             target = self._name("checkpoint", functools.partial(checkpoint, self.names[target], use_reentrant=False))
-        result = self._name("out", None) if not isinstance(call.result, Ref) else variable(call.result)
+        result = self._temporary() if not isinstance(call.result, Ref) else variable(call.result)
         self._line(f"{result} = {target}({self._arguments(call.args, call.kwargs)})", call.context)
         if not isinstance(call.result, Ref):
             self._unpack(result, call.result)
@@ -180,9 +186,9 @@ class StageCode:
                 "checkpoint whole submodules: checkpoint(self.block, x)",
             )
         self.used_states |= set(call.states())
-        target = self._name(re.sub(r"\W", "_", call.target), call.function)
+        target = self._name(call.target, call.function)
         simple = isinstance(call.result, Ref)
-        result = variable(call.result) if simple else self._name("out", None)
+        result = variable(call.result) if simple else self._temporary()
         self._line(f"{result} = {target}({self._arguments(call.args, call.kwargs)})", call.context)
         if simple:
             self.defined.add(result)
@@ -228,8 +234,9 @@ class StageCode:
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         parts = [self._expression(arg) for arg in args]
-        parts += [f"{name}={self._expression(value)}" for name, value in kwargs.items()]
-        return ", ".join(parts)
+        parts += [f"{name}={self._expression(value)}" for name, value in kwargs.items() if _is_name(name)]
+        others = {name: value for name, value in kwargs.items() if not _is_name(name)}
+        return ", ".join([*parts, *([f"**{self._container(others)}"] if others else [])])
 
     def _expression(self, value: Any) -> str:
         if isinstance(value, Ref):
@@ -240,7 +247,7 @@ class StageCode:
             return f"({int(value.value.per_sample)} * b + {int(value.value.fixed)})"
         if isinstance(value, ModuleRef):
             return self._name("module", self.module.get_submodule(value.path))
-        if value is None or value is Ellipsis or isinstance(value, bool | int | str):
+        if value is None or value is Ellipsis or type(value) in (bool, int, str):
             return repr(value)
         return self._container(value)
 
@@ -251,12 +258,15 @@ class StageCode:
             items = "".join(f"{self._expression(item)}, " for item in value)
             return f"[{items}]" if type(value) is list else f"({items})"
         if type(value) is dict:
-            return "{" + ", ".join(f"{k!r}: {self._expression(v)}" for k, v in value.items()) + "}"
+            return "{" + ", ".join(f"{self._key(k)}: {self._expression(v)}" for k, v in value.items()) + "}"
         leaves, structure = pytree.tree_flatten(value)
         if len(leaves) == 1 and leaves[0] is value:
             return self._name("constant", value)
         self.names["unflatten"] = pytree.tree_unflatten
         return f"unflatten([{', '.join(map(self._expression, leaves))}], {self._name('structure', structure)})"
+
+    def _key(self, key: Any) -> str:
+        return repr(key) if type(key) in (bool, int, str) else self._name("key", key)
 
     def _state(self, name: str) -> str:
         owner, _, attribute = name.rpartition(".")
@@ -265,13 +275,20 @@ class StageCode:
         return f"getattr({self._name('owner', self.module.get_submodule(owner))}, {attribute!r})"
 
     def _name(self, stem: str, value: Any) -> str:
-        """A name for a value in the namespace of the source."""
-        for number in range(len(self.names) + 2):
-            name = f"{stem}_{number}"
-            if name not in self.names:
-                self.names[name] = value
-                return name
-        raise AssertionError("unreachable: there are infinitely many names")
+        """A name for a value in the namespace of the source, as close to `stem` as an identifier can be."""
+        prefix = re.sub(r"^(?=\d)|[^0-9A-Za-z_]", "_", stem)
+        name = next(name for number in count() if (name := f"{prefix}__{number}") not in self.names)
+        self.names[name] = value
+        return name
+
+    def _temporary(self) -> str:
+        """A name for a result that is not a single tensor."""
+        self.temporaries += 1
+        return f"out_{self.temporaries}"
+
+
+def _is_name(text: str) -> bool:
+    return text.isascii() and text.isidentifier() and not iskeyword(text)
 
 
 @contextmanager
