@@ -121,9 +121,23 @@ class OfPipeline:
     policy: Counting
     first: Mapping[int, int]
 
-    def __getattr__(self, name: str) -> Callable[[Use], None]:
-        method = getattr(self.policy, name)
-        return lambda use: method(use._replace(micro_batch=use.micro_batch + self.first[use.stage]))
+    def enter_period(self, period: int) -> None:
+        self.policy.enter_period(period)
+
+    def enter_forward(self, use: Use) -> None:
+        self.policy.enter_forward(self._of_all(use))
+
+    def leave_forward(self, use: Use) -> None:
+        self.policy.leave_forward(self._of_all(use))
+
+    def enter_backward(self, use: Use) -> None:
+        self.policy.enter_backward(self._of_all(use))
+
+    def leave_backward(self, use: Use) -> None:
+        self.policy.leave_backward(self._of_all(use))
+
+    def _of_all(self, use: Use) -> Use:
+        return use._replace(micro_batch=use.micro_batch + self.first[use.stage])
 
 
 class Run:
