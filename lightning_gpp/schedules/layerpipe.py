@@ -1,10 +1,12 @@
-"""LayerPipe, for synchronous training: weight gradients are tasks of their own, which balance the loads.
+"""LayerPipe: weight gradients are tasks of their own, and forwards are far ahead of backwards.
 
 Source: Unnikrishnan and Parhi, LayerPipe: Accelerating Deep Neural Network Training by Intra-Layer and Inter-Layer
 Gradient Pipelining and Multiprocessor Scheduling, ICCAD 2021 (arXiv 2108.06629). There, input and weight gradients of a
 layer are independent tasks of a multiprocessor schedule, and its forward and backward are twice as many micro-batches
-apart as layers follow. This schedule keeps both ideas. It has no delayed weights, which would change the result, and
-moves no tasks to neighbours, because parameters stay on their stage's devices.
+apart as layers follow, so gradients are delayed. That is this schedule without a flush: the delay of a stage is twice
+the number of stages that follow (LayerPipe2, arXiv 2512.08160), and nobody waits for messages that take no longer than
+half a micro-batch's work. With a flush it keeps both ideas as far as results allow. It moves no tasks to neighbours,
+because parameters stay on their stage's devices.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from __future__ import annotations
 from typing import Final
 
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules.actions import Schedule
 from lightning_gpp.schedules.bubble_filling import Preference, fill, forwards_ahead
+from lightning_gpp.schedules.device_orders import Orders
+from lightning_gpp.schedules.handcrafted import split_orders
 from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.work import work_of
 
@@ -30,11 +33,14 @@ DISTANCE: Final = 2
 
 
 @register_schedule("layerpipe")
-def layerpipe(plan: Plan, batch_size: int) -> Schedule:
+def layerpipe(plan: Plan, batch_size: int) -> Orders:
     """A multiprocessor schedule: each device prefers input gradients, then forwards, and never idles while W is left.
 
-    A stage of depth d has up to 2d - 1 micro-batches between forward and input gradients. Loads balance because the
+    A stage of depth d has up to 2d - 1 micro-batches between forward and input gradients, and exactly as many where the
+    pipeline does not flush: then devices alternate, as they have nothing to choose. Loads balance because the
     busiest devices leave their W to the end of the step. The memory limit is `plan.memory_bytes`; if that is unknown,
     twice the peak of the neediest device under 1F1B.
     """
+    if plan.period:
+        return split_orders(plan, batch_size, DISTANCE)
     return fill(work_of(plan, batch_size), [Preference(ahead=forwards_ahead(plan, DISTANCE))], share=DISTANCE)

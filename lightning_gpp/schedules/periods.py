@@ -89,11 +89,12 @@ def _ends(message: Message, plan: Plan, total: int) -> tuple[tuple[object, ...],
 def by_update(row: Sequence[Action], plan: Plan, total: int) -> Iterator[Action]:
     """The row with every backward behind those of all earlier mini-batches: an optimizer step comes in between.
 
-    Devices with one stage have that order anyway.
+    Weight gradients that would come too late are computed earlier; on devices with several stages, backwards may have
+    to wait.
     """
     left = Counter(local(action, plan, total)[1] for action in row if action.kind in FOR_UPDATE)
     current, held = 0, list[Action]()
-    for action in row:
+    for action in _weights_in_time(row, plan, total):
         if action.kind in FOR_UPDATE and local(action, plan, total)[1] > current:
             held.append(action)
             continue
@@ -106,6 +107,28 @@ def by_update(row: Sequence[Action], plan: Plan, total: int) -> Iterator[Action]
             left[current] -= len(free)
             yield from free
         current += not left[current]
+
+
+def _weights_in_time(row: Sequence[Action], plan: Plan, total: int) -> Iterator[Action]:
+    """The row with the weight gradients of a mini-batch no later than right after its last input gradients.
+
+    Where a pipeline flushes they fill the bubble at its end; without a flush there is none, and the later the optimizer
+    steps, the older are the weights of the forwards before it.
+    """
+    left = Counter(local(action, plan, total)[1] for action in row if action.kind is Kind.INPUT)
+    late = [action for action in row if action.kind is Kind.WEIGHT]
+    done = set[Action]()
+    for action in row:
+        if action in done:
+            continue
+        yield action
+        done.add(action)
+        batch = local(action, plan, total)[1]
+        left[batch] -= action.kind is Kind.INPUT
+        if action.kind is Kind.INPUT and not left[batch]:
+            due = [weight for weight in late if local(weight, plan, total)[1] == batch and weight not in done]
+            yield from due
+            done.update(due)
 
 
 def after_backwards(row: Row, number: int) -> list[int]:

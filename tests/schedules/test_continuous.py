@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 
+from lightning_gpp.cluster import Link
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import compile_program, verify
@@ -68,6 +69,26 @@ def test_delays_on_a_graph_follow_its_depth() -> None:
     graph = towers(2, 2, 1)
     assert delays_of(continuous_program(graph)) == {0: 2, 1: 1, 2: 2, 3: 1, 4: 0}
     assert delays_of(continuous_program(graph.chained())) == {0: 4, 1: 3, 2: 2, 3: 1, 4: 0}
+
+
+def test_weight_gradients_do_not_hold_back_the_optimizer_step() -> None:
+    """With a flush, ZB-H1 leaves them for the bubble at the end; here that would make the sink's weights late."""
+    program = continuous_program(chain([1] * 3, 2, schedule="zb_h1"))
+    assert text_of(program, 2) == "0F0' 0I0 0W0 0F1' 0I1 0W1"
+    assert text_of(program, 0) == "2F0 2I0 2F1 2I1 2W0 2W1"
+    assert delays_of(program) == delays_of(continuous_program(chain([1] * 3, 2)))
+
+
+@pytest.mark.parametrize("plan", [chain([1] * 4, 1), towers(2, 2, 1)], ids=["chain", "towers"])
+def test_layerpipe_doubles_delays_and_hides_links(plan: Plan) -> None:
+    """LayerPipe2's delays; a link that takes half of a micro-batch's work does not lengthen the period."""
+    late = replace(plan, schedule="layerpipe")
+    assert list(delays_of(continuous_program(late)).values()) == [
+        2 * delay for delay in delays_of(continuous_program(plan)).values()
+    ]
+    costs = replace(StageCosts.uniform(plan, 1, 2, weight=0.5), default_link=Link(latency=1.5))
+    assert simulate_period(late, costs).seconds == pytest.approx(3)
+    assert simulate_period(plan, costs).seconds >= 4.5
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2", "layerpipe", "interleaved", "adaptive", "zero_bubble"])
