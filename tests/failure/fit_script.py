@@ -23,9 +23,15 @@ from lightning_gpp import GPPStrategy
 STAGES = {3: {"first": 0, "second": 1, "third": 2}, 2: {"first": 0, "second": 0, "third": 1}}
 FAILURE_TIMEOUT = 12.0
 """Seconds. A stopped rank counts as stopped after a fifth of it."""
-MICRO_BATCHES = 4
-CALLS_BEFORE = {"warm-up": 0, "steady": 2 * MICRO_BATCHES + 1, "validation": 0}
-"""Forwards of a stage, in the fault's mode, before the fault: warm-up is the first, steady in the third mini-batch."""
+MICRO_BATCHES, MINI_BATCHES = 4, 8
+CALLS_BEFORE = {
+    "warm-up": 0,
+    "steady": 2 * MICRO_BATCHES + 1,
+    "drain": MINI_BATCHES * MICRO_BATCHES - 1,
+    "validation": 0,
+}
+"""Forwards of a stage, in the fault's mode, before the fault: warm-up is the first, steady in the third mini-batch. In
+the drain there are only backwards: that of the last forward fails."""
 
 
 def inject(fault: str) -> None:
@@ -46,16 +52,20 @@ class Block(nn.Module):
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(x) is Tensor and dist.is_initialized():
-            self.fail_if_wanted()
-        return torch.relu(self.linear(x))
-
-    def fail_if_wanted(self) -> None:
         phase = os.environ.get("FAULT_PHASE", "")
-        if phase and self.training == (phase != "validation") and dist.get_rank() == int(os.environ["FAULT_RANK"]):
-            self.calls += 1
-            if self.calls == CALLS_BEFORE[phase] + 1:
-                inject(os.environ["FAULT"])
+        fails = phase and type(x) is Tensor and dist.is_initialized() and self.is_time(phase)
+        if fails and phase != "drain":
+            inject(os.environ["FAULT"])
+        y = torch.relu(self.linear(x))
+        if fails:
+            y.register_hook(lambda gradient: inject(os.environ["FAULT"]))
+        return y
+
+    def is_time(self, phase: str) -> bool:
+        """Whether this forward is the one that fails."""
+        here = self.training == (phase != "validation") and dist.get_rank() == int(os.environ["FAULT_RANK"])
+        self.calls += here
+        return here and self.calls == CALLS_BEFORE[phase] + 1
 
 
 class Module(L.LightningModule):
@@ -82,11 +92,13 @@ class Module(L.LightningModule):
 def fit(folder: str, world_size: int, callbacks: list[L.Callback] | None = None) -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(1)
-    data = DataLoader(TensorDataset(torch.randn(64, 8), torch.rand(64, 8)), batch_size=8)
+    samples = 8 * MINI_BATCHES
+    data = DataLoader(TensorDataset(torch.randn(samples, 8), torch.rand(samples, 8)), batch_size=8)
     trainer = L.Trainer(
         strategy=GPPStrategy(
             stages=STAGES[world_size],
             num_micro_batches=MICRO_BATCHES,
+            weights=os.environ.get("WEIGHTS", "synchronous"),
             failure_timeout=FAILURE_TIMEOUT,
             self_check=False,
         ),

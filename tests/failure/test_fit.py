@@ -59,7 +59,27 @@ def fault(kind: str, rank: int, phase: str) -> dict[str, str]:
 @pytest.mark.parametrize("rank", range(WORLD_SIZE))
 @pytest.mark.parametrize("kind", ["raise", "kill", "stop"])
 def test_a_fault_ends_all_ranks(tmp_path: Path, kind: str, rank: int, phase: str) -> None:
-    arguments = (str(tmp_path), fault(kind, rank, phase))
+    check_that_all_end(tmp_path, kind, rank, phase)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "phase"), [("raise", 0, "warm-up"), ("kill", 2, "steady"), ("stop", 1, "drain")]
+)
+def test_a_fault_without_a_flush(tmp_path: Path, kind: str, rank: int, phase: str) -> None:
+    """In the fill, the steady state, and the drain of a pipeline that is several mini-batches ahead."""
+    check_that_all_end(tmp_path, kind, rank, phase, WEIGHTS="stash")
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("phase", ["warm-up", "steady", "drain", "validation"])
+@pytest.mark.parametrize("rank", range(WORLD_SIZE))
+@pytest.mark.parametrize("kind", ["raise", "kill", "stop", "exit"])
+def test_every_fault_without_a_flush(tmp_path: Path, kind: str, rank: int, phase: str) -> None:
+    check_that_all_end(tmp_path, kind, rank, phase, WEIGHTS="stash")
+
+
+def check_that_all_end(tmp_path: Path, kind: str, rank: int, phase: str, **environment: str) -> None:
+    arguments = (str(tmp_path), fault(kind, rank, phase) | environment)
     with processes_running(tmp_path, WORLD_SIZE, fit_as_torchrun_would, *arguments) as running:
         running.wait(50)
     assert time.monotonic() - began(running.output(rank)) < BOUND.get(kind, 5.0)
