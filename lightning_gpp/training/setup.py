@@ -180,7 +180,8 @@ def _plan_of_rank_0(job: Job, captured: Capture | Declared, batch: Any, machine:
         try:
             with search_progress() as progress:
                 measured = lambda: machine.measured(captured, batch)  # noqa: E731
-                devices = job.options.delayed_devices or job.control.num_devices
+                delayed = 0 if job.known else job.options.delayed_devices
+                devices = delayed or job.control.num_devices
                 outcome = plan_for(captured, job.options, devices, job.known, measured, progress)
         except GPPError as error:
             outcome = error
