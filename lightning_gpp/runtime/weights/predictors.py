@@ -2,11 +2,14 @@
 
 A *linear* predictor assumes that every update is like the last one; a *decay* predictor that gradients vanish, so that
 only momentum goes on. Learning rates are those of the moment.
+
+Decoupled weight decay (AdamW) is left out by the linear predictor, as PipeOptim and SpecTrain do; the decay predictor
+shrinks the weights in every predicted update, as FTPipe does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,6 +33,7 @@ class Rule:
     optimizer: Optimizer
     descent: Change
     needs_gradient: Callable[[Group], bool]
+    shrinks: bool
 
     def needing_gradients(self) -> Iterator[Parameter]:
         """Parameters whose last gradient the prediction needs."""
@@ -45,7 +49,10 @@ class Rule:
         if gradient is not None:
             gradient = _with_decay(gradient, parameter, group)
         descent = self.descent(group, state, updates, gradient)
-        return None if descent is None else -group["lr"] * descent
+        if descent is None:
+            return None
+        change: Tensor = -group["lr"] * descent
+        return change - _lost(group, updates) * parameter.data if self.shrinks else change
 
 
 def predictor_of(optimizer: Optimizer, kind: str) -> Rule:
@@ -63,7 +70,7 @@ def predictor_of(optimizer: Optimizer, kind: str) -> Rule:
             " Use one of these, or another policy (strategy.weights=stash or double_buffer), which works with all."
         )
     descent, needs_gradient = rules[type(plain)]
-    return Rule(plain, descent, needs_gradient)
+    return Rule(plain, descent, needs_gradient, kind == "decay")
 
 
 def _with_decay(gradient: Tensor, parameter: Parameter, group: Group) -> Tensor:
@@ -71,6 +78,16 @@ def _with_decay(gradient: Tensor, parameter: Parameter, group: Group) -> Tensor:
     gradient = -gradient if group.get("maximize") else gradient
     decay = 0.0 if group.get("decoupled_weight_decay") else group["weight_decay"]
     return gradient + decay * parameter.data if decay else gradient
+
+
+def _shrink(group: Group) -> float:
+    """The factor by which decoupled weight decay shrinks the weights in every update."""
+    return float(1 - group["lr"] * group["weight_decay"]) if group.get("decoupled_weight_decay") else 1.0
+
+
+def _lost(group: Group, updates: int) -> float:
+    """The part of the weights that decoupled weight decay takes in that many updates."""
+    return 1.0 - _shrink(group) ** updates
 
 
 def _never(group: Group) -> bool:
@@ -121,12 +138,15 @@ def _nadam(group: Group, state: dict[str, Any], updates: int, gradient: Tensor |
     if "exp_avg" not in state or gradient is None:
         return None
     first, second = group["betas"]
-    step, product, decay = float(state["step"]), float(state["mu_product"]), group["momentum_decay"]
-    now = first * (1 - 0.5 * 0.96 ** (step * decay))
-    following = first * (1 - 0.5 * 0.96 ** ((step + 1) * decay))
+    step, product = float(state["step"]), float(state["mu_product"])
+    now, following = _nadam_momentum(group, step), _nadam_momentum(group, step + 1)
     root = (state["exp_avg_sq"] / (1 - second**step)).sqrt() + group["eps"]
     mean = (1 - now) / (1 - product) * gradient + following / (1 - product * following) * state["exp_avg"]
     return torch.as_tensor(updates * mean / root)
+
+
+def _nadam_momentum(group: Group, step: float) -> float:
+    return float(group["betas"][0] * (1 - 0.5 * 0.96 ** (step * group["momentum_decay"])))
 
 
 def _sgd_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
@@ -144,8 +164,34 @@ def _adam_decaying(group: Group, state: dict[str, Any], updates: int, gradient: 
     if "exp_avg" not in state:
         return None
     step, first = float(state["step"]), group["betas"][0]
-    terms = [_adam_step(group, state, step + k, first**k) for k in range(1, updates + 1)]
-    return torch.stack(terms).sum(dim=0)
+    return _summed(group, [_adam_step(group, state, step + k, first**k) for k in range(1, updates + 1)])
+
+
+def _summed(group: Group, descents: Sequence[Tensor]) -> Tensor:
+    """The descents of updates in a row; each is shrunk by the updates after it."""
+    after = range(len(descents) - 1, -1, -1)
+    return torch.stack([_shrink(group) ** k * descent for k, descent in zip(after, descents, strict=True)]).sum(dim=0)
+
+
+def _nadam_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
+    """The second moment stays, as for Adam."""
+    if "exp_avg" not in state:
+        return None
+    first, second = group["betas"]
+    step, product, terms = float(state["step"]), float(state["mu_product"]), list[Tensor]()
+    for k in range(1, updates + 1):
+        product *= _nadam_momentum(group, step + k)
+        following = _nadam_momentum(group, step + k + 1)
+        root = (state["exp_avg_sq"] / (1 - second ** (step + k))).sqrt() + group["eps"]
+        terms.append(following / (1 - product * following) * first**k * state["exp_avg"] / root)
+    return _summed(group, terms)
+
+
+def _rmsprop_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
+    if not group["momentum"] or "momentum_buffer" not in state:
+        return None
+    factor: float = sum(group["momentum"] ** k for k in range(1, updates + 1))
+    return torch.as_tensor(factor * state["momentum_buffer"])
 
 
 PREDICTORS: Final[dict[str, dict[type[Optimizer], tuple[Change, Callable[[Group], bool]]]]] = {
@@ -158,8 +204,10 @@ PREDICTORS: Final[dict[str, dict[type[Optimizer], tuple[Change, Callable[[Group]
     },
     "decay": {
         SGD: (_sgd_decaying, _never),
+        RMSprop: (_rmsprop_decaying, _never),
         Adam: (_adam_decaying, _never),
         AdamW: (_adam_decaying, _never),
+        NAdam: (_nadam_decaying, _never),
     },
 }
 """For every kind of predictor the optimizers that it knows: the rule, and whether that needs the last gradient."""
