@@ -27,7 +27,7 @@ def batch_size_of(batch: Any) -> int:
 
 
 def slice_batch(batch: Any, start: int, stop: int, total: int) -> Any:
-    """Samples `[start, stop)` of a batch of `total`; what is not per sample is passed unchanged.
+    """Samples `[start, stop)` of a batch of `total`; values that are not per sample are unchanged.
 
     Tensors whose first dimension is `total`, and lists of `total` strings or numbers, are per sample.
     """

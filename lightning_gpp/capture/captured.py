@@ -1,4 +1,4 @@
-"""`capture_step`: from a LightningModule and one example batch to an operator graph, and to the calls behind it."""
+"""`capture_step`: makes an operator graph, with the calls behind it, from a LightningModule and one example batch."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def capture_step(
 ) -> Capture:
     """Capture the computation of `module.<step>(batch, batch_idx)`.
 
-    Takes no memory and no computing of the model: only shapes and dtypes of parameters and batch matter, so both may be
-    on the meta device. The module and the random number generators do not change.
+    The model takes no memory and computes nothing: only shapes and dtypes of parameters and batch matter, so both may
+    be on the meta device. The module and the random number generators do not change.
 
     Args:
         module: a LightningModule (or any module with a method named `step`).

@@ -1,4 +1,4 @@
-"""A copy of the user's module to record on: same code, fake parameters, and no state shared that recording changes."""
+"""Copies the user's module for a recording: same code, fake parameters, and no shared state that recording changes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
 
 
 def _uncompile(owner: nn.Module, memo: dict[int, Any]) -> None:
-    """Replace compiled methods of a copied module by plain ones: they compute with the original's parameters."""
+    """Replace compiled methods of a copied module by plain ones, because they use the original's parameters."""
     forget_compiled_call(memo[id(owner)])
     replica = vars(memo[id(owner)])
     for name, value in vars(owner).items():
@@ -79,7 +79,7 @@ def _share(value: Any, memo: dict[int, Any], kept: set[int], depth: int) -> None
 
 
 def _silence(metric: nn.Module, mode: FakeTensorMode) -> None:
-    """Let a metric return a fake scalar and keep its state: metrics read values, which a recording does not have."""
+    """Make a metric return a fake scalar and keep its state: metrics read values, which a recording does not have."""
 
     def scalar() -> torch.Tensor:
         with mode:

@@ -1,5 +1,6 @@
-"""Comparison of recordings: values that change with the number of samples become affine, values that change with
-Python's run-time values are refused."""
+"""Compares recordings: values that change with the number of samples become affine, values that change with Python's
+run-time values are refused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from lightning_gpp.graph import Affine, TensorSpec
 
 
 class Opaque:
-    """An argument that cannot be replayed: an object that is made anew in every run."""
+    """An argument that cannot be replayed: an object that every run creates anew."""
 
     def __init__(self, value: Any) -> None:
         self.type_name = type(value).__name__

@@ -1,4 +1,4 @@
-"""Metering of recorded calls: FLOPs, bytes that autograd keeps, and draws of random numbers."""
+"""Meters recorded calls: FLOPs, bytes that autograd keeps, and draws of random numbers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Meter(TorchDispatchMode):
 def _holder(tensor: torch.Tensor, sources: Iterable[torch.Tensor]) -> torch.Tensor | None:
     """The smallest tensor in front of the network whose memory includes that of this one.
 
-    Stages receive what the step passes to the network: a copy of a slice of the batch, without the rest of its storage.
+    Stages receive the step's arguments to the network as a copy of a slice of the batch, without the rest of its
+    storage.
     """
     first, last = _extent(tensor)
     holding = [source for source in sources if _extent(source)[0] <= first and last <= _extent(source)[1]]

@@ -1,7 +1,7 @@
 """Values that mix samples: they depend on the data, but have no dimension that counts samples (a mean, a loss, `x[0]`).
 
 Replicas that share a micro-batch would each compute a different value, and so would a stage with smaller micro-batches.
-Nothing tells which of them is right, or how to combine them.
+Nothing says which of them is right, or how to combine them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHAPE_READERS: Final = frozenset(
         *("zeros_like", "ones_like", "empty_like", "full_like", "positions"),
     )
 )
-"""Functions that read shape, dtype and device of their arguments, but not their values."""
+"""Functions that read the shape, dtype and device of their arguments, but not their values."""
 
 FIRST_READERS: Final = frozenset({"expand_as", "view_as", "reshape_as", "type_as", "to"})
 """Functions that read the values of their first argument only."""

@@ -1,6 +1,6 @@
 """The network: the part of a recording that becomes stages, from the first module call of the step to the last.
 
-All before it belongs to the source, all after it to the step: both run as the user's Python.
+Everything before it belongs to the source, everything after it to the step; both run as the user's Python.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class _Extraction:
         return sum(1 for kept in self.number if kept < index)
 
     def _needed(self, after: list[Recorded]) -> list[Ref]:
-        """Network values that the step reads; all results if the recording did not reach the end of the step."""
+        """Network values that the step reads; all results of the network if the recording ended before the step."""
         answers = [ref for top in self.tops for ref in _refs(top.result)]
         used = [ref for call in after for ref in call.refs()] + self.uses
         escaped = [ref for ref in used if ref.call in self.number and ref.call not in self.glue and ref not in answers]
@@ -196,7 +196,7 @@ class _Extraction:
                 if reached:
                     raise refusal(
                         call.line,
-                        "the step uses a parameter in front of its first module call",
+                        "the step uses a parameter before its first module call",
                         "use the parameter inside a module's forward",
                     )
 

@@ -37,7 +37,7 @@ class RunTime:
 
 
 class _Swallow:
-    """Returns itself for every call and attribute: takes the place of loggers while the step is recorded."""
+    """Replaces loggers while the step is recorded: returns itself for every call and attribute."""
 
     def __getattr__(self, name: str) -> Any:
         return self
@@ -47,7 +47,7 @@ class _Swallow:
 
 
 class _ObservedTrainer:
-    """The trainer that the step sees while it is recorded: has given run-time values, and notes when they are read."""
+    """The trainer that the step sees during a recording: it has the given run-time values, and notes reads of them."""
 
     def __init__(self, trainer: Any, run_time: RunTime, recorder: Recorder) -> None:
         self._trainer, self._run_time, self._recorder = trainer, run_time, recorder

@@ -1,6 +1,6 @@
 """The recorder: notes the calls of the user's step as the user wrote them, of torch functions and of modules.
 
-Works on fake tensors: shapes and dtypes without memory or compute.
+It works on fake tensors, which have shapes and dtypes, but need no memory or compute.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Recorder(TorchFunctionMode):
         return self.record(func, target_of(func, name), args, kwargs, functools.partial(func, *args, **kwargs))
 
     def apply(self, cls: type, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle a custom autograd function as one call, whatever it does inside."""
+        """Record a custom autograd function as one call, whatever it does inside."""
         run = functools.partial(plain, *args, **kwargs)
         return run() if self._paused else self.record(FunctionApply(cls), f"{cls.__name__}.apply", args, kwargs, run)
 
@@ -252,7 +252,7 @@ class Recorder(TorchFunctionMode):
         return leaf
 
     def use(self, tree: Any) -> None:
-        """Note values that the step uses otherwise than in a call of torch: logs or returns them."""
+        """Note values that the step uses outside calls of torch: it logs or returns them."""
         self.uses.extend(leaf for leaf in pytree.tree_leaves(self.refs(tree)) if isinstance(leaf, Ref))
 
     def _read(self, name: str, tensor: torch.Tensor) -> Any:
@@ -290,7 +290,7 @@ def _has_state(module: nn.Module) -> bool:
 
 
 def _no_function() -> None:
-    """The function of recorded calls that stand for tensors of the batch."""
+    """The function of recorded calls that represent tensors of the batch."""
 
 
 def target_of(func: Callable[..., Any], name: str) -> str:
@@ -300,7 +300,7 @@ def target_of(func: Callable[..., Any], name: str) -> str:
 
 
 def _plausible(name: str, tensor: torch.Tensor) -> Any:
-    """A value for the step to continue with; no captured value may depend on it."""
+    """A value with which the step can continue; no captured value may depend on it."""
     import numpy as np
 
     ones = np.ones(tuple(tensor.shape))
@@ -323,7 +323,7 @@ def register_dataclasses(output: Any) -> None:
 
 
 def refusal(line: str, reason: str, remedy: str) -> CaptureError:
-    """A CaptureError in the form common to all: line, reason, two ways out."""
+    """A CaptureError in the common form: line, reason, two ways out."""
     return CaptureError(
         f"Cannot capture the step at {line}: {reason}.\n"
         f"Ways out: (1) {remedy}; or (2) declare the stages yourself, as modules and the edges between them "

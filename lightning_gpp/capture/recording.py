@@ -52,9 +52,9 @@ class CallModes:
 class Recorded:
     """A call of a function. `args` and `kwargs` are trees of values with references instead of tensors.
 
-    `outputs`: for each recorded output (sizes, dtype, requires_grad). The first `num_returned` are the tensor leaves of
-    the result, the rest are earlier values (`mutated`) after this call changed them in place.
-    `scope`: number of the module call that it belongs to; -1 at the level of the step.
+    `outputs`: (sizes, dtype, requires_grad) of each recorded output. The first `num_returned` are the tensor leaves of
+    the result, the rest are earlier values (`mutated`) after this call changed them in place. `scope`: number of the
+    module call that it belongs to; -1 at the level of the step.
     """
 
     index: int
@@ -74,12 +74,12 @@ class Recorded:
     num_returned: int = 0
     flops: float = 0
     saved: dict[int, int] = field(default_factory=dict)
-    """Bytes of every storage that autograd keeps for this call, by the identity of the storage."""
+    """Bytes of every storage that autograd keeps for this call, by the id of the storage."""
     saved_bytes: float = 0
     """Bytes of the storages that no earlier call keeps."""
     random: bool = False
     step_number: int = -1
-    """Number among the step's own calls on network values; -1 inside modules."""
+    """Index among the step's own calls on network values; -1 inside modules."""
 
     def refs(self) -> list[Ref]:
         leaves = pytree.tree_leaves((self.args, self.kwargs))
@@ -91,7 +91,7 @@ class Recorded:
 
 @dataclass(slots=True)
 class ModuleCall:
-    """A call of a module. The recorded calls inside are `first` to `last` (exclusive); `parent` is the call around it.
+    """A call of a module. The recorded calls inside are `first` to `last` (exclusive); `parent` is the enclosing call.
 
     `result`: the output tree with references instead of tensors.
     """
@@ -118,11 +118,11 @@ class Recording:
     calls: list[Recorded] = field(default_factory=list)
     modules: list[ModuleCall] = field(default_factory=list)
     batch_refs: dict[Ref, int] = field(default_factory=dict)
-    """References that stand for tensors of the batch (calls without a function)."""
+    """References that represent tensors of the batch (calls without a function)."""
     result: Any = None
     """The result of the step, with references instead of tensors."""
     complete: bool = True
-    """True if the recording reached the end of the step; otherwise `stopped` tells where it ended."""
+    """True if the recording reached the end of the step; otherwise `stopped` says where it ended."""
     stopped: str = ""
     value_reads: list[tuple[int, str]] = field(default_factory=list)
     """Reads of a tensor's value at the level of the step: (number of module calls before, line)."""

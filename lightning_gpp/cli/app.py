@@ -28,7 +28,7 @@ from lightning_gpp.errors import GPPError
 
 
 def config_folder() -> Path:
-    """The shipped configs: inside the package where it is installed, beside it in a checkout."""
+    """The folder of the shipped configs: inside an installed package, beside it in a checkout."""
     package = Path(__file__).parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
@@ -39,11 +39,11 @@ class Command:
     """A command of this package.
 
     Args:
-        name: as the user types it.
-        config: the file in the configuration folder that it composes.
-        about: a sentence or two that say what it does.
-        examples: command lines, each with what it is for.
-        task: what it does with the composed configuration.
+        name: the name that the user types.
+        config: the configuration file that it composes.
+        about: its description, in a sentence or two.
+        examples: command lines with their purposes.
+        task: called with the composed configuration.
     """
 
     name: str
@@ -82,8 +82,8 @@ def run(command: Command) -> None:
 
 
 def _prepare() -> None:
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises instead of printing a shortened traceback
-    # Lightning 2.6 on newer torch: nothing that a user could change, and every process would say it
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # makes Hydra raise instead of printing a shortened traceback
+    # a warning of Lightning 2.6 on newer torch that users cannot change, from every process
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
     sys.argv.extend(quiet_overrides(os.environ))
     if os.getcwd() not in sys.path:
@@ -92,16 +92,16 @@ def _prepare() -> None:
 
 
 def _is_told(error: Exception, started: bool) -> bool:
-    """True for a user's mistake, for which the message is enough. For others a traceback tells where it is."""
+    """True for a user's mistake, for which the message is enough; other errors need a traceback."""
     if isinstance(error, OSError | UnicodeError):
-        return not started  # of a run folder or a configuration file; else of the user's code
-    return not isinstance(error, InstantiationException)  # of a constructor
+        return not started  # before: a run folder or a configuration file; after: the user's code
+    return not isinstance(error, InstantiationException)  # from a constructor
 
 
 class _HydraTask:
-    """The task as Hydra calls it. User errors are told at once: Hydra would tell all overrides of the job before them.
+    """The task as Hydra calls it. It shows user errors itself: Hydra would print all overrides of the job first.
 
-    In a sweep they end it, which Hydra does.
+    In a sweep they are left to Hydra, which ends the sweep.
     """
 
     def __init__(self, command: Command) -> None:
@@ -131,7 +131,7 @@ def quiet_overrides(environment: Mapping[str, str]) -> list[str]:
 
 
 def explain(error: BaseException) -> str:
-    """The messages of an error and of what caused it, and the keys that exist where one does not."""
+    """The messages of an error and its causes, and for a key that does not exist, those that do."""
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} is not KEY=VALUE, for example trainer.devices=4. --help lists groups and keys."
     if isinstance(error, OSError):

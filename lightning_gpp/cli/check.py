@@ -13,11 +13,11 @@ from lightning_gpp.cli.target import imported
 from lightning_gpp.errors import ConfigError
 
 EXTERNAL_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-"""Environment variables that say: the processes of this run were started from outside, not by Lightning."""
+"""Environment variables of launchers other than Lightning."""
 
 
 def check(config: DictConfig) -> None:
-    """Refuse what cannot work.
+    """Refuse a configuration that cannot work.
 
     Raises:
         ConfigError: a `_target_` does not exist or does not take one of the keys beside it.
@@ -27,7 +27,7 @@ def check(config: DictConfig) -> None:
 
 
 def targets(config: DictConfig, path: str = "") -> Iterator[tuple[str, DictConfig]]:
-    """Every node with a `_target_`, with its key."""
+    """All nodes with a `_target_`, with their keys."""
     if OmegaConf.is_missing(config, "_target_") or "_target_" in config:
         yield path, config
     for key in map(str, config):
@@ -60,7 +60,7 @@ def check_target(path: str, node: DictConfig) -> None:
 
 
 def arguments(target: Any) -> set[str]:
-    """Names of the arguments; "**" where any name is taken."""
+    """Names of the arguments; "**" if any name is accepted."""
     try:
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
@@ -69,12 +69,12 @@ def arguments(target: Any) -> set[str]:
 
 
 def refuse_multirun(devices: Any, num_nodes: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse a sweep whose processes start each other: every child would start the whole sweep again.
+    """Refuse a sweep whose processes start each other: every child would start the sweep again.
 
     Args:
-        devices: `trainer.devices`; what is not a number may stand for several.
+        devices: `trainer.devices`; a value that is not a number may mean several.
         num_nodes: `trainer.num_nodes`.
-        environment: tells whether the processes were started from outside.
+        environment: environment variables.
 
     Raises:
         ConfigError: it is such a sweep.
@@ -83,7 +83,7 @@ def refuse_multirun(devices: Any, num_nodes: int, environment: Mapping[str, str]
         return
     raise ConfigError(
         f"--multirun with trainer.devices={devices}, trainer.num_nodes={num_nodes}: processes that start each other "
-        "would start the sweep again, each of them. Start one run per command, or have the processes started "
-        "from outside: torchrun --nproc-per-node N -m lightning_gpp.cli.train --multirun ..., or "
-        "hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=N."
+        "would each start the sweep again. Start one run per command, or start the processes with a launcher: "
+        "torchrun --nproc-per-node N -m lightning_gpp.cli.train --multirun ..., or hydra/launcher=submitit_slurm "
+        "hydra.launcher.tasks_per_node=N."
     )

@@ -1,4 +1,4 @@
-"""Partitioners, or schedules, side by side: one row each, and the rows so far where the user has seen enough."""
+"""Compares partitioners, or schedules: one row each; if the user interrupts it, the rows so far."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from lightning_gpp.training.machine import first
 from lightning_gpp.training.planner import check_devices, planned, request_of
 
 PARTITIONERS = tuple(name for name in partitioner_names() if name != "exhaustive")
-"""Compared by default: all but the one that is for a handful of units and devices only."""
+"""Partitioners to compare by default: all except the one for only a handful of units and devices."""
 
 ComparedRow = tuple[str, Compared]
 """A partitioner or schedule, and its prediction."""
 
 ALL = "all"
-"""For `schedules`: every one that is registered."""
+"""The value of `schedules` for all registered ones."""
 
 
 def compare(config: DictConfig) -> None:
-    """Print one row per partitioner, or per schedule where `schedules` is given. Ctrl-C ends it with the rows so far.
+    """Print one row per partitioner, or per schedule if `schedules` is given. Ctrl-C ends it with the rows so far.
 
     Raises:
         ConfigError: the configuration cannot work.
@@ -41,8 +41,8 @@ def compare(config: DictConfig) -> None:
     if config.schedules is not None and config.partitioners is not None:
         raise ConfigError(
             "Both partitioners and schedules are given: gpp-plan compare has one row per partitioner, or one per "
-            "schedule. Give one of them; strategy.partitioner makes the plans of all schedules, strategy.schedule is "
-            "that of all partitioners."
+            "schedule. Give one of them; strategy.partitioner plans for all schedules, strategy.schedule is used by "
+            "all partitioners."
         )
     with interruptible():
         (_compare_partitioners if config.schedules is None else _compare_schedules)(config)
@@ -59,8 +59,8 @@ def _compare_partitioners(config: DictConfig) -> None:
         partitioner_of(name)  # after the model's module was imported, which may register one
     if task.options.plan is not None or task.options.stages is not None:
         raise ConfigError(
-            "gpp-plan compare asks partitioners; leave strategy.plan and strategy.stages out, or compare schedules on "
-            "them: gpp-plan compare schedules=all."
+            "gpp-plan compare runs partitioners: leave out strategy.plan and strategy.stages, or compare schedules on "
+            "them with gpp-plan compare schedules=all."
         )
     try:
         for name in names:
@@ -134,7 +134,7 @@ def schedules_wanted(setting: Any) -> tuple[str, ...]:
 
 
 def _searched(task: Task, names: Sequence[str], seconds: float) -> Iterator[ComparedRow]:
-    """Each schedule with the plan that it wants. A search that takes too long is given up, and the next one begun."""
+    """Each schedule with its best plan. A search that takes too long is abandoned for the next one."""
     search = None
     with search_progress() as progress:
         request = _request(task, progress)
@@ -187,14 +187,14 @@ def _applied(task: Task, name: str) -> Compared:
 def _layout_note(plan: Plan, name: str) -> str:
     """Note for a row whose schedule runs on a layout it was not made for."""
     reason = layout_mismatch(plan, name)
-    return reason and f"{reason} The row is what strategy.schedule={name} does with this layout."
+    return reason and f"{reason} The row shows strategy.schedule={name} with this layout."
 
 
 def _lack(task: Task, plan: Plan) -> str:
-    """Why stages given without devices do not fill the devices; empty if they do."""
+    """Why stages without devices do not fill the machine; empty if they do."""
     if task.options.plan is not None or plan.num_devices == task.num_devices:
         return ""
     return (
-        f"it lays the stages on {plan.num_devices} devices, and there are {task.num_devices}. Give more stages "
+        f"it lays the stages out over {plan.num_devices} devices, but there are {task.num_devices}. Give more stages "
         "(strategy.stages), or strategy.stages_per_device for all schedules."
     )

@@ -1,4 +1,4 @@
-"""The text that the commands print for `--help`, and without arguments."""
+"""The text of `--help`, which commands also print without arguments."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def help_text(*, name: str, about: str, examples: Sequence[tuple[str, str]], fol
     """The help of a command.
 
     Args:
-        name: of the command.
-        about: a sentence or two that say what it does.
-        examples: command lines, each with what it is for.
-        folder: of the configuration files.
-        config: the file in it that the command composes.
+        name: name of the command.
+        about: its description, in a sentence or two.
+        examples: command lines with their purposes.
+        folder: folder of the configuration files.
+        config: the file that the command composes.
     """
     width = min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 24)).columns)
     parts = [
         _filled(about, width),
         f"Usage: {name} [GROUP=FILE ...] [KEY=VALUE ...]",
         "\n".join(["Examples:", *(line for example in examples for line in _entry(*example, width))]),
-        "\n".join(["Groups of configuration files, of which GROUP=FILE chooses one:", *_groups(folder, width)]),
+        "\n".join(["Groups of configuration files; GROUP=FILE chooses one:", *_groups(folder, width)]),
         "\n".join([f"Keys of {name}:", *_keys(folder / f"{config}.yaml", width)]),
         "\n".join(["Keys of the strategy (strategy=gpp):", *_options(width)]),
         _filled(
-            f"{name} ... --cfg job prints the configuration that comes out, {name} --hydra-help the options of Hydra, "
-            "which composes it. --config-dir=FOLDER adds configuration files of your own, and Python modules in the "
+            f"{name} ... --cfg job prints the composed configuration, {name} --hydra-help the options of Hydra, which "
+            "composes it. --config-dir=FOLDER adds configuration files of your own, and Python modules in the "
             "current folder can be imported.",
             width,
         ),

@@ -20,7 +20,7 @@ from lightning_gpp.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Everything that a run needs."""
+    """The objects of a run."""
 
     trainer: L.Trainer
     model: L.LightningModule
@@ -28,7 +28,7 @@ class Job:
 
 
 def run_job(config: DictConfig) -> None:
-    """Train, test, and say where the results are.
+    """Train, test, and print where the results are.
 
     Raises:
         ConfigError: the configuration names something that does not exist.
@@ -51,7 +51,7 @@ def _check_checkpoint(path: str | None) -> None:
 
 
 def _test(job: Job, ckpt_path: str | None) -> None:
-    """Test the best checkpoint of this run, else the given one, else the model as it is."""
+    """Test the best checkpoint of this run, or else the given one, or else the current model."""
     best = getattr(job.trainer.checkpoint_callback, "best_model_path", "") or ckpt_path
     job.trainer.test(job.model, datamodule=job.datamodule, ckpt_path=best or None)
 

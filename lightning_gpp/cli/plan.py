@@ -1,4 +1,4 @@
-"""`gpp-plan`: the plan of a run and its simulated timeline, without processes and without the devices."""
+"""`gpp-plan`: prints the plan of a run and its simulated timeline, without processes or devices."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def main() -> None:
         Command(
             name="gpp-plan",
             config="plan",
-            about="Plans a training run without processes and without its devices: prints who computes what, the "
-            "simulated timeline of a mini-batch and the memory of every device. Takes the same configuration as "
-            "gpp-train. gpp-plan compare has one row per partitioner, or per schedule.",
+            about="Plans a training run without its processes and devices: prints the stages, the simulated timeline "
+            "of a mini-batch and the memory of every device. Takes the same configuration as gpp-train. gpp-plan "
+            "compare has one row per partitioner, or per schedule.",
             examples=_EXAMPLES,
             task=plan,
         )
@@ -37,8 +37,10 @@ _EXAMPLES = (
 
 
 def overrides(arguments: Sequence[str]) -> list[str]:
-    """Arguments in Hydra's form: `compare` is a setting, `schedule=` stands for `schedules=`, and a graph from a file
-    needs neither data nor model."""
+    """Arguments in Hydra's form.
+
+    `compare` becomes a setting, `schedule=` means `schedules=`, and a graph from a file needs neither data nor model.
+    """
     result = ["compare=true" if argument == "compare" else argument for argument in arguments]
     result = [f"schedules={argument[9:]}" if argument.startswith("schedule=") else argument for argument in result]
     if any(argument.startswith("graph=") and argument != "graph=null" for argument in result):
@@ -53,10 +55,12 @@ def plan(config: DictConfig) -> None:
     Raises:
         ConfigError: the configuration cannot work.
         PlanError: nothing fits the devices.
-        KeyboardInterrupt: Ctrl-C was pressed; its message says what is lost.
+        KeyboardInterrupt: Ctrl-C was pressed; the message says what is lost.
     """
     with interruptible(_COMPARING if config.compare else _PLANNING):
-        from lightning_gpp.cli.compare import compare  # takes seconds to load; a wrong key need not wait for it
+        from lightning_gpp.cli.compare import (
+            compare,
+        )  # takes seconds to load, which refusals of wrong keys should not wait for
         from lightning_gpp.cli.planning import show
 
         check_interrupted()

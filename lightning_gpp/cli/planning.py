@@ -46,7 +46,7 @@ class Task:
 
 
 def show(config: DictConfig) -> None:
-    """Print the plan, its timeline, its memory and how it was found; write the files that the settings name.
+    """Print the plan, its timeline, memory and search; write the files that the settings name.
 
     Raises:
         ConfigError: the configuration cannot work.
@@ -54,7 +54,7 @@ def show(config: DictConfig) -> None:
     """
     if config.schedules is not None:
         raise ConfigError(
-            f"schedules={config.schedules} is for gpp-plan compare, which has one row per schedule. Say gpp-plan "
+            f"schedules={config.schedules} is for gpp-plan compare, which has one row per schedule. Use gpp-plan "
             "compare schedules=..., or strategy.schedule=... for the schedule of one plan."
         )
     _check_outputs(config)
@@ -66,7 +66,7 @@ def show(config: DictConfig) -> None:
 
 
 def _without_flush(task: Task, prediction: Prediction) -> list[str]:
-    """For asynchronous training the period, and the delay and copies of the weights of every stage."""
+    """For asynchronous training: the period, and the delay and weight copies of every stage."""
     name, plan = task.options.weights, prediction.plan
     if name == SYNCHRONOUS:
         return []
@@ -78,7 +78,7 @@ _OUTPUTS = ("output", "timeline", "svg", "graph_svg")
 
 
 def _check_outputs(config: DictConfig) -> None:
-    """Refuse files that cannot be written, before a search that takes its time."""
+    """Refuse files that cannot be written, before a long search."""
     for key in filter(config.get, _OUTPUTS):
         path = Path(config[key])
         try:
@@ -86,7 +86,7 @@ def _check_outputs(config: DictConfig) -> None:
             existed = path.exists()
             path.open("a").close()
             if not existed:
-                path.unlink()  # it comes back with the plan, if there is one
+                path.unlink()  # the plan writes it again
         except OSError as error:
             raise ConfigError(f"{key}={path} cannot be written: {error.strerror}.") from error
 
@@ -103,7 +103,7 @@ def _write(config: DictConfig, prediction: Prediction) -> None:
 
 
 def predict(task: Task) -> Prediction:
-    """Plan as the task says, and simulate a mini-batch.
+    """Make the task's plan, and simulate a mini-batch.
 
     Raises:
         ConfigError: the settings contradict each other.
@@ -126,7 +126,7 @@ def predict(task: Task) -> Prediction:
 
 
 def applied(task: Task, plan: Plan) -> Prediction:
-    """The prediction for a plan that the user gave, with as many pipelines as the machine has devices for."""
+    """The prediction for a given plan, with as many pipelines as the machine has devices for."""
     number = count_pipelines(plan, task.machine.cluster.num_devices)
     return Prediction(
         plan=plan,
@@ -148,7 +148,7 @@ def _advice(prediction: Prediction) -> list[str]:
         *notes,
         f"\n{number} pipelines of {plan.num_devices} devices each share the work: train with "
         f"strategy.num_pipelines={number}. A data loader's batch is that of one pipeline: {plan.batch_size} samples, "
-        f"{number * plan.batch_size} in all.",
+        f"{number * plan.batch_size} in total.",
     ]
 
 
@@ -180,10 +180,10 @@ def task_of(config: DictConfig) -> Task:
 
 
 def cluster_for(config: DictConfig, options: Options) -> Cluster:
-    """All devices to plan for: of `cluster`, else of `strategy.cluster` as many as the trainer's.
+    """All devices to plan for: those of `cluster`, or else as many of `strategy.cluster` as the trainer has.
 
     Raises:
-        ConfigError: nothing says which they are.
+        ConfigError: no setting names them.
     """
     if config.get("cluster") is not None:
         settings: Any = OmegaConf.to_container(config.cluster, resolve=True)
@@ -195,28 +195,28 @@ def cluster_for(config: DictConfig, options: Options) -> Cluster:
     kind = device_type(config.trainer.accelerator)
     if known is None and kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"trainer.accelerator={config.trainer.accelerator}, and this machine has no GPU to plan for. Say which "
-            "devices there will be, for example cluster=dgx_h100 cluster.num_nodes=2."
+            f"trainer.accelerator={config.trainer.accelerator}, but this machine has no GPU to plan for. Name the "
+            "devices, for example cluster=dgx_h100 cluster.num_nodes=2."
         )
     return resolved(known, world_size, int(config.trainer.num_nodes), kind)
 
 
 def device_type(accelerator: str) -> str:
-    """ "cuda" or "cpu", as `trainer.accelerator` says, or this machine where it leaves that open."""
+    """ "cuda" or "cpu", from `trainer.accelerator`, or from this machine if that leaves it open."""
     if accelerator == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return "cuda" if accelerator in ("gpu", "cuda") else "cpu"
 
 
 def num_devices(options: Options, world_size: int) -> int:
-    """Devices of one pipeline."""
+    """Number of devices of one pipeline."""
     if options.num_pipelines is not None:
         return devices_per_pipeline(world_size, options.num_pipelines)
     return devices_wanted(options, world_size)
 
 
 def num_processes(trainer: DictConfig) -> int:
-    """`trainer.devices` x `trainer.num_nodes`; this machine is not looked at.
+    """`trainer.devices` x `trainer.num_nodes`, independent of this machine.
 
     Raises:
         ConfigError: the configuration does not give a number.
@@ -226,7 +226,7 @@ def num_processes(trainer: DictConfig) -> int:
         devices = len(devices)
     if not str(devices).isdigit() or int(devices) < 1:
         raise ConfigError(
-            f"trainer.devices={devices}: gpp-plan does not look at this machine's devices. Say for how many it is to "
-            "plan, for example trainer.devices=4, or name a cluster, for example cluster=dgx_h100."
+            f"trainer.devices={devices}: gpp-plan does not count this machine's devices. Give their number, for "
+            "example trainer.devices=4, or name a cluster, for example cluster=dgx_h100."
         )
     return int(devices) * int(trainer.num_nodes)

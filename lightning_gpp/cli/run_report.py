@@ -1,4 +1,4 @@
-"""A callback that leaves the plan and its simulated timeline in the run folder."""
+"""A callback that writes the plan and its simulated timeline to the run folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_gpp.strategy import GPPStrategy
 
 
 class RunReport(L.Callback):
-    """When training starts, on global rank zero: prints the simulated timeline, writes it (text and JSON) and the plan.
+    """Prints the simulated timeline, and writes it (text and JSON) and the plan, at the start on global rank 0.
 
     Args:
-        folder: where `plan.yaml`, `timeline.txt` and `timeline.json` go.
+        folder: folder for `plan.yaml`, `timeline.txt` and `timeline.json`.
     """
 
     def __init__(self, folder: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Types of the strategy's configuration, so that a wrong key or value is refused when the configuration is composed."""
+"""Types of the strategy's configuration, with which Hydra refuses wrong keys and values."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def register() -> None:
 
 
 def key_type(kind: Any) -> Any:
-    """The type of a configuration's key for an option of this type, as far as Hydra has one; else Any.
+    """The type of a configuration's key for an option of this type, or Any if Hydra has none.
 
-    Only YAML's values count, of which a key has one type or any: `Plan | str | Path | None` is an optional str.
+    Only types of YAML's values count, of which a key may have one: `Plan | str | Path | None` is an optional str.
     """
     members = set(_members(kind))
     found = [primitive for primitive in _PRIMITIVES if primitive in members]
@@ -36,7 +36,7 @@ def key_type(kind: Any) -> Any:
 
 
 def _members(kind: Any) -> Iterator[Any]:
-    """The types of a union's values; dict stands for every container."""
+    """The types of a union's values; dict represents every container."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         for argument in arguments:

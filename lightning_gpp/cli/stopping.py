@@ -1,4 +1,4 @@
-"""Ways to stop a command in the middle of its work: Ctrl-C, and a limit of time. All are for the main thread."""
+"""Ways to stop a command during its work: Ctrl-C and a time limit. All are for the main thread."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ EXIT_CODE = 130
 """The exit code of a command that Ctrl-C has ended."""
 
 AGAIN = 0.1
-"""Seconds until TimeIsUp is raised once more: Python drops what is raised while it collects garbage."""
+"""Seconds until TimeIsUp is raised again: Python drops exceptions that are raised during garbage collection."""
 
 
 class TimeIsUp(BaseException):
-    """Raised in the middle of whatever runs; no `except Exception` on the way takes it for an error."""
+    """Raised at any point of the running code; `except Exception` does not catch it."""
 
 
 @contextmanager
@@ -47,14 +47,14 @@ def check_interrupted() -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Inside, Ctrl-C is ignored: for a moment in which results are shown."""
+    """Inside, Ctrl-C is ignored, for the moment in which results are shown."""
     with _handled(signal.SIGINT, signal.SIG_IGN):
         yield
 
 
 @contextmanager
 def time_limit(seconds: float, *, key: str) -> Iterator[None]:
-    """Raise TimeIsUp in the block after `seconds`; `key` is the setting that they come from.
+    """Raise TimeIsUp in the block after `seconds`, which the setting `key` gives.
 
     Raises:
         ConfigError: the limit is not above 0.

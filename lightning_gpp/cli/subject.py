@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFile:
-    """An operator graph that was read from a file, and its seconds where the file tells them."""
+    """An operator graph from a file, with its seconds if the file has them."""
 
     graph: OperatorGraph
     batch_size: int
@@ -52,10 +52,10 @@ class GraphFile:
         return self
 
     def costs(self, options: Options, cluster: Cluster, device: torch.device) -> CostModel | None:
-        """The file's seconds; None is the roofline model.
+        """The file's seconds; None for the roofline model.
 
         Raises:
-            ConfigError: they are to be measured.
+            ConfigError: the settings want them measured.
         """
         if options.costs == "measured":
             raise ConfigError("strategy.costs=measured needs a model to run; a graph from a file (graph=...) has none.")
@@ -63,7 +63,7 @@ class GraphFile:
 
 
 def graph_file(config: DictConfig) -> GraphFile:
-    """The graph that `graph` names.
+    """Read the graph that `graph` names.
 
     Raises:
         ConfigError: there is no batch size.
@@ -72,7 +72,7 @@ def graph_file(config: DictConfig) -> GraphFile:
     batch_size = config.batch_size
     if batch_size is None:
         raise ConfigError(
-            "batch_size=None: a graph from a file comes without data. Say how many samples a mini-batch has, for "
+            "batch_size=None: a graph from a file comes without data. Give the number of samples of a mini-batch, for "
             "example batch_size=64."
         )
     if not isinstance(batch_size, int) or batch_size < 1:
@@ -80,7 +80,7 @@ def graph_file(config: DictConfig) -> GraphFile:
     try:
         graph, table = read_graph(config.graph, time_unit=float(config.time_unit))
     except PlanError as error:
-        raise PlanError(f"graph={error}") from error  # which begins with the path
+        raise PlanError(f"graph={error}") from error  # the message begins with the path
     footprint = Footprint(optimizer=config.optimizer or "adam", precision=str(config.trainer.precision))
     return GraphFile(graph=graph, batch_size=batch_size, table=table, footprint=footprint)
 
@@ -97,10 +97,10 @@ class Step:
     notes: tuple[str, ...] = ()
 
     def costs(self, options: Options, cluster: Cluster, device: torch.device) -> CostModel | None:
-        """Seconds of operators as `strategy.costs` has it; None is the roofline model.
+        """Seconds of operators according to `strategy.costs`; None for the roofline model.
 
         Raises:
-            ConfigError: they are to be measured, and the cluster has other devices than this machine.
+            ConfigError: they should be measured, but the cluster has other devices than this machine.
         """
         if options.costs != "measured":
             return None
@@ -147,13 +147,15 @@ def captured(config: DictConfig, options: Options) -> Step:
 
 
 def _optimizers(model: L.LightningModule, trainer: L.Trainer) -> tuple[Sequence[Optimizer], tuple[str, ...]]:
-    """The optimizers that `configure_optimizers` returns, in any form. If it needs a run there are none, and a note."""
-    trainer.state.fn, trainer.training = TrainerFn.FITTING, True  # so that it may ask for the number of steps
+    """The optimizers that `configure_optimizers` returns, in any form; if it needs a run, none and a note."""
+    trainer.state.fn, trainer.training = TrainerFn.FITTING, True  # makes the number of steps available
     try:
         leaves = pytree.tree_leaves(model.configure_optimizers())
-    except Exception as error:  # the user's code, outside of the run that it is written for
+    except Exception as error:  # the user's code, outside the run that it is written for
         cause = f"{type(error).__name__}: {error}"
-        return (), (f"The optimizer is taken for Adam's kind: configure_optimizers failed outside of a run ({cause}).",)
+        return (), (
+            f"The memory of Adam is assumed for the optimizer: configure_optimizers failed outside a run ({cause}).",
+        )
     return [leaf for leaf in leaves if isinstance(leaf, Optimizer)], ()
 
 
@@ -166,7 +168,7 @@ def first_batch(datamodule: L.LightningDataModule) -> Any:
 
 
 def _quiet_trainer(precision: Any) -> L.Trainer:
-    """A trainer for what module, data and precision ask of it; it runs nothing."""
+    """A trainer with which module, data and precision can be asked; it runs nothing."""
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
     return L.Trainer(

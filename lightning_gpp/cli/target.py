@@ -1,4 +1,4 @@
-"""Objects that a configuration names by `_target_`; a failure names its real cause, such as a missing package."""
+"""Builds objects that a configuration names by `_target_`; errors name the real cause, such as a missing package."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from omegaconf import DictConfig
 from lightning_gpp.errors import ConfigError, GPPError, did_you_mean
 
 _EXTRAS: Final = {"sklearn": "examples", "transformers": "hf"}
-"""Packages that the shipped examples need, and the extra of this package that installs them."""
+"""Packages that the shipped examples need, with the extra of this package that installs them."""
 
 
 def imported(name: str, key: str) -> Any:
     """The object with a dotted name.
 
     Args:
-        name: modules, and attributes inside the last of them.
+        name: dotted path of modules, and attributes inside the last one.
         key: the configuration key that names it, for messages.
 
     Raises:
@@ -34,7 +34,7 @@ def imported(name: str, key: str) -> Any:
         found, depth = module, depth + 1
     if found is None:
         raise ConfigError(
-            f"{key}={name} cannot be imported: there is no module {parts[0]!r}. Modules are looked for in the current "
+            f"{key}={name} cannot be imported: there is no module {parts[0]!r}. Modules are searched in the current "
             "folder, in PYTHONPATH and among the installed packages."
         )
     for index in range(depth, len(parts)):
@@ -51,7 +51,7 @@ def built(node: DictConfig, **arguments: Any) -> Any:
 
     Raises:
         GPPError: it refuses its arguments.
-        InstantiationException: its constructor failed otherwise.
+        InstantiationException: its constructor failed in another way.
     """
     try:
         return instantiate(node, **arguments)
@@ -68,10 +68,10 @@ def _defined_in(owner: Any) -> list[str]:
 
 
 def _module(name: str, setting: str) -> Any:
-    """The module; None if there is none of this name.
+    """The module; None if there is none with this name.
 
     Raises:
-        ConfigError: there is one, and it cannot be imported.
+        ConfigError: there is one, but it cannot be imported.
     """
     try:
         return importlib.import_module(name)
@@ -93,7 +93,7 @@ def _remedy(missing: str) -> str:
 
 
 def _cause(error: Exception) -> str:
-    """The error with the line that it comes from."""
+    """The error with its line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = "" if last.filename.startswith("<") else f" ({last.filename}, line {last.lineno})"
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

@@ -1,4 +1,4 @@
-"""`gpp-train`: one run, from the command line to a run folder with checkpoint, log, plan and timeline."""
+"""`gpp-train`: one run, from the command line to a run folder with checkpoints, logs, plan and timeline."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _EXAMPLES = (
 
 
 def train(config: DictConfig) -> None:
-    """Train and test as the configuration says.
+    """Train and test the configured model.
 
     Raises:
         ConfigError: the configuration cannot work.
     """
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         refuse_multirun(config.trainer.devices, config.trainer.num_nodes)
-    from lightning_gpp.cli.job import run_job  # takes seconds to load; what is refused above need not wait for it
+    from lightning_gpp.cli.job import run_job  # takes seconds to load, which refusals above should not wait for
 
     run_job(config)
 

@@ -1,4 +1,4 @@
-"""The cluster: devices of any kinds, and the links between them, in nested groups such as nodes and racks.
+"""Clusters: devices of any kind, and the links between them, in nested groups such as nodes and racks.
 
 A cluster has devices, numbered from 0, and levels, from the innermost outwards. A level assigns every device to a
 group, and has the link that joins the devices of a group:
@@ -7,8 +7,8 @@ group, and has the link that joins the devices of a group:
     level 0, link NVLink         0  0  0  0  1  1  1  1     the groups are nodes
     level 1, link InfiniBand     0  0  0  0  0  0  0  0
 
-Devices 2 and 3 talk over NVLink, 3 and 4 over InfiniBand: the innermost level that has both in one group decides.
-A link given for a single pair, in one direction, takes precedence over all levels.
+Devices 2 and 3 communicate over NVLink, 3 and 4 over InfiniBand: the innermost level with both in one group decides. A
+link given for a single pair, in one direction, takes precedence over all levels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_gpp.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device: peaks as its manufacturer states them, and the fractions of them that real operators reach.
+    """A device: the manufacturer's peaks, and the fractions of them that real operators reach.
 
     Args:
         name: the kind of device, such as "a100_sxm_80gb".
@@ -42,7 +42,7 @@ class Device:
 
     name: str
     memory_bytes: float
-    peak_flops: Mapping[str, float] = field(hash=False)  # a mapping has no hash; equality does compare it
+    peak_flops: Mapping[str, float] = field(hash=False)  # a mapping has no hash, but equality compares it
     peak_bytes_per_second: float
     flops_efficiency: float = 0.5
     bytes_efficiency: float = 0.7
@@ -91,7 +91,7 @@ class Link:
             switch, "node" for a network card of several devices.
 
     Raises:
-        ConfigError: the latency is below 0, the bandwidth is not above 0, or `shared` is none of these.
+        ConfigError: the latency is below 0, the bandwidth is not above 0, or `shared` is not one of SHARED.
     """
 
     latency: float = 0
@@ -144,9 +144,9 @@ class Cluster:
     """Devices and the links between them; every two devices are joined in both directions.
 
     Args:
-        name: for reports.
+        name: name for reports.
         devices: the kind of each device.
-        levels: innermost first.
+        levels: the levels, innermost first.
         links: links of single pairs, (from, to), which take precedence over the levels.
 
     Raises:
@@ -186,9 +186,9 @@ class Cluster:
         """Nodes one after another, in the order given.
 
         Args:
-            name: for reports.
+            name: name for reports.
             nodes: of any kinds.
-            between: the link of devices of different nodes; not needed if `links` joins them all.
+            between: the link between devices of different nodes; not needed if `links` joins them all.
             links: links of single pairs, (from, to), which take precedence over all others.
         """
         if not nodes:
@@ -249,7 +249,7 @@ class Cluster:
         return ("out", index, ends[0]), ("in", index, ends[1])
 
     def all_reduce_seconds(self, devices: Sequence[int], num_bytes: float) -> float:
-        """Seconds to sum `num_bytes` bytes over the devices, in a ring in the order given; 0 for one device.
+        """Seconds to all-reduce `num_bytes` bytes over the devices, in a ring in the given order; 0 for one device.
 
         Each of the 2(n - 1) steps sends an n-th of the bytes to the next device, so the slowest link sets the pace.
         Source: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
@@ -262,9 +262,10 @@ class Cluster:
         return 2 * (num_devices - 1) * max(self.link(*pair).seconds(num_bytes / num_devices) for pair in ring)
 
     def repeated(self, times: int, memory_parts: int) -> Cluster:
-        """The cluster repeated `times` times, its memory divided: device i is device i modulo `num_devices`.
+        """The cluster repeated `times` times, with its memory divided: device i is device i modulo `num_devices`.
 
-        Used to plan several stages per device. The link of a device to itself costs as much as that to a neighbour.
+        It serves to plan several stages per device. The link of a device to itself costs as much as that to a
+        neighbour.
         """
         number = self.num_devices
         copies = range(0, times * number, number)
@@ -312,7 +313,7 @@ class Cluster:
 
 
 def _links_unlike_the_first(nodes: Sequence[Node]) -> Iterator[tuple[tuple[int, int], Link]]:
-    """Links of the pairs inside nodes whose link differs from the first node's, which is that of the level."""
+    """Links of pairs inside nodes that differ from the first node's link, which is that of the level."""
     start = 0
     for node in nodes:
         if node.link != nodes[0].link:

@@ -1,4 +1,4 @@
-"""Clusters from YAML: a preset by its name, or nodes and links written out.
+"""Reads clusters from YAML: a preset by its name, or nodes and links written out.
 
     preset: dgx_h100              name: lab
     num_nodes: 4                  nodes:
@@ -8,9 +8,9 @@
                                   links:
                                     - {devices: [0, 8], bytes_per_second: 1e9}
 
-A device is the name of a preset, or a mapping with the fields of `Device`; with `like`, a preset's name, it gives only
-the fields that differ. `num` is the number of such nodes, `num_nodes` repeats the list of nodes. A link under `links`
-holds in both directions, unless `one_way: true`. `num_devices` keeps only the first devices.
+A device is the name of a preset, or a mapping with the fields of `Device`; with `like`, a preset's name, only those
+that differ are needed. `num` is the number of such nodes, `num_nodes` repeats the list of nodes. A link under `links`
+is for both directions, unless `one_way: true`. `num_devices` keeps only the first devices.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def cluster_of(settings: Settings) -> Cluster:
     """The cluster that these settings describe (see the top of this file).
 
     Raises:
-        ConfigError: names the setting, as `cluster.<key>`, its value and what it may be.
+        ConfigError: names the setting, as `cluster.<key>`, its value and the allowed ones.
     """
     from lightning_gpp.files import with_numbers
 
@@ -160,7 +160,7 @@ def _links(entries: Sequence[object], num_devices: int) -> Iterator[tuple[tuple[
 
 @contextmanager
 def _at(key: str) -> Iterator[None]:
-    """Put the key before the message of an error that does not know it."""
+    """Prefix the messages of errors that do not know the key with it."""
     try:
         yield
     except ConfigError as error:

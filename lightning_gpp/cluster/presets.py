@@ -5,9 +5,9 @@ without tensor cores, as PyTorch multiplies by default; where TF32 is allowed, "
 tensor cores. Data types without hardware support are left out. Memory is the nominal decimal size, a few per cent
 below what the driver reports, which leaves some for the CUDA context and fragmentation.
 
-Assumptions, not published figures: the efficiencies (half of the arithmetic, 70 % of the memory bandwidth) and
-6 microseconds to call an operator, which are the defaults of `Device`; and the latencies below. Measurements
-(`lightning_gpp.measure.calibrate`) replace the former.
+Assumptions, not published figures: the efficiencies (half of the arithmetic, 70 % of the memory bandwidth) and 6
+microseconds to call an operator, which are the defaults of `Device`; and the latencies below. Measurements
+(`lightning_gpp.measure.calibrate`) replace the efficiencies and the call.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class ClusterPreset:
         name: name of its clusters.
         device: kind of all its devices.
         count: devices of a node.
-        link: link of two devices of a node.
-        between: link of devices of different nodes.
+        link: link between two devices of a node.
+        between: link between devices of different nodes.
         any_count: True if a node can have more devices than `count`, as a host can have more processes.
     """
 

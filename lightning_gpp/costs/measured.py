@@ -1,7 +1,7 @@
-"""Measured costs: seconds of blocks of a model, spread over the operators in them.
+"""Measured costs: the seconds of a model's blocks, spread over the operators in them.
 
-A block is timed as a unit, because a single operator is too short for a clock, and takes another time alone than among
-its neighbours. An operator gets the share of its block's seconds that it has in the roofline model.
+A block is timed as a unit, because a single operator is too short for a clock, and takes a different time alone than
+among its neighbours. An operator gets the share of its block's seconds that it has in the roofline model.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def spread(graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device,
     Args:
         graph: the operators.
         blocks: the measured seconds.
-        device: the device by whose roofline model operators share the seconds of a block.
+        device: the device of the roofline model by which operators share the seconds of a block.
         name: name of the table.
     """
     roofline = Roofline(graph)
@@ -111,7 +111,7 @@ def _parts(whole: OperatorSeconds, expected: Sequence[Seconds]) -> list[Operator
 
 
 def _shares(weights: Sequence[float], otherwise: Sequence[float] | None = None) -> Sequence[float]:
-    """The weights scaled to sum to 1. If all are 0: those of `otherwise`, or equal ones."""
+    """The weights, or `otherwise` if all are 0, scaled to sum to 1; equal shares if those are 0, too."""
     total = sum(weights)
     if total > 0:
         return [weight / total for weight in weights]
@@ -130,10 +130,10 @@ def _mean(parts: Sequence[OperatorSeconds]) -> OperatorSeconds:
 
 
 def fitted(points: Mapping[int, float]) -> Affine:
-    """The non-negative affine function of samples with the least squares of relative errors.
+    """The non-negative affine function of samples that minimises the squares of relative errors.
 
-    It is exact for two points, unless it would fall or be negative at 0 samples. A single point is taken as
-    proportional to the samples. Seconds below a hundredth of the largest have the weight of that hundredth.
+    It is exact for two points, unless it would fall or be negative at 0 samples. A single point is assumed to be
+    proportional to the samples. Seconds below a hundredth of the largest are weighted as that hundredth.
     """
     largest = max(points.values())
     if largest < SHORTEST:

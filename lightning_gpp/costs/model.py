@@ -1,7 +1,7 @@
 """Cost models: their interface, the roofline model, and the footprint of parameters.
 
 Roofline model: S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model", CACM 52(4),
-2009. An operator takes as long as its arithmetic or as moving its tensors, whichever is longer, plus the cost of
+2009. An operator takes as long as its arithmetic or the movement of its tensors, whichever is longer, plus the cost of
 calling it. Small micro-batches are inefficient because of the constant cost of a call, and because parameters are read
 once per micro-batch, however small it is.
 """
@@ -44,10 +44,10 @@ class CostModel(Protocol):
 
 
 OPTIMIZER_STATES: Final = {"none": 0, "sgd": 0, "sgd_momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
-"""Tensors of the parameter's size that an optimizer of torch.optim keeps for each parameter."""
+"""Number of tensors of its size that an optimizer of torch.optim keeps for each parameter."""
 
 PRECISIONS: Final = {"64-true": 0.0, "32-true": 0.0, "bf16-true": 0.0, "16-true": 0.0, "bf16-mixed": 0.5}
-"""Lightning's precisions, and what autocast adds per byte of a float32 parameter: a cached copy of half the size."""
+"""Bytes that autocast adds per byte of a float32 parameter (a cached copy of half the size), by precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Footprint:
 
     Args:
         optimizer: a key of OPTIMIZER_STATES.
-        precision: a key of PRECISIONS. With "...-true" the parameters themselves have that precision already.
+        precision: a key of PRECISIONS. With "...-true", the parameters themselves have that precision.
 
     Raises:
         ConfigError: the optimizer or precision is unknown.
@@ -80,7 +80,7 @@ class Footprint:
 
 
 ACCUMULATION_PASSES: Final = 3
-"""Passes over memory to accumulate a weight gradient: read both, write one."""
+"""Passes over memory to accumulate a weight gradient: two reads, one write."""
 
 
 class Roofline:
@@ -143,7 +143,7 @@ class Roofline:
         return float(read + written) + min(self._parameter_bytes(operator), self._gathered(operator, num_samples))
 
     def _gathered(self, operator: Operator, num_samples: int) -> float:
-        """Bytes of parameters that an operator reads; look-ups (no arithmetic) read only as many as they write."""
+        """Bytes of parameters that an operator reads; look-ups (without arithmetic) read only as many as they write."""
         if operator.flops.at(num_samples):
             return float("inf")
         return float(sum(spec.bytes(num_samples) for spec in operator.outputs))
@@ -157,5 +157,5 @@ def _dtype(operator: Operator) -> str:
 
 
 def has_backward(operator: Operator) -> bool:
-    """True if autograd visits the operator: an output requires a gradient, or it is the step itself."""
+    """True if autograd visits the operator: an output requires a gradient, or it is the user's step."""
     return operator.target == "step" or any(spec.requires_grad for spec in operator.outputs)

@@ -15,7 +15,7 @@ from lightning_gpp.graph import Affine, Operator
 class OperatorSeconds:
     """Seconds of one operator, affine in the samples of the micro-batch: the forward and both halves of the backward.
 
-    `input_gradient` and `weight_gradient` are 0 where there is no such gradient.
+    `input_gradient` and `weight_gradient` are 0 if there is no such gradient.
     """
 
     forward: Affine = Affine()
@@ -29,13 +29,13 @@ class OperatorSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """Seconds of every operator of a graph, as a cost model. `name` tells their origin."""
+    """Seconds of every operator of a graph, as a cost model. `name` states their origin."""
 
     name: str
     operators: Mapping[str, OperatorSeconds]
 
     def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
-        """Seconds for a micro-batch, on the device they were measured on, whichever `device` is.
+        """Seconds for a micro-batch on the device of the measurement, whatever `device` is.
 
         Raises:
             PlanError: the table does not list the operator.

@@ -1,6 +1,6 @@
 """Connections between the ranks' failure monitors: a star of TCP sockets around rank 0 that carries lines of JSON.
 
-Sockets tell more, and sooner, than keys in a store: the kernel closes a socket as soon as its process ends, for any
+Sockets reveal more, and sooner, than keys in a store: the kernel closes a socket as soon as its process ends, for any
 reason, and the other side notices without polling. Only a stopped process keeps its socket open, which heartbeats
 reveal. The star costs rank 0 one small message per rank and tick, and every other rank one per tick.
 """
@@ -26,7 +26,7 @@ PeerMessage = dict[str, Any]
 
 _CHUNK: Final = 1 << 16
 _BACKLOG_LIMIT: Final = 1 << 20
-"""Bytes to keep for a peer that does not read. With more than that it must be stopped, and needs no heartbeats."""
+"""Bytes to keep for a peer that does not read. A peer with more must be stopped, and needs no heartbeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class PeerLink:
         except BlockingIOError:
             return
         except OSError:
-            self._unsent = b""  # the peer has ended; reading will tell
+            self._unsent = b""  # the peer has ended, which reading will show
 
     def receive(self) -> tuple[list[PeerMessage], bool]:
         """Received messages, and True if the connection has ended."""
@@ -137,7 +137,7 @@ def connect(address: Address, rank: int, patience: float) -> dict[int, PeerLink]
     except (OSError, KeyError) as error:
         raise PeerFailure(
             f"Rank {rank} cannot reach rank 0's failure monitor at {address.host}:{address.port} ({error!r}). "
-            "MASTER_ADDR must be an address of rank 0's host that all hosts can reach, and no firewall may be between."
+            "MASTER_ADDR must be an address of rank 0's host that all hosts can reach, without a firewall in between."
         ) from error
 
 

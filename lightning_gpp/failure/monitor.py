@@ -1,4 +1,4 @@
-"""The failure monitor: one rank's failure ends all ranks, every rank prints the first cause, and no process stays.
+"""The failure monitor: one rank's failure ends all ranks, every rank prints the first cause, and no process remains.
 
 A rank that fails in a pipeline leaves the others in receives that never end. The timeout of the process group must be
 longer than the longest legitimate wait (compiling a first step, writing a checkpoint), so it detects a failure late and
@@ -34,7 +34,7 @@ _CONSEQUENCE_GRACE: Final = 2.0
 """Seconds that a communication error waits for its cause to arrive."""
 _CONSEQUENCES: Final = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "gloo")
 _HEARTBEATS: Final = 5
-"""A rank counts as stopped after this part of the time in which all ranks must have ended."""
+"""The time limit for the end of all ranks, divided by this, is the silence after which a rank counts as stopped."""
 _SHORT: Final = 8
 """Innermost frames of a traceback that are sent to the other ranks."""
 
@@ -43,12 +43,12 @@ class FailureMonitor:
     """Watches over the ranks of a job, from `start` to `stop`.
 
     `timeout`: seconds without a heartbeat after which a rank counts as stopped. It must exceed the longest time for
-    which no thread of a rank runs (a C call that holds the interpreter's lock). None or 0: silence is no failure (for
-    debuggers), but exceptions and ends of processes are.
-    `describe` tells what this rank is doing (`2F1, training`); it is called from a thread and must be cheap.
-    `exchange` makes rank 0's address known to all; default: a broadcast in the default process group.
-    `exit_grace`: seconds for a failed rank to print its traceback and end by itself, before it is ended.
-    `patience`: seconds for all ranks to connect at the start, and for rank 0 to wait for the others at the end.
+    which no thread of a rank runs (a C call that holds the interpreter's lock). None or 0: silence is not a failure
+    (for debuggers), but exceptions and ends of processes are. `describe` returns this rank's activity (`2F1,
+    training`); it is called from a thread and must be cheap. `exchange` makes rank 0's address known to all; default: a
+    broadcast in the default process group. `exit_grace`: seconds for a failed rank to print its traceback and end by
+    itself, before it is ended. `patience`: seconds for all ranks to connect at the start, and for rank 0 to wait for
+    the others at the end.
     """
 
     def __init__(

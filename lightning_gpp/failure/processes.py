@@ -26,7 +26,8 @@ class ProcessIdentity:
     """A process, identified so that other processes recognise it.
 
     `machine` is equal for two processes only if they may send each other signals by `pid`: same boot of the same kernel
-    and same pid namespace. `started` (clock ticks since boot) tells a process from a later one with the same number.
+    and same pid namespace. `started` (clock ticks since boot) distinguishes a process from a later one with the same
+    number.
     """
 
     host: str

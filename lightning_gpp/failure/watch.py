@@ -190,7 +190,7 @@ class Watcher(threading.Thread):
             link.send({"cause": asdict(cause)})
         self._end_by = time.monotonic() + self._grace(cause)
         self._announce(cause)
-        self.known.set()  # last: the failed rank may end after this
+        self.known.set()  # comes last: the failed rank may end after this
         if not cause.reported:
             cause.process.kill()
 

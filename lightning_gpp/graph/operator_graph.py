@@ -64,8 +64,8 @@ class Affine:
 class TensorSpec:
     """Shape (affine in the number of samples), dtype and differentiability of a tensor.
 
-    `dynamic`: shape and dtype are known only at run time; the values here mean nothing.
-    `mixes_samples`: the values depend on the samples, but not sample by sample (a mean over them, a loss).
+    `dynamic`: shape and dtype are known only at run time; their values here are meaningless. `mixes_samples`: the
+    values depend on the samples, but not sample by sample (a mean over them, a loss).
     """
 
     shape: tuple[Affine, ...]
@@ -110,7 +110,7 @@ class TensorSpec:
 
     @property
     def divisible(self) -> bool:
-        """True if some of the samples can have their own part of the tensor: cut out, or equal for every sample."""
+        """True if a subset of the samples can have its own tensor: a part that is cut out, or the same one for all."""
         return not self.dynamic and not self.mixes_samples and (self.sliceable or not self.varies)
 
 
@@ -138,7 +138,7 @@ class Operator:
 
     @property
     def mixes_samples(self) -> bool:
-        """True if replicas that share a micro-batch would compute something else than one device alone."""
+        """True if replicas that share a micro-batch would compute something different from one device alone."""
         return self.target in BATCH_STATISTICS or any(spec.mixes_samples for spec in self.outputs)
 
 
@@ -146,7 +146,7 @@ class Operator:
 class OperatorGraph:
     """Operators and the tensors between them: in `nx`, as node attribute `operator` and edge attribute `outputs`.
 
-    `whole`: operators that work on other sequences than the one along which a model may be cut, where that is known.
+    `whole`: operators known to work on other sequences than the one along which the model may be cut.
     """
 
     nx: nx.DiGraph = field(default_factory=nx.DiGraph)
@@ -156,14 +156,14 @@ class OperatorGraph:
     whole: frozenset[str] = frozenset()
 
     def with_whole(self, whole: frozenset[str]) -> OperatorGraph:
-        """The same graph, with these operators on other sequences."""
+        """The same graph with these operators as `whole`."""
         return replace(self, whole=whole)
 
     def add(self, operator: Operator) -> None:
         self.nx.add_node(operator.name, operator=operator)
 
     def connect(self, source: str, target: str, output: int) -> None:
-        """Output number `output` of `source` is read by `target`."""
+        """Add an edge: `target` reads output number `output` of `source`."""
         if self.nx.has_edge(source, target):
             outputs = self.nx.edges[source, target]["outputs"]
             self.nx.edges[source, target]["outputs"] = tuple(sorted({*outputs, output}))
@@ -195,11 +195,11 @@ class OperatorGraph:
 
     @classmethod
     def from_json(cls, text: str, *, place: str = "graph") -> OperatorGraph:
-        """Read what `to_json` wrote.
+        """Read a graph that `to_json` wrote.
 
         Args:
             text: JSON.
-            place: where it comes from, for messages.
+            place: its origin, for messages.
 
         Raises:
             PlanError: a key is missing or unknown, a value has the wrong type, or two operators have one name.

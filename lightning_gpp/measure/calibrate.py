@@ -17,7 +17,7 @@ from lightning_gpp.measure.memory import memory_bytes
 SECONDS_PER_FIGURE: Final = 0.4
 LARGEST_MATRIX: Final = 8192
 LONG_ENOUGH: Final = 0.01
-"""Seconds of a matrix product above which starting it and reading the clock are negligible."""
+"""Seconds of a matrix product beyond which launching it and reading the clock are negligible."""
 COPIED_BYTES: Final = 128 * 2**20  # larger than the caches
 OPERATORS_PER_LOOP: Final = 200
 
@@ -69,7 +69,7 @@ def _name(device: torch.device) -> str:
 
 
 def _flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of matrices large enough that one product takes long, on a laptop as on an H200."""
+    """FLOP/s for matrices so large that one product takes long, on a laptop as well as on an H200."""
     size = 128
     while True:
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

@@ -60,7 +60,7 @@ def measure_costs(
         capture: capture of the module's training step.
         module: the module; may be on the meta device.
         batch: a mini-batch with real tensors.
-        device: the device of the cluster to plan for that `torch_device` is.
+        device: the cluster's device that `torch_device` represents.
         sizes: samples of micro-batches; two or more, so that costs hold for other sizes, too.
         torch_device: device to measure on, "cpu" or "cuda:0".
         num_pieces: a block has at most 1 / `num_pieces` of the roofline model's seconds, unless it cannot be divided.
@@ -166,11 +166,11 @@ def _checked_sizes(sizes: Sequence[int], batch: Any) -> list[int]:
     total = batch_size_of(batch)
     if not sizes or not all(1 <= size <= total for size in sizes):
         raise ConfigError(
-            f"Costs are to be measured with micro-batches of {list(sizes)} samples; give one or more sizes from 1 to "
+            f"Costs cannot be measured with micro-batches of {list(sizes)} samples; give one or more sizes from 1 to "
             f"{total}, the samples of the batch."
         )
     if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(batch)):
-        raise ConfigError("Costs are to be measured with a batch on the meta device; give one with real tensors.")
+        raise ConfigError("Costs cannot be measured with a batch on the meta device; give one with real tensors.")
     return sorted(set(sizes))
 
 

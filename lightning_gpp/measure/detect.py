@@ -1,4 +1,4 @@
-"""Detection of the cluster that this machine is."""
+"""Detects the devices and links of this machine, as a cluster."""
 
 from __future__ import annotations
 

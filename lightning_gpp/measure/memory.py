@@ -12,7 +12,7 @@ CONTAINER_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Bytes of a GPU, or of the host, or those that the container's limit leaves to this process."""
+    """Bytes of a GPU, or of the host, limited by the container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _container_limit())

@@ -14,7 +14,7 @@ from lightning_gpp.capture.isolate import names_of, private_copy
 
 
 def hollow_copy(module: nn.Module, device: torch.device) -> nn.Module:
-    """A copy with all parameters and buffers on the meta device; its logging is silent, its metrics are new."""
+    """A copy with all parameters and buffers on the meta device, silent logging and new metrics."""
     memo = {id(tensor): _hollow(tensor) for tensor, _ in names_of(module)}
     replica = private_copy(module, memo)
     for metric in replica.modules():
@@ -28,7 +28,7 @@ def hollow_copy(module: nn.Module, device: torch.device) -> nn.Module:
 
 @contextmanager
 def filled(replica: nn.Module, module: nn.Module, names: Iterable[str], device: torch.device) -> Iterator[None]:
-    """Give these parameters and buffers of the replica the module's values on the device, inside the context.
+    """Inside, these parameters and buffers of the replica have the module's values on the device.
 
     If the module is on the meta device they get small random numbers (zeros if integer).
     """

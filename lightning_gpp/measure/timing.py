@@ -1,6 +1,6 @@
-"""Timing of blocks, forwards and backwards.
+"""Times the forwards and backwards of blocks.
 
-A stage has many blocks, but calls Python and autograd once. That overhead is measured with an empty block, and
+A stage consists of many blocks, but runs Python and autograd once. So this overhead is measured with an empty block and
 subtracted.
 """
 

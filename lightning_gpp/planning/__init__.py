@@ -1,4 +1,4 @@
-"""From a captured model to a plan: by a partitioner, or by hand."""
+"""Planning: finds a plan for a captured model with a partitioner, or builds the one that the user describes."""
 
 from lightning_gpp.planning.assignment.devices import count_pipelines, devices_per_pipeline, number_devices
 from lightning_gpp.planning.assignment.estimate import estimate

@@ -1,4 +1,4 @@
-"""Why nothing fits the devices, and what would: every suggestion was tried before it is made."""
+"""The message for models that fit no device: the reason, and changes that help. Every suggestion was tried."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lightning_gpp.planning.problem.partitioner import SearchControl, partitione
 from lightning_gpp.planning.problem.problem import Problem
 
 SECONDS_PER_TRIAL: Final = 1.0
-"""Limit of the search for a plan under one suggestion, if a change of the draft is not enough."""
+"""Time limit of the search under one suggestion, needed only if changing the draft at hand does not suffice."""
 
 SMALLER: Final = 4
-"""Micro-batch sizes that are tried, each half of the one before."""
+"""Number of smaller micro-batch sizes to try, each half of the one before."""
 
 LARGER: Final = (2, 4, 8, 16)
-"""Times the devices of the cluster that are tried."""
+"""Multiples of the cluster's devices to try."""
 
 DraftChange = Callable[[Draft], Draft]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A change of the problem, in words and in fact, with what it does to a draft at hand, where that stays valid."""
+    """A change of the problem in words, the changed problem, and if possible how a draft changes with it."""
 
     text: str
     problem: Problem
@@ -41,8 +41,8 @@ def advice(problem: Problem, draft: Draft | None) -> str:
     """The memory excess of the draft's worst device, its stage, and changes that would make it fit.
 
     Args:
-        problem: what nothing was found for.
-        draft: the one that comes closest; None where there is none, then a short search looks for it.
+        problem: the one that has no plan.
+        draft: the one that comes closest; None searches for one briefly.
     """
     if problem.num_units * problem.max_replicas < problem.num_devices:
         return _too_many_devices(problem)
@@ -79,7 +79,7 @@ def searched(problem: Problem, seconds: float = SECONDS_PER_TRIAL) -> Draft | No
 
 
 def _working(problem: Problem, draft: Draft) -> list[str]:
-    """Suggestions after which the model fits: the mildest of each kind, and all together where none is enough."""
+    """Suggestions with which the model fits: the mildest of each kind; if no single one suffices, all together."""
     working = [found for found in (_first(kind, draft) for kind in _kinds(problem)) if found]
     return working or _together(problem)
 
@@ -131,7 +131,7 @@ def _scheduled(problem: Problem) -> Iterator[Suggestion]:
 
 
 def _smaller(problem: Problem) -> Iterator[Suggestion]:
-    """Only where the user has fixed the size: else the partitioner has tried them."""
+    """Smaller micro-batches, if the user fixed the size; otherwise the partitioner has tried them."""
     if len(problem.sizes) > 1:
         return
     size = problem.sizes[0]
@@ -175,7 +175,7 @@ def _more(problem: Problem) -> Iterator[Suggestion]:
 
 
 def repeated(cluster: Cluster, times: int) -> Cluster:
-    """Several such clusters side by side, joined by the outermost link."""
+    """A cluster made of `times` copies of the given one, joined by the outermost link."""
     num = cluster.num_devices
     levels = tuple(Level(link=level.link, groups=_repeated_groups(level.groups, times)) for level in cluster.levels)
     outermost = cluster.levels[-1].link if cluster.levels else next(iter(cluster.links.values()))
@@ -197,7 +197,7 @@ def _repeated_groups(groups: tuple[int, ...], times: int) -> tuple[int, ...]:
 
 
 def _together(problem: Problem) -> list[str]:
-    """All that needs no other machine, at its strongest."""
+    """All suggestions that need no other machine, each at its strongest, combined."""
     strongest, texts = problem, list[str]()
     for kind in (_recomputed, _scheduled, _smaller, _leaner):
         last = list(kind(strongest))[-1:]

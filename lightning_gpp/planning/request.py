@@ -2,9 +2,9 @@
 
 A candidate is a schedule on a number of pipelines.
 
-Partitioners know 1F1B and GPipe with one stage per device. For other schedules they are asked for stages that are
-balanced under 1F1B. If the schedule has a layout of its own, the question has one device per stage: several stages of a
-device share its memory, and so do the two replicas of a stage in a bidirectional schedule.
+Partitioners know 1F1B and GPipe with one stage per device. For other schedules they look for stages that are balanced
+under 1F1B. If the schedule has a layout of its own, the question has one device per stage, with its part of the memory:
+a device runs several stages, or one replica each of two stages in a bidirectional schedule.
 
 Equal replicas of all stages are pipeline replicas, so a partitioner chooses the number of pipelines itself. If stages
 may not have that many replicas, each number of pipelines is a candidate.
@@ -43,13 +43,13 @@ class SearchOptions:
 
     num_micro_batches: Count | None = option(
         None,
-        "number of micro-batches into which a mini-batch is cut. Default: what the partitioner finds best; with stages "
-        "by hand twice the number of stages on the longest path, at most one per sample.",
+        "number of micro-batches into which a mini-batch is cut. Default: the partitioner's choice; with stages by "
+        "hand twice the number of stages on the longest path, but at most one per sample.",
         section="Micro-batches, and limits of plans",
     )
     micro_batch_size: Count | None = option(None, "samples of a micro-batch, instead of num_micro_batches.")
     max_replicas: Count | None = option(
-        None, "how many devices may share one stage; 1 puts every stage on one device. Default: any number."
+        None, "number of devices that may share one stage; 1 puts every stage on one device. Default: any number."
     )
     stages_per_device: Count | None = option(
         None, "number of stages on every device. Default: the number that the schedule is made for."
@@ -57,7 +57,7 @@ class SearchOptions:
     sharding: Literal["none", "zero1", "fsdp"] = option(
         "none",
         "what the ranks that hold the same stage split among them, besides the samples: zero1 splits the optimizer's "
-        "state, fsdp parameters and gradients too, none leaves it at what the plan says.",
+        "state, fsdp also parameters and gradients, none keeps what the plan says.",
     )
     bound_seconds: Annotated[float, Ge(0)] = option(
         2.0,
@@ -77,21 +77,30 @@ def resolve_size(batch_size: int, num_micro_batches: int | None, micro_batch_siz
         batch_size: samples of the mini-batch of one pipeline replica.
         num_micro_batches: the user's, or None.
         micro_batch_size: the user's, or None.
-        default: the number of micro-batches where the user gave neither; at most one per sample is made.
+        default: number of micro-batches if the user gave neither, limited to one per sample.
 
     Raises:
-        ConfigError: both are given, or the mini-batch cannot be cut that way.
+        ConfigError: both are given, or the mini-batch cannot be cut into these micro-batches.
     """
-    if num_micro_batches is not None and micro_batch_size is not None:
-        raise ConfigError(
-            f"Both strategy.num_micro_batches={num_micro_batches} and strategy.micro_batch_size={micro_batch_size} are "
-            "given; each follows from the other: give one."
-        )
+    check_one_given(num_micro_batches, micro_batch_size)
     if micro_batch_size is not None:
         return _checked_size(batch_size, micro_batch_size)
     if num_micro_batches is not None:
         return _size_of(batch_size, num_micro_batches)
     return -(-batch_size // min(max(1, default), batch_size))
+
+
+def check_one_given(num_micro_batches: int | None, micro_batch_size: int | None) -> None:
+    """Refuse both a number and a size of micro-batches.
+
+    Raises:
+        ConfigError: both are given.
+    """
+    if num_micro_batches is not None and micro_batch_size is not None:
+        raise ConfigError(
+            f"Both strategy.num_micro_batches={num_micro_batches} and strategy.micro_batch_size={micro_batch_size} are "
+            "given, but each follows from the other; give one."
+        )
 
 
 def _checked_size(batch_size: int, size: int) -> int:
@@ -122,34 +131,35 @@ def _size_of(batch_size: int, count: int) -> int:
 
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Into how many micro-batches a mini-batch may be cut where the user leaves it open."""
+"""Numbers of micro-batches that a search tries if the user leaves them open."""
 
 MORE_NUMBERS, MANY_STAGES = (384, 512, 768, 1024), 8
-"""The same where only so small micro-batches leave a sample to each of the replicas of this many stages: where devices
-have room for no more than one, fewer micro-batches would leave no choice but few stages with many replicas."""
+"""More such numbers, tried if a micro-batch has at most one sample per device, but one for each replica of this many
+stages: if devices have memory for only one sample, fewer micro-batches would force few stages with many replicas.
+"""
 
 MAX_SHORT = 0.05
-"""The share of the mini-batch by which the last micro-batch may be shorter; searches neglect this."""
+"""The share of the mini-batch by which the last micro-batch may be shorter; searches ignore the difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(SearchOptions):
-    """A request for a plan: the limits of `SearchOptions`, and what else a search has to know.
+    """A request for a plan: the limits of `SearchOptions`, and the rest that a search has to know.
 
     Args:
         cluster: the devices to use.
         batch_size: samples of the mini-batches of all pipelines together.
-        schedules: names to choose from.
+        schedules: names of schedules to choose from.
         model: fingerprint written into the plan.
         costs: seconds of operators; by default the roofline model.
         footprint: what a device keeps per byte of parameters.
-        recompute: whether stages recompute their activations, or the names of those that do once they are known; None
-            leaves it to the partitioner.
-        slicing: how micro-batches are cut along the sequence; None: not at all.
-        num_pieces: operators are grouped into modules of no more than 1 / `num_pieces` of the whole.
+        recompute: whether stages recompute their activations, or names of the stages that do; None leaves it to the
+            partitioner.
+        slicing: how micro-batches are cut along the sequence; None for unsliced stages.
+        num_pieces: modules are divided until none costs more than 1 / `num_pieces` of the model.
         chained: run the stages one after the other, even if they do not need each other.
         num_pipelines: pipeline replicas that share devices and mini-batch; None leaves it to the search.
-        seconds: limit of all searches together, for partitioners that can stop at any time.
+        seconds: time limit of all searches together, for partitioners that can stop at any time.
         progress: called during the search.
     """
 
@@ -177,10 +187,10 @@ class Request(SearchOptions):
 
     @property
     def num_slices(self) -> int:
-        """Slices of a micro-batch, as far as partitioners count them as micro-batches.
+        """Slices per micro-batch that partitioners count as micro-batches.
 
-        Under 1F1B, slices hold no more activations than that many micro-batches. GPipe holds all, so its micro-batches
-        stay as they are.
+        Under 1F1B, slices in flight hold no more activations than as many micro-batches of their size would. GPipe
+        holds all, so its micro-batches count unsliced.
         """
         return 1 if self.slicing is None or self.schedules == ("gpipe",) else self.slicing.number
 
@@ -189,7 +199,7 @@ class Request(SearchOptions):
         return self.costs or Roofline(graph)
 
     def problem(self, graph: OperatorGraph) -> Problem:
-        """The same for all partitioners.
+        """The planning problem of the request, the same for all partitioners.
 
         Raises:
             ConfigError: the micro-batches do not fit the mini-batch.
@@ -228,10 +238,10 @@ def _sizes_to_try(batch_size: int, num_devices: int) -> tuple[int, ...]:
 
 
 SEARCHED: Final = ("1f1b", "gpipe")
-"""Schedules that partitioners know."""
+"""Schedules for which partitioners search."""
 
 STANDARD: Final = "1f1b"
-"""The schedule for which they balance stages if they do not know the wanted one."""
+"""The schedule for which they search if the wanted one is another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,8 +249,8 @@ class Candidate:
     """A schedule on a number of pipelines.
 
     Args:
-        request: what the user wants.
-        schedule: name.
+        request: the user's request.
+        schedule: its name.
         num_pipelines: pipeline replicas; None leaves their number to the partitioner.
     """
 
@@ -250,12 +260,12 @@ class Candidate:
 
     @property
     def num_devices(self) -> int:
-        """Devices of one pipeline, as many as the partitioner may use."""
+        """Number of devices of one pipeline; the most that the partitioner may use."""
         return self.request.cluster.num_devices // (self.num_pipelines or 1)
 
     @property
     def has_own_layout(self) -> bool:
-        """True if the draft is for one device per stage, and has to be laid out."""
+        """True if the draft has one device per stage and has to be laid out."""
         return has_own_layout(self.request, self.schedule)
 
     @property
@@ -264,7 +274,7 @@ class Candidate:
         return self.schedule in SEARCHED and not self.has_own_layout
 
     def question(self) -> Request:
-        """The request that a partitioner gets, for one pipeline. It is the same for candidates that share a search.
+        """The request for one pipeline that a partitioner gets; candidates with the same question share a search.
 
         Raises:
             ConfigError: the mini-batch of one pipeline does not give the wanted micro-batches.
@@ -298,7 +308,7 @@ def candidates(request: Request, schedule: str) -> list[Candidate]:
     """The candidates with one of the request's schedules, fewest pipelines first.
 
     Raises:
-        ConfigError: stages are to have replicas that the schedule cannot have.
+        ConfigError: the request allows replicas of stages, and the schedule does not.
     """
     if has_own_layout(request, schedule):
         check_replicas(schedule, request.max_replicas)
@@ -307,20 +317,20 @@ def candidates(request: Request, schedule: str) -> list[Candidate]:
 
 
 def num_stages_per_device(request: Request, schedule: str) -> int:
-    """The user's number, else that of the schedule."""
+    """The user's number, or else the schedule's."""
     return request.stages_per_device or method_of(schedule).stages_per_device
 
 
 def has_own_layout(request: Request, schedule: str) -> bool:
-    """True if the schedule wants stages in a layout that partitioners do not make."""
+    """True if the schedule needs a layout that partitioners do not produce."""
     return num_stages_per_device(request, schedule) > 1 or method_of(schedule).bidirectional
 
 
 def check_replicas(schedule: str, max_replicas: int | None) -> None:
-    """Refuse replicas for a schedule that lays its stages out itself, each on one device.
+    """Refuse replicas of stages for a schedule with a layout of its own, which has one device per stage.
 
     Raises:
-        ConfigError: stages may have several.
+        ConfigError: more than one replica is allowed.
     """
     if max_replicas is not None and max_replicas > 1:
         raise ConfigError(
@@ -331,7 +341,7 @@ def check_replicas(schedule: str, max_replicas: int | None) -> None:
 
 
 def _numbers(request: Request, schedule: str) -> Iterator[int | None]:
-    """Numbers of pipelines; None leaves the number to the partitioner."""
+    """Numbers of pipelines to try; None leaves the number to the partitioner."""
     devices = request.cluster.num_devices
     if request.num_pipelines is not None:
         yield request.num_pipelines

@@ -39,7 +39,7 @@ def best_plan(partitioner: str, graph: OperatorGraph, request: Request) -> Predi
 
     Raises:
         ConfigError: there is no such partitioner, or the request contradicts itself.
-        PlanError: there is no plan; the message is that for the first candidate, and says what would help.
+        PlanError: there is no plan; the message is for the first candidate, and suggests remedies.
     """
     return PlanSearch(partitioner, graph, request).best()
 
@@ -56,7 +56,7 @@ def each_schedule(
 
 
 def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines: int = 1) -> Prediction:
-    """Stages that the user gave, under the fastest of the request's schedules that fits the memory.
+    """The user's stages under the fastest of the request's schedules that fits the memory.
 
     Raises:
         GPPError: none of them can order the stages; the error is that of the first.
@@ -75,7 +75,7 @@ def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines
 
 @dataclass(slots=True, kw_only=True)
 class _AnsweredRequest:
-    """A question, the partitioner's answer, and the trial of the first candidate that asked."""
+    """A question, the partitioner's answer, and the trial of the first candidate with that question."""
 
     question: Request
     problem: Problem
@@ -102,7 +102,7 @@ class _Outcome:
 
 
 class _NothingFits(PlanError):
-    """The partitioner found nothing that fits. The explanation takes trials of its own, so it comes on demand."""
+    """The partitioner found no plan that fits. Its explanation takes trials of its own, so it is computed on demand."""
 
     def __init__(self, candidate: Candidate, search: _AnsweredRequest) -> None:
         super().__init__("No plan fits the devices.")
@@ -136,7 +136,7 @@ class PlanSearch:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def _tried(self, schedules: Iterable[str]) -> tuple[list[_Outcome], list[GPPError]]:
-        """The candidates that have a plan, and why others have none."""
+        """The candidates that have a plan, and the errors of the others."""
         outcomes, failures = list[_Outcome](), list[GPPError]()
         for schedule in schedules:
             try:
@@ -158,7 +158,7 @@ class PlanSearch:
             failures.append(error)
 
     def _search(self, question: Request) -> _AnsweredRequest:
-        """The partitioner's answer to a question, asked once."""
+        """The partitioner's answer to a question; each question is asked once."""
         if question not in self._searches:
             try:
                 self._searches[question] = self._asked(question)
@@ -205,7 +205,7 @@ class PlanSearch:
     # -- the outcome --------------------------------------------------------------------------------------------------
 
     def _prediction(self, outcomes: Sequence[_Outcome]) -> Prediction:
-        """That of the best outcome, with its lower bound, the plans that lost, and the effort."""
+        """The prediction of the best outcome, with its lower bound, the plans that lost, and the effort."""
         best = min(outcomes, key=lambda outcome: outcome.prediction.rank)
         answer, interrupted = best.search.answer, any(outcome.search.answer.interrupted for outcome in outcomes)
         searches = {id(outcome.search): outcome.search for outcome in outcomes}.values()
@@ -229,9 +229,9 @@ class PlanSearch:
         )
 
     def _lower_bound(self, outcomes: Sequence[_Outcome], *, quick: bool) -> float:
-        """Seconds that no plan of any of these candidates can go below; 0 if none are known, as for slices.
+        """Seconds that no plan of these candidates can go below; 0 if no bound is known, as for slices.
 
-        For schedules that partitioners do not know, it is the step in which all devices are busy all the time.
+        For schedules that partitioners do not know, it is the time of a step in which all devices are always busy.
         """
         if self.request.slicing is not None:
             return 0.0
@@ -246,7 +246,7 @@ class PlanSearch:
         return self._bounds[search.question]
 
     def _explanation(self, error: GPPError) -> GPPError:
-        """The error with the reason why nothing fits, and what would help."""
+        """The error, extended by the reason why nothing fits, and remedies."""
         if not isinstance(error, _NothingFits):
             return error
         search = error.search
@@ -266,7 +266,7 @@ def _questions(request: Request) -> Iterator[Request]:
 
 
 def _busy_bound(outcome: _Outcome) -> float:
-    """The step in which all devices of the plan are busy all the time."""
+    """The time of a step in which all devices of the plan are always busy."""
     problem = outcome.search.problem
     return problem.num_devices / outcome.candidate.num_devices * busy_bound(problem)
 
@@ -277,8 +277,8 @@ def _layout_hint(candidate: Candidate, search: _AnsweredRequest) -> str:
     number = num_stages_per_device(candidate.request, candidate.schedule)
     return (
         f"strategy.schedule={candidate.schedule!r} with {number} stages on each of {candidate.num_devices} devices "
-        f"wants {search.problem.num_devices} stages. Choose fewer (strategy.stages_per_device), or fewer "
-        "devices. With that many stages there is no plan: "
+        f"needs {search.problem.num_devices} stages. Choose fewer (strategy.stages_per_device), or fewer devices. With "
+        "that many stages there is no plan: "
     )
 
 
@@ -288,7 +288,7 @@ def _objective_name(outcome: _Outcome) -> str:
 
 
 def _alternatives(outcome: _Outcome) -> Iterator[Alternative]:
-    """The other drafts of the search, if they are for the devices and the samples of the plan."""
+    """The other drafts of the search, if they are for the same devices and samples as the plan."""
     if not outcome.candidate.has_own_layout:
         scale = outcome.search.problem.num_slices
         yield from (replace(entry, seconds=entry.seconds / scale) for entry in outcome.trial.alternatives)

@@ -1,4 +1,4 @@
-"""Plans and timelines for people: tables, text and pictures of a prediction."""
+"""Reports for people: tables, text and pictures of plans and timelines."""
 
 from lightning_gpp.reports.compared import Compared, partitioners_table, schedules_table
 from lightning_gpp.reports.gantt import timeline_svg

@@ -1,4 +1,4 @@
-"""Partitioners, or schedules, side by side: one row for the prediction of each."""
+"""Comparison of partitioners, or of schedules: one row for the prediction of each."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ PARTITIONERS: Final = (
     "states",
     "gap",
 )
-"""Stages, depth and micro-batch size (samples) are those of one pipeline, the peak memory that of the device with the
-highest; "search" is its duration. "of the best" is the throughput relative to the highest among those that fit the
-memory; "gap" the distance of the step time from the partitioner's lower bound."""
+"""Stages, depth and micro-batch size (samples) are those of one pipeline, peak memory that of the device with the
+highest, "search" its duration. "of the best" is the throughput relative to the highest among those that fit the memory,
+"gap" the distance of the step time from the partitioner's lower bound.
+"""
 
 SCHEDULES: Final = (
     "schedule",
@@ -47,9 +48,10 @@ SCHEDULES: Final = (
     "messages",
     "unshards/reductions",
 )
-"""The gap is that to a lower bound on all plans under the schedule, the bubble a mean over the devices. The others are
-those of the device with the most: micro-batches in flight, over all its stages; messages of one mini-batch, sent and
-received, with their bytes; all-gathers of parameters and reductions of gradients."""
+"""The gap is the distance from a lower bound on all plans under the schedule, the bubble a mean over the devices. The
+other columns show the device with the most: micro-batches in flight, over all its stages; messages of one mini-batch,
+sent and received, with their bytes; all-gathers of parameters and reductions of gradients.
+"""
 
 
 def partitioners_table(outcomes: Sequence[tuple[str, Compared]]) -> str:

@@ -34,7 +34,7 @@ STRIP = 8
 """Height of the strip of collectives below each device, if there are any."""
 
 NARROWEST_LABEL, LETTER, MARK = 16, 8, 2
-"""Widths in pixels: of a box with its micro-batch number, of one more letter, and the least in the strip."""
+"""Widths in pixels: a box with its micro-batch number, one more letter, and the least in the strip."""
 
 
 def timeline_svg(timeline: Timeline, width: int = 1000) -> str:
@@ -42,7 +42,7 @@ def timeline_svg(timeline: Timeline, width: int = 1000) -> str:
 
     Args:
         timeline: simulated or measured.
-        width: in pixels.
+        width: width in pixels.
     """
     canvas = _Canvas(timeline, width)
     elements = [svg.HATCH, *(element for device in range(len(timeline.devices)) for element in canvas.device(device))]

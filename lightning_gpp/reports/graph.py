@@ -14,7 +14,7 @@ BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 240, 56, 70, 22, 20
 
 
 def levels(plan: Plan) -> list[list[int]]:
-    """Stages by their longest path from the source; those of one level do not wait for each other."""
+    """Stages by the length of their longest path from the source; those of one level do not wait for each other."""
     return [sorted(level) for level in nx.topological_generations(plan.graph())]
 
 

@@ -26,7 +26,7 @@ PLAIN = (Kind.DATA, Kind.FORWARD, Kind.BACKWARD)
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSpan:
-    """A collective of a stage from `start` to `stop`, in seconds. If measured, only its launch."""
+    """A collective of a stage from `start` to `stop`, in seconds; measured ones include only the launch."""
 
     stage: int
     kind: Kind
@@ -51,7 +51,7 @@ def collectives(timeline: Timeline, device: int) -> list[CollectiveSpan]:
 
 
 def computes(action: Action) -> bool:
-    """True if it is drawn in the lane of the device itself."""
+    """True if an action is drawn in the lane of the device itself."""
     return action.kind not in COLLECTIVES
 
 

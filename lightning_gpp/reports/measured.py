@@ -1,4 +1,4 @@
-"""Simulated against measured times: of every kind of action, of the step, and idle time."""
+"""Comparison of simulated and measured times: of every kind of action, of the step, and idle time."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ BAR = 40
 
 @dataclass(slots=True)
 class _Bar:
-    """Neighbouring devices with the same stages whose peaks and limits look the same, and the highest of the peaks."""
+    """Neighbouring devices with the same stages, whose peaks and limits look the same in text, and the highest peak."""
 
     devices: list[int]
     stages: tuple[int, ...]
@@ -27,7 +27,7 @@ class _Bar:
 
 
 def memory_text(prediction: Prediction) -> str:
-    """One bar per device, full at the memory limit; neighbours that are alike share a line."""
+    """One bar per device, full at the memory limit; neighbours that look the same share a line."""
     plan, rows = prediction.plan, list(_rows(prediction))
     labels = [_label(row.devices) for row in rows]
     figures = [f"{size(row.peak)} of {size(row.limit)}" for row in rows]

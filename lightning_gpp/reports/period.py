@@ -1,4 +1,4 @@
-"""The text of a pipeline that does not flush: its period, and the delay and memory of every stage."""
+"""The report of a pipeline that does not flush: its period, and the delay and memory of every stage."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def period_text(plan: Plan, period: Period, copies: Callable[[int], int]) -> str
     """Seconds per mini-batch with and without a flush, and a line for every stage.
 
     Args:
-        plan: whose stages they are.
-        period: simulated.
-        copies: of a stage's weights besides the newest, from its delay.
+        plan: the plan of the pipeline.
+        period: its simulated period.
+        copies: number of copies of a stage's weights besides the newest, given its delay.
     """
     lines = [
         f"Without a flush: {duration(period.seconds)} per mini-batch, {duration(period.fill_and_drain)} to fill "

@@ -1,4 +1,4 @@
-"""The demands of a program on every device: idle time, memory, messages, collectives."""
+"""Figures of a program on every device: idle time, memory, messages, collectives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DeviceFigures:
         sent: messages to other devices.
         received: messages from other devices.
         unshards: all-gathers of a stage's parameters.
-        reshards: times that gathered parameters are freed.
+        reshards: number of times that unsharded parameters are freed.
         reductions: reductions of a stage's gradients.
     """
 
@@ -73,8 +73,8 @@ def schedule_figures(program: Program, timeline: Timeline) -> tuple[DeviceFigure
     """The figures of all devices.
 
     Args:
-        program: of one pipeline.
-        timeline: of that program, simulated.
+        program: the program of one pipeline.
+        timeline: its simulated timeline.
     """
     sent, received = _traffic(program)
     bubbles = timeline.bubble_fractions
@@ -138,8 +138,10 @@ _ALWAYS = 5  # columns that are never left out
 
 
 def schedule_text(figures: Sequence[DeviceFigures]) -> str:
-    """A table with one row per device, for one mini-batch; neighbours that are alike share a row, and columns in which
-    nothing happens are left out."""
+    """A table with one row per device, for one mini-batch.
+
+    Neighbours that look the same share a row, and empty columns are left out.
+    """
     rows = [_joined(list(group)) for _, group in groupby(map(_row, figures), key=lambda row: row[1:])]
     used = [i for i in range(len(HEADER)) if i < _ALWAYS or any(row[i] not in ("-", "0") for row in rows)]
     return "\n".join(markdown([HEADER[i] for i in used], [[row[i] for i in used] for row in rows]))

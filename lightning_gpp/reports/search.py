@@ -35,7 +35,7 @@ def _bound(prediction: Prediction) -> str:
 
 
 def alternatives_text(prediction: Prediction) -> str:
-    """The plans that were not chosen, best first, and why; empty if the partitioner names none."""
+    """The plans that were not chosen, best first, with the reasons; empty if the partitioner names none."""
     if not prediction.alternatives:
         return ""
     lines = [

@@ -52,4 +52,4 @@ HATCH = (
     '<defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<path d="M 0 0 L 0 5" stroke="white" stroke-width="2.5" stroke-opacity="0.7"/></pattern></defs>'
 )
-"""Defines white stripes, to be laid over a box: fill="url(#hatch)"."""
+"""Defines white stripes to draw over a box: fill="url(#hatch)"."""

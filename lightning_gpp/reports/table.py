@@ -20,8 +20,9 @@ HEADER = (
     "out-edges",
     "in flight",
 )
-"""Samples, FLOPs (forward) and activations are those of one micro-batch, and so are the bytes of edges. Activations
-marked "recomputed" are not kept: the stage computes them again for its backward."""
+"""Samples, FLOPs (of a forward), activations and bytes of edges are those of one micro-batch. Activations marked
+"recomputed" are not kept: the stage computes them again for its backward.
+"""
 
 LEFT_ALIGNED = ("stage", "modules", "in-edges", "out-edges", "partitioner", "schedule", "action")
 
@@ -30,9 +31,10 @@ def plan_table(plan: Plan, batch_size: int | None = None, modules_width: int = 4
     """One row per stage, and a line that sums up the plan.
 
     Args:
-        plan: its edges count stages by their number in the first column; "data" is the user's step before the network.
+        plan: the plan; edges name stages by their number in the first column, and the user's step before the network as
+            "data".
         batch_size: samples of the mini-batch; the plan's own by default.
-        modules_width: longer lists of modules are cut there.
+        modules_width: characters after which a list of modules is cut.
 
     Raises:
         ScheduleError: the plan's schedule is unknown or cannot run.
@@ -43,7 +45,7 @@ def plan_table(plan: Plan, batch_size: int | None = None, modules_width: int = 4
 
 
 def summary(plan: Plan, batch_size: int | None = None) -> str:
-    """Counts of stages and devices, depth, schedule, and how the mini-batch is cut."""
+    """Numbers of stages and devices, depth, schedule, and the micro-batches of the mini-batch."""
     total = plan.batch_size if batch_size is None else batch_size
     counts = sorted({len(plan.intervals(stage, total)) for stage in range(len(plan.stages))})
     micro_batches = "/".join(map(str, counts))

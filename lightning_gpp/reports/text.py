@@ -1,4 +1,4 @@
-"""The text of a prediction: everything, or the part that a run folder keeps."""
+"""The text of a prediction: all of it, or the part that is kept in a run folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_gpp.reports.timeline import timeline_text
 
 
 def prediction_text(prediction: Prediction) -> str:
-    """Plan, stage graph, timeline, memory, devices and search, with an empty line between them."""
+    """Plan, stage graph, timeline, memory, devices and search, separated by empty lines."""
     plan, timeline = prediction.plan, prediction.timeline
     sections = (
         plan_table(plan),

@@ -25,7 +25,7 @@ def timeline_text(timeline: Timeline, width: int = 110) -> str:
 
     Args:
         timeline: simulated or measured.
-        width: of the longest line, in characters; at least 40.
+        width: characters of the longest line; at least 40.
 
     Raises:
         ConfigError: the width is too small.
@@ -50,7 +50,7 @@ def _lane(entries: Sequence[CollectiveSpan], origin: float, makespan: float, col
     for entry in entries:
         first, last = (round((time - origin) * scale) for time in (entry.start, entry.stop))
         first = min(first, columns - 1)
-        width = max(1, min(last, columns) - first)  # a mark where it takes no time
+        width = max(1, min(last, columns) - first)  # a mark if it takes no time
         name = f"{entry.kind.value}{entry.stage}"
         cells[first : first + width] = (name if len(name) <= width else entry.kind.value).ljust(width, "=")
     return "".join(cells)

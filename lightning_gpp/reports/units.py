@@ -1,4 +1,4 @@
-"""Numbers for people: counts, bytes and seconds with the prefix that keeps them short."""
+"""Formats counts, bytes and seconds for people, with the prefix that keeps them short."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def percent(fraction: float) -> str:
 
 
 def distance(gap: float | None) -> str:
-    """From a bound, as a fraction of it; `-` where none is known."""
+    """Distance from a bound in per cent of it; `-` if none is known."""
     return "-" if gap is None else f"{100 * gap:.1f} %"
 
 

@@ -1,10 +1,10 @@
-"""Boundaries: what a message carries, how messages are cut out of the tensors of an action, and how the tensors of an
-action are put together from messages.
+"""Boundaries between actions and messages: cuts the tensors of an action into messages, and joins messages into
+tensors.
 
-An action works on an interval of samples. On every edge, the messages that it reads (or makes) tile this interval. A
+An action works on an interval of samples. On every edge, the messages that it reads (or produces) tile this interval. A
 tensor that grows with the samples is cut and joined along its batch dimension. A tensor that does not depend on the
 samples is carried by every message: a reader takes the first copy, so its gradient goes back on the first message,
-zeros on the others. A tensor that combines samples (a loss) never comes here: its edge is not `sliceable`.
+zeros on the others. A tensor that combines samples (a loss) never occurs here: its edge is not `sliceable`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lightning_gpp.runtime.stage import Slot
 from lightning_gpp.schedules.program import Message, Program
 
 Tensors = Sequence[Tensor | None]
-"""The tensors of a message, one for each of its slots. None, on dynamic edges and for gradients: there is none."""
+"""The tensors of a message, one for each of its slots. On dynamic edges and for gradients, None if there is none."""
 
 MessageTensors = list[Tensors | None]
-"""The tensors of all messages of a device, by message id; None: not there yet, or no longer."""
+"""The tensors of all messages of a device, by message id; None if they have not arrived, or are no longer needed."""
 
 DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 
@@ -36,7 +36,7 @@ TOKEN: Final = Slot("@token", TensorSpec(shape=(Affine(0, 1),), dtype="uint8"))
 
 
 def carried(edge: Edge, slots: Sequence[Slot], gradient: bool) -> tuple[Slot, ...]:
-    """The slots of a message; on dynamic edges every slot, as only the tensors tell whether they have gradients."""
+    """The slots of a message; on dynamic edges all, because only the tensors show whether they have gradients."""
     if edge.artificial:
         return (TOKEN,)
     if gradient and not edge.dynamic:
@@ -52,13 +52,13 @@ class _MessageInterval:
 
 
 class EdgeTensors:
-    """The messages of one edge that one action reads or makes, in the order of their samples.
+    """The messages of one edge that one action reads or produces, in the order of their samples.
 
     Args:
-        program: what they belong to.
-        messages: all messages of the edge that the action reads, or all that it makes.
-        slots: of the edge.
-        interval: samples of the action.
+        program: the program that they belong to.
+        messages: all messages of the edge that the action reads, or all that it produces.
+        slots: the edge's slots.
+        interval: the action's samples.
 
     Raises:
         ScheduleError: the messages do not tile the interval.
@@ -80,14 +80,14 @@ class EdgeTensors:
             _check_sliceable(program.plan, self.edge, self.slots)
 
     def take(self, values: MessageTensors) -> Tensors:
-        """The tensors of the action, one per slot; the messages are given up."""
+        """Join the tensors of the action, one per slot; the messages are dropped."""
         if self._only is not None:
             return _pop(values, self._only)
         parts = [_pop(values, piece.message) for piece in self._pieces]
         return [self._join(slot, [part[i] for part in parts]) for i, slot in enumerate(self.slots)]
 
     def give(self, tensors: Tensors, values: MessageTensors) -> None:
-        """Make the messages out of the tensors of the action."""
+        """Cut the tensors of the action into messages."""
         if self._only is not None:
             values[self._only] = tensors
             return
@@ -112,7 +112,7 @@ class EdgeTensors:
 
 
 def total(tensors: Iterable[Tensor]) -> Tensor:
-    """Their sum, in the given order, leaving them unchanged."""
+    """The sum of tensors, in the given order; they stay unchanged."""
     first, *rest = tensors
     for tensor in rest:
         first = first + tensor
@@ -132,7 +132,7 @@ def borders(
 def _pop(values: MessageTensors, message: int) -> Tensors:
     tensors, values[message] = values[message], None
     if tensors is None:
-        raise ScheduleError(f"Message {message} is read before it is there, or twice: the program was not verified.")
+        raise ScheduleError(f"Message {message} is read before it has arrived, or twice: the program was not verified.")
     return tensors
 
 
@@ -167,21 +167,21 @@ Promise = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def promises(outgoing: Iterable[EdgeTensors], num_samples: int) -> list[Promise]:
-    """The tensors that an action must return for its outgoing edges; those on dynamic edges may be anything."""
+    """The tensors that an action must return for its outgoing edges; on dynamic edges anything is allowed."""
     slots = {slot.name: slot for border in outgoing if not border.edge.dynamic for slot in border.slots}
     slots.pop(TOKEN.name, None)
     return [(name, slot.spec.sizes(num_samples), DTYPES[slot.spec.dtype]) for name, slot in slots.items()]
 
 
 def check_promises(outputs: Mapping[str, Tensor], promised: Iterable[Promise], owner: str) -> None:
-    """Raise ShapeError if a returned tensor is missing or not as promised: a transport would cut it off silently."""
+    """Raise ShapeError if a returned tensor is missing or not as promised: a transport would truncate it silently."""
     for name, shape, dtype in promised:
         tensor = outputs.get(name)
         if tensor is None:
             raise ShapeError(f"{owner} did not return {name!r}; it returned {sorted(outputs)}.")
         if tensor.shape != shape or tensor.dtype is not dtype:
             raise ShapeError(
-                f"{owner} returned {name!r} with shape {tuple(tensor.shape)} and dtype {tensor.dtype}; agreed are "
+                f"{owner} returned {name!r} with shape {tuple(tensor.shape)} and dtype {tensor.dtype}; expected are "
                 f"{shape} and {dtype}. Only the number of samples may change between batches: pad the batch to the "
                 "captured sizes, or mark the edge `dynamic: true` in the plan (strategy.plan)."
             )
@@ -199,7 +199,7 @@ def header_length(num_slots: int) -> int:
 
 
 def encode(tensors: Tensors) -> Tensor:
-    """The header: number of tensors; for each: is there, dtype, requires_grad, number of dimensions, sizes.
+    """The header: number of tensors; for each: present, dtype, requires_grad, number of dimensions, sizes.
 
     Raises:
         ShapeError: a tensor has too many dimensions, or a dtype that cannot be sent.
@@ -221,10 +221,10 @@ def _row(tensor: Tensor) -> list[int]:
 
 
 def decode(header: Tensor, device: torch.device) -> tuple[list[Tensor | None], list[bool]]:
-    """Empty buffers as the header describes them, and whether each requires grad.
+    """Empty buffers that the header describes, and whether each requires grad.
 
     Raises:
-        ShapeError: the header is not one.
+        ShapeError: it is not a header.
     """
     count, *numbers = header.tolist()
     if count * _ROW != len(numbers):

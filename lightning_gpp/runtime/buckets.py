@@ -1,4 +1,4 @@
-"""Buckets: gradients that are summed over ranks as one flat tensor, and that start strictly in one order."""
+"""Buckets: gradients that are all-reduced as one flat tensor; buckets start strictly in one order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parts(named: Mapping[str, Parameter], num_bytes: int) -> Iterator[dict[str, 
 
 
 class Bucket:
-    """Gradients that travel as one flat tensor: for each a flag "there is one", then their elements."""
+    """Gradients that travel as one flat tensor: a flag for each that there is one, then their elements."""
 
     def __init__(self, named: Mapping[str, Parameter], group: dist.ProcessGroup) -> None:
         self.named = dict(named)
@@ -51,7 +51,7 @@ class Bucket:
         self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     def finish(self) -> None:
-        """Wait for the sums, and put them in the gradients' places."""
+        """Wait for the sums, and replace the gradients by them."""
         if self._work is None:
             return
         self._work.wait()
@@ -76,14 +76,14 @@ class Bucket:
             return torch.zeros_like(self.named[name], memory_format=torch.contiguous_format).detach().flatten()
         if grad.is_sparse:
             raise GPPError(
-                f"Parameter {name!r} has a sparse gradient and is held by several ranks, which only sum dense ones. "
-                "Use `sparse=False` for its embedding, or give its stage a single device."
+                f"Parameter {name!r} has a sparse gradient and is held by several ranks, which can only sum dense "
+                "ones. Use `sparse=False` for its embedding, or give its stage a single device."
             )
         return grad.flatten()
 
 
 class BucketQueue:
-    """Buckets of one stage. They start one after the other, in the order given, whenever their gradients come.
+    """Buckets of one stage. They start one after the other, in the given order, whenever their gradients come.
 
     Ranks may compute gradients in different orders, or not at all; collectives match by order alone.
     """
@@ -104,7 +104,7 @@ class BucketQueue:
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]
 
     def start(self) -> None:
-        """Start all that has not started; gradients that did not come until now are missing."""
+        """Start all buckets that have not started; gradients that have not come by now count as missing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -112,7 +112,7 @@ class BucketQueue:
             self._start_next()
 
     def finish(self) -> None:
-        """Start the rest, wait for all, and be ready for the next step."""
+        """Start the rest, wait for all, and prepare for the next step."""
         self.start()
         for bucket in self.buckets:
             bucket.finish()

@@ -1,4 +1,4 @@
-"""Compiler: from the instructions of one device to a flat list of operations that are bound to their tensors."""
+"""Compiler: turns the instructions of one device into a flat list of operations that are bound to their tensors."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Lane:
-    """Everything that one of the mini-batches has for itself that a device works on at the same time.
+    """State of one of the mini-batches that a device works on at the same time.
 
-    A program that flushes has one lane. A continuous one has as many as there are mini-batches on their way; mini-batch
-    n takes lane n modulo their number.
+    A program that flushes has one lane. A continuous one has as many as mini-batches are in the pipeline at a time;
+    mini-batch n takes lane n modulo their number.
     """
 
     number: int
@@ -61,7 +61,7 @@ class Lane:
     splits: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Let go of all tensors."""
+        """Drop all tensors."""
         self.state.clear()
         for kept in (self.saved, self.recomputed, self.splits):
             for entry in kept.values():
@@ -69,7 +69,7 @@ class Lane:
 
 
 class Compiler:
-    """Makes the operations of `device`, for every lane."""
+    """Makes the operations of a device, for every lane."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class Compiler:
         self._receipts = receipts(program)[device]
 
     def operation(self, position: int, instruction: Instruction, phase: int, *, hollow: bool = False) -> Operation:
-        """The operation of instruction number `position`, in a period whose own mini-batch takes lane `phase`.
+        """The operation of instruction `position` in a period whose mini-batch takes lane `phase`.
 
-        `hollow`: computes nothing, and sends zeros of the right form to those that wait for a result.
+        `hollow`: it computes nothing, and sends zeros of the right shape to devices that wait for a result.
         """
         self._lane = self._lane_of(phase, self._program.ahead[self._device][position] if self._program.ahead else 0)
         if instruction.op is Op.COMPUTE:
@@ -204,7 +204,7 @@ class Compiler:
 
     def _data(self, action: Action, micro_batch: MicroBatch) -> Operation:
         if self._source is None:
-            raise ScheduleError(f"Action {action} on device {self._device} needs the data source, and none was given.")
+            raise ScheduleError(f"Action {action} on device {self._device} needs the data source, but none was given.")
         common = self._common(action, micro_batch)
         common["owner"] = f"The step's call of the network (micro-batch {action.micro_batch})"
         promised = promises(common["outgoing"], micro_batch.num_samples)
@@ -285,8 +285,10 @@ class Compiler:
 
 
 def _armed(program: Program, device: int) -> set[Action]:
-    """The last backward of each stage before a sum, where no other stage's sum comes in between: sums that start
-    during this backward then start in the order of the program, which is that of all replicas."""
+    """The last backward of each stage before its REDUCE, unless another stage's REDUCE comes in between.
+
+    All-reduces that start during this backward then start in the order of the program, which all replicas share.
+    """
     actions = (instruction.action for instruction in program.devices[device])
     last: dict[int, Action] = {}
     armed = set()

@@ -1,13 +1,12 @@
 """The executor: one device's part of a program, compiled once into a flat list of operations, then run for every
 mini-batch.
 
-What it keeps: the inputs of a forward that need gradients and the autograd edges of its outputs, until the backward
-(all inputs and no edges where the plan says to recompute); what it received, until it was read; what it sends, until it
-is known to have arrived. Nothing else.
+It keeps the inputs of a forward that need gradients and the autograd edges of its outputs until the backward (for
+recomputed stages all inputs and no edges), received tensors until they are read, and sent tensors until they are known
+to have arrived. Nothing else.
 
-A continuous program is run period by period. What a device keeps for a mini-batch is in the mini-batch's lane, so that
-several can be on their way; fill and drain are periods in which the operations of mini-batches that do not exist are
-left out.
+A continuous program is run period by period. A device keeps the state of each mini-batch in a lane of its own, so that
+it can work on several; fill and drain are periods without the operations of mini-batches that do not exist.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ class Executor:
     """Runs one device's instructions of a verified program.
 
     Args:
-        program: what to run.
-        device: which of its devices this is.
+        program: the program to run.
+        device: the device of the program that this is.
         stages: `stages[i]` computes stage i; only those of this device are used.
-        slots: for every edge of the plan the tensors that it carries.
+        slots: the tensors that every edge of the plan carries.
         transport: moves tensors to and from the other devices.
-        source: the user's step up to the inputs of the network; needed where the step's stage lives.
-        torch_device: where received tensors are allocated.
-        streams: random numbers for the stages that draw some; None leaves them on the default generator.
-        pipeline: which pipeline replica this is, for the random streams and for messages.
-        sharding: what the ranks that hold the same stage do together; without one they do nothing.
-        weights: with which values of the parameters actions compute; without one with those that are there.
+        source: the user's step up to the inputs of the network; needed on devices of the step's stage.
+        torch_device: the device of received tensors.
+        streams: random streams for stages that draw random numbers; None leaves them on the default generator.
+        pipeline: number of this pipeline replica, for the random streams and for messages.
+        sharding: collectives of the ranks that hold the same stage; None for no collectives.
+        weights: policy for the values of the parameters with which actions compute; None for the current ones.
         gradients: keeps those of different devices apart, if the program is that of all devices on one.
         trace: measure every action (see `timings`) and name it for `torch.profiler`.
 
@@ -108,23 +107,22 @@ class Executor:
 
     @property
     def peak_in_flight(self) -> dict[int, int]:
-        """For every stage of this device the largest number of micro-batches that were between the start of their
-        forward and the end of their backward at the same time, over all runs."""
+        """The most micro-batches in flight at the same time, by stage of this device, over all runs."""
         return dict(self._state.peak)
 
     @property
     def warm_up(self) -> dict[int, int]:
-        """For every stage of this device the number of forwards before its first backward, in the latest run."""
+        """Number of forwards before the first backward of every stage of this device, in the latest run."""
         return dict(self._state.warm_up)
 
     @property
     def not_split(self) -> dict[int, str]:
-        """Stages of this device whose backward was to be split and is not, so that I does all the work, and why."""
+        """Reasons why backwards that should be split are not, so that I does all the work, by stage of this device."""
         return {stage: splitter.reason for stage, splitter in self._compiler.splitters.items() if splitter.reason}
 
     @property
     def current_action(self) -> Action | None:
-        """The action that this device computes, sends or waits for; after a run its last one."""
+        """The action that this device computes, sends or waits for; after a run, its last one."""
         if not self._instructions:
             return None
         return action_of(self.program, self._instructions[self._position])
@@ -151,19 +149,19 @@ class Executor:
         """Run this device's part for one mini-batch; gradients are added to the parameters' `.grad`.
 
         A continuous program works on mini-batches `first` to `last` (exclusive) without a flush: call this for each of
-        them. At the first one the pipeline fills, at the last one it is empty again. While it runs, `last` may be any
-        number that is large enough: it has to be exact from `lead` mini-batches before the end.
+        them. At the first one the pipeline fills, at the last one it drains. Until `lead` mini-batches before the end,
+        `last` may be any number that is large enough; from then on it has to be exact.
 
         Args:
             loss_weight: weight of one sample. 1 / (samples of all pipeline replicas) gives the gradient of the mean.
             grad_scale: a further factor on the gradient, for mixed precision.
-            step: number of the mini-batch, for the random streams too.
+            step: number of the mini-batch, also for the random streams.
             first: the mini-batch with which the pipeline filled; by default `step`.
             last: the mini-batch after the last one; by default `step` + 1.
-            filling: entered while the pipeline fills at its first mini-batch.
+            filling: context of the fill at the first mini-batch.
 
         Raises:
-            ShapeError: a stage returned a tensor of other shape or dtype than was agreed.
+            ShapeError: a stage returned a tensor of an unexpected shape or dtype.
             GPPError: the step returned no loss.
         """
         first, last = step if first is None else first, step + 1 if last is None else last
@@ -182,10 +180,10 @@ class Executor:
             raise
 
     def give_up(self, step: int, last: int) -> None:
-        """Let go of the mini-batches on their way, from `step` up to `last`: nothing is computed for them any more.
+        """Drop the mini-batches in the pipeline, from `step` to `last`: nothing is computed for them any more.
 
-        What other devices sent, or expect, is received and sent; so all devices of the pipeline call this after the
-        same period, and the pipeline is empty afterwards.
+        Outstanding messages are still received and sent, so all devices of the pipeline call this after the same
+        period, and the pipeline is empty afterwards.
 
         Args:
             step: the mini-batch whose period would follow.
@@ -202,7 +200,7 @@ class Executor:
         self._drop()
 
     def _enter(self, step: int, first: int, last: int, weight: float) -> None:
-        """Give lanes to the mini-batches that enter."""
+        """Assign lanes to the mini-batches that enter."""
         lead = self._lead
         if step == first:
             self._state.begin()
@@ -210,7 +208,7 @@ class Executor:
             self._lanes[batch % len(self._lanes)].state.begin(weight, batch)
 
     def _fill(self, first: int, last: int, context: AbstractContextManager[None]) -> None:
-        """The periods before the first mini-batch's own."""
+        """Run the periods before the first mini-batch's own."""
         with context:
             for period in range(first - self._own_lead, first):
                 self._enter_period(period)
@@ -258,7 +256,7 @@ class Executor:
         return run
 
     def _drop(self) -> None:
-        """After a failure: let go of all tensors."""
+        """Drop all tensors, after a failure."""
         self._unfinished.clear()
         for inbox in self._compiler.inboxes.values():
             inbox.clear()

@@ -1,8 +1,8 @@
-"""Gradients over ranks: summed where several ranks hold a parameter, counted once in a norm.
+"""Gradients over ranks: summed if several ranks hold a parameter, counted once in a norm.
 
 Gradients are sums over samples, weighted by the loss. So one sum over all ranks that hold a parameter serves tied
-weights, stage replicas and pipeline replicas alike. The sum of a stage's gradients starts when its last backward is
-done, or bucket by bucket during that backward; that of parameters that several stages use waits for the end.
+weights, stage replicas and pipeline replicas alike. The all-reduce of a stage's gradients starts after its last
+backward, or bucket by bucket during that backward; that of parameters that several stages use starts at the end.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ Holders = tuple[int, ...]
 """Global ranks that hold a parameter, in ascending order."""
 
 BUCKET_BYTES: Final = 25 * 2**20
-"""One all-reduce moves at most this much, unless one parameter is larger: torch's DDP found it a good size."""
+"""The most bytes of one all-reduce, unless one parameter is larger; torch's DDP found it a good size."""
 
 SHARED: Final = -1
-"""In the place of a stage: parameters that several stages use, or none."""
+"""Represents, in place of a stage, parameters that several stages or none use."""
 
 
 class GradientSync:
     """Sums gradients over the ranks that hold each parameter. All ranks construct it together.
 
-    It is the `StageSync` of replicas that keep whole parameters.
+    It is the `StageSync` of replicas with unsharded parameters.
 
     Args:
-        parameters: this rank's own, by canonical name; those that do not require grad are left alone.
-        holders: for every parameter of the model the global ranks that hold it; the same on all ranks. Buckets are
-            filled from its end, so that with parameters in the order of their registration those that get their
-            gradients first travel first.
-        mesh: the ranks.
-        stages: for every parameter the stages that use it, the same on all ranks; without it every sum waits for
-            `sync`.
+        parameters: this rank's parameters, by canonical name; those that do not require grad are ignored.
+        holders: global ranks that hold each parameter of the model; the same on all ranks. Buckets are filled from the
+            end, so that with parameters in the order of their registration those that get their gradients first travel
+            first.
+        mesh: the mesh of the ranks.
+        stages: stages that use each parameter, the same on all ranks; without it every all-reduce waits for `sync`.
 
     Attributes:
         last: whether an optimizer step follows this mini-batch. If not, gradients are only accumulated.
@@ -67,18 +66,18 @@ class GradientSync:
         stage_of = {name: used[0] for name, used in (stages or {}).items() if len(used) == 1}
         self._stage_of = {name: stage_of.get(name, SHARED) for name in reversed(self._holders)}
         groups = mesh.new_groups(ranks for ranks in self._holders.values() if len(ranks) > 1)
-        # From the last stage to the first, as backwards run; the same on all ranks.
+        # From the last stage to the first, like backwards; the same on all ranks.
         here = sorted({self._stage_of[name] for name in self._parameters}, reverse=True)
         buckets = {stage: list(self._buckets(stage, groups)) for stage in here}
         self._queues = {stage: BucketQueue(of_stage) for stage, of_stage in buckets.items() if of_stage}
 
     def arm(self, stage: int) -> None:
-        """The next backward of the stage is its last one; its sums may start while it runs."""
+        """Announce that the next backward of the stage is its last one; all-reduces may start while it runs."""
         if self.last and stage in self._queues:
             self._queues[stage].arm()
 
     def reduce(self, stage: int) -> None:
-        """Start the sums of the stage's gradients: its backwards are done. `sync` waits for them.
+        """Start the all-reduces of the stage's gradients, after its backwards. `sync` waits for them.
 
         Raises:
             GPPError: a gradient is sparse.
@@ -87,16 +86,16 @@ class GradientSync:
             self._queues[stage].start()
 
     def unshard(self, stage: int) -> None:
-        """Nothing: every replica has whole parameters."""
+        """Do nothing: parameters are unsharded."""
 
     def ready(self, stage: int) -> None:
-        """Nothing: every replica has whole parameters."""
+        """Do nothing: parameters are unsharded."""
 
     def reshard(self, stage: int) -> None:
-        """Nothing: every replica keeps whole parameters."""
+        """Do nothing: parameters stay unsharded."""
 
     def sync(self) -> None:
-        """Replace every gradient by its sum over the holders; None counts as zero, and stays None where all have None.
+        """Replace every gradient by its sum over the holders; None counts as zero, and stays None if all have None.
 
         Raises:
             GPPError: a gradient is sparse.
@@ -107,7 +106,7 @@ class GradientSync:
             queue.finish()
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all gradients of the pipeline as one vector, each parameter counted once. Call `sync` before.
+        """The norm of all gradients of the pipeline as one vector, with each parameter counted once. Call `sync` first.
 
         All ranks of the pipeline must call this; all get the same float64 number.
 

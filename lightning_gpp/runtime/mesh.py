@@ -1,4 +1,4 @@
-"""Mesh: which rank is which device of which pipeline replica, and the process groups along both axes."""
+"""Mesh: the assignment of ranks to devices and pipeline replicas, and the process groups along both axes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch.distributed as dist
 from lightning_gpp.errors import ConfigError
 
 CONTROL_BACKEND: Final = "gloo"
-"""Backend for plain Python values: what ranks tell each other about the run never goes through a GPU."""
+"""Backend for plain Python values, which never go through a GPU."""
 
 
 class Mesh:
     """Pipeline replicas x devices. Global rank = pipeline * num_devices + device.
 
-    Owns its process groups; all ranks construct the mesh together, after `torch.distributed` was initialised.
+    It owns its process groups; all ranks construct the mesh together, after `torch.distributed` was initialised.
 
     Args:
         num_devices: devices of the plan.
-        num_pipelines: replicas of the whole pipeline.
+        num_pipelines: number of pipeline replicas.
         rank: this process's global rank.
-        timeout: of the process groups; None keeps the backend's default.
+        timeout: timeout of the process groups; None keeps the backend's default.
 
     Raises:
         ConfigError: the number of processes is not num_devices * num_pipelines.
@@ -50,11 +50,11 @@ class Mesh:
         return self.num_devices * self.num_pipelines
 
     def global_rank(self, device: int, pipeline: int | None = None) -> int:
-        """The rank of `device` in `pipeline` (this rank's own one if None)."""
+        """The rank of `device` in `pipeline` (None: this rank's pipeline)."""
         return (self.pipeline if pipeline is None else pipeline) * self.num_devices + device
 
     def new_tag(self) -> int:
-        """A tag for messages over gloo that no others of this mesh have; all ranks call this together."""
+        """A tag for messages over gloo that is unique in this mesh; all ranks call this together."""
         return next(self._tags)
 
     def pipeline_ranks(self, pipeline: int | None = None) -> tuple[int, ...]:

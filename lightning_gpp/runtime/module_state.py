@@ -1,4 +1,5 @@
-"""Module state: values that a forward reads in its modules and may change, so that it can run again with the same ones.
+"""Module state: values in modules that a forward reads and may change, kept so that it can run again with the same
+ones.
 
 The second run works on copies: buffers that autograd saved, or that later micro-batches changed, are not written to.
 """
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import buffers_of, version
 
 SMALL: Final = 1 << 16
-"""Tensors of at most this many elements are taken to change in every forward: batch norm changes its running
-statistics, a few numbers per channel, without a trace in their version counters. For larger ones the counter tells."""
+"""Tensors of at most this many elements are assumed to change in every forward: batch norm changes its running
+statistics, a few numbers per channel, without raising their version counters. For larger ones the counter is trusted.
+"""
 
 _PLAIN: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
@@ -52,7 +54,7 @@ class ModuleState:
     """Buffers of modules, and their attributes that are tensors without a gradient, numbers, strings or None.
 
     Args:
-        modules: each for itself, without its submodules.
+        modules: the modules, each without its submodules.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -72,7 +74,7 @@ class ModuleState:
 
     @contextmanager
     def restored(self, snapshot: Snapshot) -> Iterator[None]:
-        """Inside, modules have the state of the snapshot; afterwards the previous one; lists are shortened."""
+        """Inside, modules have the state of the snapshot, afterwards the previous one; lists are shortened."""
         before = [(space, dict(space)) for space in self._namespaces]
         lists = [(value, len(value)) for _, values in before for value in values.values() if type(value) is list]
         _restore(snapshot)

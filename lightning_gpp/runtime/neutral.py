@@ -10,7 +10,7 @@ from lightning_gpp._compat.torch import TorchDispatchMode
 
 
 class Neutral(TorchDispatchMode):
-    """Within the mode every draw starts from the same seed, and masks (Bernoulli draws) are all ones."""
+    """Inside, every draw starts from the same seed, and masks (Bernoulli draws) are all ones."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

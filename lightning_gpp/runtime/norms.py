@@ -1,4 +1,4 @@
-"""The norm of a vector whose parts lie on several ranks."""
+"""The norm of a vector with parts on several ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_gpp.errors import ConfigError
 def norm_over_ranks(
     parts: Iterable[Tensor], norm_type: float, device: torch.device, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """The p-norm, as a float64 number that is the same on all ranks of `group` (None: all ranks).
+    """The p-norm as a float64 number that is the same on all ranks of `group` (None: all ranks).
 
     Args:
         parts: this rank's part of the vector, every element on one rank only.
         norm_type: p, above 0; may be infinite.
-        device: where the number is added up.
+        device: device for the sum.
         group: ranks that call this together.
 
     Raises:

@@ -1,5 +1,5 @@
-"""Operations: what the actions of a program become on a device. All that does not change from one mini-batch to the
-next is looked up when they are made; `run()` only moves tensors.
+"""Operations: the executable form of a program's actions on a device. Everything that does not change from one
+mini-batch to the next is looked up when they are made; `run()` only moves tensors.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from lightning_gpp.runtime.weights.interface import Use, WeightPolicy
 from lightning_gpp.schedules.actions import Action, Kind
 
 StageForward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
-"""`StageModule.forward`, inside the stage's random stream where it has one."""
+"""`StageModule.forward`, inside the stage's random stream if it has one."""
 
 
 class DeviceState:
-    """State that all actions of a device share, whatever their mini-batch.
+    """State that all actions of a device share, for all mini-batches.
 
     Attributes:
         token: the tensor that artificial edges carry.
         steady: whether the current period is complete; it is not while a continuous pipeline fills or drains.
-        in_flight: for every stage the micro-batches between the start of their forward and the end of their backward.
-        peak: the largest of these numbers so far.
-        warm_up: for every stage the number of forwards before the first backward.
+        in_flight: number of micro-batches of every stage between the start of their forward and the end of their
+            backward.
+        peak: the largest values of `in_flight` so far.
+        warm_up: number of forwards of every stage before the first backward.
     """
 
     def __init__(self, stages: Iterable[int], device: torch.device) -> None:
@@ -84,8 +85,9 @@ class State:
 
 
 class Saved:
-    """State that a forward keeps for its backward: the leaves that collect gradients, the edges where gradients enter,
-    and the loss with its seed gradient. Outputs are not kept: autograd needs only their edges."""
+    """State that a forward keeps for its backward: the leaves that collect gradients, the edges at which gradients
+    enter, and the loss with its seed gradient. Outputs are not kept: autograd needs only their edges.
+    """
 
     def __init__(self) -> None:
         self.clear()
@@ -98,7 +100,7 @@ class Saved:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Compute:
-    """Base class of actions: a share of a micro-batch, and messages in and out. `owner` names it in errors."""
+    """Base class of actions on a share of a micro-batch, with messages in and out. `owner` names it in errors."""
 
     state: State
     owner: str
@@ -110,7 +112,7 @@ class Compute:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ReadData(Compute):
-    """Run the user's step up to the inputs of the network, and hand them out."""
+    """Run the user's step up to the inputs of the network, and send these."""
 
     source: DataSource
     promised: list[Promise]
@@ -123,9 +125,9 @@ class ReadData(Compute):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ComputeForward(Compute):
-    """Run a stage; in training keep what the backward needs.
+    """Run a stage; in training, keep the state for the backward.
 
-    `differentiable` names the outputs for which gradients will come, `saved` is None in inference.
+    `differentiable` names the outputs that will get gradients; `saved` is None in inference.
     """
 
     forward: StageForward
@@ -184,7 +186,7 @@ def _checked_loss(loss: Tensor | None, owner: str) -> Tensor:
 
 
 def hand_out(outputs: Mapping[str, Tensor], outgoing: Iterable[EdgeTensors], state: State) -> None:
-    """Make the messages out of what a stage returned."""
+    """Cut the results of a stage into messages."""
     for border in outgoing:
         if border.edge.artificial:
             border.give([state.device.token], state.values)
@@ -193,7 +195,7 @@ def hand_out(outputs: Mapping[str, Tensor], outgoing: Iterable[EdgeTensors], sta
 
 
 def hand_out_zeros(outgoing: Iterable[EdgeTensors], num_samples: int, state: State) -> None:
-    """Make messages that nobody will compute with; those on dynamic edges say that there is no tensor."""
+    """Make messages with which nobody will compute; those on dynamic edges say that there is no tensor."""
     for border in outgoing:
         none = border.edge.dynamic
         border.give([None if none else _zeros(slot, num_samples, state) for slot in border.slots], state.values)
@@ -223,7 +225,7 @@ class ComputeGradients(Compute):
         return roots, seeds
 
     def _collect(self) -> dict[str, Tensor]:
-        """For every output the sum of the gradients that its consumers sent, in the order of the edges."""
+        """The sum of the gradients that each output's consumers sent, in the order of the edges."""
         gradients: dict[str, Tensor] = {}
         for border in self.incoming:
             tensors = border.take(self.state.values)
@@ -236,7 +238,7 @@ class ComputeGradients(Compute):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ComputeBackward(ComputeGradients):
-    """To the inputs and the parameters."""
+    """A full backward, to the inputs and the parameters."""
 
     def run(self) -> None:
         roots, seeds = self._roots()
@@ -249,7 +251,7 @@ class ComputeBackward(ComputeGradients):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ComputeInput(ComputeGradients):
-    """To the inputs, and no further to the parameters than on the way."""
+    """A backward to the inputs; parameters only get gradients that fall out on the way."""
 
     split: SplitBackward
 
@@ -262,7 +264,7 @@ class ComputeInput(ComputeGradients):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ComputeWeight(Compute):
-    """To the parameters, from where the gradients of the inputs passed by."""
+    """The second half of a backward, to the parameters, from gradients caught on the way to the inputs."""
 
     split: SplitBackward
 
@@ -272,7 +274,7 @@ class ComputeWeight(Compute):
 
 
 def _hand_out_gradients(leaves: Mapping[str, Tensor], outgoing: Iterable[EdgeTensors], state: State) -> None:
-    """Make the messages out of the gradients of the inputs; a leaf that nothing depends on has gradient zero."""
+    """Cut the gradients of the inputs into messages; a leaf on which nothing depends has gradient zero."""
     for border in outgoing:
         if border.edge.artificial:
             border.give([state.device.token], state.values)
@@ -290,11 +292,11 @@ Operation = Callable[[], object]
 
 
 def nothing() -> None:
-    """The share of a replica that has no samples."""
+    """Do nothing: the share of a replica without samples."""
 
 
 def gathering(sync: StageSync, stage: int, operation: Operation) -> Operation:
-    """An operation on unsharded parameters, also where a replica has no samples."""
+    """An operation on unsharded parameters; a replica without samples waits for them, too."""
 
     def run() -> None:
         sync.ready(stage)
@@ -304,7 +306,7 @@ def gathering(sync: StageSync, stage: int, operation: Operation) -> Operation:
 
 
 def arming(sync: StageSync, stage: int, operation: Operation) -> Operation:
-    """The last backward of a stage, during which sums of gradients may start."""
+    """The last backward of a stage, during which all-reduces of gradients may start."""
 
     def run() -> None:
         sync.arm(stage)
@@ -314,7 +316,7 @@ def arming(sync: StageSync, stage: int, operation: Operation) -> Operation:
 
 
 def with_weights(weights: WeightPolicy, action: Action, state: State, operation: Operation) -> Operation:
-    """An operation on the values of parameters that the policy chooses."""
+    """An operation on the parameter values that the policy chooses."""
     stage, number, final = action.stage, action.micro_batch, action.kind in (Kind.BACKWARD, Kind.INPUT)
     enter, leave = (
         (weights.enter_forward, weights.leave_forward)
@@ -343,7 +345,7 @@ def kept_apart(gradients: DeviceGradients, stage: int, device: int, operation: O
 
 
 def releasing(wait: Operation, sends: Sequence[Send], device: DeviceState) -> Operation:
-    """A wait that proves the arrival of sends, which it releases; while the pipeline fills it does not prove it."""
+    """A wait that proves the arrival of sends and releases them; while the pipeline fills, it proves nothing."""
 
     def run() -> None:
         wait()

@@ -1,5 +1,6 @@
-"""Random streams: every stage draws its own random numbers, the same whatever else its device computes, and user code
-draws from the streams of the process: Python's, NumPy's and torch's on the CPU."""
+"""Random streams: every stage draws its own random numbers, whatever else its device computes, and user code draws from
+the streams of the process: Python's, NumPy's and torch's on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class RandomStreams:
     """One stream of random numbers per (stage, replica, micro-batch, step), without state: nothing to checkpoint.
 
     Args:
-        seed: of the run; the same on all ranks.
-        device: where the stages compute; its default generator is seeded besides the CPU's.
+        seed: seed of the run; the same on all ranks.
+        device: device of the stages; its default generator is seeded besides the CPU's.
     """
 
     def __init__(self, seed: int, device: torch.device | None = None) -> None:
@@ -51,7 +52,7 @@ class RandomStreams:
 
     @contextmanager
     def use(self, stage: int, replica: int, micro_batch: int, step: int) -> Iterator[None]:
-        """Draw from this stream inside; the caller's own stream goes on untouched afterwards."""
+        """Inside, draws come from this stream; afterwards the caller's stream continues untouched."""
         key = self.key(stage, replica, micro_batch, step)
         states = [generator.get_state() for generator in self._generators]
         for generator in self._generators:
@@ -65,7 +66,7 @@ class RandomStreams:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore the streams when the context ends, whatever was drawn inside."""
+    """Restore all streams when the context ends, whatever was drawn inside."""
     python, numpy, generator = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -1,8 +1,8 @@
-"""Receipts: when a device knows that what it sent has arrived, without asking.
+"""Receipts: the points at which a device knows, without asking, that its messages have arrived.
 
-gloo tells only by blocking. But the order of a program is fixed, so an answer that was sent after a message was waited
-for proves that it arrived: the gradients of a micro-batch, say, prove that its activations did. From then on waiting
-for the send takes no time, and its tensors can be released.
+gloo reports arrival only by blocking. But the order of a program is fixed, so any answer that was sent after a message
+had been waited for proves its arrival: the gradients of a micro-batch, say, prove that its activations arrived. From
+then on waiting for the send takes no time, and its tensors can be released.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from lightning_gpp.schedules.program import Instruction, Op, Program
 from lightning_gpp.schedules.replay import replay
 
 Receipts = dict[int, list[tuple[int, int]]]
-"""Number of a WAIT instruction -> the sent messages whose arrival it proves: how many mini-batches each is ahead of the
-one that the period completes (0 in a program that flushes), and its id."""
+"""Number of a WAIT instruction -> the sent messages whose arrival it proves: the mini-batches by which each is ahead of
+the one that the period completes (0 in a program that flushes), and its id.
+"""
 
 
 def receipts(program: Program) -> list[Receipts]:
@@ -37,7 +38,7 @@ def _written_out(program: Program) -> Program:
 
 
 def _steady(program: Program) -> int:
-    """A period by which the fill is over, and with it all that it left open."""
+    """A period by which the fill is over, and everything that it left open is done."""
     return 2 * program.lead + 1
 
 
@@ -50,7 +51,7 @@ def _of_period(program: Program, device: int, found: dict[int, list[int]]) -> Re
 
 
 class _Clocks:
-    """For every device how many instructions of each device are known to be done, and which of its sends are open."""
+    """For every device, the number of instructions of each device known to be done, and its open sends."""
 
     def __init__(self, program: Program) -> None:
         devices = range(len(program.devices))

@@ -1,8 +1,8 @@
-"""Recomputation: a forward that leaves nothing but its inputs, and the same forward again for the backward.
+"""Recomputation: a forward that keeps only its inputs, and the same forward again for the backward.
 
-The first run, too, is one with gradients, whose graph is dropped: code that asks for the grad mode, and kernels that
-are chosen by it, do the same both times (and draw the same random numbers), and every output tells whether it needs a
-gradient. It takes no more memory than the second run will.
+The first run has gradients enabled, too, and its graph is dropped: so code and kernels that depend on the grad mode do
+the same both times (and draw the same random numbers), and every output shows whether it needs a gradient. It takes no
+more memory than the second run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_gpp.runtime.operations import ComputeForward, hand_out
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RecomputedForward(ComputeForward):
-    """Run a stage and keep its inputs; `run_again` before the backward. `modules`: whose state the forward changes."""
+    """Run a stage and keep its inputs; `run_again` comes before the backward. It changes the state of `modules`."""
 
     modules: ModuleState
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class RecomputedForward(ComputeForward):
         hand_out(_without_graph(outputs), self.outgoing, self.state)
 
     def run_again(self) -> None:
-        """Make the graph: with the numbers, buffers and attributes that the first run found, which stay untouched."""
+        """Make the graph, with the random numbers, buffers and attributes of the first run, which stay untouched."""
         self._check_inputs()
         with self.modules.restored(self.snapshot):
             outputs = self.forward(self.inputs, self.micro_batch)

@@ -2,16 +2,16 @@
 gradients of its parameters, which only the optimizer waits for. Both together do what a full backward does: the same
 additions in the same order, every hook of a parameter once.
 
-`Splitter` holds what was learned about a stage; `SplitBackward` is one micro-batch:
+`Splitter` has the plans of a stage's graphs; `SplitBackward` is one micro-batch:
 
     split.input_gradients(roots, seeds, leaves)     # I: leaf.grad of every leaf
     ...                                             # other micro-batches
     split.weight_gradients()                        # W: parameter.grad
 
-I is an ordinary backward that is told to stop at the leaves, and frees the graph as it goes. Before, W's operands are
-taken out of the graph; during I the gradients that belong to them are caught. Only these stay between I and W: for a
-layer of a transformer the 32sbh of the Zero Bubble paper (arXiv 2401.10241, table 1). Nothing is computed twice, so
-that checkpoints, compiled regions and custom functions are no hindrance: what lies in them belongs to I.
+I is an ordinary backward that stops at the leaves, and frees the graph as it goes. Before it, W's operands are taken
+out of the graph; during it, the gradients that belong to them are caught. Only these stay between I and W: for a layer
+of a transformer the 32sbh of the Zero Bubble paper (arXiv 2401.10241, table 1). Nothing is computed twice, so
+checkpoints, compiled regions and custom functions are no obstacle: their contents belong to I.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ from lightning_gpp.runtime.split_plan import (
 from lightning_gpp.runtime.split_products import Later
 
 MAX_STRUCTURES: Final = 16
-"""Structures of graphs that are remembered per stage; a plan takes milliseconds to make."""
+"""Number of graph structures to remember per stage; a plan takes milliseconds to make."""
 
 ENOUGH: Final = 1 << 20
-"""Elements of gradients that are worth a call of autograd: a call costs tens of microseconds, and while it runs the
-gradients that go in are in memory next to the `.grad` they are added to."""
+"""Elements of gradients that are worth a call of autograd: a call costs tens of microseconds, and while it runs its
+gradients are in memory besides the `.grad` that they are added to.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +66,7 @@ class Splitter:
     """Plans of split backwards, learned from the graphs of one stage.
 
     Attributes:
-        reason: why I does all of the work, as was found at a micro-batch; None if it does not.
+        reason: why I does all the work, as found at a micro-batch; None if it does not.
     """
 
     def __init__(self) -> None:
@@ -74,11 +75,11 @@ class Splitter:
 
     @property
     def splits(self) -> bool:
-        """False if I has been found to do all of the work."""
+        """False if I was found to do all the work."""
         return self.reason is None
 
     def plan(self, roots: Sequence[Node], leaves: Sequence[Tensor]) -> tuple[list[Node], SplitPlan | None]:
-        """The nodes of a graph, and what to do with them; no plan if nothing can wait."""
+        """The nodes of a graph and its plan; None if nothing can wait."""
         if self._known:
             latest = self._known[-1]
             nodes = follow(latest.signature, roots, leaves)
@@ -115,7 +116,7 @@ def _without_products(graph: Graph) -> str:
 
 
 class _Waiting:
-    """One call of autograd in W.
+    """The input of one call of autograd in W.
 
     The hooks that catch gradients are kept by nodes and know no nodes of the path: the graph can go after I.
     """
@@ -136,7 +137,7 @@ class _Waiting:
         self._seeds = [seeds[position] for position in group.roots]
 
     def compute(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """The edges at which the backward continues, and their gradients. To be called once."""
+        """The edges at which the backward continues, and their gradients. Call it once."""
         edges, gradients = self._roots, self._seeds
         for node, caught in self._cuts:
             for number, gradient in enumerate(caught):
@@ -159,7 +160,7 @@ def _catch(later: Later, arrived: list[Later]) -> Callable[[tuple[Tensor | None,
 
 
 def _catch_all(caught: list[Tensor | None]) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
-    """W passes the same node, with all hooks that it has: the gradients then are these again."""
+    """A hook that replaces gradients by the caught ones, because W passes the same node, with all its hooks, again."""
 
     def hook(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         if not caught:
@@ -170,7 +171,7 @@ def _catch_all(caught: list[Tensor | None]) -> Callable[[tuple[Tensor | None, ..
 
 
 class SplitBackward:
-    """The backward of one micro-batch of a stage; can be used again for the next one."""
+    """The backward of one micro-batch of a stage; reusable for the next one."""
 
     def __init__(self, splitter: Splitter) -> None:
         self._splitter = splitter
@@ -179,10 +180,10 @@ class SplitBackward:
     def input_gradients(
         self, roots: Sequence[GradientEdge], seeds: Sequence[Tensor], leaves: Mapping[str, Tensor]
     ) -> None:
-        """I: what `torch.autograd.backward(roots, seeds)` leaves in the `.grad` of the leaves, and in that of the
-        parameters whose gradients do not wait. Without leaves that is all of them.
+        """Compute I: the `.grad` of the leaves, as after `torch.autograd.backward(roots, seeds)`, and of the parameters
+        whose gradients do not wait; without leaves of all parameters.
 
-        The caller must let go of the roots for the graph to be freed.
+        The graph is freed once the caller drops the roots.
         """
         if not roots:
             return
@@ -199,7 +200,7 @@ class SplitBackward:
             run_backward([roots[i] for i in plan.roots], [seeds[i] for i in plan.roots], targets)
 
     def weight_gradients(self) -> None:
-        """W: add to the parameters' `.grad` what I did not.
+        """Compute W: add the remaining gradients to the parameters' `.grad`.
 
         Raises:
             GPPError: an operand was changed in place since the forward.

@@ -1,4 +1,4 @@
-"""Which part of a stage's backward belongs to the gradients of its inputs (I), and which waits (W).
+"""Divides a stage's backward into the gradients of its inputs (I) and the part that waits (W).
 
     seeds
       |                   I runs the nodes from which a leaf, an input of the stage, can be reached: the path.
@@ -12,11 +12,11 @@
      leaf                 Roots from which no leaf can be reached are W's.
 
 Parameters that W reaches from several places get all their gradients in one call of autograd, in the order of a full
-backward: so the additions are the same, and hooks fire once. Parameters that I reaches, too, are left to I, and those
-whose gradients come in part from products and in part through other nodes of W.
+backward, so that additions are the same and hooks fire once. Parameters that I reaches, too, are left to I, and so are
+those with gradients partly from products and partly through other nodes of W.
 
-The graphs of the micro-batches are alike: a plan is made once for a structure. It names nodes by their number in the
-walk, roots by their position. `follow` is the walk of a graph that is expected to have a known structure.
+The graphs of micro-batches have the same structure, for which a plan is made once. It names nodes by their number in
+the walk, roots by their position. `follow` walks a graph that is expected to have a known structure.
 
 Source: Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 3.
 """
@@ -45,9 +45,9 @@ class Graph:
     """The nodes of one micro-batch, numbered in the order of a walk from the roots.
 
     Attributes:
-        children: for every node the numbers of the nodes that it passes gradients to; -1 where it passes none.
-        roots: for every root its node.
-        leaves: for every leaf that can be reached its node.
+        children: numbers of the nodes to which each node passes gradients; -1 for none.
+        roots: node of every root.
+        leaves: node of every leaf that can be reached.
     """
 
     nodes: list[Node]
@@ -83,13 +83,13 @@ def walk(roots: Iterable[Node], leaves: Iterable[Node]) -> Graph:
 
 
 def follow(signature: Signature, roots: Sequence[Node], leaves: Sequence[Tensor]) -> list[Node] | None:
-    """The nodes of a walk, if the graph has this structure; else None. This runs for every micro-batch."""
+    """The nodes of a walk if the graph has this structure, otherwise None. This runs for every micro-batch."""
     types, children, root_numbers, leaf_numbers = signature
     nodes = list(dict.fromkeys(roots))
     if len(roots) != len(root_numbers) or [nodes.index(root) for root in roots] != root_numbers:
         return None
     count = len(nodes)
-    for node, mine in zip(nodes, children, strict=False):  # of which the first grows
+    for node, mine in zip(nodes, children, strict=False):  # the first of which grows
         functions = node.next_functions
         if len(functions) != len(mine):
             return None
@@ -122,9 +122,9 @@ class ProductGroup:
     """The work of one call of autograd in W.
 
     Attributes:
-        parameters: what it reaches.
-        products: nodes, each with the numbers of its gradients that wait.
-        cuts: nodes from which it goes on with the gradients that arrived there.
+        parameters: the parameters that it reaches.
+        products: nodes, each with the indices of its gradients that wait.
+        cuts: nodes from which it continues with the gradients that arrived there.
         roots: positions of the roots that it starts from.
     """
 
@@ -147,8 +147,8 @@ class SplitPlan:
     Attributes:
         roots: positions of the roots that I starts from.
         targets: nodes that I has to reach, besides the leaves.
-        groups: W.
-        closed: products that are not open (see `is_open`); in a graph where these are others the plan does not hold.
+        groups: the calls of W.
+        closed: products that are not open (see `is_open`); the plan is valid only for graphs with the same ones.
     """
 
     roots: tuple[int, ...]
@@ -183,7 +183,7 @@ def make_plan(graph: Graph, closed: tuple[int, ...]) -> SplitPlan:
 
 
 class _Planner:
-    """Visits the nodes of a graph, every node after all nodes that pass gradients to it."""
+    """Visits the nodes of a graph, each after all nodes that pass gradients to it."""
 
     def __init__(self, graph: Graph, closed: tuple[int, ...]) -> None:
         self._nodes, self._roots = graph.nodes, graph.roots
@@ -193,12 +193,12 @@ class _Planner:
         self.parents_first = _parents_first(self._children)
         self.path, self._parameters, self._has_product = self._reached(graph.leaves)
         self.early: set[int] = set()
-        self._in_input = set[int]()  # where gradients arrive from nodes of I
-        self._in_weight, self._started = set[int](), set[int]()  # from nodes of W, from where W starts at products
+        self._in_input = set[int]()  # nodes that get gradients from nodes of I
+        self._in_weight, self._started = set[int](), set[int]()  # nodes with gradients from W; where W starts
         self._groups: list[ProductGroup] = []
 
     def _reached(self, leaves: Iterable[int]) -> tuple[set[int], list[frozenset[int]], list[bool]]:
-        """The path, and for all nodes off the path the parameters that they reach, and whether through a product."""
+        """The path, and for all other nodes the parameters that they reach, and whether they do through a product."""
         path = set(leaves)
         parameters = [frozenset[int]()] * len(self._nodes)
         has_product = [False] * len(self._nodes)
@@ -213,12 +213,12 @@ class _Planner:
         return path, parameters, has_product
 
     def visit(self, number: int) -> None:
-        """Decide what a node is part of, and so where gradients arrive at its children."""
+        """Decide which part a node belongs to, and so in which part its children get gradients."""
         if number in self.path:
             self._pass_on(number, waiting=set(self._off_path(number)) if self._is_product(number) else set())
         elif number in self._in_weight or number in self._started:
             sources = [where for where in (self._in_weight, self._started, self._in_input) if number in where]
-            if len(sources) > 1 or number in self._roots:  # which would be added in another order
+            if len(sources) > 1 or number in self._roots:  # these would be added in another order
                 self.early |= self._parameters[number]
             self._in_weight.update(self._children[number])
         elif number in self._roots and number not in self._in_input:
@@ -229,7 +229,7 @@ class _Planner:
             self._enter(number)
 
     def _enter(self, number: int) -> None:
-        """A node off the path, at which gradients arrive in I."""
+        """Handle a node off the path at which gradients arrive in I."""
         if not self._has_product[number]:
             self.early |= self._parameters[number]
         elif not self._saves(number):
@@ -240,7 +240,7 @@ class _Planner:
             self._pass_on(number, waiting={child for child in children if not self._has_product[child]})
 
     def _pass_on(self, number: int, waiting: set[int]) -> None:
-        """I runs this node; the gradients of some of its children wait."""
+        """Let I run a node; the gradients of some of its children wait."""
         if waiting:
             operands = [i for i, child in enumerate(self._operands[number]) if child in waiting]
             parameters = set[int]().union(*(self._parameters[child] for child in waiting))
@@ -249,7 +249,7 @@ class _Planner:
         self._in_input.update(child for child in self._off_path(number) if child not in waiting)
 
     def groups(self) -> list[ProductGroup]:
-        """Those that have no parameter in common with I, each with all others that it shares parameters with."""
+        """The groups of W, which share no parameter with I, nor with each other."""
         groups: list[ProductGroup] = []
         for group in self._groups:
             shares = [other for other in groups if other.parameters & group.parameters]
@@ -289,5 +289,5 @@ def _parents_first(children: list[list[int]]) -> list[int]:
 
 
 def runs_reentrant_checkpoints(graph: Graph) -> bool:
-    """These run only in backwards to everything."""
+    """True if a graph has reentrant checkpoints, which run only in backwards to everything."""
     return any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph.nodes)

@@ -1,12 +1,12 @@
-"""Products: the nodes of an autograd graph whose gradients of parameters can wait, and how these are computed later.
+"""Products: the nodes of an autograd graph whose gradients of parameters can wait, and their later computation.
 
-They are computed from what the node saved (see "Saved tensors" in torch's notes on autograd), by the same
-kernels on the same operands as in the node itself (torch's `derivatives.yaml`), so that they equal its own bit for bit.
-What a product needs for this is one operand and the gradient that arrives; the rest of the graph may go.
+They are computed from the node's saved tensors (see "Saved tensors" in torch's notes on autograd), by the same kernels
+on the same operands as in the node itself (torch's `derivatives.yaml`), so that they are equal bit for bit. This takes
+one operand and the arriving gradient; the rest of the graph can be freed.
 
-Not in the list, and so computed with the gradients of the inputs: fused nodes (an `autograd.Function`, a compiled
-region, a recurrent cell), which compute all of their gradients at once, and norms, scales and biases of their own,
-whose gradients cost little and would keep their operands alive.
+The following are not in the list, and so are computed with the gradients of the inputs: fused nodes (an
+`autograd.Function`, a compiled region, a recurrent cell), which compute all their gradients at once, and norms,
+separate scales and biases, whose gradients cost little and would keep their operands alive.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lightning_gpp._compat.torch import saved, saved_unread, version
 from lightning_gpp.errors import GPPError
 
 Formula = Callable[["Operand", Tensor], Tensor]
-"""From an operand and the gradient of the product to the gradient of the other operand."""
+"""A function from an operand and the gradient of the product to the gradient of the other operand."""
 
 
 class Operand:
-    """A tensor that a product saved. `layout`: whether the other operand lies in memory column by column."""
+    """A tensor that a product saved. `layout`: whether the other operand is stored column by column."""
 
     __slots__ = ("by_columns", "tensor", "version")
 
@@ -35,7 +35,7 @@ class Operand:
         self.version, self.by_columns = version(tensor), by_columns
 
     def get(self) -> Tensor:
-        """Raises GPPError if it was changed in place since, as autograd would."""
+        """The tensor. Raises GPPError if it was changed in place since then, like autograd."""
         if version(self.tensor) != self.version:
             raise GPPError(
                 "One of the variables needed for gradient computation has been modified by an inplace operation: an "
@@ -66,12 +66,12 @@ def _second_of_bmm(first: Operand, gradient: Tensor) -> Tensor:
 
 
 class Matrices:
-    """Products of two matrices, or of two batches of them, plus perhaps a summand.
+    """Products of two matrices, or of two batches of them, with an optional summand.
 
     Args:
-        first, second: how the node names the operands.
-        offset: which of the node's gradients is that of the first operand; a summand's comes before it.
-        formulas: for the gradients of the first and the second operand.
+        first, second: the node's names of the operands.
+        offset: index of the first operand's gradient; a summand's comes before it.
+        formulas: formulas of the gradients of the first and of the second operand.
     """
 
     def __init__(self, first: str, second: str, *, offset: int, formulas: tuple[Formula, Formula]) -> None:
@@ -82,9 +82,9 @@ class Matrices:
         return not self._offset or (saved(node, "alpha") == 1 and saved(node, "beta") == 1)
 
     def later(self, node: Any, wanted: Sequence[int]) -> Callable[[Tensor], list[Tensor]]:
-        """A function that computes the wanted gradients from the arriving one. It does not keep the node.
+        """A function that computes the wanted gradients from the arriving one, without keeping the node.
 
-        That of a summand is the arriving one: autograd sums it where the summand was broadcast.
+        The gradient of a summand is the arriving one, which autograd sums if the summand was broadcast.
         """
         offset, formulas = self._offset, self._formulas
         parts = [(formulas[i - offset], self._other(node, i - offset)) if i >= offset else None for i in wanted]
@@ -95,7 +95,7 @@ class Matrices:
         return gradients
 
     def _other(self, node: Any, which: int) -> Operand:
-        """The operand that the gradient of this one is made of."""
+        """The operand from which the gradient of this one is computed."""
         return Operand(saved(node, self.operands[1 - which]), _is_by_columns(node, self.operands[which]))
 
 
@@ -142,21 +142,23 @@ PRODUCTS: Final[Mapping[str, Matrices | Convolution]] = {
 
 
 def is_open(node: Node) -> bool:
-    """True if the saved tensors of a product can be read without computing: hooks of an activation checkpoint would
-    compute them, and allow this only once."""
+    """True if the saved tensors of a product can be read without computing.
+
+    Hooks of an activation checkpoint would compute them, and allow this only once.
+    """
     values = [saved_unread(node, name) for name in PRODUCTS[type(node).__name__].operands]
     return all(value is None or isinstance(value, Tensor) for value in values)
 
 
 class Later:
-    """The gradients of some of a product's operands, once the product's own has arrived (as `gradient`).
+    """The gradients of some of a product's operands, available once the product's own has arrived (as `gradient`).
 
     Args:
-        node: the product. Not kept.
-        wanted: which of its gradients.
+        node: the product; it is not kept.
+        wanted: indices of its gradients.
 
     Attributes:
-        edges: where these go.
+        edges: the edges along which these continue.
     """
 
     __slots__ = ("_compute", "edges", "gradient")

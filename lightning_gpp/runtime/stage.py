@@ -26,7 +26,7 @@ class Slot:
 class MicroBatch:
     """Samples `[start, stop)` of the mini-batch of `total` samples, as micro-batch number `index` of a stage.
 
-    `lane` tells the mini-batches apart that a pipeline works on at the same time.
+    `lane` distinguishes the mini-batches that a pipeline works on at the same time.
     """
 
     index: int
@@ -52,7 +52,7 @@ class StageModule(Protocol):
         ...
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """From the values of the in-edges' slots to those of the out-edges' slots (and LOSS, on the step's stage)."""
+        """Compute values of the out-edges' slots (and LOSS, on the step's stage) from those of the in-edges."""
         ...
 
 
@@ -73,7 +73,7 @@ class StageWrapper:
 
 
 class DataSource(Protocol):
-    """The user's step up to the inputs of the network; lives where the step's stage lives."""
+    """The user's step up to the inputs of the network, on the devices of the step's stage."""
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """Values of the slots of all SOURCE edges for these samples."""

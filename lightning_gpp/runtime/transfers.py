@@ -1,8 +1,8 @@
-"""Transfers: sends and receives of messages, and what dynamic edges need besides.
+"""Transfers: sends and receives of messages, also on dynamic edges.
 
 A message on a dynamic edge is a header of fixed size, then the tensors that it describes. The receives of these can
-start only when the header is there; receives of later messages of the same device then start after them, so that the
-order of the transfers is the order of the sends.
+start only after the header has arrived; receives of later messages from the same device start after them, so that the
+order of receives is the order of sends.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Send:
         return all(work.is_completed() for work in self._works)
 
     def release(self) -> None:
-        """Wait for the arrival and let the tensors go; nothing to do the second time."""
+        """Wait for the arrival and drop the tensors; the second call does nothing."""
         for work in self._works:
             work.wait()
         self._works = self._tensors = ()
@@ -69,7 +69,7 @@ class Send:
 
 
 class DynamicSend(Send):
-    """The header goes first."""
+    """Send a message on a dynamic edge: the header goes first."""
 
     def _packed(self) -> list[Tensor]:
         header = encode(self._link.values[self._message] or ())
@@ -77,7 +77,7 @@ class DynamicSend(Send):
 
 
 class Receive:
-    """Receive a message: `start` allocates and starts, `wait` returns when the tensors are there."""
+    """Receive a message: `start` allocates buffers and starts, `wait` returns when the tensors have arrived."""
 
     def __init__(self, link: TransferLink, message: Message, slots: Sequence[Slot]) -> None:
         num_samples = message.stop - message.start
@@ -102,7 +102,7 @@ class Receive:
 
 
 class DynamicReceive(Receive):
-    """Receive a message that announces its sizes: `start` receives the header, `resolve` starts with the tensors."""
+    """Receive a message on a dynamic edge: `start` receives the header, `resolve` starts to receive the tensors."""
 
     def __init__(self, link: TransferLink, message: Message, slots: Sequence[Slot]) -> None:
         super().__init__(link, message, ())
@@ -128,9 +128,9 @@ class DynamicReceive(Receive):
 
 
 class Inbox:
-    """All receives from one device, where some are dynamic: starts them in the order in which they were posted.
+    """All receives from a device with dynamic messages: starts them in the order in which they were posted.
 
-    Waiting for a message resolves the dynamic ones before it; they were sent before it, so this cannot block for ever.
+    Waiting for a message resolves the dynamic ones before it; they were sent earlier, so this cannot block for ever.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
-"""Transports: how a tensor gets from one device of a pipeline to another. Messages of a directed pair match by order
-alone, as they must on NCCL; nothing here uses tags.
+"""Transports: move tensors between the devices of a pipeline.
+
+Messages of a directed pair match by order alone, as NCCL requires.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _AS_BYTES: Final = frozenset({torch.complex64, torch.complex128, torch.int16})
 
 
 class Work(Protocol):
-    """A transfer on its way. torch's own work objects are of this form."""
+    """A transfer in progress; torch's own work objects have this form."""
 
     def wait(self) -> object:
-        """Return when it is done; on CUDA when work issued to the current stream from now on will find it done."""
+        """Return when it is done; on CUDA, when work issued to the current stream from now on runs after it."""
         ...
 
     def is_completed(self) -> bool:
-        """True if it is known to be done. gloo does not know before `wait()`."""
+        """True if it is known to be done, which gloo does not know before `wait()`."""
         ...
 
 
@@ -57,19 +58,19 @@ def pairs_of(plan: Plan) -> tuple[Pair, ...]:
 class DistributedTransport:
     """Transfers over `torch.distributed`: NCCL for CUDA tensors, gloo for CPU tensors.
 
-    On NCCL every directed pair has a process group of its own, so that one direction never waits behind the other,
-    and it is used once here, in sorted order: NCCL connects at the first use and blocks until the peer does so too.
-    gloo has no such trouble and serves all pairs with one group. CUDA tensors over gloo go through host memory.
-    All ranks construct it together, with the same pairs.
+    On NCCL every directed pair has a process group of its own, so that one direction never waits for the other. Each is
+    used once here, in sorted order, because NCCL connects at the first use and blocks until the peer does so, too. gloo
+    has no such restriction, so one group serves all pairs. CUDA tensors over gloo go through host memory. All ranks
+    construct it together, with the same pairs.
 
     Args:
-        mesh: the ranks.
+        mesh: the mesh of the ranks.
         pairs: directed pairs of devices, the same for every pipeline (see `pairs_of`).
-        device: where this rank's tensors live.
-        backend: "nccl" or "gloo"; by default that of the mesh.
+        device: the device of this rank's tensors.
+        backend: "nccl" or "gloo"; by default the mesh's.
 
-    Transports of one mesh never meet each other's messages: those over gloo are told apart by a tag, as all messages of
-    one transport have the same, on NCCL each has groups of its own.
+    Transports of one mesh never get each other's messages: over gloo each has a tag of its own, on NCCL groups of its
+    own.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class DistributedTransport:
             self._outgoing[device] = self._incoming[device] = (group, device)
 
     def _connect(self, mesh: Mesh, pairs: list[Pair]) -> None:
-        """Both directions of a pair have the same two ranks, hence one round of group creation per direction."""
+        """Create the groups in one round per direction, because both directions of a pair have the same ranks."""
         for pipeline in range(mesh.num_pipelines):
             for src, dst in pairs:
                 ranks = [mesh.global_rank(src, pipeline), mesh.global_rank(dst, pipeline)]
@@ -130,7 +131,7 @@ def _wire(tensor: Tensor) -> Tensor:
 
 
 class _Done:
-    """The transfer of nothing."""
+    """The transfer of an empty tensor."""
 
     def wait(self) -> None:
         return None

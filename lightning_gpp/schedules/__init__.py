@@ -1,4 +1,4 @@
-"""Schedules: the order of every device's actions, by name, and the way from there to a verified program."""
+"""Schedules: generators of every device's order of actions, and the passes that make a verified program of it."""
 
 from __future__ import annotations
 

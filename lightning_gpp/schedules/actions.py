@@ -12,8 +12,10 @@ from lightning_gpp.errors import ScheduleError
 
 
 class Kind(Enum):
-    """The kind of an action. Actions of the last three kinds belong to a stage, not to a micro-batch: their number
-    counts them on a device."""
+    """The kind of an action.
+
+    Actions of the last three kinds belong to a stage rather than a micro-batch; their number counts them on a device.
+    """
 
     DATA = "D"
     """Run the user's step up to the inputs of the network (on the sink's devices)."""
@@ -29,12 +31,12 @@ class Kind(Enum):
     UNSHARD = "U"
     """Start the all-gather of a stage's parameters."""
     RESHARD = "S"
-    """Free the gathered parameters."""
+    """Free the unsharded parameters."""
     REDUCE = "G"
     """Start the all-reduce, or reduce-scatter, of a stage's gradients."""
 
     __hash__ = object.__hash__
-    """Members are single objects; programs look actions up by the hundred thousand, and the default is slow."""
+    """Hash by identity: programs look up actions hundreds of thousands of times, and the default is slow."""
 
 
 COLLECTIVES: Final = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)

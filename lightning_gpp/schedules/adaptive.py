@@ -2,7 +2,8 @@
 
 Every schedule of this package can order any plan, also in a layout that was made for another schedule. Orders that fit
 the memory come first, then the step time decides. The times are the plan's (`Figures`, `Edge.seconds`), so uneven and
-branching pipelines get an order of their own. It is never longer than that of a schedule that the search starts from.
+branching pipelines get an order of their own. Its step is never longer than that of a schedule which the search starts
+from.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MORE_STARTS: Final = ("zbv", "v_half", "v_min", "dualpipe_v", "gpipe", "hanayo")
 LARGE: Final = 1500
 
 SEARCHED_ACTIONS: Final = 30_000
-"""Limit on the actions that the search runs, over all orders: a fraction of a second."""
+"""Limit on the actions simulated by the search, over all orders; they take a fraction of a second."""
 
 # Two branches, 0 and 1, that join in 2. A forward of stage 1 takes two units, every other action one; the branches have
 # full backwards, as nobody waits for their input gradients. Four micro-batches; memory for two.

@@ -26,8 +26,7 @@ PACES: Final = (Pace(0.5, 2.0), Pace(0.25, 2.0), Pace(0.5, 3.0))
 the others with less. Result of a search over both numbers for 4 to 16 devices."""
 
 NUM_LIMITS: Final = 3
-"""Memory limits that are tried for a graph if the plan has none: its own need, its chain's and half-way. Five gain no
-more."""
+"""Memory limits to try for a graph if the plan has none: its need, its chain's and half-way. Five gain nothing."""
 
 
 def bidirectional_order(plan: Plan, batch_size: int) -> Schedule:
@@ -35,7 +34,7 @@ def bidirectional_order(plan: Plan, batch_size: int) -> Schedule:
 
     The limits are `plan.memory_bytes`. If they are unknown, a device of a chain may hold, of all its stages together,
     as much as the deepest stage holds under 1F1B with all micro-batches on one device: the peak of the published
-    orders. A graph of as many stages is flatter, and may hold as much as their chain; often less is enough.
+    orders. A graph with as many stages has less depth and may hold as much as their chain; often less is enough.
 
     The chain's own order is tried for the graph, too, so a graph is never slower than its chain.
     """
@@ -63,7 +62,7 @@ def _trials(work: Work) -> Iterator[_ListRun]:
 
 
 def _beside(work: Work, chain: Work) -> Iterator[_ListRun]:
-    """A graph with higher and higher limits, then the chain of its stages with the highest."""
+    """A graph with rising limits, then the chain of its stages with the highest."""
     least, most = (each.limits or _limits(each) for each in (work, chain))
     trials = list(_trials(work))
     for step in range(1 if most == least else NUM_LIMITS):

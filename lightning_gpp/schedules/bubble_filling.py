@@ -36,8 +36,8 @@ class Preference:
         ahead: for every stage the number of forwards, over all slices, by which a replica may be ahead of its input
             gradients.
         forwards_first: whether forwards come before input gradients if both are ready.
-        patient: whether a device idles until a message arrives rather than start weight gradients that would delay the
-            task that needs it. It does so only while some device has idled longer, since the longest idle time counts.
+        patient: whether a device idles until a message arrives if weight gradients would delay the task that needs it.
+            It does so only while another device has idled longer, since the longest idle time counts.
     """
 
     ahead: Sequence[int]
@@ -46,8 +46,10 @@ class Preference:
 
 
 def forwards_ahead(plan: Plan, lead: float) -> list[int]:
-    """For every stage the micro-batches that amount to `samples_ahead` on each replica, at least one. For a slice, the
-    actions of all slices of the stage."""
+    """Number of micro-batches of every stage that amount to `samples_ahead` on each replica, at least one.
+
+    For a slice, it is the number of actions of all slices of the stage.
+    """
     if plan.is_sliced:
         return _slices_ahead(plan, lead)
     samples = samples_ahead(plan, lead)
@@ -64,17 +66,17 @@ def _slices_ahead(plan: Plan, lead: float) -> list[int]:
 def fill(
     work: Work, preferences: Iterable[Preference], share: float = 1, known: Iterable[DeviceOrders] = ()
 ) -> Schedule:
-    """Order every device by the preference under which the slowest device finishes soonest after its first start.
+    """Order every device by the preference under which the slowest device takes the least time from its first start.
 
     A free device starts a ready input gradient, or a forward for which it has memory, nearest to a sink first.
     Otherwise it starts weight gradients: to free memory, or to fill its bubble. If all devices wait for memory, the
     forward nearest to a sink starts beyond the limits.
 
     Args:
-        work: of the plan, with split backwards.
+        work: the plan's work, with split backwards.
         preferences: at least one; among equal results the first wins.
         share: memory limit if the plan has none, relative to the peak of the neediest device under 1F1B.
-        known: orders that win where every preference makes the slowest device finish later.
+        known: orders that win if every preference makes the slowest device finish later.
     """
     rows: DeviceOrders = []
     best = inf
@@ -168,7 +170,7 @@ _TaskRank = tuple[bool, int, int, int, _Replica, int]
 
 @dataclass(slots=True)
 class BubbleFilling:
-    """The policy of `fill`. Starts nothing more once some device takes `below` seconds for certain."""
+    """The policy of `fill`. It stops as soon as some device is certain to take `below` seconds."""
 
     clock: Clock
     loads: Sequence[float]

@@ -1,9 +1,9 @@
 """Building blocks: the cells of one micro-batch's actions, repeated with a fixed period, then compacted.
 
-A cell is the time of one action. In every period a device starts all actions of one micro-batch: with two stages,
+A cell is the time of one action. In every period a device starts all actions of one micro-batch: with two stages, the
 forward, input gradients and weight gradients of each, six cells. The block alone decides how long activations live:
 forwards and backwards advance by fixed numbers of cells per stage, and the sum of both, on the way down the V and on
-the way up, is the same for every device. This sum over 6 is the memory relative to 1F1B.
+the way up, is the same for every device. This sum divided by 6 is the memory relative to 1F1B.
 
 Source: Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024 (arXiv 2405.15362). There a block is a
 table of a chain's cells. Here cells follow from a stage's level, so that a block serves any graph; if devices hold
@@ -28,8 +28,8 @@ from lightning_gpp.schedules.work import Work, is_extra, turns, work_of
 class BuildingBlock:
     """Cells between the actions of neighbouring stages, on the way down the V and on the way up.
 
-    `gaps`: candidates for the cells between the last forward and the first backward of a micro-batch. Which of them
-    leave no two actions of a device in one cell depends on the number of devices.
+    `gaps`: candidates for the cells between the last forward and the first backward of a micro-batch. The number of
+    devices decides which of them put no two actions of a device into one cell.
     """
 
     forward: tuple[int, int]
@@ -38,7 +38,7 @@ class BuildingBlock:
 
 
 _ROUNDING: Final = 0.1
-"""Cells by which nominal times may be off, as each is a little later than those of the action's inputs."""
+"""Cells by which nominal times may be off, because each is slightly later than those of the action's inputs."""
 
 
 def compacted_blocks(plan: Plan, batch_size: int, blocks: Sequence[BuildingBlock]) -> Schedule:
@@ -47,7 +47,7 @@ def compacted_blocks(plan: Plan, batch_size: int, blocks: Sequence[BuildingBlock
     Args:
         plan: the plan; its seconds count if it has any.
         batch_size: samples of the mini-batch.
-        blocks: the first one whose activations fit `plan.memory_bytes` is taken, or else the last one.
+        blocks: candidates; the first whose activations fit `plan.memory_bytes` is used, otherwise the last.
     """
     work = work_of(plan, batch_size)
     for block in blocks:
@@ -60,7 +60,7 @@ def compacted_blocks(plan: Plan, batch_size: int, blocks: Sequence[BuildingBlock
 
 @dataclass(frozen=True, slots=True)
 class _BlockOrder:
-    """An order without weight gradients, and the peaks of memory with them in free cells."""
+    """An order without weight gradients, and its peak memory if these are in free cells."""
 
     rows: list[list[Action]]
     peaks: list[float]
@@ -94,7 +94,7 @@ class _Cells:
 
 
 def _offsets(block: BuildingBlock, gap: int, length: int, laps: int) -> tuple[list[int], list[int]]:
-    """For every level the cells of the first micro-batch's forward and of its input gradients."""
+    """The cells of the first micro-batch's forward and of its input gradients, by level."""
     up = [level * laps // length % 2 for level in range(length)]
     forward = [0] * length
     for level in range(1, length):

@@ -1,7 +1,7 @@
-"""Compaction: closes the gaps of an order by list scheduling; actions move up where a device would idle.
+"""Compaction: closes the gaps of an order by list scheduling: actions move up if a device would idle.
 
-An action may overtake others if it is ready and leaves enough memory for those, so the rest can always run in its
-order and nothing deadlocks. Weight gradients fill the remaining gaps, and free memory.
+An action may overtake others if it is ready and leaves enough memory for them, so the rest can always run in order and
+nothing deadlocks. Weight gradients fill the remaining gaps, and free memory.
 
 Source: the squeezing of Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024 (arXiv 2405.15362),
 which moves actions of equal length to free cells of a chain's table. Here the durations are the plan's.
@@ -21,13 +21,14 @@ from lightning_gpp.schedules.list_scheduling import SLACK, Clock, DeviceOrders, 
 from lightning_gpp.schedules.work import Work
 
 WINDOWS: Final = (0, 1, 2, 4)
-"""Numbers of actions that one may overtake. The best depends on the pipeline: wide windows fill more gaps now, and may
-leave larger ones later."""
+"""Numbers of actions that an action may overtake. The best depends on the pipeline: wide windows fill more gaps at
+first, and may leave larger ones later.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compacted:
-    """The order of every device; the longest time of a device from its first start to its last end, and of all."""
+    """The order of every device, the longest time of a device from first start to last end, and the step time."""
 
     rows: DeviceOrders
     busy: float
@@ -35,7 +36,7 @@ class Compacted:
 
 
 def fastest(work: Work, trials: Iterable[Compacted]) -> Compacted:
-    """The trial whose slowest device is done soonest, since the next mini-batch follows it.
+    """The trial whose slowest device finishes first, because the next mini-batch waits for it.
 
     Trials run one after the other until one has no gaps.
     """
@@ -52,7 +53,7 @@ def compacted(work: Work, rows: DeviceOrders, limits: Sequence[float]) -> Iterat
     """Compact an order in several ways.
 
     Args:
-        work: of the plan.
+        work: the plan's work.
         rows: for every device its forwards and input gradients, in an order that cannot deadlock.
         limits: memory limit of every device; the order must fit.
     """
@@ -66,11 +67,11 @@ def compact(
     """Compact an order.
 
     Args:
-        work: of the plan.
+        work: the plan's work.
         rows: for every device its actions. Weight gradients that are listed keep their place.
         limits: memory limit of every device.
         window: number of actions that one may overtake.
-        patient: whether a device idles until a message arrives rather than delay its reader by weight gradients.
+        patient: whether a device idles until a message arrives if weight gradients would delay its reader.
     """
     clock = Clock(len(rows), work.tasks)
     list_schedule(clock, Compaction(clock, rows, limits, window, patient))
@@ -94,7 +95,7 @@ class Compaction:
     weights: list[deque[int]] = field(init=False)
     """Weight gradients of every device that are ready and not listed."""
     follows: dict[int, int] = field(init=False)
-    """For input gradients their weight gradients, unless these are listed."""
+    """The weight gradients of each input gradients, unless they are listed."""
     unlisted: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +116,7 @@ class Compaction:
         return None
 
     def force(self) -> int | None:
-        """None: the given order fits the memory."""
+        """Never force a task: the given order fits the memory."""
         return None
 
     def _place(self, device: int) -> int | None:
@@ -131,7 +132,7 @@ class Compaction:
         return None
 
     def _kept(self, task: int) -> float:
-        """Bytes that a task allocates, together with weight gradients that follow it unlisted."""
+        """Bytes that a task allocates, including unlisted weight gradients that follow it."""
         weight = self.follows.get(task)
         return self.takes[task] if weight is None else self.takes[task] + self.takes[weight]
 

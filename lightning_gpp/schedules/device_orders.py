@@ -1,4 +1,4 @@
-"""The checked orders of a generator, and from the orders of stages to the order of every device, by list scheduling.
+"""Checks a generator's orders, and interleaves the orders of stages into an order of every device, by list scheduling.
 
 A device has lanes, each an order to keep: one per stage if the schedule orders stages and leaves their interleaving to
 the scheduler, a single one if it orders devices. Durations are nominal: a sample takes one unit per action.
@@ -18,8 +18,9 @@ from lightning_gpp.schedules.lowering import difference, samples_of
 from lightning_gpp.schedules.work import links
 
 StageOrders = Mapping[int, tuple[Action, ...]]
-"""For every stage its actions, each micro-batch once, in the order in which a replica runs them. Stages on the same
-devices may share one order, under the number of one of them."""
+"""The actions of every stage, each micro-batch once, in the order in which a replica runs them. Stages on the same
+devices may share one order, under the number of one of them.
+"""
 
 Orders = StageOrders | Schedule
 """The result of a generator: the order of every stage, or of every device."""
@@ -27,7 +28,7 @@ Orders = StageOrders | Schedule
 _URGENCY: Final = {Kind.BACKWARD: 0, Kind.INPUT: 0, Kind.FORWARD: 1, Kind.WEIGHT: 2}
 
 Lanes = Sequence[Sequence[tuple[Action, ...]]]
-"""For every device its orders."""
+"""The orders of every device."""
 
 
 def device_orders(
@@ -35,8 +36,8 @@ def device_orders(
 ) -> tuple[Schedule, dict[Task, float]]:
     """The order of every device, and the nominal time at which each of its actions starts.
 
-    Of several actions that could start, input gradients come first (they free memory, and others wait for them), then
-    forwards, then weight gradients; then the stage nearest to a sink, then the earlier samples.
+    Of several ready actions, input gradients start first (they free memory, and others wait for them), then forwards,
+    then weight gradients; ties go to the stage nearest to a sink, then to the earlier samples.
 
     Raises:
         ScheduleError: the orders deadlock in any interleaving.
@@ -128,7 +129,7 @@ def check_orders(plan: Plan, orders: Orders, batch_size: int) -> None:
 
 
 def _stages_of_orders(plan: Plan, orders: StageOrders) -> dict[int, list[int]]:
-    """For every order the stages in it; a stage that is in none should have one of its own."""
+    """The stages in every order; a stage that is in none should have one of its own."""
     lanes = {stage: sorted({stage, *(action.stage for action in order)}) for stage, order in orders.items()}
     known = {member for members in lanes.values() for member in members}
     return lanes | {stage: [stage] for stage in range(len(plan.stages)) if stage not in known}
@@ -146,7 +147,7 @@ def _check(owner: str, plan: Plan, stages: Iterable[tuple[int, Sequence[int]]], 
     problem = difference(needed, [action for action in actions if action.kind is not Kind.RECOMPUTE])
     if problem:
         raise ScheduleError(
-            f"{where}: the order must hold the forward and the backward of each micro-batch once; it {problem}."
+            f"{where}: the order must contain the forward and the backward of each micro-batch once; it {problem}."
         )
     _check_sequence(where, actions)
 
@@ -157,7 +158,7 @@ FIRST: Final = {
     Kind.INPUT: (Kind.FORWARD, "forward"),
     Kind.WEIGHT: (Kind.INPUT, "input gradients"),
 }
-"""For every kind the kind of the same micro-batch's action that must come before, and its name."""
+"""The kind of the same micro-batch's action that must precede one of a kind, and its name."""
 
 
 def _check_sequence(where: str, actions: Sequence[Action]) -> None:

@@ -33,7 +33,7 @@ def dualpipe_v(plan: Plan, batch_size: int) -> Schedule:
 
 
 def paired_order(rank: int, num_ranks: int, num_micro_batches: int) -> list[Action]:
-    """The order of a rank of the V. In the steps, stage 0 is its stage on the way down, 1 that on the way up."""
+    """The order of a rank of the V. In the steps, 0 is its stage on the way down, 1 its stage on the way up."""
     near, left = rank + 1, num_ranks - rank - 1
     steps = ["F0"] * (2 * left) + ["F0", "F1"] * near + ["I1", "W", "F1"] * left
     steps += ["F0", "B1", "F1", "B0"] * (num_micro_batches - 2 * num_ranks + near) + ["B1", "F1", "B0"] * left

@@ -22,7 +22,7 @@ from lightning_gpp.schedules.work import Work, turns
 
 
 class Pace(NamedTuple):
-    """Cycles between forwards, and backwards, of neighbouring stages. Slow backwards let later forwards pass."""
+    """Cycles between forwards, and between backwards, of neighbouring stages. Slow backwards let forwards overtake."""
 
     forward: float
     backward: float
@@ -32,7 +32,7 @@ def by_due_date(work: Work, limits: Sequence[float], due: Mapping[Action, float]
     """The order of every device.
 
     Args:
-        work: of the plan, with full backwards.
+        work: the plan's work, with full backwards.
         limits: bytes that the tasks of every device may hold.
         due: due date of every action, in seconds from the start.
     """

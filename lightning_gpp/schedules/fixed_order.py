@@ -10,10 +10,10 @@ from typing import Final
 from lightning_gpp.schedules.list_scheduling import DeviceOrders, TaskGraph
 
 NOTHING: Final = -1
-"""In place of a task's number."""
+"""Represents no task."""
 
 NumberRows = Sequence[Sequence[int]]
-"""For every device the numbers of its tasks, in order."""
+"""The numbers of every device's tasks, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +22,12 @@ class FixedOrder:
 
     Args:
         tasks: the task graph.
-        order: for every device the numbers of its tasks.
+        order: the numbers of every device's tasks.
         start: start of every task, in seconds.
-        missing: for every task the number of its inputs, and predecessors on its device, that never ran.
+        missing: number of every task's inputs, and predecessors on its device, that never ran.
         makespan: end of the last task, in seconds.
         last: number of the task that ends last; `NOTHING` without tasks.
-        cause: for every task the one whose end decided its start; `NOTHING` if it started at once.
+        cause: the task whose end decided the start of each task; `NOTHING` if it started at once.
     """
 
     tasks: TaskGraph
@@ -40,7 +40,7 @@ class FixedOrder:
 
     @property
     def rows(self) -> DeviceOrders:
-        """For every device its actions."""
+        """The actions of every device."""
         return [[self.tasks.actions[task] for task in row] for row in self.order]
 
     @property
@@ -55,7 +55,7 @@ class FixedOrder:
         return max(self.start[last] + self.tasks.seconds[last] - self.start[first] for first, last in ends)
 
     def critical_path(self) -> Iterator[int]:
-        """The tasks that decide the makespan, from the last one back."""
+        """The tasks that decide the step time, from the last one back."""
         task = self.last
         while task != NOTHING:
             yield task

@@ -23,7 +23,7 @@ from lightning_gpp.schedules.work import unsplit_stages
 
 
 def samples_ahead(plan: Plan, lead: float) -> dict[int, float]:
-    """For every stage the samples by which its forwards run ahead: a micro-batch, and `lead` times the rest of 1F1B's.
+    """Samples by which every stage's forwards run ahead: a micro-batch, and `lead` times the rest of 1F1B's.
 
     With one micro-batch size these are 1 + lead (d - 1) micro-batches on a stage of depth d.
     """
@@ -32,12 +32,11 @@ def samples_ahead(plan: Plan, lead: float) -> dict[int, float]:
 
 
 def split_orders(plan: Plan, batch_size: int, lead: int) -> StageOrders:
-    """The order of every stage: I, W and F in turn after the warm-up, with W delayed until the memory is used up.
+    """The order of every stage: I, W and F in turn after the warm-up, with W delayed as far as memory allows.
 
-    In a chain, a stage of depth d has a warm-up of 1 + lead (d - 1) micro-batches, and its W is as many micro-batches
-    behind its I as its warm-up is shorter than the longest one. So every stage holds the same number of micro-batches,
-    some of them for W only. With several micro-batch sizes the same is counted in samples. Stages without weight
-    gradients have full backwards.
+    In a chain, a stage of depth d has a warm-up of 1 + lead (d - 1) micro-batches, and its W follows its I by the
+    difference to the longest warm-up. So every stage holds the same number of micro-batches, some of them for W only.
+    With several micro-batch sizes, samples are counted instead. Stages without weight gradients have full backwards.
 
     All n slices of a stage have one order, which counts slices: the warm-up is n + lead (d - 1).
     """

@@ -3,8 +3,8 @@
 Source: Megatron-LM (Narayanan et al., SC 2021) for a chain, where stage i is on device i modulo p, groups have p
 micro-batches, and with v stages on each device, device i runs 2(p - i - 1) + (v - 1)p forwards before it alternates
 forward and backward. Here every forward and backward has a slot, which follows from the depth of its stage, and a
-device runs its actions in the order of slots: on that chain the same order, on any DAG one that cannot deadlock, for
-any number of micro-batches.
+device runs its actions in the order of slots. On that chain this is the same order; on any DAG, and for any number of
+micro-batches, it is one that cannot deadlock.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _of_device(plan: Plan, order: Iterable[Action], device: int, batch_size: int
 def nominal_slots(plan: Plan, batch_size: int) -> dict[Action, int]:
     """The slot of every action, no earlier than those of its inputs, which come first in the result.
 
-    A micro-batch has the slot of its last sample, or that of an input if it is later, as happens if sizes do not divide
-    each other.
+    A micro-batch has the slot of its last sample, or that of an input if it is later, which happens if sizes do not
+    divide each other.
     """
     graph, stages = plan.graph(), line(plan)
     slots: dict[Action, int] = {}

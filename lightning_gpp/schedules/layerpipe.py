@@ -2,11 +2,11 @@
 
 Source: Unnikrishnan and Parhi, LayerPipe: Accelerating Deep Neural Network Training by Intra-Layer and Inter-Layer
 Gradient Pipelining and Multiprocessor Scheduling, ICCAD 2021 (arXiv 2108.06629). There, input and weight gradients of a
-layer are independent tasks of a multiprocessor schedule, and its forward and backward are twice as many micro-batches
-apart as layers follow, so gradients are delayed. That is this schedule without a flush: the delay of a stage is twice
-the number of stages that follow (LayerPipe2, arXiv 2512.08160), and nobody waits for messages that take no longer than
-half a micro-batch's work. With a flush it keeps both ideas as far as results allow. It moves no tasks to neighbours,
-because parameters stay on their stage's devices.
+layer are independent tasks of a multiprocessor schedule, and its forward and backward are two micro-batches apart per
+layer that follows, so gradients are delayed. That is this schedule without a flush: the delay of a stage is twice the
+number of stages that follow (LayerPipe2, arXiv 2512.08160), and nobody waits for messages that take at most half a
+micro-batch's work. With a flush it keeps both ideas as far as results allow. It moves no tasks to neighbours, because
+parameters stay on their stage's devices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """List scheduling: whenever a device is free, a policy chooses one of its ready tasks.
 
-A task graph has the tasks of one mini-batch; the clock knows which devices are free and which tasks ready. Only ready
-tasks start, so the orders that come out cannot deadlock. Every order of this package that is not written down by hand
+A task graph has the tasks of one mini-batch; the clock knows which devices are free and which tasks are ready. Only
+ready tasks start, so the resulting orders cannot deadlock. Every order of this package that is not written by hand
 comes from here; the policies are
 
     Priorities      the ready task of least rank that fits the memory (`device_orders`, `due_dates`)
@@ -24,10 +24,10 @@ Task = tuple[int, Action]
 """An action on one device."""
 
 DeviceOrders = Sequence[Sequence[Action]]
-"""For every device its actions, in order."""
+"""The actions of every device, in order."""
 
 Readers = Mapping[Task, Sequence[tuple[Task, float]]]
-"""For every task those that wait for it, and the seconds that its message takes."""
+"""The tasks that wait for each task, and the seconds that its message takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Clock:
 
     Args:
         num_devices: number of devices, all free at first.
-        tasks: what to run; the clock knows tasks by their numbers.
+        tasks: the tasks to run; the clock knows them by their numbers.
     """
 
     num_devices: int
@@ -89,7 +89,7 @@ class Clock:
     arrival: list[float] = field(init=False)
     """Time at which all inputs of a task are there; infinite while that is unknown."""
     missing: list[int] = field(init=False)
-    """For every task the number of its inputs whose tasks have not started."""
+    """Number of every task's inputs whose tasks have not started."""
     began: list[float] = field(init=False)
     """Time at which every task started; infinite before."""
     _started: list[list[int]] = field(init=False)
@@ -107,11 +107,11 @@ class Clock:
 
     @property
     def rows(self) -> list[list[Action]]:
-        """For every device the actions that it has started."""
+        """The actions that every device has started."""
         return [[self.tasks.actions[task] for task in row] for row in self._started]
 
     def begins(self) -> list[float]:
-        """For every device the time of its first start; infinite if it has none."""
+        """The time of every device's first start; infinite if it has none."""
         return [self.began[row[0]] if row else inf for row in self._started]
 
     def has_begun(self, device: int) -> bool:
@@ -135,7 +135,7 @@ class Clock:
         return self.arrival[task] <= self.time
 
     def start(self, task: int) -> None:
-        """Start a task on its device, which must be free, now."""
+        """Start a task now; its device must be free."""
         tasks, missing, latest = self.tasks, self.missing, self._arrived
         device = tasks.devices[task]
         self.began[task] = self.time
@@ -163,7 +163,7 @@ SLACK: Final = 1 + 1e-9
 
 
 class SchedulingPolicy(Protocol):
-    """Chooses the tasks of free devices. What it returns starts at once."""
+    """Chooses the tasks of free devices. A task that it returns starts at once."""
 
     def choose(self, device: int) -> int | None:
         """The task that a free device starts; None if it waits."""
@@ -192,9 +192,9 @@ class Priorities:
 
     Args:
         clock: the clock.
-        lanes: for every device queues of tasks, each to run in its order.
-        ranks: for every task; those that compare must differ, or the earlier lane wins.
-        limits: for every device the bytes that its tasks may hold together; None if memory does not matter.
+        lanes: queues of tasks of every device, each to run in its order.
+        ranks: rank of every task; of equal ones that compete, the one in the earlier lane wins.
+        limits: bytes that the tasks of every device may hold; None if memory does not matter.
     """
 
     clock: Clock

@@ -12,10 +12,10 @@ from lightning_gpp.schedules.work import peak
 def improved(order: FixedOrder, limits: Sequence[float], tries: int) -> FixedOrder:
     """The shortest order that swaps lead to; none lengthens the step or exceeds the memory limit of its device.
 
-    A swap that changes nothing may open the way for one that does; no order is visited twice.
+    A swap that changes nothing may enable one that does; no order is visited twice.
 
     Args:
-        order: to begin with.
+        order: the order to start from.
         limits: memory limit of every device.
         tries: maximum number of orders to run.
     """

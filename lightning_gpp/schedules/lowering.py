@@ -35,7 +35,7 @@ class Part:
 
 
 def parts_of(plan: Plan, stage: int, batch_size: int) -> list[Part]:
-    """All parts of a stage, or of SOURCE, by samples: together they tile the mini-batch."""
+    """All parts of a stage, or of SOURCE, by their samples; together they tile the mini-batch."""
     parts = []
     for number, interval in enumerate(plan.intervals(stage, batch_size)):
         for device in plan.devices_of(stage):
@@ -46,7 +46,7 @@ def parts_of(plan: Plan, stage: int, batch_size: int) -> list[Part]:
 
 
 def samples_of(plan: Plan, stage: int, device: int, batch_size: int) -> list[int]:
-    """For every micro-batch of a stage the number of samples that the replica on `device` works on; may be 0."""
+    """Number of samples of every micro-batch of a stage that the replica on `device` works on; may be 0."""
     shares = (plan.share(stage, device, interval) for interval in plan.intervals(stage, batch_size))
     return [stop - start for start, stop in shares]
 
@@ -55,7 +55,7 @@ def derive_messages(plan: Plan, batch_size: int, training: bool, split: Split = 
     """All messages of one mini-batch, including those that stay on their device; by edge, forward ones first.
 
     Raises:
-        PlanError: an edge whose tensors cannot be cut joins stages with different micro-batches or replicas.
+        PlanError: an edge with tensors that cannot be cut joins stages with different micro-batches or replicas.
     """
     messages: list[Message] = []
     for index, edge in enumerate(plan.edges):
@@ -147,20 +147,20 @@ def lower(
     """Insert all communication into a schedule.
 
     A message is sent right after the action that produces it and waited for right before the action that reads it. Its
-    buffer is posted `lookahead` actions before that one, so that it can arrive while the device computes; earlier if a
-    later message from the same device needs it, because messages between two devices match by order alone. Posts
+    buffer is posted `lookahead` actions before the latter, so that it can arrive while the device computes, or earlier
+    if a later message from the same device needs it, because messages between two devices match by order alone. Posts
     never wait, so receivers delay nobody: a program can deadlock only if the schedule does.
 
     Args:
         plan: the plan.
         schedule: the order of actions on every device.
         batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
-        training: whether the schedule holds backwards.
+        training: whether the schedule contains backwards.
         lookahead: actions between posting a buffer and reading it.
 
     Raises:
         ScheduleError: the schedule does not run what the plan needs.
-        PlanError: tensors that cannot be cut would have to be.
+        PlanError: tensors would have to be cut that cannot be.
     """
     total = plan.batch_size if batch_size is None else batch_size
     split = split_of(schedule)
@@ -185,7 +185,7 @@ def lower(
 def required_actions(
     plan: Plan, device: int, batch_size: int, training: bool, split: Split = frozenset()
 ) -> list[Action]:
-    """The actions that a device has to run for one mini-batch, in no order."""
+    """The actions that a device has to run for one mini-batch, in any order."""
     actions = []
     for stage in plan.stages_on(device):
         data = (Kind.DATA,) if stage == plan.step_stage and reads_data(plan) else ()
@@ -212,7 +212,7 @@ def _backward_kinds(plan: Plan, stage: int, split: bool) -> tuple[Kind, ...]:
 
 
 def difference(required: Iterable[Action], present: Iterable[Action]) -> str:
-    """The actions that are missing or too many, in words; empty if there are none."""
+    """The missing and the superfluous actions, in words; empty if there are none."""
     wanted, given = Counter(required), Counter(present)
     missing, extra = (" ".join(map(str, part)) for part in (wanted - given, given - wanted))
     parts = [f"lacks {missing}"] * bool(missing) + [f"has one too many of {extra}"] * bool(extra)
@@ -258,7 +258,7 @@ def _posts(schedule: Schedule, messages: tuple[Message, ...], outputs: Links, lo
 
 
 def _channels(schedule: Schedule, messages: tuple[Message, ...], outputs: Links) -> dict[tuple[int, int], list[int]]:
-    """For every directed pair of devices its messages in the order in which they are sent."""
+    """The messages of every directed pair of devices, in the order in which they are sent."""
     channels: dict[tuple[int, int], list[int]] = defaultdict(list)
     for device in _range(schedule):
         for action in schedule.devices[device]:

@@ -17,7 +17,7 @@ def peaks_of(work: Work, rows: DeviceOrders) -> list[float]:
 
 
 def needs_of(work: Work) -> dict[tuple[int, int], float]:
-    """For every stage and device the bytes that the replica holds under 1F1B."""
+    """Bytes that the replica of a stage on a device holds under 1F1B, by stage and device."""
     flying = warm_up(work.plan, work.batch_size)
     kept: dict[tuple[int, int], list[float]] = defaultdict(list)
     for (device, action), taken in work.takes.items():
@@ -30,7 +30,7 @@ def needs_of(work: Work) -> dict[tuple[int, int], float]:
 def limits_of(work: Work, share: float = 1, needs: Mapping[tuple[int, int], float] | None = None) -> tuple[float, ...]:
     """Memory limit of every device; if the plan has none, `share` times the peak of the neediest device under 1F1B.
 
-    `needs`: result of `needs_of`, if it is known already.
+    `needs`: the result of `needs_of`, if known already.
     """
     if work.limits:
         return work.limits
@@ -46,7 +46,9 @@ def fits(work: Work, peaks: Sequence[float]) -> bool:
 
 
 def compaction_limits(work: Work, peaks: Sequence[float]) -> list[float]:
-    """Memory limit of every device for the compaction of an order with these peaks: the highest peak, as far as the
-    plan's limit allows, and at least its own peak."""
+    """Memory limit of every device for the compaction of an order with these peaks.
+
+    It is the highest peak or, if lower, the plan's limit, but at least the device's own peak.
+    """
     limits = work.limits or (max(peaks),) * len(peaks)
     return [max(peak, min(limit, max(peaks))) for peak, limit in zip(peaks, limits, strict=True)]

@@ -1,8 +1,8 @@
-"""Modulo scheduling: slots for the micro-batches of a group, if groups follow each other without a pause.
+"""Modulo scheduling: slots for the micro-batches of a group, such that groups follow each other without a pause.
 
 In a slot a device runs one forward and one backward. The period is the number of slots of a group: the forwards of the
 busiest device. Slots a multiple of the period apart collide, because other groups use them at the same time; so each
-device reserves every slot of a period for one micro-batch and stage. Compilers schedule loops like this (Rau and
+device reserves every slot of a period for one micro-batch and stage. Compilers schedule loops in this way (Rau and
 Glaeser, MICRO 1981). For a chain of stages in a loop layout the first slot is always free.
 
 A stage that takes almost no time, such as one with only the user's step, takes no slot.
@@ -18,7 +18,7 @@ from typing import Final
 from lightning_gpp.plan import Plan
 
 Slots = dict[int, list[int]]
-"""For every stage the slot of each micro-batch of a group, ascending."""
+"""The slots of every stage for the micro-batches of a group, ascending."""
 
 SHORT: Final = 0.1
 """Fraction of the longest forward, per sample, below which a stage takes no slot."""
@@ -37,7 +37,7 @@ def group_size(plan: Plan) -> int:
     """Number of micro-batches that a device runs on one stage before it goes on to its next stage.
 
     It is the largest number of slots between two neighbouring stages of a device, so that the first micro-batch has
-    come back when the device is done with the group; and at most the number of devices, as for a loop layout.
+    come back when the device has finished the group, but at most the number of devices, as for a loop layout.
     """
     ahead, takes = _ahead(plan), weights(plan)
     stages = [stage for stage in line(plan) if takes[stage]]
@@ -75,7 +75,7 @@ def backward_slots(plan: Plan) -> Slots:
 
 
 def weights(plan: Plan) -> list[int]:
-    """For every stage the slots that a micro-batch takes: 0 if it is short, else 1; 1 without known seconds."""
+    """Slots that a micro-batch takes on every stage: 0 if the stage is known to be short, otherwise 1."""
     seconds = [
         stage.figures.forward_seconds.at(stage.micro_batch_size) / stage.micro_batch_size for stage in plan.stages
     ]
@@ -83,7 +83,7 @@ def weights(plan: Plan) -> list[int]:
 
 
 def _ahead(plan: Plan) -> dict[int, int]:
-    """For every stage the slots on the longest path from its end to the sink's end."""
+    """Slots on the longest path from the end of every stage to the end of the sink."""
     graph, takes = plan.graph(), weights(plan)
     ahead: dict[int, int] = {}
     for stage in reversed(line(plan)):

@@ -1,6 +1,6 @@
 """Orders by nominal time: the times of actions in an ideal pipeline, in cells, rank the actions of every device.
 
-A stage counts by its level, that is its distance to the sink, so all stages of a level act like one stage of a chain.
+Stages are treated by their level, the distance to the sink: all stages of a level act like one stage of a chain.
 Nominal times grow along every dependency, so orders sorted by them cannot deadlock, in any layout.
 """
 
@@ -28,11 +28,11 @@ class Timed:
 
 
 TimedRows = list[list[Timed]]
-"""For every device its actions, in order."""
+"""The actions of every device, in order."""
 
 
 def by_nominal_time(work: Work, time: Callable[[Action], float]) -> TimedRows:
-    """The actions of every device by nominal time, raised as far as the dependencies demand."""
+    """The actions of every device by nominal time, which is raised where dependencies demand it."""
     depths = work.plan.depths()
     rows: TimedRows = [[] for _ in range(work.plan.num_devices)]
     for (device, action), nominal in _raised(work, time).items():
@@ -57,7 +57,7 @@ def _raised(work: Work, time: Callable[[Action], float]) -> Mapping[Task, float]
 
 
 def levels(plan: Plan) -> tuple[dict[int, int], int]:
-    """For every stage its level, and the number of levels: the positions of a chain as long as the graph is deep.
+    """The level of every stage, and the number of levels: the positions in a chain as long as the graph's depth.
 
     The number is even, for a chain that turns back halfway; if the depth is odd, no stage is at level 0. An extra stage
     with only the user's step shares the last level with those before it.
@@ -70,7 +70,7 @@ def levels(plan: Plan) -> tuple[dict[int, int], int]:
 
 
 def coarse_numbers(plan: Plan, batch_size: int) -> list[list[int]]:
-    """For every stage and micro-batch the number it would have if all stages had the largest micro-batch size.
+    """Number that each micro-batch of each stage would have if all stages had the largest micro-batch size.
 
     The parts of one large micro-batch share its number, and so its place in an order for micro-batches of one size.
     """

@@ -10,7 +10,7 @@ first slice to the last, backwards from the last to the first.
 
 The warm-up rule looks at one edge at a time. Along several edges, micro-batch sizes that do not divide each other add
 up (10 -> {9, 8} -> 1 -> 4 with 93 samples): a backward may need, through a join, a forward that comes after it in the
-same order. Such plans are rare: 92 of 8 million random ones with sizes up to 13. Their warm-ups are raised.
+same order. Such plans are rare, 92 of 8 million random ones with sizes up to 13; their warm-ups are raised.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_gpp.schedules.work import is_extra
 from lightning_gpp.slices import num_slices, unsliced
 
 # Two branches, 0 -> 1 and 2, that join in 3; four micro-batches; each stage on its own device. The warm-ups are the
-# depths 3, 2, 2, 1. The short branch can start when the long one reaches the join, so it holds one micro-batch less.
+# depths 3, 2, 2, 1. The short branch holds one micro-batch less than stage 0, because only its own depth counts.
 #
 #   time      0   1   2   3   4   5   6   7   8   9  10  11
 #   stage 0  F0  F1  F2          B0  F3  B1      B2      B3
@@ -53,7 +53,7 @@ def _order(stage: int, warm_up: int, number: int) -> tuple[Action, ...]:
 
 
 def warm_up(plan: Plan, batch_size: int) -> dict[int, int]:
-    """For every stage the forwards before its first backward; also its maximum of micro-batches in flight."""
+    """Number of forwards before every stage's first backward, which is also its maximum of micro-batches in flight."""
     counts = {}
     for stage, samples in in_flight_samples(plan).items():
         wanted = samples // plan.stages[stage].micro_batch_size
@@ -82,7 +82,7 @@ def slices_in_flight(plan: Plan) -> dict[int, int]:
 
 
 def slice_samples(plan: Plan, lead: float = 1) -> list[float]:
-    """For every unsliced stage the samples of slices that all its slices together hold in flight.
+    """Samples of slices that all slices of every unsliced stage together hold in flight.
 
     Each of the n slices of a micro-batch counts as many samples as the micro-batch. Backwards begin with the last
     slice, so stages nearest to the sink hold n slices, and others `lead` more for each stage on the path: in a chain
@@ -108,7 +108,7 @@ def slice_samples(plan: Plan, lead: float = 1) -> list[float]:
 
 
 def action_samples(plan: Plan) -> list[int]:
-    """For every unsliced stage the samples of slices in one action: those of all n slices if it has no slices."""
+    """Samples of slices in one action of every unsliced stage: those of all n slices if it has no slices."""
     full, number = unsliced(plan), num_slices(plan)
     return [
         stage.micro_batch_size * (number if len(full.parts(index)) == 1 else 1)
@@ -117,7 +117,7 @@ def action_samples(plan: Plan) -> list[int]:
 
 
 def slices_ahead(plan: Plan, lead: int = 1) -> dict[int, int]:
-    """For the first slice of every stage the slices to hold in flight, or micro-batches if the stage is not sliced."""
+    """Number of slices to hold in flight, by the first slice of every stage; micro-batches if it is unsliced."""
     full = unsliced(plan)
     flying = zip(slice_samples(plan, lead), action_samples(plan), strict=True)
     return {full.parts(stage)[0]: int(samples) // size for stage, (samples, size) in enumerate(flying)}
@@ -134,11 +134,11 @@ def samples_in_flight(
     w_sink = b;  w_i = max over successors j of roundup_{b_i}(w_j + max(b_i, b_j)).
 
     With one micro-batch size b this is b times the depth of the stage. With other sizes a stage must run ahead by the
-    larger of both sizes: its successor starts only when a whole micro-batch of its own has arrived.
+    larger of both sizes: its successor starts only when a complete micro-batch of its own has arrived.
 
     Args:
-        sizes: of the micro-batches of all stages, in topological order.
-        successors: of every stage.
+        sizes: micro-batch sizes of all stages, in topological order.
+        successors: the successors of every stage.
         least: samples of the stages without successors; by default their sizes.
         step: samples by which a stage is ahead of a successor; by default the larger of both sizes.
     """
@@ -160,11 +160,11 @@ def alternating(
     """`warm_up` forwards, then a backward and a forward in turn, then the remaining backwards.
 
     Args:
-        forwards: as many as backwards; all sequences in the order in which they run.
+        forwards: as many as backwards; all sequences are in the order in which they run.
         backwards: full backwards, or input gradients.
         warm_up: forwards before the first backward.
         weights: weight gradients; none if backwards are full.
-        late: number of later input gradients that come before the weight gradients of a micro-batch.
+        late: number of input gradients of later micro-batches that precede a micro-batch's weight gradients.
     """
     actions = list(forwards[:warm_up])
     for index, backward in enumerate(backwards):
@@ -176,10 +176,10 @@ def alternating(
 
 
 def without_deadlock(plan: Plan, batch_size: int, warm_up: Mapping[int, int]) -> dict[int, int]:
-    """The warm-ups, raised by as little as it takes.
+    """The warm-ups, raised by as little as it takes to avoid deadlocks.
 
-    As long as the orders deadlock, a stage whose next forward another stage waits for gets one more forward before its
-    first backward. With all forwards first nothing waits, so this ends.
+    While the orders deadlock, a stage with a next forward that another stage waits for gets one more forward before its
+    first backward. This ends, because with all forwards first nothing waits.
     """
     counts = dict(warm_up)
     if _is_safe(plan, counts):
@@ -206,7 +206,7 @@ class _StageTasks:
     plan: Plan
     batch_size: int
     inputs: dict[Action, list[Action]] = field(init=False)
-    """Actions of other stages that an action waits for: those with its last sample."""
+    """Actions of other stages that an action waits for; they contain its last sample."""
     tasks: TaskGraph = field(init=False)
 
     def __post_init__(self) -> None:
@@ -303,7 +303,7 @@ def backwards_of(plan: Plan, members: Sequence[int], batch_size: int, kind: Kind
 
 
 def without_deadlock_in_slices(plan: Plan, batch_size: int, warm_up: Mapping[int, int], lane: LaneOrder) -> StageOrders:
-    """The orders with the warm-ups, all raised by as little as it takes for the orders not to deadlock.
+    """The orders with these warm-ups, all raised by as little as it takes to avoid deadlocks.
 
     Raises:
         ScheduleError: they deadlock even with all forwards first.

@@ -1,8 +1,8 @@
 """Passes that every schedule gets: recomputation, data actions just in time, and the collectives of stage replicas.
 
 Sharded parameters (fsdp): a device keeps the unsharded parameters of two stages, the one that it computes and the next
-one, which is gathered meanwhile, and the unsharded gradients of one. A device that visits its stages in sequence
-(breadth-first) gathers each once per direction, whatever the number of micro-batches; one that jumps between them pays
+one, which is unsharded meanwhile, and the unsharded gradients of one. A device that visits its stages in sequence
+(breadth-first) unshards each once per direction, whatever the number of micro-batches; one that jumps between them pays
 for every jump. Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023.
 
 Unsharded parameters (none, zero1): gradients are reduced once, after a stage's last backward, while its device goes on.
@@ -68,7 +68,7 @@ def with_data(
 def _deadlines(
     plan: Plan, started: Mapping[Task, float], batch_size: int, training: bool
 ) -> dict[int, dict[Action, float]]:
-    """For every device of the user's step its data actions in order, each with the latest nominal time."""
+    """The data actions of every device of the user's step in order, each with its latest nominal time."""
     lead = LEAD * plan.stages[plan.step_stage].micro_batch_size
     deadlines: dict[int, dict[Action, float]] = {
         device: {
@@ -108,7 +108,7 @@ _Actions = list[Action]
 _Pass = Callable[[_Actions, Collection[int]], _Actions]
 
 BUFFERS: Final = 2
-"""Stages whose gathered parameters a device keeps: the one that it computes, and the next."""
+"""Number of stages whose unsharded parameters a device keeps: the one that it computes, and the next."""
 
 _READ_PARAMETERS: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 """Weight gradients read parameters, too: they are computed through the module's own use of them."""
@@ -125,8 +125,8 @@ def with_collectives(
         schedule: the computing actions of every device.
         replicated: stages with more than one rank, over all pipeline replicas.
         training: whether there are gradients.
-        apart: unshard parameters before all actions and reduce gradients after them, at any cost, so that no replica
-            waits for another one in between.
+        apart: unshard parameters before all actions and reduce gradients after them, whatever the cost, so that no
+            replica waits for another one in between.
     """
     held = [sorted(set(replicated) & set(plan.stages_on(device))) for device in range(plan.num_devices)]
     rows = [list(actions) for actions in schedule.devices]
@@ -221,7 +221,7 @@ def _check_complete(device: int, actions: Sequence[Action]) -> None:
 
 
 def _gathered(actions: _Actions, sharded: Collection[int]) -> _Actions:
-    """Unshard each stage one visit ahead; reshard the one that is needed last."""
+    """Unshard each stage one visit ahead; reshard the stage that is needed again last."""
     readers = [action.stage for action in actions if action.kind in _READ_PARAMETERS and action.stage in sharded]
     visits = [stage for stage, _ in groupby(readers)]
     result: list[Action] = []
@@ -251,7 +251,7 @@ class _Parameters:
         self._unsharded: list[int] = []
 
     def provide(self, visits: Sequence[int]) -> None:
-        """Unshard the first of these stages, and start to gather the next."""
+        """Unshard the first of these stages, and start to unshard the next."""
         for stage in visits[:BUFFERS]:
             if stage not in self._unsharded:
                 if len(self._unsharded) == BUFFERS:
@@ -280,7 +280,7 @@ class _Parameters:
 
 
 def _reduced_often(actions: _Actions, sharded: Collection[int]) -> _Actions:
-    """Reduce gradients when a stage's are complete, and whenever another stage's gradients need the memory."""
+    """Reduce a stage's gradients when they are complete, and whenever another stage's gradients need the memory."""
     makers = [i for i, action in enumerate(actions) if action.kind in _MAKE_GRADIENTS and action.stage in sharded]
     last = set({actions[index].stage: index for index in makers}.values())
     turns = {index for index, following in pairwise(makers) if actions[index].stage != actions[following].stage}
@@ -300,9 +300,9 @@ def _reduced_last(actions: _Actions, sharded: Collection[int]) -> _Actions:
 
 
 def _reduced(rows: Sequence[_Actions], held: Sequence[Sequence[int]]) -> list[_Actions]:
-    """Reduce gradients when a stage's are complete, in one order of stages for all devices.
+    """Reduce each stage's gradients when they are complete, in one order of stages for all devices.
 
-    Stages are ordered by when their last replica completes them, counted in actions left to do.
+    The order is that in which the last replicas complete their gradients, counted in remaining actions.
     """
     ends = [_ends(*pair) for pair in zip(rows, held, strict=True)]
     left: dict[int, int] = {}
@@ -314,7 +314,7 @@ def _reduced(rows: Sequence[_Actions], held: Sequence[Sequence[int]]) -> list[_A
 
 
 def _ends(actions: _Actions, stages: Collection[int]) -> dict[int, int]:
-    """For every stage the number of actions after which its gradients are complete; 0 if it has none."""
+    """Number of actions after which every stage's gradients are complete; 0 if it has none."""
     makers = (entry for entry in enumerate(actions, 1) if entry[1].kind in _MAKE_GRADIENTS)
     return dict.fromkeys(stages, 0) | {action.stage: end for end, action in makers if action.stage in stages}
 

@@ -72,12 +72,12 @@ class Program:
 
     A program that flushes begins and ends with an empty pipeline. The devices of a *continuous* one repeat their
     instructions, once per mini-batch: `ahead[device][i]` is the number of mini-batches by which instruction i is ahead
-    of the one that this period completes. Empty: none is ahead.
+    of the one that this period completes; it is empty if none is ahead.
 
-    `inputs[device, action]` lists the messages (ids, local ones too) that an action reads, `outputs[device, action]`
-    those it makes. `split`: stages and micro-batches whose backward is split. `reduced`: stages whose gradients are
-    summed over ranks by this program; where it is empty, nothing is. `origins`: where one device does the work of all,
-    whose work each action is; else empty.
+    `inputs[device, action]` lists the ids of the messages (local ones too) that an action reads, `outputs[device,
+    action]` those that it produces. `split`: stages and micro-batches whose backward is split. `reduced`: stages whose
+    gradients this program reduces over ranks. `origins`: the replica whose work each action is, if one device does the
+    work of all; otherwise empty.
     """
 
     plan: Plan

@@ -1,4 +1,4 @@
-"""Schedules by name, and the way from a plan that names one to a verified program.
+"""Registry of schedules, and the passes from a plan that names one to a verified program.
 
 A generator is a function that orders the actions of every stage, or of every device.
 """
@@ -21,7 +21,7 @@ from lightning_gpp.schedules.program import Program
 from lightning_gpp.schedules.verifier import collective_deadlock, verify
 
 Generator = Callable[[Plan, int], Orders]
-"""From a plan and the samples of a mini-batch to the orders of all stages, or of all devices."""
+"""A function from a plan and the samples of a mini-batch to the orders of all stages, or of all devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Method:
         generate: the generator.
         layout: "looped" (stage i on device i modulo the number of devices) or "zigzag" (back and forth); the
             same with one stage per device.
-        stages_per_device: number that it is made for, and the least with which it makes sense.
+        stages_per_device: the number that it is made for, and the least with which it makes sense.
         bidirectional: whether every stage has a second replica, in a pipeline that runs the other way.
     """
 
@@ -52,8 +52,8 @@ def register_schedule(
 ) -> Callable[[Generator], Generator]:
     """Make a generator of orders available as `strategy.schedule=name`; the other arguments are those of `Method`.
 
-    Where a generator orders stages and a device holds several of them, a common pass interleaves them. It states the
-    order of training; inference runs the forwards of the same order.
+    If a generator orders stages and a device holds several of them, a common pass interleaves them. Orders are those of
+    training; inference runs their forwards.
 
     Raises:
         ScheduleError: the name is taken.
@@ -95,9 +95,9 @@ def make_schedule(
     """The order of every device under the plan's schedule, with all passes applied.
 
     Args:
-        plan: names the schedule.
+        plan: the plan, which names the schedule.
         batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
-        training: forwards and backwards; forwards only if False.
+        training: whether there are backwards.
         replicated: stages that several ranks hold, over all pipeline replicas: they get collectives.
         apart: collectives of sharded parameters before and after all actions, see `with_collectives`.
 
@@ -117,15 +117,15 @@ def compile_program(
     """Make a program: order, lower and verify.
 
     Args:
-        plan: names the schedule.
+        plan: the plan, which names the schedule.
         batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
-        training: forwards and backwards; forwards only if False.
+        training: whether there are backwards.
         copies: number of pipeline replicas.
         reduce: whether gradients are reduced over ranks; False before the last of several accumulated mini-batches.
 
     Raises:
         ScheduleError: the schedule is unknown, cannot run, or exceeds the micro-batches in flight that it promised.
-        PlanError: tensors that cannot be cut would have to be.
+        PlanError: tensors would have to be cut that cannot be.
     """
     replicated = {i for i, stage in enumerate(plan.stages) if len(stage.devices) * copies > 1 and _reduces(stage)}
     schedule = make_schedule(plan, batch_size, training, replicated=replicated)
@@ -154,12 +154,12 @@ def _forwards(orders: Orders) -> Orders:
 
 
 def in_flight(plan: Plan, batch_size: int | None = None) -> dict[int, int]:
-    """For every stage the most micro-batches in flight on a replica under the plan's schedule."""
+    """The most micro-batches in flight on a replica of every stage under the plan's schedule."""
     return flights(make_schedule(plan, batch_size))
 
 
 def flights(schedule: Schedule) -> dict[int, int]:
-    """For every stage the most micro-batches in flight on a replica: forwards that ran and backwards that did not."""
+    """The most micro-batches in flight on a replica of every stage: their forward ran, but not their backward."""
     most: dict[int, int] = {}
     for actions in schedule.devices:
         now: Counter[int] = Counter()

@@ -1,7 +1,7 @@
 """Runs a program on all devices at once, under rendezvous semantics. Verifier and simulator are built on it.
 
-A send never blocks its device; its transfer completes when it was sent and its buffer was posted. Only WAIT blocks,
-and, on request, the collectives of sharded parameters, in which the replicas of a stage wait for each other.
+A send never blocks its device; a transfer completes once it has been sent and its buffer has been posted. Only WAIT
+blocks, and, on request, the collectives of sharded parameters, in which the replicas of a stage wait for each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_gpp.schedules.program import Instruction, Op, Program
 def replay(program: Program, visit: Callable[[int, Instruction], None], *, collectives: bool = False) -> dict[int, int]:
     """Call `visit(device, instruction)` for every instruction that can run, each device in its own order.
 
-    A WAIT is visited once its message has been sent and posted. Takes time in proportion to the instructions.
+    A WAIT is visited once its message has been sent and posted. The run time is linear in the number of instructions.
 
     Args:
         program: the program to run.
@@ -25,7 +25,7 @@ def replay(program: Program, visit: Callable[[int, Instruction], None], *, colle
         collectives: whether an UNSHARD or REDUCE is visited only once all replicas of its stage have reached it.
 
     Returns:
-        For every blocked device the index of the instruction that it waits in. Empty if the program runs to its end.
+        The index of the instruction in which each blocked device waits; empty if the program runs to its end.
     """
     position = [0] * len(program.devices)
     sent: set[int | None] = set()
@@ -63,7 +63,7 @@ class _Barriers:
         self._present: dict[Action, set[int]] = defaultdict(set)
 
     def passes(self, device: int, action: Action | None) -> bool:
-        """True if a device that reaches an action may go on. The last one to arrive wakes the others."""
+        """True if a device that reaches an action may go on. The last one to arrive releases the others."""
         if action is None or action.kind not in (Kind.UNSHARD, Kind.REDUCE):
             return True
         present, replicas = self._present[action], self._plan.devices_of(action.stage)

@@ -1,4 +1,4 @@
-"""Published orders of a V layout as nominal times: stages take their times from the chain that the order is made for.
+"""Published orders of a V layout as nominal times: stages take their times from the chain for which the order is made.
 
 A chain of 2p stages turns back at device p, so rank i of the V holds stages i and 2p - 1 - i. An order is a list of
 actions per rank. Run with unit durations, it gives the time at which a level works on a micro-batch.
@@ -17,24 +17,24 @@ from lightning_gpp.schedules.list_scheduling import Task, task_graph
 from lightning_gpp.schedules.nominal_times import coarse_numbers, levels
 
 RankOrder = Callable[[int, int, int], Sequence[Action]]
-"""From rank, number of ranks and number of micro-batches to the order of the rank, in stages of the chain."""
+"""A function from rank, number of ranks and number of micro-batches to the rank's order, in stages of the chain."""
 
 _UNITS: Final = {Kind.FORWARD: 1, Kind.INPUT: 1, Kind.WEIGHT: 1, Kind.BACKWARD: 2}
 
 
 class Template:
-    """A published order, run on a chain as long as the plan is deep.
+    """A published order, run on a chain as long as the plan's depth.
 
     Args:
         plan: the plan whose stages take the times.
         batch_size: samples of the mini-batch.
-        order: of the V.
+        order: the order of the V's ranks.
     """
 
     def __init__(self, plan: Plan, batch_size: int, order: RankOrder) -> None:
         self._levels, length = levels(plan)
         self._numbers = coarse_numbers(plan, batch_size)
-        # An order needs enough micro-batches to fill the pipeline; times of those beyond the plan's are never read.
+        # An order needs enough micro-batches to fill the pipeline; the times of additional ones are never read.
         ranks, enough = length // 2, max(length, *(row[-1] + 1 for row in self._numbers))
         self._start = start_times([list(order(rank, ranks, enough)) for rank in range(ranks)], length)
 
@@ -54,7 +54,7 @@ class Template:
 
 
 def actions_of(steps: Sequence[str], stages: tuple[int, int]) -> list[Action]:
-    """The actions of steps: the n-th of its kind and stage is that of micro-batch n.
+    """The actions of steps: the n-th of each kind and stage is for micro-batch n.
 
     `F0` is a forward of the first stage, `I` and `W` are the halves of a backward, `B` is a full one; `W` without a
     stage is the oldest pending one.

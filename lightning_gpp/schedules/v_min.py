@@ -24,5 +24,5 @@ V_MIN: Final = BuildingBlock(forward=(1, 1), backward=(1, 1), gaps=(0, 2, 4))
 
 @register_schedule("v_min", layout="zigzag", stages_per_device=2)
 def v_min(plan: Plan, batch_size: int) -> Schedule:
-    """The compacted block. It needs the least memory of all V schedules, and loses most by uneven times."""
+    """The compacted block. It needs the least memory of all V schedules, and suffers most from uneven times."""
     return compacted_blocks(plan, batch_size, (V_MIN,))

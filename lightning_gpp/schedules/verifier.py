@@ -1,15 +1,15 @@
-"""Proves that a program cannot deadlock and never computes with missing data, before anything runs.
+"""Proves, before anything runs, that a program cannot deadlock and never computes with missing data.
 
 The proofs assume rendezvous semantics, the weakest guarantee of NCCL and gloo: a transfer completes only when its
-receive was posted, and the n-th send from a to b matches the n-th receive of b from a. There are six, each linear in
-the number of instructions:
+receive has been posted, and the n-th send from a to b matches the n-th receive of b from a. There are six proofs, each
+linear in the number of instructions:
 
     actions      every stage replica runs every micro-batch once, backward after forward
     collectives  replicas call them in one order; parameters are unsharded when read, gradients complete when reduced
     coverage     the messages carry every sample that every action needs, once
     use          on each device: produced, then sent; posted, then waited for, then read; each once
     channels     sends and receives of each directed pair of devices have the same order
-    progress     all devices come to their end, and no stage exceeds its limit of micro-batches in flight
+    progress     all devices reach their end, and no stage exceeds its limit of micro-batches in flight
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _fits(program: Program, number: int, message: Message, parts: dict[int, Part
 
 def _check_single(program: Program) -> None:
     if len(set(map(_ends, program.messages))) < len(program.messages):
-        raise VerificationError("The program holds the same message twice.")
+        raise VerificationError("The program contains the same message twice.")
     for name, links in (("inputs", program.inputs), ("outputs", program.outputs)):
         if sum(map(len, links.values())) != len(program.messages):
             raise VerificationError(f"The program's {name} list a message that does not exist, or one twice.")
@@ -116,7 +116,7 @@ def verify(program: Program, limits: Mapping[int, int] | None = None) -> None:
 
     Args:
         program: the program to check.
-        limits: for every stage the most micro-batches in flight on a replica; not checked by default.
+        limits: the most micro-batches in flight on a replica of every stage; not checked by default.
 
     Raises:
         VerificationError: names the device and the message; for a deadlock, the cycle of waits.
@@ -181,7 +181,7 @@ class _DeviceState:
     done: dict[Op, set[int]] = field(default_factory=lambda: {op: set() for op in _VERBS})
 
     def follow(self) -> dict[Op, set[int]]:
-        """Check the device's instructions; for every operation the messages it was applied to."""
+        """Check the device's instructions; returns the messages to which every operation was applied."""
         for instruction in self.program.devices[self.device]:
             if instruction.action is not None:
                 self._compute(instruction.action)

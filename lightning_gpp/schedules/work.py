@@ -26,9 +26,9 @@ class HeldBytes:
     """Bytes that one micro-batch holds on a stage; affine in its samples.
 
     Args:
-        kept: from the forward on: what autograd saves, or the inputs of a recomputed stage.
-        working: in addition, from the recomputation on.
-        pending: what of both is left between input and weight gradients; None: all of it.
+        kept: bytes from the forward on: the tensors that autograd saves, or the inputs of a recomputed stage.
+        working: additional bytes from the recomputation on.
+        pending: the part of both that is kept from the input gradients to the weight gradients; None: all of it.
     """
 
     kept: Affine
@@ -39,7 +39,7 @@ class HeldBytes:
         """Bytes that an action of each kind allocates, or frees if negative.
 
         Args:
-            num_samples: of the micro-batch.
+            num_samples: samples of the micro-batch.
             recomputes: whether recomputations are actions of their own; otherwise they are part of the backwards.
         """
         kept, working = self.kept.at(num_samples), self.working.at(num_samples)
@@ -55,7 +55,7 @@ class HeldBytes:
 
 
 def peak(changes: Iterable[float]) -> float:
-    """The most bytes that are held at a time, from the bytes that are allocated or freed one after the other."""
+    """The most bytes held at a time, from a sequence of allocations (positive) and frees (negative)."""
     return max(accumulate(changes, initial=0.0))
 
 
@@ -63,7 +63,7 @@ def warm_up_peak(static: float, kept: float, working: float, in_flight: int) -> 
     """Peak memory of a device with one stage and full backwards: `peak` after the warm-up and a recomputation.
 
     Args:
-        static: bytes that stay: parameters, gradients, optimizer states.
+        static: permanent bytes: parameters, gradients, optimizer states.
         kept: bytes per micro-batch in flight.
         working: bytes of a recomputation.
         in_flight: micro-batches in flight.
@@ -72,7 +72,7 @@ def warm_up_peak(static: float, kept: float, working: float, in_flight: int) -> 
 
 
 _PREDECESSORS: Final = {Kind.INPUT: Kind.FORWARD, Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}
-"""For an action's kind that of the action of the same micro-batch that must end before."""
+"""The kind of the same micro-batch's action that must end before one of a kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +84,9 @@ class Work:
         batch_size: samples of the mini-batch.
         timed: whether the plan has seconds.
         unsplit: stages whose backwards have no second half.
-        seconds: of every task.
+        seconds: duration of every task.
         takes: bytes that a task allocates, or frees if negative; samples if the plan has no bytes.
-        limits: for every device the bytes that tasks may hold, beside a recomputation; empty if unknown.
+        limits: bytes that the tasks of every device may hold, besides a recomputation; empty if unknown.
         readers: tasks that wait for a task.
         missing: number of tasks that a task waits for.
     """
@@ -107,7 +107,7 @@ class Work:
         object.__setattr__(self, "tasks", task_graph(self.seconds, self.readers, self.missing, self.takes))
 
     def loads(self) -> list[float]:
-        """For every device the seconds of its tasks."""
+        """Seconds of every device's tasks."""
         loads = [0.0] * self.plan.num_devices
         for (device, _), seconds in self.seconds.items():
             loads[device] += seconds
@@ -119,8 +119,8 @@ class Work:
         A full backward takes the place of its first half.
 
         Args:
-            rows: for every device its actions.
-            full: whether the backward of an action is to be full in any case.
+            rows: the actions of every device.
+            full: returns true for actions whose backward has to be full.
         """
 
         def joined(action: Action) -> Iterator[Action]:
@@ -134,7 +134,7 @@ class Work:
 
 
 def work_of(plan: Plan, batch_size: int, *, split: bool = True) -> Work:
-    """The work of one mini-batch. `split`: whether backwards are in two halves."""
+    """The work of one mini-batch. `split`: whether backwards are split into halves."""
     figures = [stage.figures for stage in plan.stages]
     timed, unsplit = is_timed(plan), unsplit_stages(plan)
     sized = any(entry.activation_bytes != Affine() for entry in figures)
@@ -164,14 +164,14 @@ def work_of(plan: Plan, batch_size: int, *, split: bool = True) -> Work:
 def links(
     plan: Plan, batch_size: int, tasks: Collection[Task], *, training: bool = True, travels: bool = True
 ) -> tuple[dict[Task, int], Readers]:
-    """Dependencies, for messages and on one device: the number of tasks that a task waits for, and its readers.
+    """Dependencies by messages and inside a device: the number of tasks that each task waits for, and its readers.
 
     Args:
-        plan: the plan, which decides about messages.
+        plan: the plan, which determines the messages.
         batch_size: samples of the mini-batch.
         tasks: all tasks.
         training: whether there are backwards.
-        travels: whether messages take the seconds of the plan, or none.
+        travels: whether messages take the seconds of the plan; otherwise they take none.
     """
     missing = dict.fromkeys(tasks, 0)
     readers: dict[Task, list[tuple[Task, float]]] = {task: [] for task in tasks}
@@ -203,7 +203,7 @@ def unsplit_stages(plan: Plan) -> frozenset[int]:
 
 
 def is_extra(plan: Plan, stage: int) -> bool:
-    """True if a stage holds only the user's step, and its device has one stage more than others because of it.
+    """True if a stage holds only the user's step and gives its device one stage more than the others.
 
     Such a stage has no place of its own in a V layout, takes little time, and has no parameters.
     """
@@ -221,7 +221,7 @@ def turns(stage: Stage) -> int:
 
 
 def _parts(plan: Plan, batch_size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Stage, device, micro-batch, and the number of samples in the device's share."""
+    """All (stage, device, micro-batch, number of samples in the device's share)."""
     for stage in range(len(plan.stages)):
         for device in plan.devices_of(stage):
             samples = samples_of(plan, stage, device, batch_size)

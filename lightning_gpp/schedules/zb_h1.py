@@ -20,7 +20,8 @@ from lightning_gpp.schedules.registry import register_schedule
 
 @register_schedule("zb_h1")
 def zb_h1(plan: Plan, batch_size: int) -> StageOrders:
-    """1F1B with W delayed by as many micro-batches as the stage has fewer in flight than the deepest one.
+    """1F1B with W delayed: by the difference between the deepest stage's number of micro-batches in flight and the
+    stage's.
 
     In a chain of p stages with action times T, a stage idles (p - 1)(T_F + T_I - T_W) and holds at most p
     micro-batches: on a stage of depth d, d of them in full and p - d for W only.

@@ -20,7 +20,7 @@ from lightning_gpp.schedules.registry import register_schedule
 
 @register_schedule("zb_h2")
 def zb_h2(plan: Plan, batch_size: int) -> StageOrders:
-    """A warm-up of 2d - 1 micro-batches on a stage of depth d, with W delayed until every stage holds the same number.
+    """A warm-up of 2d - 1 micro-batches on a stage of depth d, with W delayed so that all stages hold the same number.
 
     In a chain of p stages with action times T, a stage idles (p - 1)(T_F + T_I - 2 T_W), if that is not negative, and
     holds at most 2p - 1 micro-batches.

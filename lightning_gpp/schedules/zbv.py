@@ -1,4 +1,4 @@
-"""ZB-V: a V of two stages per device, without bubbles where forwards and both halves of backwards take the same time.
+"""ZB-V: a V of two stages per device, without bubbles if forwards and both halves of backwards take the same time.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv 2401.10241), section 6.
 """
@@ -45,7 +45,7 @@ def zbv(plan: Plan, batch_size: int) -> Schedule:
 
 
 def v_order(rank: int, num_ranks: int, num_micro_batches: int) -> list[Action]:
-    """The order of a rank of the V. In the steps, stage 0 is its stage on the way down, 1 that on the way up."""
+    """The order of a rank of the V. In the steps, 0 is its stage on the way down, 1 its stage on the way up."""
     left = num_ranks - rank
     full = num_micro_batches - num_ranks - left + 1
     steps = ["F0"] * (2 * left - 1) + ["F1", "F0"] * rank + ["F1", "I1", "W1"] * left

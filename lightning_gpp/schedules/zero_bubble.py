@@ -2,9 +2,9 @@
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv 2401.10241), section 3: warm up as far as memory
 and time allow, alternate, fill bubbles with weight gradients, idle only as long as another stage had to; keep the best
-of several runs. That heuristic goes through a chain micro-batch by micro-batch. This one goes through time, so it
-serves any stage graph, several stages per device and any micro-batch sizes; its runs differ in how far forwards run
-ahead. ZB-1p and ZB-2p are this schedule with memory for p and for 2p micro-batches.
+of several runs. That heuristic proceeds along a chain, micro-batch by micro-batch. This one proceeds in time, so it
+serves any stage graph, several stages per device and any micro-batch sizes; its runs differ in the number of forwards
+that run ahead. ZB-1p and ZB-2p are this schedule with memory for p and for 2p micro-batches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEADS: Final = (1, 1.25, 1.5, 1.75, 2, 2.1, 2.25, 2.5, 3)
 """Factors on the warm-up of 1F1B beyond its first micro-batch: 1 is ZB-H1's warm-up, 2 is ZB-H2's."""
 
 CHOICES: Final = ((False, True), (False, False), (True, False))
-"""Forwards first, and patient. The first is best for equal stages, one of the others often for unequal ones."""
+"""Values of `forwards_first` and `patient`. The first is best for equal stages, the others often for unequal ones."""
 
 # Two branches, 0 -> 1 and 2, that join in 3; four micro-batches; times and memory are unknown, so each action takes one
 # unit and each device has memory for three micro-batches, as stage 0 needs under 1F1B.
@@ -56,7 +56,7 @@ def zero_bubble(plan: Plan, batch_size: int) -> Schedule:
 
 
 def _one_f_one_b_in_halves(work: Work) -> DeviceOrders:
-    """The order of 1F1B, where input gradients leave before the weight gradients that follow at once."""
+    """The order of 1F1B with every backward in halves, so that input gradients can be sent first."""
     usual, _ = device_orders(work.plan, one_f_one_b(work.plan, work.batch_size), work.batch_size)
     return [
         [half for action in row for half in _halves(action) if (device, half) in work.seconds]
@@ -71,19 +71,19 @@ def _halves(action: Action) -> tuple[Action, ...]:
 
 
 def _leads(plan: Plan, work: Work) -> Iterable[Sequence[int]]:
-    """For every run the forwards by which each stage may be ahead, over all its slices; without duplicates."""
+    """The forwards by which each stage may be ahead, over all its slices, for every run; without duplicates."""
     numbers = [len(parts) * len(plan.intervals(stage, work.batch_size)) for stage, parts in enumerate(_slices(plan))]
     leads = (*(forwards_ahead(plan, lead) for lead in LEADS), _until_first_return(work))
     return dict.fromkeys(tuple(map(min, lead, numbers)) for lead in leads)
 
 
 def _slices(plan: Plan) -> list[list[int]]:
-    """For every stage all slices of the same unsliced stage."""
+    """All slices of the same unsliced stage, for every stage."""
     return [parts for _, parts in sorted((part, parts) for parts in lanes(plan).values() for part in parts)]
 
 
 def _until_first_return(work: Work) -> list[int]:
-    """For every stage the forwards that a replica can run until the first gradients come back to it."""
+    """Number of forwards that a replica of every stage can run until the first gradients come back to it."""
     trips, longest = [0.0 for _ in work.plan.stages], [0.0 for _ in work.plan.stages]
     for task in reversed(list(work.seconds)):
         stage = task[1].stage

@@ -17,10 +17,10 @@ class Period:
     """The steady state of a pipeline that does not flush.
 
     Args:
-        seconds: from one mini-batch to the next.
-        fill_and_drain: seconds besides, once per flush.
-        flushed: seconds of a mini-batch with a flush after each.
-        delays: for every stage the most updates between a forward and its backward.
+        seconds: seconds from one mini-batch to the next.
+        fill_and_drain: additional seconds, once per flush.
+        flushed: seconds of a mini-batch if each is followed by a flush.
+        delays: the most updates between a forward and its backward on every stage.
     """
 
     seconds: float
@@ -30,7 +30,7 @@ class Period:
 
 
 def simulate_period(plan: Plan, costs: StageCosts, num_pipelines: int = 1) -> Period:
-    """Simulate the steady state of a plan: what another mini-batch adds to a run of several.
+    """Simulate the steady state of a plan, as the time that another mini-batch adds to a run of several.
 
     Raises:
         ScheduleError: the schedule has no steady state.

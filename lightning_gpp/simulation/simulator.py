@@ -73,10 +73,10 @@ def book(ports: Sequence[Bookings], start: float, seconds: float) -> float:
 def peak_bytes(program: Program, costs: StageCosts, device: int) -> float:
     """The most bytes that a device holds at a time.
 
-    They include, at all times, parameters, gradients and optimizer states of its stages; with ZeRO-1 its share of the
-    states, with fsdp its shares of all. With fsdp, a stage's unsharded parameters from UNSHARD to RESHARD, and its
-    unsharded gradients until REDUCE. In training, micro-batches in flight as `HeldBytes` says; in inference, the
-    activations during the forward.
+    Parameters, gradients and optimizer states of its stages count at all times: with ZeRO-1 only its share of the
+    states, with fsdp only its shares of all three. With fsdp, a stage's unsharded parameters count from UNSHARD to
+    RESHARD, and its unsharded gradients until REDUCE. In training, micro-batches in flight count as in `HeldBytes`; in
+    inference, activations count during the forward.
     """
     return _static(program, costs, device) + peak(changes(program, costs, device))
 
@@ -135,18 +135,18 @@ def _activations(program: Program, action: Action, cost: StageCost, num_samples:
 def simulate(program: Program, costs: StageCosts) -> Timeline:
     """The timeline of a program and its peak memory.
 
-    A device runs its instructions in order; only WAIT makes it wait. A transfer starts when it was sent, its buffer was
-    posted, the previous transfer between the same two devices in the same direction has ended, and the ports that it
-    shares with others are free while its bytes flow; it overlaps with computing. So do all-gathers of parameters, until
-    their stage computes, and reductions of gradients. For memory see `peak_bytes`.
+    A device runs its instructions in order; only WAIT makes it wait. A transfer starts when it has been sent, its
+    buffer has been posted, the previous transfer between the same two devices in the same direction has ended, and the
+    ports that it shares with others are free while its bytes flow. Transfers overlap with computing, and so do
+    all-gathers of parameters, until their stage computes, and reductions of gradients. For memory see `peak_bytes`.
 
     Args:
-        program: a verified one.
+        program: a verified program.
         costs: seconds and bytes.
 
     Raises:
         PlanError: the costs are for another number of stages.
-        VerificationError: the program hangs.
+        VerificationError: the program deadlocks.
     """
     if len(costs.stages) != len(program.plan.stages):
         raise PlanError(f"The costs are for {len(costs.stages)} stages, the plan has {len(program.plan.stages)}.")
@@ -179,9 +179,9 @@ class _Simulation:
     ports: dict[Port, Bookings] = field(default_factory=lambda: defaultdict(Bookings))
     transfers: list[Transfer] = field(default_factory=list)
     reached: list[dict[Action, float]] = field(init=False)
-    """For every device the times at which it reached its reductions."""
+    """Times at which every device reached its reductions."""
     gathered: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """For every device the end of its latest all-gather."""
+    """End of every device's latest all-gather."""
     unsharded: dict[tuple[int, int], float] = field(default_factory=dict)
     """Time from which a stage's parameters are unsharded on a device."""
     all_gathers: list[Collective] = field(default_factory=list)
@@ -252,7 +252,7 @@ def _reductions(run: _Simulation) -> Iterator[Collective]:
 
 
 def _in_order(reached: Sequence[dict[Action, float]]) -> Iterator[tuple[Action, dict[int, float]]]:
-    """Reductions in an order that every device follows, with the time at which each device reached them."""
+    """Reductions in an order that every device follows, with the times at which devices reached them."""
     order = nx.DiGraph()
     for times in reached:
         order.add_nodes_from(times)

@@ -1,4 +1,4 @@
-"""Costs of actions and messages in seconds and bytes: all that the simulator knows of the hardware."""
+"""Costs of actions and messages in seconds and bytes: all that the simulator knows about the hardware."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_gpp.schedules.work import HeldBytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """One replica of a stage.
+    """Costs of a stage replica.
 
     Args:
         forward: seconds of a forward, or of a recomputation; affine in the samples of the replica's share.
         backward: seconds of a full backward, without the recomputation.
         weight: seconds of the weight gradients; input gradients take the rest of `backward`.
-        activation_bytes: bytes that a micro-batch in flight holds.
-        working_bytes: bytes that it holds in addition, from its recomputation on.
-        pending_bytes: bytes of both that are left between input and weight gradients; None: all.
+        activation_bytes: bytes of a micro-batch in flight.
+        working_bytes: additional bytes from its recomputation on.
+        pending_bytes: the part of both that is kept from the input gradients to the weight gradients; None: all.
         parameter_bytes: bytes of the stage's parameters.
     """
 
@@ -53,13 +53,13 @@ class StageCosts:
     """Costs of all stages and links of a plan.
 
     Args:
-        stages: one for each stage of the plan.
+        stages: costs of each stage of the plan.
         replicas: costs of replicas that differ from the others of their stage, by (stage, device).
         cluster: links between the plan's devices; None: `default_link` between any two.
         default_link: link between any two devices without a cluster.
-        all_reduce: for every stage the seconds of the all-reduce of its gradients over all replicas, in this and in
-            other pipelines; empty if there are none. An all-gather or reduce-scatter takes half of it.
-        ranks: for every stage the number of ranks that hold it, over all pipelines; empty: those of the plan.
+        all_reduce: seconds of the all-reduce of every stage's gradients over all replicas, in this and in other
+            pipelines; empty if there are none. An all-gather or reduce-scatter takes half of it.
+        ranks: number of ranks that hold every stage, over all pipelines; empty: those of the plan.
         data: seconds of a data action, affine in samples.
         parameter_copies: copies of each parameter's bytes on a device: parameter, gradient, optimizer states. 4 for
             Adam, 2 for plain gradient descent, 1 for inference.
@@ -76,7 +76,7 @@ class StageCosts:
 
     @classmethod
     def uniform(cls, plan: Plan, forward: float = 1, backward: float = 1, weight: float = 0) -> StageCosts:
-        """Equal seconds for every micro-batch of every stage, `weight` of those of the backward; free messages."""
+        """Equal seconds for every micro-batch of every stage; messages are free. `weight` is a part of `backward`."""
         cost = StageCost(
             forward=Affine(0, forward),
             backward=Affine(0, backward),
@@ -99,8 +99,8 @@ class StageCosts:
 
         Args:
             plan: the plan.
-            flops_per_second: speed that a device really reaches.
-            overhead: seconds that every action takes in addition.
+            flops_per_second: speed that a device reaches in practice.
+            overhead: additional seconds of every action.
             link: link between any two devices; free by default.
             backward_ratio: FLOPs of a backward relative to its forward; half of them for weight gradients.
         """
@@ -143,7 +143,7 @@ class StageCosts:
         return link.latency, link.seconds(num_bytes) - link.latency
 
     def ports(self, message: Message) -> tuple[Port, ...]:
-        """Ports that a message occupies while its bytes flow, beside its pair of devices."""
+        """Ports that a message occupies while its bytes flow, besides its pair of devices."""
         if self.cluster is None or not self.cluster.contended:
             return ()
         return tuple(port for port in self.cluster.ports(message.src, message.dst) if port[0] != "pair")

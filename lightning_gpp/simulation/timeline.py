@@ -88,7 +88,7 @@ class Timeline:
 
     @property
     def bubble_fractions(self) -> tuple[float, ...]:
-        """Fraction of the makespan in which every device did not compute."""
+        """Fraction of the step time in which every device did not compute."""
         makespan = self.makespan
         return tuple(1 - busy / makespan if makespan else 0.0 for busy in self.busy)
 
@@ -99,12 +99,12 @@ class Timeline:
 
     @property
     def peak_in_flight(self) -> dict[int, int]:
-        """For every stage the most micro-batches in flight on a replica."""
+        """The most micro-batches in flight on a replica of every stage."""
         return self._most(_peak)
 
     @property
     def warm_up(self) -> dict[int, int]:
-        """For every stage the forwards before its first backward, on the replica with most."""
+        """Number of forwards before the first backward of every stage, on the replica with the most."""
         return self._most(_before_backward)
 
     def _most(self, count: Callable[[list[Kind]], int]) -> dict[int, int]:
@@ -116,12 +116,12 @@ class Timeline:
         return dict(sorted(most.items()))
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON."""
+        """Write the timeline as JSON."""
         Path(path).write_text(json.dumps(_content(self)))
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
-        """Read what `save` wrote.
+        """Read a timeline that `save` wrote.
 
         Raises:
             ScheduleError: the file is missing, or is not a timeline.
@@ -136,8 +136,7 @@ class Timeline:
             ) from error
 
     def save_trace(self, path: str | Path) -> None:
-        """Write for chrome://tracing and ui.perfetto.dev: a process per device, with rows for receives and
-        collectives."""
+        """Write a trace for chrome://tracing and ui.perfetto.dev, with a process per device."""
         Path(path).write_text(json.dumps({"traceEvents": trace_events(self), "displayTimeUnit": "ms"}))
 
 
@@ -161,8 +160,7 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def trace_style(kind: Kind) -> dict[str, str]:
-    """Category and colour of events of this kind. Perfetto derives colours from the names; chrome://tracing takes
-    these."""
+    """Category and colour of events of this kind, for chrome://tracing; Perfetto derives colours from the names."""
     return {"cat": kind.name.lower(), "cname": _COLORS[kind]}
 
 

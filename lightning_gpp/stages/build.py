@@ -1,4 +1,4 @@
-"""Building of stages: from a capture and a plan to modules that run."""
+"""Builds the modules that run a plan's stages, from a capture."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ class CapturedStage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """All that runs a pipeline: stages, slots of every edge of the plan, names of the parameters and buffers of each
-    stage, the user's step, and the source of the stages' inputs."""
+    """All parts of a pipeline that run: stages, the slots of every edge, the parameters and buffers of each stage by
+    name, the user's step, and the source of the stages' inputs.
+    """
 
     stages: tuple[StageModule, ...]
     slots: tuple[tuple[Slot, ...], ...]
@@ -63,7 +64,7 @@ def build(captured: Any, plan: Plan, module: nn.Module) -> Pipeline:
 
     Args:
         captured: the `Capture` or `Declared` that the plan was made for.
-        plan: names the modules of each stage.
+        plan: the plan, which names the modules of each stage.
         module: the module that was captured, or a copy of it.
 
     Raises:
@@ -170,7 +171,7 @@ def _stage(
 
 
 def _parts(module: nn.Module, paths: Sequence[str], states: Sequence[str]) -> tuple[nn.Module, ...]:
-    """Modules that a stage calls, with all inside, and the owners of tensors that it reads directly."""
+    """Modules that a stage calls, with their submodules, and the owners of tensors that it reads directly."""
     whole = [part for path in paths for part in module.get_submodule(path).modules()]
     owners = [module.get_submodule(name.rpartition(".")[0]) for name in states]
     return tuple(dict.fromkeys([*whole, *owners]))

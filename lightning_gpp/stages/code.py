@@ -85,7 +85,7 @@ class StageCode:
 
     def _receive(self, ref: Ref) -> None:
         name = variable(ref)
-        # A received tensor is a leaf of autograd; a leaf must not be changed in place.
+        # A received tensor is a leaf of autograd, which must not be changed in place.
         copy = ".clone()" if any(ref in self.network.calls[number].overwritten for number in self.mine) else ""
         self.lines.append(f"{name} = values[{name!r}]{copy}")
         self.defined.add(name)
@@ -175,7 +175,7 @@ class StageCode:
         if any(isinstance(leaf, Opaque) for leaf in pytree.tree_leaves((call.args, call.kwargs))):
             raise refusal(
                 call.line,
-                f"`{call.target}` takes an object that is made anew in every run, in a forward that is cut into stages",
+                f"`{call.target}` takes an object that every run creates anew, in a forward that is cut into stages",
                 "keep the module that makes the object in one stage (list it in strategy.stages)",
             )
         if call.checkpoint is not None and self._region_of(call.scope) != call.checkpoint:
@@ -183,7 +183,7 @@ class StageCode:
                 call.line,
                 "activation checkpointing spans more than one module call in a forward that is cut into stages, "
                 "and would be lost",
-                "checkpoint whole submodules: checkpoint(self.block, x)",
+                "checkpoint entire submodules: checkpoint(self.block, x)",
             )
         self.used_states |= set(call.states())
         target = self._name(call.target, call.function)

@@ -57,7 +57,7 @@ def is_declared(entries: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """Takes the place of a `Capture` if the user declared the stages."""
+    """Replaces a `Capture` if the user declared the stages."""
 
     graph: OperatorGraph
     declarations: tuple[Declaration, ...]

@@ -63,7 +63,7 @@ class SlicedStage(StageWrapper):
     sent: tuple[SlicedTensor, ...]
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """The slice's part of every result, from its part of every input and what earlier slices carry to it."""
+        """The slice's part of every result, from its part of every input and the tensors carried to it."""
         outputs, kept = self._run(values, micro_batch)
         parts = {cut.part: outputs[cut.name] for cut in self.sent}
         return {**parts, **dict(zip(self.later, kept, strict=False))}
@@ -93,7 +93,7 @@ def _where(tokens: Tokens) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class WholeStage(StageWrapper):
-    """An unsliced stage beside slices: joins what they send, and cuts what they receive.
+    """An unsliced stage beside slices: joins the tensors that they send, and cuts those that they receive.
 
     Args:
         stage: the stage itself.

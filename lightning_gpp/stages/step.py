@@ -34,7 +34,7 @@ CallHandler = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 @functools.cache
 def _answering(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `kind` whose calls are answered, and which is the same otherwise."""
+    """A subclass of `kind` that differs only in that its calls are answered."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return vars(self)[_ANSWER](self, args, kwargs)
@@ -129,7 +129,7 @@ class Invocation:
         function: the user's method.
         rest: its arguments after the samples.
         around: entered around each call, with the number of samples.
-        sums: whether the loss is a sum over samples, from which the mean is made, as the pipeline weights means.
+        sums: whether the loss is a sum over samples; it is divided by their number, because the pipeline weights means.
     """
 
     function: Callable[..., Any]
@@ -152,7 +152,7 @@ def _scaled(output: Any, factor: float) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class OpenBatch:
-    """A mini-batch on which the user's step runs. `outputs`: what it returned for each micro-batch."""
+    """A mini-batch on which the user's step runs. `outputs`: its results for each micro-batch."""
 
     batch: Any
     invocation: Invocation
@@ -187,11 +187,11 @@ class StepRunner:
         self._open = {}
 
     def open(self, lane: int, batch: Any, invocation: Invocation, seed: int) -> None:
-        """Take a mini-batch besides those that are open already; micro-batches name its lane."""
+        """Take another mini-batch, besides those that are open; micro-batches name its lane."""
         self._open[lane] = OpenBatch(batch=batch, invocation=invocation, seed=seed, total=batch_size_of(batch))
 
     def close(self, lane: int) -> list[tuple[MicroBatch, Any]]:
-        """Let go of one mini-batch; the outputs of the step on its micro-batches."""
+        """Drop one mini-batch; returns the outputs of the step on its micro-batches."""
         return self._open.pop(lane).outputs
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -204,7 +204,7 @@ class StepRunner:
         return self.call(micro_batch)
 
     def finish(self, micro_batch: MicroBatch, output: Any) -> dict[str, torch.Tensor]:
-        """Note what the step returned; `{LOSS: loss}` in training."""
+        """Record what the step returned; returns `{LOSS: loss}` in training."""
         self._open[micro_batch.lane].outputs.append((micro_batch, output))
         return {LOSS: loss_of(output)} if self.returns_loss else {}
 
@@ -245,7 +245,7 @@ class UserStep(StepRunner):
         """Run the step up to its last network call, and return the arguments of its network calls by slot name.
 
         Raises:
-            CaptureError: the step calls its modules otherwise than when it was captured.
+            CaptureError: the step calls its modules differently than when it was captured.
         """
         found: dict[str, torch.Tensor] = {}
         holes = _Holes()

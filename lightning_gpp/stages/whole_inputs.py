@@ -1,6 +1,6 @@
-"""Detection of inputs that are another sequence than the sliced one, although they may have as many tokens.
+"""Detects inputs that are another sequence than the sliced one, although they may have as many tokens.
 
-A sliced decoder reads all results of an encoder. Lengths tell the two sequences apart only if they differ, so inputs
+A sliced decoder reads all results of an encoder. Lengths distinguish the two sequences only if they differ, so inputs
 are shortened by a token in a run on fake tensors: those that can be shorter while the model carries as many tokens as
 before do not belong to the carried sequence.
 """

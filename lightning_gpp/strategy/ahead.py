@@ -1,4 +1,4 @@
-"""Mini-batches of a trainer that are read, and moved to the device, before their turn."""
+"""Reads a trainer's mini-batches, and moves them to the device, before their turn."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_gpp.training.incoming import Incoming
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
-    """A mini-batch as the loader gave it.
+    """A mini-batch from the loader, unprepared.
 
-    `told`: what other ranks are to know of the loader at its turn; `mark`: lets checkpoints have the position of the
-    loader after it.
+    `told`: facts about the loader for other ranks at its turn; `mark`: gives checkpoints the loader's position after
+    it.
     """
 
     entry: Any
@@ -38,8 +38,8 @@ class _Read:
 class ReadAhead:
     """Reads a trainer's data ahead, on the rank that runs the step, in loops that may be nested.
 
-    The hooks that move a mini-batch to the device run when it is read, once; all others at its turn. To the other ranks
-    and to checkpoints it looks as if loaders were read no further than the current mini-batch.
+    The hooks that move a mini-batch to the device run once, when it is read; all others run at its turn. Other ranks
+    and checkpoints see loaders as if they were read only up to the current mini-batch.
     """
 
     def __init__(self, trainer: pl.Trainer, incoming: Incoming, device: torch.device) -> None:
@@ -51,11 +51,11 @@ class ReadAhead:
 
     @property
     def active(self) -> bool:
-        """True if the loop that runs has its mini-batches from here."""
+        """True if the current loop gets its mini-batches from here."""
         return bool(self._around) and self._control.runs_step
 
     def attach(self) -> None:
-        """Let loops skip the hooks of mini-batches that went through them before."""
+        """Make loops skip hooks that a mini-batch went through when it was read."""
         if self._control.runs_step:
             _compat.deliver_prepared(self._module, lambda: self.active and not self._reading)
 
@@ -73,7 +73,7 @@ class ReadAhead:
         self._incoming.feed = self._around.pop()
 
     def deliver(self) -> Any:
-        """The mini-batch whose turn it is, on the device; all ranks are told of it."""
+        """Deliver the mini-batch whose turn it is, on the device, and announce it to all ranks."""
         feed = self._incoming.feed
         read, batch = feed.turn()
         read.mark()
@@ -123,7 +123,7 @@ class ReadAhead:
             self._reading = False
 
     def _left(self) -> int | None:
-        """Mini-batches until `max_steps`; None where there is no such limit."""
+        """Number of mini-batches until `max_steps`; None without such a limit."""
         trainer = self._trainer
         if trainer.max_steps == -1:
             return None

@@ -1,4 +1,4 @@
-"""The arguments of `GPPStrategy`: the options, and the parts that every strategy of Lightning is given."""
+"""The arguments of `GPPStrategy`: the options, and the components that every strategy of Lightning takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_gpp.training.options import Options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments(Options):
-    """The options, and Lightning's own parts of a strategy."""
+    """The options, and Lightning's components of a strategy."""
 
     parallel_devices: list[torch.device] | None = None
     cluster_environment: ClusterEnvironment | None = None

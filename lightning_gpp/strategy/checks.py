@@ -1,4 +1,4 @@
-"""Checks that refuse, before training starts, settings that cannot work in stages, with the reason and a remedy."""
+"""Checks before training starts: refuse settings that cannot work in stages, with the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def check_module(module: pl.LightningModule) -> None:
-    """Raise ConfigError if a module uses what stages cannot do."""
+    """Raise ConfigError if a module uses features that stages do not support."""
     for problem in _problems(module):
         raise ConfigError(problem)
 
@@ -47,19 +47,19 @@ def check_precision(precision: Precision) -> None:
     """Raise ConfigError for precisions with a loss scale that every rank would have to agree on."""
     if getattr(precision, "scaler", None) is not None:
         raise ConfigError(
-            "trainer.precision='16-mixed' scales the loss and skips steps by what one rank sees, while each rank has "
-            "other gradients. Use precision='bf16-mixed', or '32-true'."
+            "trainer.precision='16-mixed' scales the loss and skips steps by the gradients of one rank, but each rank "
+            "has other gradients. Use precision='bf16-mixed', or '32-true'."
         )
 
 
 def check_callbacks(trainer: pl.Trainer) -> None:
-    """Raise ConfigError for callbacks that work on the whole module at once."""
+    """Raise ConfigError for callbacks that work on the full module."""
     kinds: tuple[type, ...] = (StochasticWeightAveraging, BatchSizeFinder, BaseFinetuning, *_averaging())
     for callback in getattr(trainer, "callbacks", ()):
         if isinstance(callback, kinds):
             raise ConfigError(
-                f"The callback {type(callback).__name__} copies, restores or compares the whole module, of which every "
-                "rank holds a part. Remove it (trainer.callbacks)."
+                f"The callback {type(callback).__name__} copies, restores or compares the full module, but every rank "
+                "holds only a part of it. Remove it (trainer.callbacks)."
             )
 
 

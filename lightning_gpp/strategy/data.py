@@ -1,4 +1,4 @@
-"""Who has data: the ranks that run the user's step load it; the others go through the loops with placeholders."""
+"""Data loading: ranks that run the user's step load the data; the others go through the loops with placeholders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_gpp.training.control import Control
 
 @dataclass
 class Placeholder:
-    """Stands for the batch on ranks that have none. `samples` is empty but counts: its first size is the batch size."""
+    """Represents the batch on ranks that have none. `samples` is empty, but its first size is the batch size."""
 
     samples: Tensor
 
@@ -44,7 +44,7 @@ class Placeholder:
 
 
 class ShadowLoader:
-    """In the place of a data loader on ranks without data: as long, but yields placeholders."""
+    """Replaces a data loader on ranks without data: it has the same length, but yields placeholders."""
 
     def __init__(self, loader: Any, control: Control, agreed: bool) -> None:
         self.loader, self.control, self.agreed = loader, control, agreed
@@ -69,10 +69,10 @@ class ShadowLoader:
 
 
 class AgreedLoader:
-    """A data loader whose end cannot be known in advance: it tells the other ranks whether there is another batch.
+    """A data loader of unknown length, which tells the other ranks whether there is another batch.
 
     Attributes:
-        tell: takes true before every batch, and false at the end.
+        tell: called with True before every batch, and with False at the end.
     """
 
     def __init__(self, loader: Iterable[Any], control: Control) -> None:
@@ -95,13 +95,13 @@ class AgreedLoader:
 
 
 class StatefulShadowLoader(ShadowLoader):
-    """Shadow of a loader with a state, so that the states in a checkpoint find their loaders."""
+    """Shadow of a stateful loader, so that the states in a checkpoint find their loaders."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The state belongs to the rank that loads data."""
+        """Ignore the state, which belongs to the rank that loads data."""
 
 
 def distribute(loader: Any, control: Control) -> Any:
@@ -129,7 +129,7 @@ def flattened(loaders: Any) -> list[Any]:
 
 
 def peek(loader: Any) -> Any:
-    """The first batch of a loader, leaving the loader, the random numbers and running workers as they are.
+    """The first batch of a loader, without changing the loader, random numbers or running workers.
 
     Raises:
         ConfigError: the loader can be read only once, or is empty.
@@ -160,7 +160,7 @@ def _read(loader: Any) -> Iterator[Any]:
 
 
 def _reads_indices(loader: Any) -> bool:
-    """True if samples can be read past the loader, by their indices."""
+    """True if samples can be read by their indices, without the loader."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 

@@ -1,4 +1,4 @@
-"""The failure guard: replaces reactions of Lightning to failures that would wait for other ranks."""
+"""The failure guard: replaces Lightning's reactions to failures, which would wait for other ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_gpp.failure.stop_flag import StopFlag
 
 
 class FailureGuard(pl.Callback):
-    """For one run of a trainer, from its creation to `remove`.
+    """Guards one run of a trainer, from the guard's creation to `remove`.
 
-    * Exceptions are reported before other callbacks see them: one that saves a checkpoint would wait for ranks that
-      wait for this one, and nobody would tell.
-    * SIGTERM to any rank ends all ranks. Lightning's handler waits for a broadcast inside the handler, for ever.
+    * Exceptions are reported before other callbacks see them: a callback that saves a checkpoint would wait for ranks
+      that wait for this one, and the failure would never be reported.
+    * SIGTERM to any rank ends all ranks; Lightning's handler would wait for a broadcast for ever.
     """
 
     def __init__(self, trainer: pl.Trainer, monitor: FailureMonitor) -> None:
@@ -32,11 +32,11 @@ class FailureGuard(pl.Callback):
             self._flag = StopFlag(self._terminate, signals=(signal.SIGTERM,), patience=0.0).__enter__()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Let the strategy report it now; later, when Lightning asks the strategy itself, that does nothing more."""
+        """Let the strategy report the exception now; Lightning's later call of the strategy does nothing more."""
         trainer.strategy.on_exception(exception)
 
     def remove(self) -> None:
-        """Undo it."""
+        """Restore Lightning's reactions."""
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         if self in callbacks:
             callbacks.remove(self)

@@ -1,8 +1,8 @@
-"""The module's hooks around batches and at the end of epochs, which read what the step left behind.
+"""The module's hooks around batches and at the end of epochs, which may read attributes that the step set.
 
-They run on every rank, because they may change the module (a temperature, a frozen layer). What they log counts only
-where the step runs: the other ranks replay it. And where a hook fails on a rank that has no step's results to read, the
-step's rank has the say.
+They run on every rank, because they may change the module (a temperature, a frozen layer). Their logs count only where
+the step runs; the other ranks replay them. If a hook fails on a rank that has no results of the step, the outcome on
+the step's rank counts.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class SharedHooks:
             return
         self._warned.add(name)
         log.warning(
-            "%s.%s raised %r on rank %d, which does not run the step, so what the hook reads may exist only on rank "
-            "%d. The hook's values are taken from there; its other effects are missing here.",
+            "%s.%s raised %r on rank %d, which does not run the step, so the attributes that the hook reads may "
+            "exist only on rank %d. The hook's values are taken from there; its other effects are missing here.",
             type(self.module).__name__,
             name,
             error,

@@ -1,7 +1,8 @@
-"""Logging from one rank, seen by all: `self.log` calls of the step are recorded, combined and replayed on every rank.
+"""Logging from one rank for all: `self.log` calls of the step are recorded, combined and replayed on every rank.
 
 With several micro-batches the step logs several times; combined into one value per mini-batch, Lightning sees the same
-calls as on one device. Every rank makes these calls, so that callbacks that read metrics decide alike everywhere.
+calls as on one device. Every rank makes these calls, so that callbacks that read metrics take the same decisions
+everywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SIGNATURE = inspect.signature(pl.LightningModule.log)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A `self.log` call without its value: what must be equal on all ranks. `metric`: path of a torchmetrics object.
+    """A `self.log` call without its value, which must be equal on all ranks. `metric`: path of a torchmetrics object.
 
     `dtype` is the value's, None for plain numbers. `occurrence` counts calls with the same name in one run of the step.
     """
@@ -44,7 +45,7 @@ class Call:
 
     @property
     def reduction(self) -> str:
-        """The reduction of values of micro-batches: the same as `reduce_fx` for values of batches."""
+        """The reduction of micro-batches' values that corresponds to `reduce_fx` for batches."""
         given = dict(self.kwargs).get("reduce_fx", "mean")
         name = given if isinstance(given, str) else getattr(given, "__name__", "mean")
         return {"avg": "mean"}.get(name.lower(), name.lower())
@@ -52,7 +53,7 @@ class Call:
 
 @dataclass(slots=True)
 class Values:
-    """The values that one call logged over the runs of the step, and the samples of each."""
+    """The values that one call logged in the runs of the step, with the number of samples of each."""
 
     values: list[Tensor] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
@@ -73,16 +74,16 @@ def _combine(values: Tensor, samples: Tensor, reduction: str) -> Tensor:
 
 @dataclass(slots=True)
 class UserCode:
-    """Tells if this rank is inside user code that other ranks do not run, so that no rank would answer it."""
+    """Flag of user code that other ranks do not run: inside it, no rank would answer a collective."""
 
     running: bool = False
 
 
 class LogRecorder:
-    """Records what a module logs instead of logging it. One run of user code counts only if it ended normally.
+    """Records a module's logs instead of logging them. A run of user code counts only if it ended normally.
 
     Attributes:
-        calls: of the mini-batch whose turn it is.
+        calls: calls of the mini-batch whose turn it is.
     """
 
     def __init__(self, module: pl.LightningModule, user_code: UserCode) -> None:
@@ -95,24 +96,24 @@ class LogRecorder:
         self._samples = 0
 
     def reset(self) -> LogRecorder:
-        """Forget what was recorded."""
+        """Forget all records."""
         self.calls = {}
         return self
 
     def turn(self, batch: int) -> None:
-        """Let `calls` be those that were recorded for this mini-batch of training, some perhaps before its turn."""
+        """Make `calls` those recorded for this mini-batch of training, some perhaps before its turn."""
         self.calls = self._early.pop(batch, {})
 
     def forget(self, batches: Iterable[int]) -> None:
-        """Drop what was recorded for mini-batches of training before their turn."""
+        """Drop the records of mini-batches of training that were run before their turn."""
         for batch in batches:
             self._early.pop(batch, None)
 
     @contextmanager
     def run(self, num_samples: int, context: Context = nullcontext, batch: int | None = None) -> Iterator[None]:
-        """Record one run of user code over `num_samples` samples, which computes inside `context`.
+        """Record a run of user code on `num_samples` samples, inside `context`.
 
-        `batch`: number of the mini-batch in training; None if it is its turn.
+        `batch`: number of the mini-batch in training; None for the one whose turn it is.
         """
         self._run, self._samples = [], num_samples
         before, self._user_code.running = self._user_code.running, True
@@ -157,7 +158,7 @@ class LogRecorder:
 
     def _scalar(self, name: str, value: Any) -> Tensor:
         if not isinstance(value, Tensor | Number):
-            pl.LightningModule.log(self.module, name, value)  # raises, with Lightning's explanation
+            pl.LightningModule.log(self.module, name, value)  # raises with Lightning's explanation
         if not isinstance(value, Tensor):
             return torch.tensor(float(value), dtype=torch.float64)
         if value.numel() != 1:
@@ -173,10 +174,10 @@ def _is_scalar(value: Any) -> bool:
 
 
 class LogExchange:
-    """Sends what the step's rank recorded to the other ranks of the pipeline, and replays it on all of them.
+    """Sends the records of the step's rank to the other ranks of the pipeline, and replays them on all of them.
 
-    A message is two numbers (which calls, how many values) and one tensor of values; the calls themselves are pickled
-    only when they differ from all that were sent before.
+    A message is two numbers (the calls, the number of values) and one tensor of values; calls are pickled only if they
+    differ from all that were sent before.
     """
 
     def __init__(self, control: Control, device: torch.device) -> None:
@@ -184,7 +185,7 @@ class LogExchange:
         self._known: dict[int, tuple[Call, ...]] = {}
 
     def exchange(self, recorder: LogRecorder | None, extra: Sequence[float]) -> tuple[tuple[Call, ...], list[float]]:
-        """Calls and values: `extra` first, then value and samples of each call. `recorder` on the step's rank."""
+        """Share calls and values: `extra`, then value and samples of each call. `recorder`: of the step's rank."""
         calls = () if recorder is None else tuple(recorder.calls)
         values = [*extra] if recorder is None else [*extra, *_flat(recorder)]
         header = self.control.share(torch.tensor([_key(calls), len(values)]))
@@ -208,7 +209,7 @@ class LogExchange:
 
 
 def _flat(recorder: LogRecorder) -> list[float]:
-    """All values, in one transfer from the device they are on."""
+    """All values, in one transfer from their device."""
     pairs = [entry.combined(call.reduction) for call, entry in recorder.calls.items()]
     if not pairs:
         return []

@@ -1,4 +1,4 @@
-"""torchmetrics objects: their state grows where the step runs; all ranks get it before an epoch is computed."""
+"""torchmetrics objects: their states grow where the step runs; all ranks get them before an epoch ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MetricStates:
             self._plain.append((metric, {name: getattr(metric, name) for name in _SYNC_ATTRIBUTES}))
             metric.process_group = self.control.mesh.replica_group
             if self.control.num_pipelines == 1:
-                metric.distributed_available_fn = bool  # which gives False: there is nobody to synchronise with
+                metric.distributed_available_fn = bool  # returns False: there is nobody to synchronise with
 
     def detach(self) -> None:
         """Undo `attach`, and bring the states to the CPU."""

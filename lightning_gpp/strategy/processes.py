@@ -1,4 +1,4 @@
-"""The processes of a run: their group, who watches over them, and how they end."""
+"""The processes of a run: their process group, failure monitor and end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_gpp.training.control import Control
 
 
 def tie_to_launcher(environment: ClusterEnvironment) -> None:
-    """A process that Lightning's launcher started ends with the one that started it, until it is watched over."""
+    """Make a process that Lightning's launcher started end with the one that started it, until there is a monitor."""
     if isinstance(environment, LightningEnvironment) and environment.local_rank() > 0 and LAUNCHER in os.environ:
         bind_to_parent(int(os.environ[LAUNCHER]))
 
@@ -27,7 +27,7 @@ def tie_to_launcher(environment: ClusterEnvironment) -> None:
 def start_process_group(
     environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: timedelta
 ) -> None:
-    """Initialise torch.distributed, unless it is; it is destroyed when the interpreter exits."""
+    """Initialise torch.distributed if necessary; it is destroyed when the interpreter exits."""
     if dist.is_initialized():
         return
     init_process_group(
@@ -40,13 +40,13 @@ def start_process_group(
 
 
 def leave() -> None:
-    """Destroy the process group, if there is one: Lightning does so for NCCL only."""
+    """Destroy the process group, if there is one: Lightning does so only for NCCL."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def watch(control: Control, limit: timedelta, describe: Callable[[], str]) -> FailureMonitor:
-    """Start watching over all ranks; after a failure they end within about `limit`."""
+    """Start to monitor all ranks; after a failure they end within about `limit`."""
     monitor = FailureMonitor.within(limit, rank=control.rank, world_size=control.world_size, describe=describe)
     monitor.start()
     release_from_parent()

@@ -1,4 +1,4 @@
-"""One run of a trainer (fit, validate, test or predict): what is attached to module and trainer for it."""
+"""One run of a trainer (fit, validate, test or predict), with all that it attaches to module and trainer."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from lightning_gpp.training.trace import TraceFile
 
 
 class Run:
-    """Sets the engine of one run up, and ties it to Lightning.
+    """Sets up the engine of one run, and connects it with Lightning.
 
     Args:
-        trainer: of the run.
-        strategy: the trainer's; it has the optimizers.
-        control: who this rank is.
-        options: of the strategy.
+        trainer: the trainer of the run.
+        strategy: the trainer's strategy, which has the optimizers.
+        control: the side channel of this rank.
+        options: options of the strategy.
         resumed: the entry of the checkpoint that the run resumes from; empty if it does not.
         known: the plan of an earlier run of the module, which evaluation keeps.
 
@@ -94,7 +94,7 @@ class Run:
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     def set_up_training(self) -> None:
-        """Configure the optimizers on the whole module, plan (they take memory), then keep this rank's part of it."""
+        """Configure the optimizers on the full module, plan (they take memory), then keep this rank's part of it."""
         batch = self._example()
         has_data = self.control.broadcast(batch is not None)
         self.strategy.setup_optimizers(self.trainer)
@@ -119,7 +119,7 @@ class Run:
         return set_up(self.job, self.incoming, batch, step=step, num_steps=self._num_steps)
 
     def _example(self) -> Any:
-        """A mini-batch on rank 0, as the step will see it; None elsewhere, and where there is nothing to train on."""
+        """A mini-batch on rank 0, as the step will see it; None on other ranks, and without training data."""
         given = self.job.options.example_batch
         wanted = self.control.rank == 0 and given is None
         peeked = _compat.first_training_batch(self.trainer, peek if wanted else None)
@@ -132,7 +132,7 @@ class Run:
     # -- attached -----------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Let hooks, metrics, clipping and the ends of epochs take part."""
+        """Attach to hooks, metrics, clipping and the ends of epochs."""
         if self.control.num_pipelines == 1:  # Lightning takes every process group for data parallelism
             warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True\\)`")
         self._metrics.attach()
@@ -145,10 +145,10 @@ class Run:
             _compat.bypass_batch_hooks(self.module)
         self.reading.attach()
         self._example_input = self.module.example_input_array
-        self.module.example_input_array = None  # summaries and loggers would run the whole module with it on one rank
+        self.module.example_input_array = None  # summaries and loggers would run the full module with it on one rank
 
     def detach(self, complete: bool) -> None:
-        """Undo `attach`; bring the module to the CPU, and after a normal end (`complete`) all of it to rank 0."""
+        """Undo `attach`; move the module to the CPU, and after a normal end (`complete`) all of it to rank 0."""
         self._hooks.detach()
         self._metrics.detach()
         _compat.restore_epoch_end(self.trainer)
@@ -184,7 +184,7 @@ class Run:
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state; complete on rank 0."""
+        """The undivided optimizer's state; complete on rank 0."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         is_divided = any(plain is known for known in self._optimizers)
         if self.engine is None or not is_divided:
@@ -195,7 +195,7 @@ class Run:
         """Load this rank's part of the optimizers' states.
 
         Raises:
-            CheckpointError: they are of other optimizers.
+            CheckpointError: the states are of other optimizers.
         """
         if len(states) != len(self._optimizers):
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Lightning's steps on an engine: what the trainer hands to them, what they return, and what all ranks log of them."""
+"""Lightning's steps on an engine: their arguments, results and logs."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _TYPES: Final = {"bf16": torch.bfloat16, "16": torch.float16}
 
 
 class LightningHost(Host):
-    """The trainer around an engine: steps compute in the contexts of its precision plugin, and what they log is kept.
+    """The trainer as a host: steps compute in the contexts of its precision plugin, and their logs are recorded.
 
     Attributes:
-        recorder: of the logs of the user's step.
-        user_code: whether the user's step, or a hook, runs.
+        recorder: recorder of the logs of the user's step.
+        user_code: flag of the user's step or a hook.
     """
 
     def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
@@ -62,16 +62,16 @@ class Steps:
     """Runs the steps of a trainer's loops.
 
     Args:
-        module: of the trainer.
-        control: who this rank is.
-        host: records the logs.
-        incoming: tells which mini-batch comes.
-        device: where this rank computes.
-        set_up: makes the engine at the first mini-batch, from the name of the step and the mini-batch.
+        module: the trainer's module.
+        control: the side channel of this rank.
+        host: the host, which records the logs.
+        incoming: announces the next mini-batch.
+        device: the device of this rank.
+        set_up: sets up the engine at the first mini-batch, from the name of the step and the mini-batch.
 
     Attributes:
-        engine: what runs the steps; None before it is set up.
-        trace: of the training steps, if the user wants one.
+        engine: the engine that runs the steps; None before it is set up.
+        trace: trace of the training steps, if the user wants one.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Steps:
         self._set_up = set_up
 
     def train(self, engine: Engine, arguments: Sequence[Any], last: bool) -> Any:
-        """All forwards and backwards of a mini-batch; the loss (on all ranks), with the rest of a dict where it is."""
+        """Run forwards and backwards of a mini-batch; returns the loss, with the rest of a dict where the step ran."""
         outputs = engine.train(arguments, accumulated=self.module.trainer.accumulate_grad_batches, last=last)
         self.host.recorder.turn(engine.num_steps - 1)
         if self.trace is not None:
@@ -102,7 +102,7 @@ class Steps:
         return {"loss": loss, **rest} if rest else loss
 
     def evaluate(self, step: str, arguments: Sequence[Any]) -> Any:
-        """Run a validation, test or prediction step; what it returned, on the rank that runs it; None elsewhere."""
+        """Run a validation, test or prediction step. Returns its result on the rank that runs it, elsewhere None."""
         if self.engine is None:
             self.engine = self._set_up(step, arguments[0])
         self.host.recorder.reset()
@@ -112,7 +112,7 @@ class Steps:
         return result
 
     def _share(self, numbers: Sequence[float]) -> list[float]:
-        """Replay the step's logs everywhere; `numbers` of the step's rank, and whether it wants to stop."""
+        """Replay the step's logs everywhere; returns `numbers` of the step's rank, and whether it wants to stop."""
         trainer = self.module.trainer
         recorder = self.host.recorder if self.control.runs_step else None
         calls, values = self.logs.exchange(recorder, [float(trainer.should_stop), *numbers])

@@ -1,4 +1,4 @@
-"""Lightning's view of pipeline parallelism: processes, what ranks tell each other, steps and checkpoints."""
+"""Lightning's view of pipeline parallelism: processes, communication between ranks, steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class GPPStrategy(ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """Machines of the job; set by the trainer."""
+        """Number of machines of the job; set by the trainer."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -99,12 +99,12 @@ class GPPStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this machine."""
+        """Number of processes on this machine."""
         return len(self.parallel_devices or ())
 
     @property
     def num_pipelines(self) -> int:
-        """Copies of the whole pipeline."""
+        """Number of pipeline replicas."""
         world_size = self.num_nodes * self.num_processes
         return pipelines_of(self.options, world_size)
 
@@ -134,7 +134,7 @@ class GPPStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Initialise the device, the process group, and the watch over the other ranks."""
-        # Lightning 2.6 on torch >= 2.12 warns of its own code, in every process
+        # Lightning 2.6 on torch >= 2.12 warns about its own code, in every process
         warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
         super().setup_environment()
         self.set_world_ranks()
@@ -163,12 +163,12 @@ class GPPStrategy(ParallelStrategy):
         return self._control is None or inside or self._failed
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; inside the user's step, which others do not run, for none."""
+        """Wait for all ranks; inside the user's step, which only one rank runs, do nothing."""
         if self._control is not None and not self._alone:
             self._control.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """An object of rank `src` on all ranks; inside the user's step, which others do not run, one's own."""
+        """Broadcast `obj` from rank `src`. Inside the user's step, which only one rank runs, returns `obj`."""
         return obj if self._control is None or self._alone else self._control.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -178,7 +178,7 @@ class GPPStrategy(ParallelStrategy):
         return reduce_over(tensor, group or self._control.mesh.replica_group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack the tensors of all pipelines; with one pipeline the tensor itself."""
+        """Stack the tensors of all pipelines; with one pipeline, return the tensor itself."""
         if self._control is None or self._control.num_pipelines == 1:
             return tensor
         everyone = group is None or group is dist.group.WORLD
@@ -198,11 +198,11 @@ class GPPStrategy(ParallelStrategy):
         self._run, self._resumed = None, {}
 
     def process_dataloader(self, dataloader: object) -> object:
-        """The data loader where the user's step runs; elsewhere one of the same length without data."""
+        """The data loader where the user's step runs, elsewhere one of the same length without data."""
         return dataloader if self._control is None else distribute(dataloader, self._control)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Check the module, make a plan and place parameters (when fitting; else at the first mini-batch)."""
+        """Check the module, make a plan and place parameters (in evaluation, only at the first mini-batch)."""
         if self.accelerator is None or self.model is None or self._control is None:
             raise ConfigError("The strategy was set up without an accelerator, a module or processes; use a Trainer.")
         self.accelerator.setup(trainer)
@@ -217,13 +217,13 @@ class GPPStrategy(ParallelStrategy):
         self.setup_precision_plugin()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks; from here on this rank waits for nobody."""
+        """Report the exception to the other ranks; from now on this rank waits for nobody."""
         self._failed = True
         if self._monitor is not None:
             self._monitor.report(exception)
 
     def teardown(self) -> None:
-        """Undo what was attached to the module; after a normal end rank 0's module is whole again."""
+        """Detach from the module; after a normal end rank 0's module is complete again."""
         if self._run is not None:
             self._run.detach(complete=not self._failed)
         self.precision_plugin.teardown()
@@ -238,13 +238,13 @@ class GPPStrategy(ParallelStrategy):
         self._monitor = self._guard = None
 
     def model_to_device(self) -> None:
-        """Move what this rank holds of the module to its device."""
+        """Move this rank's part of the module to its device."""
         if self.lightning_module is not None:
             move(self.lightning_module, self.root_device)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Modules are built on the CPU (`empty_init`: without memory); each rank keeps only its part."""
+        """Build modules on the CPU (`empty_init`: without memory); each rank keeps only its part."""
         with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
             yield
 
@@ -265,7 +265,7 @@ class GPPStrategy(ParallelStrategy):
         return batch
 
     def on_train_start(self) -> None:
-        """Take part in the loop of training."""
+        """Attach to the training loop."""
         self._running.begin_training()
 
     def on_validation_start(self) -> None:
@@ -287,7 +287,7 @@ class GPPStrategy(ParallelStrategy):
     on_test_end = on_predict_end = on_validation_end
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """All forwards and backwards of a mini-batch; the detached loss, the same on all ranks of the pipeline."""
+        """Run forwards and backwards of a mini-batch; returns the detached loss, on all ranks of the pipeline."""
         return self._running.steps.train(self._training, [*args, *kwargs.values()], last=not self._accumulating)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -303,7 +303,7 @@ class GPPStrategy(ParallelStrategy):
         return self._running.steps.evaluate("predict_step", [*args, *kwargs.values()])
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the hooks around backward: the step has computed the gradients; here they are summed over ranks."""
+        """Run the hooks around backward. The step has computed the gradients; here they are reduced over ranks."""
         module = self.lightning_module
         if module is None:
             raise ConfigError("The strategy has no module; use trainer.fit(model).")
@@ -314,7 +314,7 @@ class GPPStrategy(ParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Between mini-batches of one optimizer step gradients stay where they are."""
+        """Keep gradients local between the mini-batches of one optimizer step."""
         self._accumulating = True
         try:
             yield
@@ -340,23 +340,23 @@ class GPPStrategy(ParallelStrategy):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state, under original names; complete on global rank 0. All ranks must call it."""
+        """The full module's state, under original names; complete on global rank 0. All ranks must call it."""
         engine = self._engine
         return super().lightning_module_state_dict() if engine is None or self._failed else engine.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state in the user's indexing; complete on global rank 0. All ranks must call it."""
+        """The undivided optimizer's state in the user's indexing; complete on global rank 0. All ranks must call it."""
         alone = self._run is None or self._failed
         return super().optimizer_state(optimizer) if alone else self._running.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write on global rank 0. After a failure of this rank nothing is written: it holds only its own part."""
+        """Write a checkpoint on global rank 0; after a failure of this rank, which has only its part, do nothing."""
         if self._failed and self.world_size > 1:
             log.warning("No checkpoint is written to %s: this rank has failed, and the others have ended.", filepath)
             return
         if self._engine is not None:
             checkpoint[KEY] = entry(self._engine.job.seed, self._engine.num_steps, str(self._engine.plan))
-            if "optimizer_states" in checkpoint:  # not if only weights are saved
+            if "optimizer_states" in checkpoint:  # missing if only weights are saved
                 checkpoint[KEY]["pipeline"] = self._engine.pipeline_state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -367,7 +367,7 @@ class GPPStrategy(ParallelStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a whole state dict; keeps the part that lives here, once parameters are placed."""
+        """Load a full state dict; once parameters are placed, keep this rank's part."""
         if self.lightning_module is None:
             raise ConfigError("The strategy has no module to load a checkpoint into; use a Trainer.")
         load = partial(load_state, self.lightning_module) if self._engine is None else self._engine.load_state_dict
@@ -381,7 +381,7 @@ class GPPStrategy(ParallelStrategy):
 
     @property
     def plan(self) -> Plan | None:
-        """Who computes what; None before it is known."""
+        """The plan of the run; None before there is one."""
         return None if self._engine is None else self._engine.plan
 
     def timeline(self) -> Timeline:

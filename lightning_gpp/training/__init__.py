@@ -1,1 +1,1 @@
-"""Training in stages without a framework: from a module and its optimizers to an engine for a loop of one's own."""
+"""Training in stages without a framework: makes an engine for your own loop from a module and its optimizers."""

@@ -1,7 +1,7 @@
-"""Asynchronous training: a pipeline that does not flush between mini-batches, and the weights that it computes with.
+"""Asynchronous training: drives a pipeline that does not flush between mini-batches, and its weight policy.
 
 Inside a segment every rank works on several mini-batches, and steps its optimizers whenever its own part of one is
-complete. No rank waits for one that is behind it.
+complete. No rank waits for a rank that is behind it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Asynchronous:
     """Owns the weight policy of a rank, and the segments of the run. All ranks call its methods in the same order.
 
     Args:
-        options: of the run.
-        plan: of training, on the devices whose delays there are.
-        num_pipelines: replicas of the pipeline.
-        optimizers: of this rank.
-        num_steps: mini-batches that were trained earlier.
+        options: options of the run.
+        plan: the plan of training, on the devices that determine the delays.
+        num_pipelines: number of pipeline replicas.
+        optimizers: optimizers of this rank.
+        num_steps: number of mini-batches that were trained earlier.
 
     Attributes:
-        policy: with which weights actions compute.
+        policy: policy for the weights with which actions compute.
         gradients: of the devices whose work this one does; None if it does its own.
-        ahead: mini-batches that have to be known before their turn.
+        ahead: number of mini-batches that have to be known before their turn.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Asynchronous:
         self._hooks = [*before, *after]
 
     def program(self, plan: Plan, batch_size: int) -> Program:
-        """The program of a mini-batch, without a flush where mini-batches of this size allow that."""
+        """The program of a mini-batch, without a flush if mini-batches of this size allow that."""
         plan = self._spread(plan) if self._options.delayed_devices else plan
         for known, size, program in self._programs:
             if (known, size) == (plan, batch_size):
@@ -84,7 +84,7 @@ class Asynchronous:
         return on_one_device(program) if self._options.delayed_devices else program
 
     def _spread(self, plan: Plan) -> Plan:
-        """The plan's stages on the devices of the pipeline whose delays one device has."""
+        """The plan's stages on the devices of the pipeline whose delays a single device imitates."""
         where = {stage.name: stage for stage in self._plan.stages}
         stages = tuple(
             replace(
@@ -102,14 +102,14 @@ class Asynchronous:
     def enter(
         self, step: int, facts: Sequence[Facts], lead: int, accumulated: int, weights: Callable[[], Weights]
     ) -> range:
-        """The segment of mini-batch `step`, as far as it is known.
+        """Enter mini-batch `step`; returns its segment, as far as it is known.
 
         Args:
             step: number of the mini-batch.
-            facts: of this mini-batch and those that follow.
-            lead: mini-batches by which the program is ahead.
+            facts: facts about this mini-batch and those that follow.
+            lead: number of mini-batches by which the program is ahead.
             accumulated: mini-batches per optimizer step.
-            weights: makes those of the program.
+            weights: returns the weights of the program.
         """
         begins = self._segments.begins_at(step)
         segment = self._segments.enter(step, facts, self._until_flush(step, lead))
@@ -133,27 +133,27 @@ class Asynchronous:
 
     @property
     def age(self) -> int:
-        """Optimizer steps by which the ranks are apart, at most; 0 where the pipeline flushes after the mini-batch."""
+        """The most optimizer steps by which ranks are apart; 0 if the pipeline flushes after the mini-batch."""
         return -(-self._apart // self._accumulated) if len(self._segments.current) > 1 else 0
 
     @property
     def refills(self) -> bool:
-        """True if the segment goes on from a pipeline that was not empty when an earlier run saved its state."""
+        """True if the segment resumes with a pipeline that was not empty when an earlier run saved its state."""
         return self._filled < self._segments.current.start
 
     def on_their_way(self, step: int, lead: int) -> range:
-        """The mini-batches that some device has started, where `step` is the next one."""
+        """The mini-batches that any device has started, if `step` is the next one."""
         return self._segments.on_their_way(step, lead)
 
     def empty(self, step: int) -> None:
-        """The mini-batches on their way were given up; the next one is `step`."""
+        """Note that the mini-batches in the pipeline were dropped; the next one is `step`."""
         self._segments = Segments(step)
         self.policy.empty()
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
     def before_update(self) -> None:
-        """The gradients of an optimizer step are complete, and it follows."""
+        """Prepare for an optimizer step, whose gradients are complete."""
         if self.gradients is not None:
             self.gradients.sum()
         self.policy.before_update()
@@ -170,14 +170,14 @@ class Asynchronous:
             self._since_update = 0
 
     def release(self) -> None:
-        """Leave the optimizers alone."""
+        """Detach from the optimizers."""
         for hook in self._hooks:
             hook.remove()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def facts(self, step: int) -> dict[str, Any]:
-        """The facts that ranks agree on before mini-batch `step`; `filled`: where the pipeline was empty last."""
+        """The facts that all ranks share before mini-batch `step`; `filled`: where the pipeline was last empty."""
         return {
             "policy": self._options.weights,
             "options": dict(self._options.weight_options or {}),
@@ -187,9 +187,9 @@ class Asynchronous:
         }
 
     def take(self, facts: Mapping[str, Any], values: Mapping[str, Mapping[Parameter, Tensor]]) -> None:
-        """Go on from the facts of an earlier run, and the values that its policy saved.
+        """Resume from the facts of an earlier run, and the values that its policy saved.
 
-        Under another policy the run begins as after synchronous training; under another plan with an empty pipeline.
+        Under another policy the run begins as after synchronous training, under another plan with an empty pipeline.
         """
         own = self.facts(self._segments.current.stop)
         if any(facts[key] != own[key] for key in ("policy", "options")):

@@ -1,4 +1,4 @@
-"""The form of a mini-batch: a fingerprint of its structure, and a copy without memory."""
+"""The form of a mini-batch: its fingerprint, and an outline without memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_gpp.capture.batch import batch_size_of, map_samples
 
 
 def signature(batch: Any) -> int:
-    """A 63-bit fingerprint of a batch's structure, dtypes and shapes, whatever its number of samples and its values."""
+    """A 63-bit fingerprint of a batch's structure, dtypes and shapes, whatever the samples and their number."""
     total = batch_size_of(batch)
     one = map_samples(batch, total, lambda tensor: tensor[:1], lambda items: items[:1])
     leaves, spec = pytree.tree_flatten(one)

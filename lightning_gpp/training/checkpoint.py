@@ -1,4 +1,4 @@
-"""Checkpoints as one device writes them: whole states under original names, merged on global rank 0."""
+"""Full checkpoints, as one device writes them: states under original names, merged on global rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ KEY = "gpp"
 
 
 def whole_state(module: nn.Module, placement: Placement, control: Control) -> dict[str, Any]:
-    """The module's state dict. On global rank 0 every entry has values; elsewhere foreign ones are meta tensors.
+    """The module's state dict. On global rank 0 every entry has values; elsewhere, those of other ranks are meta
+    tensors.
 
     All ranks must call it.
     """
@@ -40,8 +41,10 @@ def saved_here(placement: Placement, control: Control) -> set[str]:
 
 
 def merge(mine: Mapping[str, Any], control: Control, num_pipelines: int = 1) -> dict[str, Any]:
-    """On global rank 0 the entries of all ranks of its pipeline, or of the first few; elsewhere one's own. All ranks
-    must call it."""
+    """The entries of all ranks of the first pipelines on global rank 0, elsewhere the rank's own.
+
+    All ranks must call it.
+    """
     others = range(1, control.num_devices * num_pipelines)
     if control.rank in others:
         control.send_tree(dict(mine), dst=0)
@@ -71,14 +74,13 @@ def whole_optimizer_state(
 def values_saved(
     values: Mapping[str, Mapping[nn.Parameter, Tensor]], module: nn.Module, names: set[str], control: Control
 ) -> dict[str, dict[str, Tensor]]:
-    """Values that ranks keep of parameters, by their kind and the parameter's name; complete on global rank 0. All
-    ranks must call it.
+    """Values that ranks keep for parameters, by kind and name; complete on global rank 0. All ranks must call it.
 
     Args:
-        values: by kind and parameter.
-        module: has the parameters.
-        names: those of which this rank saves the values.
-        control: who this rank is.
+        values: values by kind and parameter.
+        module: the module with the parameters.
+        names: parameters whose values this rank saves.
+        control: the side channel of this rank.
     """
     named = {parameter: name for name, parameter in module.named_parameters() if name in names}
     mine = {f"{kind} {named[p]}": value for kind, of in values.items() for p, value in of.items() if p in named}
@@ -92,7 +94,7 @@ def values_saved(
 def values_loaded(
     values: Mapping[str, Mapping[str, Tensor]], module: nn.Module, names: set[str]
 ) -> dict[str, dict[nn.Parameter, Tensor]]:
-    """From what `values_saved` gave, the values of the parameters with these names, where these are."""
+    """The values of the parameters with these names from the result of `values_saved`, on the parameters' devices."""
     named = {name: parameter for name, parameter in module.named_parameters() if name in names}
     return {
         kind: {named[name]: value.to(named[name].device, copy=True) for name, value in of.items() if name in named}
@@ -101,7 +103,7 @@ def values_loaded(
 
 
 def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load a state dict of the whole module into one that may have parts without memory.
+    """Load a full state dict into a module that may have parts without memory.
 
     Raises:
         CheckpointError: keys or shapes do not fit.

@@ -1,4 +1,4 @@
-"""Compiled modules of the user, and the parts of them that run compiled in stages."""
+"""Checks of the user's compiled modules: which of them still run compiled in stages."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from lightning_gpp.stages.slices import innermost
 
 
 def compiled_steps(module: nn.Module, steps: Sequence[str]) -> Iterator[str]:
-    """Refusals of the user's steps that are compiled as one, together with the network that is to be cut."""
+    """Refusals of steps that are compiled together with the network that is to be cut."""
     for step in steps:
         function = getattr(module, step, None)
         if uncompiled(function) is not function:
             yield (
                 f"{type(module).__name__}.{step} is compiled (torch.compile) with the network inside, which is to be "
-                "cut into stages. Compile the modules that it calls, which stages call whole: for example "
+                "cut into stages. Compile modules that it calls and that stages call undivided, for example "
                 "self.encoder.compile()."
             )
 
 
 def warning_of_cuts(module: nn.Module, captured: Capture | Declared, pipeline: Pipeline) -> str:
-    """Says which compiled modules no stage calls, because stages hold parts of them; empty if there are none."""
+    """A warning of compiled modules that no stage calls, because stages hold parts of them; empty without any."""
     cut = _cut(module, captured, pipeline)
     if not cut:
         return ""
     return (
-        f"{', '.join(cut)}: compiled (torch.compile), but the plan cuts through, so that the parts run as they are, "
-        "not compiled. Compile the parts that stages call whole, or keep the module in one stage (strategy.stages)."
+        f"{', '.join(cut)}: compiled (torch.compile), but cut by the plan, so that its parts run without being "
+        "compiled. Compile the parts that stages call undivided, or keep the module in one stage (strategy.stages)."
     )
 
 

@@ -1,6 +1,7 @@
-"""The side channel between processes: small facts that all ranks of a pipeline must know, and objects during set-up.
+"""The side channel between processes, for small facts that all ranks of a pipeline must know, and objects during
+set-up.
 
-Runs on gloo and on CPU tensors whatever the accelerator, so that it never queues behind the messages of the stages.
+It uses gloo and CPU tensors on any accelerator, so that it never queues behind the messages of the stages.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.runtime.mesh import Mesh
 
 UNDERWAY: Final = 256
-"""Messages from the step's rank that may be on their way to each other rank. Ranks of a pipeline that does not flush
-are a few mini-batches apart, with a handful of messages for each."""
+"""The most outstanding messages from the step's rank to each other rank. Ranks of a pipeline that does not flush are a
+few mini-batches apart, with a handful of messages for each.
+"""
 
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
@@ -43,7 +45,7 @@ class Control:
         self.step_rank, *self._others = mesh.pipeline_ranks()
 
     def share(self, numbers: Tensor) -> Tensor:
-        """Numbers (a CPU tensor) of the step's rank, on every rank of its pipeline; overwrites the others' in place.
+        """Broadcast numbers (a CPU tensor, in place) from the step's rank to all ranks of its pipeline.
 
         The step's rank does not wait for the others, which may be behind.
         """
@@ -54,9 +56,9 @@ class Control:
         return numbers
 
     def sum_later(self, numbers: Tensor) -> dist.Work | None:
-        """Start to add up the numbers (a CPU tensor) of all ranks of the pipeline, in place; to be waited for.
+        """Start to sum numbers (a CPU tensor, in place) over all ranks of the pipeline; wait for the result.
 
-        All ranks start their sums in the same order. None: they are what they are.
+        All ranks start their sums in the same order. Returns None if there is only one rank.
         """
         if self.num_devices == 1:
             return None
@@ -64,11 +66,11 @@ class Control:
         return work
 
     def share_flag(self, flag: bool) -> bool:
-        """The flag of the step's rank, on every rank of its pipeline; the step's rank does not wait."""
+        """Broadcast a flag from the step's rank to all ranks of its pipeline; the step's rank does not wait."""
         return bool(self.share(torch.tensor([flag])))
 
     def share_object(self, value: Any) -> Any:
-        """A picklable object of the step's rank, on every rank of its pipeline; the step's rank does not wait."""
+        """Broadcast a picklable object from the step's rank to its pipeline's ranks; the step's rank does not wait."""
         if self.num_devices == 1:
             return value
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if self.runs_step else _NOTHING
@@ -77,7 +79,7 @@ class Control:
         return value if self.runs_step else pickle.loads(received.numpy().tobytes())
 
     def _tell(self, numbers: Tensor) -> None:
-        """Send to the other ranks of the pipeline, and keep what is sent until it has arrived."""
+        """Send numbers to the other ranks of the pipeline, and keep them until they have arrived."""
         works = [dist.isend(numbers, rank, group=self._pipeline_group) for rank in self._others]
         self._told.append((numbers, works))
         if len(self._told) > UNDERWAY:
@@ -85,7 +87,7 @@ class Control:
                 work.wait()
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        """A picklable object of rank `src`, on all ranks."""
+        """Broadcast a picklable object from rank `src` to all ranks."""
         return self._broadcast(value, src, self.world) if self.world_size > 1 else value
 
     def _broadcast(self, value: Any, src: int, group: dist.ProcessGroup) -> Any:
@@ -94,7 +96,7 @@ class Control:
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """The objects of all ranks, on all ranks."""
+        """Gather the objects of all ranks on all ranks."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.world)
         return values
@@ -114,7 +116,7 @@ class Control:
         dist.barrier(group=self.world)
 
     def send_tree(self, tree: Any, dst: int) -> None:
-        """Send a structure with tensors in it: its outline as an object, the tensors as they are."""
+        """Send a structure that contains tensors: its outline as an object, then the tensors."""
         leaves, spec = pytree.tree_flatten(tree)
         outline = [_Shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         dist.send_object_list([(outline, spec)], dst=dst, group=self.world)
@@ -137,7 +139,7 @@ class Control:
 
 
 class _Shape:
-    """The form of a tensor, known before it arrives."""
+    """The shape and type of a tensor that follows."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.size, self.dtype = tuple(tensor.shape), tensor.dtype

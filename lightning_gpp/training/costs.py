@@ -33,12 +33,12 @@ def measured_costs(
 
     Args:
         captured: the training step.
-        module: of the step.
+        module: the step's module.
         batch: a mini-batch with values.
-        options: tell the size of micro-batches; a quarter of the mini-batch where they do not.
-        cluster: its first device is of the same kind.
-        device: where to measure.
-        context: in which the step computes.
+        options: the options, which may give the size of micro-batches; the default is a quarter of the mini-batch.
+        cluster: a cluster whose first device is of the same kind.
+        device: the device to measure on.
+        context: context in which the step computes.
 
     Raises:
         ConfigError: the stages were declared, so there are no operators to measure.

@@ -46,21 +46,21 @@ CPU: Final = torch.device("cpu")
 class Engine:
     """Trains and evaluates a module in stages. `set_up` builds it; all ranks call its methods together.
 
-    A loop calls `train_step` and `evaluate`, and steps and zeroes its optimizers as always. Programs that do more in a
+    A loop calls `train_step` and `evaluate`, and steps and zeroes its optimizers as usual. Programs that do more in a
     step call its parts: `announce`, `train` and `sum_gradients`.
 
     Args:
-        sessions: run the user's steps.
-        indices: of the optimizers, in the order in which the user gave them.
-        replicas: what ranks with the same parameters do together; None without training.
-        asynchronous: trains without a flush between mini-batches; None flushes after each.
-        gradients: checks and clips them where there is no flush.
-        machine: looks up what the plan was made for.
-        num_steps: mini-batches that were trained earlier.
+        sessions: the sessions, which run the user's steps.
+        indices: indices of the optimizers, in the user's order.
+        replicas: collectives of ranks with the same parameters; None without training.
+        asynchronous: training without a flush between mini-batches; None flushes after each.
+        gradients: checks and clips gradients if there is no flush.
+        machine: returns the machine that the plan was made for.
+        num_steps: number of mini-batches that were trained earlier.
 
     Attributes:
-        num_steps: mini-batches trained so far; numbers the random streams.
-        current: what ran the last mini-batch.
+        num_steps: number of mini-batches trained so far, which also numbers the random streams.
+        current: the session of the last mini-batch.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Engine:
     # -- a loop -------------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Any, batch_idx: int = 0, *, accumulated: int = 1, last: bool = True) -> Tensor:
-        """Run forwards and backwards of a mini-batch; its loss, on all ranks.
+        """Run forwards and backwards of a mini-batch. Returns its loss, on all ranks.
 
         Args:
-            batch: counts only where `runs_step`.
-            batch_idx: for the user's step, if it takes it.
+            batch: the mini-batch; used only on ranks with `runs_step`.
+            batch_idx: argument of the user's step, if it takes one.
             accumulated: mini-batches per optimizer step.
             last: whether an optimizer step follows. Then gradients are complete afterwards.
         """
@@ -123,7 +123,7 @@ class Engine:
         return self.control.share(loss.detach().to(CPU, torch.float64))
 
     def evaluate(self, batch: Any, batch_idx: int = 0, *, step: str = "validation_step") -> Any:
-        """Run an evaluation step on a mini-batch; what it returned where `runs_step`, None elsewhere.
+        """Run an evaluation step on a mini-batch. Returns its result on ranks with `runs_step`, elsewhere None.
 
         In a loop over `feed(loader, step)` the pipeline does not flush in between.
         """
@@ -134,7 +134,8 @@ class Engine:
         """Scale the gradients of an optimizer's parameters so that the norm over all stages is at most `max_norm`.
 
         Returns:
-            The norm of the whole model's gradient before. Without a flush that of strategy.clip_norm.
+            The norm of the full model's gradient before clipping; without a flush, the norm that strategy.clip_norm
+                chooses.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self._gradients is not None and self._asynchronous is not None:
@@ -151,17 +152,17 @@ class Engine:
     # -- parts of a step ----------------------------------------------------------------------------------------------
 
     def announce(self, batch: Any) -> bool:
-        """Tell the ranks of this pipeline what comes: samples and form. False: the batch is None.
+        """Tell the ranks of this pipeline the next mini-batch's samples and form. Returns False if the batch is None.
 
-        `batch` counts only on the rank that runs the step.
+        `batch` is used only on the rank that runs the step.
         """
         return self._incoming.announce(batch)
 
     def train(self, arguments: Sequence[Any], *, accumulated: int = 1, last: bool = True) -> Outputs:
-        """Run forwards and backwards of the mini-batch that was announced; what the user's step returned, where it ran.
+        """Run forwards and backwards of the announced mini-batch. Returns the results of the user's step where it ran.
 
         Args:
-            arguments: of the user's step, the mini-batch first.
+            arguments: arguments of the user's step, the mini-batch first.
             accumulated: mini-batches per optimizer step.
             last: whether an optimizer step follows.
         """
@@ -180,12 +181,12 @@ class Engine:
         return outputs
 
     def loss_of(self, outputs: Outputs) -> tuple[Tensor, dict[str, Any]]:
-        """The loss of a mini-batch, and what else a training step returned in a dict."""
+        """The loss of a mini-batch, and the rest of the dict that a training step returned."""
         loss, rest = loss_and_rest(outputs)
         return (loss * self._incoming.batch_size if self._sums else loss), rest
 
     def sum_gradients(self) -> None:
-        """Complete the sums of gradients over the ranks that hold the same parameters; an optimizer step follows."""
+        """Complete the reductions of gradients over ranks with the same parameters, before an optimizer step."""
         self._training.finish()
         if self._gradients is not None and self.job.options.check_gradients:
             self._gradients.check(self.num_steps - 1)
@@ -193,13 +194,13 @@ class Engine:
             self._asynchronous.before_update()
 
     def ahead(self, step: str = TRAINING) -> int:
-        """Mini-batches of a step that have to be read before their turn."""
+        """Number of mini-batches of a step that have to be read before their turn."""
         if step == TRAINING:
             return 0 if self._asynchronous is None else self._asynchronous.ahead
         return self._sessions.ahead(step)
 
     def feed(self, loader: Iterable[Any], step: str = TRAINING) -> Iterator[Any]:
-        """The mini-batches of a loader, for a loop; those that stages start before their turn are read in advance."""
+        """Iterate over the mini-batches of a loader, reading those in advance that stages start before their turn."""
         feed = self._feed if step == TRAINING else Feed(lambda: self.ahead(step))
         with self._incoming.fed_by(feed):
             for batch in feed.over(loader):
@@ -207,7 +208,7 @@ class Engine:
                 yield batch
 
     def run(self, step: str, arguments: Sequence[Any]) -> Any:
-        """Run an evaluation step on the mini-batch that was announced; what it returned, where it ran."""
+        """Run an evaluation step on the announced mini-batch. Returns its result where it ran."""
         if self._evaluation.is_over:
             self._end_evaluation()
         session, current = self._session(step, arguments), self._evaluation
@@ -240,7 +241,7 @@ class Engine:
     def _run_ahead(
         self, session: Session, arguments: Sequence[Any], weight: float, number: int, segment: range
     ) -> Outputs:
-        """A period of a pipeline that does not flush."""
+        """Run a period of a pipeline that does not flush."""
         batch, *rest = arguments
         incoming, size = self._incoming, self._incoming.batch_size
         batches = [batch, *incoming.feed.upcoming] if self.runs_step else []
@@ -260,7 +261,7 @@ class Engine:
         return self._run_ahead(session, arguments, weight, self.num_steps, segment)
 
     def _give_up(self, asynchronous: Asynchronous) -> None:
-        """Let go of the mini-batches on their way; the next one fills the pipeline again."""
+        """Drop the mini-batches in the pipeline; the next one fills it again."""
         session = self._trained
         if session is None or session.latest is None:
             return
@@ -309,9 +310,9 @@ class Engine:
         index.move(self.device)
 
     def pipeline_state_dict(self) -> dict[str, Any]:
-        """The state of a pipeline that does not flush, besides module and optimizers; complete on global rank 0.
+        """The state of a pipeline that does not flush, except module and optimizers; complete on global rank 0.
 
-        With strategy.checkpoints=flush the mini-batches on their way are given up, so that little has to be saved.
+        With strategy.checkpoints=flush the mini-batches in the pipeline are dropped, so that little has to be saved.
         """
         asynchronous = self._asynchronous
         if asynchronous is None:
@@ -323,7 +324,7 @@ class Engine:
         return {**asynchronous.facts(self.num_steps), "step": self.num_steps, "values": values, "norms": norms}
 
     def load_pipeline_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `pipeline_state_dict` gave; every rank keeps its part."""
+        """Resume from a result of `pipeline_state_dict`; every rank keeps its part."""
         if self._asynchronous is not None and state:
             self.num_steps = state["step"]
             here = self._layout.placement.names_on(self.control.device)
@@ -332,8 +333,10 @@ class Engine:
                 self._gradients.load(state["norms"])
 
     def _saving(self) -> set[str]:
-        """Names of the parameters of which this rank saves the values that its policy keeps. Replicas that take turns
-        keep those of different mini-batches, so all save theirs."""
+        """Names of parameters for which this rank saves the values that its policy keeps.
+
+        Replicas that take turns keep those of different mini-batches, so all of them save theirs.
+        """
         plan, device = self.plan, self.control.device
         turns = any(plan.stages[stage].round_robin for stage in plan.stages_on(device)) and self.control.pipeline == 0
         placement = self._layout.placement
@@ -343,12 +346,14 @@ class Engine:
         for index in self._indices:
             if index.optimizer is optimizer:
                 return index
-        raise ConfigError(f"The {type(optimizer).__name__} is none of the optimizers that the engine was set up with.")
+        raise ConfigError(
+            f"The {type(optimizer).__name__} is not one of the optimizers that the engine was set up with."
+        )
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """After the last step: everything on the CPU, unsharded, and the undivided module on global rank 0."""
+        """Move everything to the CPU, unsharded, and the undivided module to global rank 0, after the last step."""
         if self._asynchronous is not None:
             self._give_up(self._asynchronous)
             self._asynchronous.release()
@@ -361,14 +366,14 @@ class Engine:
             index.move(CPU)
 
     def abandon(self) -> None:
-        """After a failure: this rank's part on the CPU. Shards stay on their devices, as other ranks may be gone."""
+        """Move this rank's part to the CPU, after a failure. Shards stay on their devices: other ranks may be gone."""
         move(self.module, CPU)
         if self._replicas is None or not self._replicas.sharded:
             for index in self._indices:
                 index.move(CPU)
 
     def _end_sharding(self, replicas: Replicas) -> None:
-        """Unsharded parameters again; the state of the optimizers where a checkpoint takes it from."""
+        """Restore unsharded parameters, and the optimizers' states on the ranks from which a checkpoint takes them."""
         states: list[dict[str, dict[str, Any]]] = []
         if replicas.sharding == "fsdp":
             held, shards = saved_here(self._layout.placement, self.control), tensors_of(self.module)

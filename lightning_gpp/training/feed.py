@@ -1,4 +1,4 @@
-"""A feed reads mini-batches before their turn, for stages that are ahead."""
+"""Reads mini-batches before their turn, for stages that are ahead."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 
 class Feed:
-    """Reads the mini-batches of a loader ahead, and tells whose turn it is.
+    """Reads the mini-batches of a loader ahead, and delivers each at its turn.
 
     Args:
-        ahead: how many mini-batches to read before their turn; asked again for each.
-        prepare: makes of what the loader gives what the user's step takes, for example on another device.
-        left: how many mini-batches will be asked for from now on, this one included; None if nobody knows.
-        group: of what the loader gives; mini-batches of another group do not count as upcoming.
+        ahead: returns the number of mini-batches to read before their turn; called for each.
+        prepare: prepares an item of the loader for the user's step, for example moves it to a device.
+        left: returns the number of mini-batches that will still be used, this one included; None if unknown.
+        group: the group of an item of the loader; mini-batches of another group do not count as upcoming.
 
     Attributes:
         ahead: see above.
-        upcoming: the prepared mini-batches after the one whose turn it is, as far as they were read.
-        interrupted: whether a loader was left before its end, with mini-batches upcoming; whoever reads it, resets it.
+        upcoming: the prepared mini-batches after the current one that were read.
+        interrupted: whether a loader was left before its end, with mini-batches upcoming; its reader resets it.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Feed:
         self.interrupted = False
 
     def over(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The mini-batches of the loader, each as the loader gave it. `turn` says whose turn it is."""
+        """Iterate over the unprepared items of the loader; `turn` advances to the prepared ones."""
         self.interrupted = self.interrupted or bool(self._waiting)
         self._waiting.clear()
         rest, given = iter(loader), deque[Any]()
@@ -46,7 +46,7 @@ class Feed:
             yield given.popleft()
 
     def turn(self) -> tuple[Any, Any]:
-        """Go on to the next mini-batch: as the loader gave it, and prepared."""
+        """Advance to the next mini-batch, and return the loader's item and the prepared one."""
         raw, prepared = self._waiting.popleft()
         mine = self._group(raw)
         self.upcoming = [batch for other, batch in self._waiting if self._group(other) == mine]

@@ -1,10 +1,10 @@
-"""Gradients of an asynchronous pipeline before an optimizer step: whether they are finite, and their norms.
+"""Checks and clips the gradients of an asynchronous pipeline before an optimizer step.
 
-No rank may wait for one that is behind it, so the norm of the whole model that a rank clips by is an older one: that of
-the last optimizer step that all ranks have done by then (`newest`). Parts of norms are summed in the background.
+No rank may wait for a rank that is behind it, so a rank clips by an older norm of the full model: that of the last
+optimizer step that all ranks have done (`newest`). Parts of norms are summed in the background.
 
-Every sum has one term from one rank: the ranks add vectors that have an entry for each set of stages that share
-parameters. So it does not depend on the order of the ranks, and one device computes the same to the last bit.
+Ranks add vectors with an entry for each set of stages that share parameters, and only one rank has a term for an entry.
+So sums do not depend on the order of the ranks, and one device computes the same to the last bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_gpp.training.control import Control
 from lightning_gpp.training.replicas import Layout
 
 Clip = Literal["newest", "pipeline", "stage"]
-"""Whose norm gradients are clipped by: of the whole model some steps ago, of the whole model now, of each stage."""
+"""The norm that gradients are clipped by: the full model's some steps ago, the full model's now, or each stage's."""
 
 
 _NOTHING: Final = torch.zeros((), dtype=torch.float64)
@@ -32,7 +32,7 @@ _NOTHING: Final = torch.zeros((), dtype=torch.float64)
 
 @dataclass(slots=True)
 class _Sum:
-    """The squares of the norms of an optimizer step, by group; on their way while there is `work`."""
+    """The squares of the norms of an optimizer step, by group; incomplete while there is `work`."""
 
     update: int
     squares: Tensor
@@ -51,13 +51,13 @@ Group = tuple[int, ...]
 
 
 class StageGradients:
-    """The gradients of this rank's stages, and the norms of all.
+    """The gradients of this rank's stages, and the norms over all stages.
 
     Args:
-        module: has the parameters.
-        layout: tells which stages use them, and where they live.
-        control: who this rank is.
-        clip: by which norm.
+        module: the module with the parameters.
+        layout: the stages that use them, and the ranks that hold them.
+        control: the side channel of this rank.
+        clip: the norm to clip by.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, control: Control, clip: Clip) -> None:
@@ -73,19 +73,19 @@ class StageGradients:
             if not bool(gradient.isfinite().all()):
                 raise GPPError(
                     f"The gradient of {name!r} in {self._stages(name)} is not finite after mini-batch {step}. Other "
-                    "stages would train on with it for as many mini-batches as they are apart, so training ends here. "
-                    "Lower the learning rate, clip gradients (trainer.gradient_clip_val), or go on regardless by "
+                    "stages would continue with it for as many mini-batches as they are apart, so training ends here. "
+                    "Lower the learning rate, clip gradients (trainer.gradient_clip_val), or continue regardless with "
                     "strategy.check_gradients=false."
                 )
 
     def scale(self, stepped: Iterable[Tensor], max_norm: float, update: int, age: int) -> Tensor:
-        """Scale gradients so that their norm is at most `max_norm`; the norm of the model that is known.
+        """Scale gradients so that their norm is at most `max_norm`; returns the model's norm, as far as known.
 
         Args:
             stepped: the parameters whose gradients are scaled.
-            max_norm: see above.
+            max_norm: the largest norm.
             update: number of the optimizer step.
-            age: optimizer steps by which the norm of the model may be older; 0 waits for all ranks.
+            age: number of optimizer steps by which the model's norm may be older; 0 waits for all ranks.
         """
         stepped = list(stepped)
         if self._clip != "stage":
@@ -105,13 +105,13 @@ class StageGradients:
         return {known.update: known.added().tolist() for known in self._sums}
 
     def load(self, state: Mapping[int, list[float]]) -> None:
-        """Take what an earlier run had."""
+        """Load the state of an earlier run."""
         self._sums = deque(
             _Sum(update, torch.tensor(squares, dtype=torch.float64)) for update, squares in state.items()
         )
 
     def _norm(self, update: int, age: int) -> Tensor:
-        """That of `age` steps ago; in the first steps of a run, which have none, that of now."""
+        """The norm of `age` steps ago; in the first steps of a run, which have none, the current one."""
         if not self._sums or self._sums[-1].update != update:
             self._sums.append(self._started(update))
         while self._sums[0].update < update - age:
@@ -120,7 +120,7 @@ class StageGradients:
         return known.added().sum().sqrt()
 
     def _started(self, update: int) -> _Sum:
-        """The sum of this step, to which all ranks add what they count."""
+        """The sum of this step, to which all ranks add their parts."""
         mine, groups = self._squares(counted=True), sorted(set(self._layout.uses.values()))
         squares = torch.stack([mine.get(group, _NOTHING).cpu() for group in groups])
         return _Sum(update, squares, self._control.sum_later(squares))
@@ -128,7 +128,7 @@ class StageGradients:
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def _squares(self, counted: bool = False) -> dict[Group, Tensor]:
-        """For every group with gradients the square of their norm. `counted`: of what no device before this one has."""
+        """The squared norm of every group with gradients. `counted`: only of parameters that no earlier device has."""
         squares = {}
         for group, parameters in self._by_group(counted).items():
             norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in parameters if p.grad is not None]

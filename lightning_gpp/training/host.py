@@ -1,4 +1,4 @@
-"""The program around an engine, and the job that it starts."""
+"""The host of an engine, that is the program around it, and the job that it starts."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ log = logging.getLogger(__name__)
 
 
 class Host:
-    """The program that runs an engine: here a plain loop. Frameworks that take part in every step derive from it.
+    """Host for plain loops, and base class for frameworks that take part in every step.
 
     Args:
         context: makes the context in which modules compute, for example autocast.
-        precision: the type that the context computes in; None if that is the type of the parameters.
+        precision: the type that the context computes in; None for the type of the parameters.
     """
 
     def __init__(self, context: Context = nullcontext, precision: torch.dtype | None = None) -> None:
         self._context, self.precision = context, precision
 
     def context(self, step: str) -> Context:
-        """Makes the context in which the modules of a step compute, on all ranks."""
+        """Make the context in which the modules of a step compute, on all ranks."""
         return self._context
 
     def around(self, step: str, batch: int | None = None) -> Callable[[int], AbstractContextManager[Any]]:
-        """Makes the context of one run of the user's step, from its number of samples, on the rank that runs it.
+        """A function that makes the context of a run of the user's step from its number of samples, on the rank that
+        runs it.
 
         `batch`: number of the mini-batch in training, which may run before its turn.
         """
@@ -42,10 +43,10 @@ class Host:
         return lambda num_samples: context()
 
     def forget(self, batches: range) -> None:
-        """Called for mini-batches of training that were given up before their turn; the step may have run on them."""
+        """Forget mini-batches of training that were dropped before their turn; the step may have run on them."""
 
     def inform(self, text: str) -> None:
-        """Show the user something that is no warning. Called on global rank 0."""
+        """Show the user a message that is not a warning. Called on global rank 0."""
         log.info(text)
 
 
@@ -54,12 +55,12 @@ class Job:
     """A module on the ranks of a job, before there is a plan for it.
 
     Args:
-        module: the user's.
-        control: who this rank is.
-        options: what the user asks for.
-        device: where this rank computes.
-        seed: of the random streams; the same on all ranks.
-        num_nodes: machines of the job.
+        module: the user's module.
+        control: the side channel of this rank.
+        options: the user's options.
+        device: the device of this rank.
+        seed: seed of the random streams; the same on all ranks.
+        num_nodes: number of machines of the job.
         host: the program that runs the engine.
         known: the plan of an earlier run, which evaluation keeps.
     """

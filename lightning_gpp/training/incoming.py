@@ -1,4 +1,4 @@
-"""The mini-batch that comes next: its number of samples and its form, known to all ranks of a pipeline."""
+"""The next mini-batch: its number of samples and its form, known to all ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_gpp.training.segments import Facts
 
 
 class Incoming:
-    """Tells the ranks of a pipeline which mini-batch comes.
+    """Announces the next mini-batch to the ranks of a pipeline.
 
     Attributes:
-        batch_size: samples of the mini-batch that was announced last.
-        form: a fingerprint of its structure, and of which parameters are trained.
-        facts: of it, and of those mini-batches after it that are known.
-        feed: tells how many mini-batches are announced before their turn; which, on the rank that runs the step.
-        anew: whether the mini-batch that was announced last comes instead of others that were announced before.
+        batch_size: samples of the latest mini-batch announced.
+        form: a fingerprint of its structure and of the set of trained parameters.
+        facts: its facts, and those of the known mini-batches after it.
+        feed: has the number of mini-batches to announce before their turn and, on the rank that runs the step, these.
+        anew: whether the latest mini-batch replaces others that were announced before.
     """
 
     def __init__(self, module: nn.Module, control: Control) -> None:
@@ -37,7 +37,7 @@ class Incoming:
         self.follow()
 
     def follow(self) -> None:
-        """Take notice of the parameters that are in the module now, in the places of others."""
+        """Take up the module's parameters again after they were replaced."""
         self.parameters = list(self.module.parameters())
 
     @contextmanager
@@ -50,11 +50,11 @@ class Incoming:
             self.feed = before
 
     def announce(self, batch: Any, *, anew: bool = False) -> bool:
-        """Share the facts of a mini-batch; False if it is None. The arguments count on the rank that runs the step.
+        """Share the facts of a mini-batch; returns False if it is None. Only the arguments of the step's rank count.
 
         Args:
             batch: the mini-batch.
-            anew: whether it comes instead of others that were announced before.
+            anew: whether it replaces others that were announced before.
         """
         ahead = self.feed.ahead()
         numbers = torch.full((2 + ahead, 2), -1, dtype=torch.int64)
@@ -69,15 +69,15 @@ class Incoming:
         return bool(self.facts)
 
     def form_of(self, batch: Any) -> int:
-        """Fingerprint of what a capture depends on: the batch's structure, and which parameters are trained."""
+        """Fingerprint of all that a capture depends on: the batch's structure, and the set of trained parameters."""
         return signature(batch) ^ (zlib.crc32(self.trained()) << 16)
 
     def trained(self) -> bytes:
-        """For every parameter of the module 1 if it requires a gradient, else 0."""
+        """A byte per parameter of the module: 1 if it requires a gradient, otherwise 0."""
         return bytes([parameter.requires_grad for parameter in self.parameters])
 
     def train_as(self, trained: bytes) -> None:
-        """Let the parameters that are marked require a gradient, and no others."""
+        """Make the marked parameters, and no others, require a gradient."""
         for parameter, flag in zip(self.parameters, trained, strict=True):
             if parameter.requires_grad != bool(flag):
                 parameter.requires_grad_(bool(flag))

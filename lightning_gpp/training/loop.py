@@ -1,4 +1,4 @@
-"""The front for plain training loops: an engine for a module, its optimizers and an example of its mini-batches."""
+"""The interface for plain training loops: makes an engine from a module, its optimizers and an example mini-batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.setup import agreed_seed, join, set_up
 
 StepFunction = Callable[[nn.Module, Any], Any]
-"""From a module and a mini-batch to the loss, or to a dict with the key "loss"."""
+"""A function from a module and a mini-batch to the loss, or to a dict with the key "loss"."""
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def initialize(
     context: Context = nullcontext,
     precision: torch.dtype | None = None,
 ) -> Iterator[Engine]:
-    """Train a module in stages, in a loop of one's own.
+    """Train a module in stages, in your own loop.
 
         with initialize(model, optimizer, batch, step=loss_of, options=Options(num_micro_batches=8)) as engine:
             for batch in batches:
@@ -48,16 +48,16 @@ def initialize(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    All ranks of `torch.distributed` run the same loop. Inside the context each rank holds its part of the module, which
-    its optimizers step; afterwards the module of global rank 0 is complete again. If one rank fails, all end.
+    All ranks of `torch.distributed` run the same loop. Inside the context each rank holds its part of the module, and
+    its optimizers step that part; afterwards the module of global rank 0 is complete again. If one rank fails, all end.
 
     Args:
-        module: built alike on all ranks.
-        optimizers: of the module's parameters.
-        example_batch: a mini-batch; counts only on global rank 0.
+        module: the module, built in the same way on all ranks.
+        optimizers: optimizers of the module's parameters.
+        example_batch: a mini-batch; used only on global rank 0.
         step: computes the loss, also for `Engine.evaluate`. Default: the module's method `training_step`.
-        options: what `GPPStrategy` takes as arguments. Default: a plan for all ranks from the partitioner.
-        device: where this rank computes. Default: the current CUDA device if the backend is NCCL, else the CPU.
+        options: the same as the arguments of `GPPStrategy`. Default: a partitioner's plan for all ranks.
+        device: the device of this rank. Default: the current CUDA device if the backend is NCCL, otherwise the CPU.
         context: makes the context in which modules compute, for example autocast.
         precision: the type that the context computes in.
 
@@ -118,5 +118,5 @@ def _default_device() -> torch.device:
 
 
 def _num_nodes(world_size: int) -> int:
-    """Machines of the job, as torchrun says."""
+    """Number of machines of the job, according to torchrun."""
     return world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

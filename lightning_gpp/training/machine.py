@@ -23,7 +23,7 @@ class Machine:
     Args:
         cluster: device d of the pipeline is device d of the cluster.
         footprint: what a device keeps per byte of parameters.
-        costs: seconds of operators; None is the roofline model.
+        costs: seconds of operators; None for the roofline model.
     """
 
     cluster: Cluster
@@ -35,10 +35,10 @@ def resolved(cluster: Cluster | str | None, num_devices: int, num_nodes: int = 1
     """The first `num_devices` devices: rank r of the job is device r of the cluster.
 
     Args:
-        cluster: the name of a preset, whose nodes follow from the job, or a cluster; None is the present machine.
-        num_devices: of the job.
-        num_nodes: machines of the job.
-        device_type: "cuda" or "cpu"; counts for the present machine.
+        cluster: the name of a preset, with as many nodes as the job needs, or a cluster; None for the present machine.
+        num_devices: number of devices of the job.
+        num_nodes: number of machines of the job.
+        device_type: "cuda" or "cpu", for the present machine.
 
     Raises:
         ConfigError: the cluster has fewer devices.
@@ -79,7 +79,7 @@ def present(num_devices: int, num_nodes: int = 1, device_type: str = "cpu") -> C
 
 
 _NETWORK: Final = CLUSTERS["pcie_a100"].between
-"""Joins nodes with devices of kinds that no preset has."""
+"""Link between nodes with devices of kinds that no preset has."""
 
 
 def _processes(num_devices: int) -> Cluster:
@@ -90,11 +90,11 @@ def _processes(num_devices: int) -> Cluster:
 
 
 def footprint_of(optimizers: Iterable[Optimizer], precision: str) -> Footprint:
-    """The footprint of these optimizers; that of Adam if there is none, or one of an unknown kind.
+    """The footprint of these optimizers; Adam's if there are none, or one is of an unknown kind.
 
     Args:
-        optimizers: of `configure_optimizers`.
-        precision: of Lightning; one that has no figure counts as 32-true.
+        optimizers: the result of `configure_optimizers`.
+        precision: Lightning's precision; one without figures counts as 32-true.
     """
     names = [_optimizer_name(optimizer) for optimizer in optimizers]
     return Footprint(

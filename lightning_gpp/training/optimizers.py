@@ -1,4 +1,4 @@
-"""Optimizers that were configured on the whole module and step one rank's parameters: index, state, merging."""
+"""Optimizers that were configured on the full module and step one rank's parameters: index, state, merging."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lightning_gpp.training.shards import local_like
 
 
 class OptimizerIndex:
-    """The parameters of an optimizer by name, in the order and the groups in which the user configured them.
+    """The parameters of an optimizer by name, in the user's order and groups.
 
-    This is the indexing of the optimizer's state in a checkpoint. Build it before parameters are dropped.
+    This indexes the optimizer's state in a checkpoint. Build it before parameters are dropped.
 
     Raises:
         ConfigError: the optimizer cannot work on a part of the parameters.
@@ -38,19 +38,19 @@ class OptimizerIndex:
             self._kept.append(self.groups[-1])
 
     def refresh(self, module: nn.Module, names: set[str], tensors: Mapping[str, Tensor]) -> None:
-        """Take up groups that a hook has added to the optimizer since; keep of them what is among `names`."""
+        """Index parameter groups that a hook has added; of these keep the parameters in `names`."""
         known = len(self.groups)
         if known < len(self.optimizer.param_groups):
             self._add_groups(module)
             self._keep(range(known, len(self.groups)), names, tensors)
 
     def keep(self, names: set[str], tensors: Mapping[str, Tensor], shards: Mapping[str, Tensor] | None = None) -> None:
-        """Let the optimizer forget all parameters but these, and the state it may have made for them.
+        """Drop all other parameters from the optimizer, with their state.
 
         Args:
-            names: of what it steps.
-            tensors: these, as they are now; placing them may have made new ones.
-            shards: parameters of the module of which this rank keeps a part: of their state, too.
+            names: names of the parameters that it steps.
+            tensors: their current tensors; placing them may have made new ones.
+            shards: sharded parameters of the module, whose state is sharded, too.
         """
         self._keep(range(len(self.groups)), names, tensors, shards)
 
@@ -99,12 +99,12 @@ class OptimizerIndex:
                     state[key] = value.to(device)
 
     def ordered_state(self) -> dict[str, Any]:
-        """The same, in an order that all ranks share."""
+        """The same in an order that is equal on all ranks."""
         state = self.state()
         return {name: state[name] for name in self.names if name in state}
 
     def put(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Step these parameters instead of those with the same names, with this state."""
+        """Replace the parameters with these names by other tensors and state."""
         self.optimizer.state.clear()
         for group, names in zip(self.optimizer.param_groups, self._kept, strict=True):
             group["params"] = [tensors[name] for name in names]
@@ -112,7 +112,7 @@ class OptimizerIndex:
             self.optimizer.state[tensors[name]] = values
 
     def merged(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The optimizer's state dict as one device would have it, from states by name."""
+        """The optimizer's state dict as on one device, from states by name."""
         names = [name for group in self.groups for name in group]
         return {
             "state": {place: state[name] for place, name in enumerate(names) if name in state},
@@ -129,14 +129,14 @@ class OptimizerIndex:
         return merged
 
     def load(self, full: Mapping[str, Any], shards: Mapping[str, Tensor] | None = None) -> None:
-        """Load this rank's part of a state dict of the whole optimizer.
+        """Load this rank's part of a state dict of the undivided optimizer.
 
         Args:
             full: the state dict.
-            shards: the module's parameters, of which this rank may keep a part.
+            shards: the module's parameters, which may be sharded.
 
         Raises:
-            CheckpointError: it is of another optimizer.
+            CheckpointError: the state is of another optimizer.
         """
         self._check_fits(full)
         names = [name for group in self.groups for name in group]

@@ -1,4 +1,4 @@
-"""Options that are kept in another form than they are given, or whose allowed values are registered at run time."""
+"""Options that are converted from the form in which they are given, or whose values are registered at run time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_gpp.planning.assignment.placement import KEYS, StagesSpec, read
 from lightning_gpp.schedules.registry import schedule_names
 
 SYNCHRONOUS: Final = "synchronous"
-"""The name under which nothing is asynchronous: every mini-batch is computed with the newest weights."""
+"""The value of `weights` for synchronous training: every mini-batch is computed with the newest weights."""
 
 AUTO: Final = "auto"
 """The name of the schedule that leaves the choice to the planner: the fastest one that fits."""
 
 ClusterSpec: TypeAlias = Cluster | Mapping[str, Any] | str | Path | None
-"""A cluster, the settings of one, the name of a preset, or the path of a YAML file; None is the present machine."""
+"""A cluster, its settings, the name of a preset, or the path of a YAML file; None for the present machine."""
 
 _YEAR: Final = 365 * 24 * 3600
 
@@ -32,7 +32,7 @@ def loaded_plan(plan: Any) -> Plan | None:
 
     Raises:
         ConfigError: it is neither.
-        PlanError: the file cannot be read, or holds no plan.
+        PlanError: the file cannot be read, or is not a plan.
     """
     if plan is None or isinstance(plan, Plan):
         return plan
@@ -60,7 +60,7 @@ def weights_given(name: Any) -> str:
 
 
 def cluster_given(cluster: Any) -> Cluster | str | None:
-    """The cluster, or the name of a preset, whose number of nodes the job will tell.
+    """The cluster, or the name of a preset, whose number of nodes will follow from the job.
 
     Raises:
         ConfigError: there is no such preset or file, or the settings are wrong.
@@ -76,17 +76,17 @@ def cluster_given(cluster: Any) -> Cluster | str | None:
         try:
             return load_cluster(name)
         except ConfigError as error:
-            raise ConfigError(f"strategy.cluster={error}") from error  # which begins with the path
+            raise ConfigError(f"strategy.cluster={error}") from error  # the message begins with the path
     raise ConfigError(
         f"strategy.cluster={name!r} is neither the name of a cluster nor a YAML file.{did_you_mean(name, CLUSTERS)}"
     )
 
 
 def stages_given(stages: Any) -> StagesSpec | None:
-    """The stages themselves, once they have been read.
+    """The stages spec itself, after a check.
 
     Raises:
-        ConfigError: they are in none of the forms.
+        ConfigError: it has none of the forms.
     """
     if stages is None:
         return None
@@ -97,7 +97,7 @@ def stages_given(stages: Any) -> StagesSpec | None:
 
 
 def without_inputs(stages: StagesSpec) -> StagesSpec:
-    """The stages without the edges that the user may have declared."""
+    """The stages spec without edges that the user may have declared."""
     if isinstance(stages, Mapping):
         return stages
     return [{key: value for key, value in _mapping(entry).items() if key != "inputs"} for entry in stages]

@@ -20,9 +20,10 @@ from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.option import Converted, option
 from lightning_gpp.plan import Plan
+from lightning_gpp.planning.assignment.complete import check_sharded_slices
 from lightning_gpp.planning.assignment.placement import StagesSpec, read
 from lightning_gpp.planning.assignment.slices import Slicing
-from lightning_gpp.planning.request import Count, SearchOptions, check_replicas
+from lightning_gpp.planning.request import Count, SearchOptions, check_one_given, check_replicas
 from lightning_gpp.schedules.registry import method_of, schedule_names
 from lightning_gpp.training.option_values import (
     AUTO,
@@ -40,14 +41,13 @@ from lightning_gpp.training.option_values import (
 )
 
 StageSpec = StagesSpec
-"""Manual placement: module path -> stage number, or stages with the keys modules, name, devices, micro_batch_size; with
-the key inputs too, where the user declares the edges between stages."""
+"""A stages spec, see `StagesSpec`; its stages also have the key `inputs` if the user declares the edges."""
 
 Context = Callable[[], AbstractContextManager[Any]]
 """Makes a context to compute in, for example autocast."""
 
 DEFAULT: Final = "1f1b"
-"""The schedule where neither the settings nor a plan name one."""
+"""The schedule if neither the settings nor a plan name one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,8 @@ class Options(SearchOptions):
         None,
         "stages by hand, instead of a plan: a mapping from module path to stage number, for example {image_tower: 0, "
         "text_tower: 1, head: 2}, or a list of stages. A stage in the list has the key modules (paths) and, if wanted, "
-        "name, devices (numbers inside one pipeline), micro_batch_size, recompute and round_robin (replicas take whole "
-        'micro-batches in turn instead of a share of each). The path "@step" stands for the training step itself (the '
+        "name, devices (numbers inside one pipeline), micro_batch_size, recompute and round_robin (replicas take "
+        'micro-batches in turn instead of a share of each). The path "@step" is the training step itself (the '
         "loss); without it the step joins the last stage.",
         convert=stages_given,
     )
@@ -81,7 +81,7 @@ class Options(SearchOptions):
     )
     search_seconds: Annotated[float, Gt(0)] = option(
         10.0,
-        "time limit of the partitioner's search, which ends earlier if there is nothing left to gain.",
+        "time limit of the partitioner's search, which ends earlier if nothing can be gained.",
         allowed="more than 0 seconds",
     )
     cluster: Converted[ClusterSpec, Cluster | str | None] = option(
@@ -97,14 +97,13 @@ class Options(SearchOptions):
     )
     num_pipelines: Count | None = option(
         None,
-        "number of replicas of the whole pipeline (data parallelism). Default: number of processes / devices of the "
-        "plan.",
+        "number of pipeline replicas (data parallelism). Default: number of processes / devices of the plan.",
     )
 
     schedule: str | None = option(
         None,
         "name of the order of actions (docs/schedules.md); auto simulates every schedule and takes the fastest that "
-        "fits. Default: that of the plan, else 1f1b.",
+        "fits. Default: the plan's, otherwise 1f1b.",
         section="In which order",
         convert=schedule_given,
     )
@@ -114,9 +113,9 @@ class Options(SearchOptions):
 
     weights: str = option(
         "synchronous",
-        "the weights that a mini-batch is computed with (docs/asynchronous.md). synchronous flushes the pipeline after "
-        "every mini-batch; stash (PipeDream), double_buffer (PipeDream-2BW), latest, corrected (PipeMare) and "
-        "predicted (PipeOptim) do not, and train with older weights in exchange.",
+        "policy for the weights with which mini-batches are computed (docs/asynchronous.md). synchronous flushes the "
+        "pipeline after every mini-batch; stash (PipeDream), double_buffer (PipeDream-2BW), latest, corrected "
+        "(PipeMare) and predicted (PipeOptim) do not, but train with older weights.",
         section="Asynchronous training",
         convert=weights_given,
     )
@@ -134,15 +133,15 @@ class Options(SearchOptions):
     )
     checkpoints: Literal["exact", "flush"] = option(
         "exact",
-        "how a checkpoint from the middle of an epoch lets a run resume bit for bit: exact saves the weights that "
-        "forwards on their way had, of which policies that overwrite them keep a copy on the host; flush gives up the "
-        "work on its way when it saves, and fills the pipeline again.",
+        "how a checkpoint from the middle of an epoch lets a run resume bit for bit: exact saves the weights of the "
+        "forwards in flight, of which policies that overwrite them keep a copy on the host; flush drops the work in "
+        "flight when it saves, and fills the pipeline again.",
     )
     clip_norm: Literal["newest", "pipeline", "stage"] = option(
         "newest",
-        "the norm by which gradients are clipped: newest is that of the whole model in the last optimizer step that "
-        "all ranks have done, pipeline that in this step, for which every rank waits for all others, and stage that of "
-        "each stage's own gradients. In synchronous training newest and pipeline are the same.",
+        "the norm by which gradients are clipped: newest is the full model's in the last optimizer step that all "
+        "ranks have done, pipeline the full model's in this step, for which every rank waits for all others, and "
+        "stage each stage's own. In synchronous training newest and pipeline are the same.",
     )
     check_gradients: bool = option(
         True,
@@ -151,8 +150,8 @@ class Options(SearchOptions):
     )
     delayed_devices: Count | None = option(
         None,
-        "train on one process as a pipeline on this number of devices would, with the same delays; to try a weight "
-        "policy without the devices.",
+        "train on one process with the delays of a pipeline on this number of devices, to try a weight policy "
+        "without them.",
     )
 
     streaming: bool | Literal["auto"] = option(
@@ -165,17 +164,17 @@ class Options(SearchOptions):
     recompute: bool | Sequence[str] | None = option(
         None,
         "stages that keep only their inputs between the forward and the backward of a micro-batch, and run their "
-        "forward again: true for all but the one that runs the training step, false for none, or a list of names. "
-        "Default: what the plan or the stages say, else none.",
+        "forward again: true for all except the one that runs the training step, false for none, or a list of names. "
+        "Default: what the plan or the stages say, otherwise none.",
         section="Memory for time",
         allowed="true, false, a list of names of stages, or null for what the plan says",
     )
 
     slices: Count | Annotated[Sequence[Count], MinLen(1)] | None = option(
         None,
-        "number of slices into which micro-batches are cut along the sequence, or a list with the tokens of each; for "
-        "models that say what they carry from token to token (lightning_gpp.sequence). Default: those of the plan, "
-        "else none.",
+        "number of slices into which micro-batches are cut along the sequence, or a list with the tokens of each; "
+        "for models that declare what they carry from token to token (lightning_gpp.sequence). Default: the plan's, "
+        "otherwise none.",
         section="Slices of sequences (docs/slicing.md)",
         allowed="a whole number >= 1, or the tokens of each slice as a list",
     )
@@ -186,7 +185,7 @@ class Options(SearchOptions):
     )
     slice_modules: Sequence[str] | None = option(
         None,
-        "paths of the modules that may be cut. Default: all that can be.",
+        "paths of the modules that may be sliced. Default: all that can be.",
         allowed="a list of paths of modules, or null",
     )
 
@@ -195,8 +194,8 @@ class Options(SearchOptions):
     )
     self_check: bool | Literal["auto"] = option(
         "auto",
-        "compare one micro-batch of the split model with the unsplit model before training: true, false, or auto, "
-        "which does so for models below 50 million parameters.",
+        "compare one micro-batch of the split model with the unsplit model before training: true, false, or auto "
+        "(true for models below 50 million parameters).",
     )
     example_batch: Any = option(
         None,
@@ -205,12 +204,12 @@ class Options(SearchOptions):
     )
     seed: int | None = option(
         None,
-        "seed of the stages' random streams (dropout). Default: that of seed_everything, else drawn by rank 0.",
+        "seed of the stages' random streams (dropout). Default: the one of seed_everything, otherwise drawn by rank 0.",
     )
 
     trace: bool = option(
         False,
-        "write what every device did and when, as Perfetto JSON, into the trainer's default_root_dir.",
+        "write the measured timeline of every device, as Perfetto JSON, to the trainer's default_root_dir.",
         section="Running",
     )
     timeout: Converted[float | timedelta, timedelta] = option(
@@ -231,7 +230,7 @@ class Options(SearchOptions):
 
     @property
     def slicing(self) -> Slicing | None:
-        """The slicing of stages along the sequence; None leaves it to the plan, if one is given."""
+        """The slicing of stages along the sequence; None keeps the plan's, if there is one."""
         if self.slices is None or self.slices == 1 or (isinstance(self.slices, Sequence) and len(self.slices) == 1):
             return None
         return Slicing(
@@ -242,17 +241,17 @@ class Options(SearchOptions):
 
 
 def schedules_of(options: Options) -> tuple[str, ...]:
-    """The schedules to choose from, for stages that no plan says."""
+    """The schedules to choose from, for stages that no plan gives."""
     return schedule_names() if options.schedule == AUTO else (options.schedule or DEFAULT,)
 
 
 def check_together(options: Options) -> None:
-    """Refuse options that contradict each other, or that this version of torch has no support for.
+    """Refuse options that contradict each other, or that this version of torch does not support.
 
     Raises:
         ConfigError: names the options and a remedy.
     """
-    _check_micro_batches(options)
+    check_one_given(options.num_micro_batches, options.micro_batch_size)
     _check_slices(options)
     _check_sharding(options)
     _check_layout(options)
@@ -261,24 +260,12 @@ def check_together(options: Options) -> None:
     _check_streaming(options)
 
 
-def _check_micro_batches(options: Options) -> None:
-    if options.num_micro_batches is not None and options.micro_batch_size is not None:
-        raise ConfigError(
-            f"Both strategy.num_micro_batches={options.num_micro_batches} and "
-            f"strategy.micro_batch_size={options.micro_batch_size} are given; each follows from the other: give one."
-        )
-
-
 def _check_slices(options: Options) -> None:
     if options.slices is None:
         _check_unused(options)
     if options.slicing is None:
         return
-    if options.sharding == "fsdp":
-        raise ConfigError(
-            f"strategy.slices={options.slices} and strategy.sharding=fsdp cannot be combined: a slice would gather the "
-            "parameters of its stage for itself. Use strategy.sharding=zero1, or remove strategy.slices."
-        )
+    check_sharded_slices(options.sharding, is_sliced=True)
     listed = [] if isinstance(options.stages, Mapping) else options.stages or []
     if any("inputs" in entry for entry in listed):
         raise ConfigError(
@@ -291,7 +278,7 @@ def _check_unused(options: Options) -> None:
     dim, modules = options.slice_dim, options.slice_modules
     unused = [f"slice_dim={dim}"] * (dim != 1) + [f"slice_modules={modules}"] * (modules is not None)
     if unused:
-        raise ConfigError(f"strategy.{unused[0]} is given without strategy.slices, which says into how many.")
+        raise ConfigError(f"strategy.{unused[0]} is given without strategy.slices, the number of slices.")
 
 
 def _check_sharding(options: Options) -> None:
@@ -326,12 +313,12 @@ def _check_layout(options: Options) -> None:
 
 def _check_stages(options: Options) -> None:
     if options.plan is not None and options.stages is not None:
-        raise ConfigError("Both strategy.plan and strategy.stages are given; a plan already says where stages are.")
+        raise ConfigError("Both strategy.plan and strategy.stages are given, but a plan contains stages; give one.")
     if options.stages_per_device and (options.plan or _on_devices(options)):
         raise ConfigError(
             f"strategy.stages_per_device={options.stages_per_device} cannot move the stages of strategy.plan, nor "
-            "strategy.stages with `devices`: they say where stages are. Leave it out, or leave out the plan (the "
-            "`devices`) to have stages laid out anew."
+            "strategy.stages with `devices`: these already have devices. Leave it out, or leave out the plan (or the "
+            "`devices`) to have the stages laid out."
         )
 
 
@@ -349,7 +336,7 @@ def _check_weights(options: Options) -> None:
     if options.clip_norm == "stage":
         raise ConfigError(
             f"strategy.clip_norm=stage is for asynchronous training, and strategy.weights is {SYNCHRONOUS}, where the "
-            "norm of the whole model is known in time. Remove strategy.clip_norm, or choose a weight policy "
+            "full model's norm is known in time. Remove strategy.clip_norm, or choose a weight policy "
             "(strategy.weights=stash)."
         )
     for name in ("weight_options", "synchronous_steps", "flush_every", "delayed_devices"):

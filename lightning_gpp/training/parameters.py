@@ -1,4 +1,4 @@
-"""Which rank holds which parameter and buffer; foreign ones stay in the module tree as tensors without memory."""
+"""Parameter placement: which rank holds which parameter and buffer; others stay in the module tree as meta tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_gpp.training.control import Control
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """For every parameter and buffer (canonical name) the devices that use it; the first one is its holder."""
+    """The devices that use every parameter and buffer (by canonical name); the first one is its holder."""
 
     devices: Mapping[str, tuple[int, ...]]
 
@@ -44,13 +44,13 @@ def place(module: nn.Module, plan: Plan, used: Sequence[Iterable[str]]) -> Place
 
 
 def drop(module: nn.Module, keep: set[str]) -> None:
-    """Replace all parameters and buffers but `keep` by meta tensors. Tied ones stay tied."""
+    """Replace all parameters and buffers except `keep` by meta tensors. Tied ones stay tied."""
     foreign = {name: tensor for name, tensor in tensors_of(module).items() if name not in keep and not tensor.is_meta}
     replace_tensors(module, {id(tensor): (tensor, _like(tensor, "meta")) for tensor in foreign.values()})
 
 
 def replace_tensors(module: nn.Module, swaps: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-    """Put other tensors in the places of parameters and buffers. `swaps`: id of the old one -> (old, new)."""
+    """Replace parameters and buffers by other tensors. `swaps`: id of the old one -> (old, new)."""
     for part in module.modules():
         named = [
             *part.named_parameters(recurse=False, remove_duplicate=False),
@@ -72,7 +72,7 @@ def _like(tensor: Tensor, device: str | torch.device) -> Tensor:
 
 
 def materialise(module: nn.Module, names: Iterable[str]) -> None:
-    """Give memory on the CPU to those of these tensors that have none. Values are undefined."""
+    """Allocate CPU memory for those of these tensors that have none. Values are undefined."""
     tensors = tensors_of(module)
     empty = [tensors[name] for name in names if tensors[name].is_meta]
     replace_tensors(module, {id(tensor): (tensor, _like(tensor, "cpu")) for tensor in empty})
@@ -81,8 +81,8 @@ def materialise(module: nn.Module, names: Iterable[str]) -> None:
 def settle(module: nn.Module, placement: Placement, control: Control) -> bool:
     """Give every rank the values of the tensors it uses, equal on all ranks that use them; drop the others.
 
-    Values come from the first rank among the users that has them, else from the first rank that has them. Tensors that
-    no rank has are initialised by their modules' `reset_parameters`. Returns whether rank 0 had them all.
+    Values come from the first of a tensor's ranks that has them, or else from the first other rank. Tensors that no
+    rank has are initialised by their modules' `reset_parameters`. Returns True if rank 0 had all values.
 
     Raises:
         ConfigError: a module without `reset_parameters` was built on the meta device.
@@ -135,7 +135,7 @@ def _initialise(module: nn.Module, names: set[str]) -> None:
         if not callable(getattr(part, "reset_parameters", None)):
             raise ConfigError(
                 f"Module {path!r} ({type(part).__name__}) was built on the meta device and has no reset_parameters(), "
-                "so nobody can give it values. Build it on the CPU, give it that method, or load a checkpoint."
+                "so it cannot get values. Build it on the CPU, give it that method, or load a checkpoint."
             )
     materialise(module, names)
     for _, part in parts:
@@ -147,8 +147,7 @@ def _direct(part: nn.Module) -> list[Tensor]:
 
 
 def move(module: nn.Module, device: torch.device) -> None:
-    """Move what has memory to a device, one tensor at a time; parameters stay the same objects, and shards where they
-    are."""
+    """Move tensors with memory to a device, one at a time; parameters stay the same objects, and shards do not move."""
     for parameter in module.parameters():
         if not parameter.is_meta and not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(device)

@@ -1,4 +1,4 @@
-"""From settings and a captured step to a plan: from a file, by hand, by a partitioner; and to one for evaluation."""
+"""Makes a plan from settings and a captured step: from a file, by hand, by a partitioner, or for evaluation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_gpp.training.options import DEFAULT, Context, Options, StageSpec,
 TRAINING = "training_step"
 
 WHOLE = 1 << 30
-"""A micro-batch size that no mini-batch exceeds: the step of an evaluation runs once per mini-batch."""
+"""A micro-batch size that no mini-batch exceeds: an evaluation step runs once per mini-batch."""
 
 
 def captured_step(
@@ -47,7 +47,7 @@ def captured_step(
     device: torch.device,
     known: Plan | None = None,
 ) -> Capture | Declared:
-    """The computation of a step: captured, or as the user declared it. `known`: the plan of the run, if there is one.
+    """The computation of a step, captured or declared by the user. `known`: the plan of the run, if there is one.
 
     Raises:
         CaptureError, PlanError: see `capture` and `declare`.
@@ -86,14 +86,14 @@ def plan_for(
 
     Args:
         captured: the step.
-        options: of the strategy.
-        num_devices: of one pipeline.
+        options: options of the strategy.
+        num_devices: number of devices of one pipeline.
         known: the plan of an earlier run.
-        machine: tells what to plan for, of which the first devices are used; by default the cluster in `options`.
+        machine: the machine to plan for, whose first devices are used; by default the cluster in `options`.
         progress: called during the search.
 
     Raises:
-        ConfigError: micro-batches and mini-batch do not fit together, or `recompute` names what is no stage.
+        ConfigError: micro-batches do not fit the mini-batch, or `recompute` names a stage that does not exist.
         PlanError: the stages do not fit the model or the devices.
     """
     if captured.step != TRAINING:
@@ -137,12 +137,12 @@ def planned(
     """A new plan: from a file, by hand, or by a partitioner.
 
     Args:
-        captured: the step, or what else there is a graph of.
-        options: of the strategy.
-        machine: asked only if a partitioner or a schedule needs to know.
-        num_devices: devices of one pipeline, or of all if their number is left open.
+        captured: the step, or another subject with a graph.
+        options: options of the strategy.
+        machine: returns the machine; called only if a partitioner or a schedule needs it.
+        num_devices: number of devices of one pipeline, or of all if the number of pipelines is open.
         num_pipelines: pipeline replicas; None leaves their number to the partitioner.
-        bound_seconds: limit of the time for a lower bound after the search.
+        bound_seconds: time limit for a lower bound after the search.
         progress: called during the search.
 
     Raises:
@@ -176,7 +176,7 @@ def planned(
 
 
 def _by_hand(stages: StageSpec, captured: Subject, options: Options) -> Plan:
-    """Stages that the user cut. If they have no devices, they are laid out as the schedule wants them."""
+    """Stages by hand. Without devices, they are laid out as the schedule requires."""
     schedules, spec = schedules_of(options), without_inputs(stages)
     plan = manual(
         captured.graph,
@@ -198,7 +198,7 @@ def _from_file(plan: Plan, captured: Subject, options: Options) -> Plan:
     unused = ", ".join(contradicted(plan, options))
     if unused:
         warnings.warn(
-            f"{unused} is not used: strategy.plan says something else, and it is the plan that runs. Edit the plan's "
+            f"{unused} is not used: strategy.plan says otherwise, and the plan takes precedence. Edit the plan's "
             "file, or make a new one with these settings.",
             stacklevel=2,
         )
@@ -206,9 +206,9 @@ def _from_file(plan: Plan, captured: Subject, options: Options) -> Plan:
 
 
 def _scheduled(plan: Plan, captured: Subject, options: Options, machine: Callable[[], Machine]) -> Plan:
-    """Stages that the user gave, under the schedule of the settings: the fastest of all if they leave it open.
+    """The user's stages under the schedule of the settings, or under the fastest of all if the settings leave it open.
 
-    Schedules that weigh actions get their times, as far as anything is known about them.
+    Schedules that weigh actions get their times, if these are known.
     """
     if options.plan is not None and options.schedule in (None, plan.schedule):
         return plan
@@ -220,7 +220,7 @@ def _scheduled(plan: Plan, captured: Subject, options: Options, machine: Callabl
 
 
 def contradicted(plan: Plan, options: Options) -> list[str]:
-    """Settings that ask for something else than a given plan."""
+    """Settings that differ from a given plan."""
     sizes = {stage.micro_batch_size for stage in plan.stages}
     most = max(len(stage.devices) for stage in plan.stages)
     wrong = {
@@ -272,7 +272,7 @@ def check_devices(plan: Plan, num_devices: int) -> None:
 
 
 def devices_wanted(options: Options, world_size: int) -> int:
-    """Devices of one pipeline, as far as plan and stages say; else all processes."""
+    """Number of devices of one pipeline if plan or stages say it, otherwise of processes."""
     if options.plan is not None:
         return options.plan.num_devices
     if options.stages is None:
@@ -288,7 +288,7 @@ def devices_wanted(options: Options, world_size: int) -> int:
 
 
 def refitted(captured: Capture | Declared, plan: Plan) -> Plan:
-    """The plan's stages for another step or another form of the mini-batch: with the edges and sizes of these."""
+    """The plan's stages for another step or another form of the mini-batch, with its edges and sizes."""
     slicing, plan = slicing_of(plan), unsliced(plan).plan
     fresh = rebuilt(plan, captured.graph, captured.batch_size)
     return fresh if slicing is None else slice_again(fresh, captured.graph, slicing)
@@ -297,7 +297,7 @@ def refitted(captured: Capture | Declared, plan: Plan) -> Plan:
 def evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
     """The plan's stages for an evaluation step, which runs once per mini-batch behind the micro-batches.
 
-    Where a value cannot be put together from micro-batches, the step runs once per micro-batch as in training.
+    If a value cannot be joined from micro-batches, the step runs once per micro-batch, as in training.
     """
     return replace(_evaluation_plan(captured, plan), sharding=plan.sharding)
 
@@ -314,6 +314,6 @@ def _evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
 
 
 def _whole_micro_batches(stages: Sequence[Stage], graph: OperatorGraph) -> list[Stage]:
-    """Stages whose replicas cannot share a micro-batch in this step, with replicas that take micro-batches in turn."""
+    """The stages; replicas that cannot share a micro-batch in this step take micro-batches in turn."""
     mixing = mixing_stages(graph, assign(graph, [stage.modules for stage in stages]))
     return [replace(stage, round_robin=stage.round_robin or index in mixing) for index, stage in enumerate(stages)]

@@ -1,4 +1,4 @@
-"""Simulation of a plan on the machine that it was made for."""
+"""Simulates a plan on the machine that it was made for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_gpp.training.machine import Machine
 
 
 def simulated(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int = 1) -> Timeline:
-    """The timeline of one mini-batch on a machine; where nothing is known of costs, all actions take the same time.
+    """The timeline of one mini-batch on a machine; without known costs, all actions take the same time.
 
     Raises:
         PlanError: the machine has fewer devices than the plan.

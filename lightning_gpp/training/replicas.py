@@ -1,4 +1,4 @@
-"""Collectives of the ranks with the same parameters in a training run, by the plan's `sharding`."""
+"""Collectives of the ranks that hold the same parameters in a training run, as the plan's `sharding` requires."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, tensors_of
 
 Uses = Mapping[str, tuple[int, ...]]
-"""For every parameter the stages that use it."""
+"""The stages that use each parameter."""
 
 ELEMENTWISE: Final = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop)
-"""Optimizers that treat every element of a parameter alike, so that a shard is stepped as the whole would be."""
+"""Optimizers that treat the elements of a parameter independently, so that they can step shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which rank holds what.
+    """The parameter placement of a run.
 
     Args:
-        plan: of training.
-        placement: where parameters live.
-        uses: the stages that use them.
-        complete: whether rank 0 had all of them before.
+        plan: the plan of training.
+        placement: the ranks that hold parameters.
+        uses: the stages that use each parameter.
+        complete: whether rank 0 had all parameters before.
     """
 
     plan: Plan
@@ -64,17 +64,17 @@ class Replicas:
     All ranks construct it together, after parameters were placed and before optimizers have any state.
 
     Args:
-        module: the user's.
-        layout: of the run.
-        indices: of the optimizers, which step afterwards what is this rank's to step.
-        control: who this rank is.
+        module: the user's module.
+        layout: the parameter placement of the run.
+        indices: indices of the optimizers, which afterwards step only this rank's parameters.
+        control: the side channel of this rank.
 
     Attributes:
-        sharding: what is split: the plan's, or "none" where no two ranks hold the same.
+        sharding: the plan's sharding, or "none" if no two ranks hold the same parameter.
 
     Raises:
         ConfigError: an optimizer cannot step parts of parameters.
-        PlanError: a parameter that several stages use would be cut.
+        PlanError: a parameter that several stages use would be sharded.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, indices: Sequence[OptimizerIndex], control: Control) -> None:
@@ -98,12 +98,12 @@ class Replicas:
 
     @property
     def sync(self) -> StageSync:
-        """The current one: a `Forwarded` follows it."""
+        """The current `StageSync`. It is replaced when parameters are frozen or added, so look it up each time."""
         return self._sync
 
     @property
     def sharded(self) -> set[str]:
-        """Names of this rank's parameters of which it keeps a part only."""
+        """Names of this rank's sharded parameters."""
         return self._sync.sharded if isinstance(self._sync, ShardedStages) else set()
 
     @property
@@ -114,18 +114,18 @@ class Replicas:
     # -- a mini-batch -------------------------------------------------------------------------------------------------
 
     def begin(self, last: bool) -> None:
-        """Before a mini-batch. `last`: an optimizer step follows."""
+        """Begin a mini-batch. `last`: an optimizer step follows."""
         self._follow()
         self._sync.last = last
 
     def agree(self, digest: int) -> bool:
         """True if this mini-batch may use the program's collectives: all pipelines issue them in the same order.
 
-        They may if all pipelines run the same meetings, which they do not where their mini-batches differ in form or
-        size. All ranks call this, unless nothing will meet.
+        Pipelines whose mini-batches differ in form or size may issue different ones. All ranks call this, unless there
+        are no collectives.
 
         Args:
-            digest: of the meetings; 0 if they cannot be as in the program.
+            digest: fingerprint of the collectives; 0 if they cannot be as in the program.
         """
         if self.control.num_pipelines == 1 or not self.meets:
             return digest != 0
@@ -140,7 +140,7 @@ class Replicas:
 
     @contextmanager
     def gathered(self, training: bool) -> Iterator[None]:
-        """Inside, all parameters of this rank's stages are whole; afterwards their gradients are summed."""
+        """Inside, all parameters of this rank's stages are unsharded; afterwards their gradients are reduced."""
         for stage in self.stages:
             self._sync.unshard(stage)
             self._sync.ready(stage)
@@ -151,7 +151,7 @@ class Replicas:
             self._sync.reshard(stage)
 
     def finish(self) -> None:
-        """After the last mini-batch before a step: gradients become sums over the replicas."""
+        """Make gradients sums over the replicas, after the last mini-batch before a step."""
         self._sync.sync()
         added = self._follow()
         if added:  # given to an optimizer since the mini-batch began
@@ -162,14 +162,14 @@ class Replicas:
         return self._sync.grad_norm()
 
     def restore(self) -> None:
-        """Give the module unsharded parameters again, for good. All ranks call it."""
+        """Give the module unsharded parameters for good. All ranks call it."""
         for hook in self._hooks:
             hook.remove()
         if isinstance(self._sync, ShardedStages):
             self._sync.restore()
 
     def _publish(self, optimizer: Optimizer, *_: object) -> None:
-        """After a step of an optimizer: all holders get what the owners computed."""
+        """Give all holders the parameters that the owners computed, after a step of an optimizer."""
         for index in self._indices:
             if index.optimizer is optimizer and self._owned is not None:
                 self._owned.publish(index.names)
@@ -177,7 +177,7 @@ class Replicas:
     # -- construction -------------------------------------------------------------------------------------------------
 
     def _follow(self) -> set[str]:
-        """Hooks may have frozen or released parameters, or given an optimizer more of them: the names of these."""
+        """Take up parameters that hooks froze, unfroze or gave to an optimizer; returns the names of the latter."""
         facts = self._current_facts()
         if facts == self._facts:
             return set()
@@ -211,8 +211,10 @@ class Replicas:
         return GradientSync(parameters, holders, mesh, stages=uses)
 
     def _summed(self) -> tuple[dict[str, Parameter], dict[str, list[int]]]:
-        """This rank's parameters, and the holders of all, in the order of registration: those of the optimizers, and
-        what can be sharded though nobody trains it."""
+        """This rank's parameters, and the holders of all, in the order of registration.
+
+        They include those of the optimizers, and parameters that can be sharded although nobody trains them.
+        """
         wanted = self._names()
         named = dict(self.module.named_parameters())
         if self.sharding == "fsdp":
@@ -241,11 +243,11 @@ class Replicas:
 
 
 class Forwarded:
-    """The `StageSync` of a session, whose stages may have other numbers than those of training.
+    """The `StageSync` of a session, whose stages may be numbered differently than in training.
 
     Args:
-        replicas: of the run.
-        numbers: for a stage of the session that of training; stages that are missing have nothing to meet for.
+        replicas: the replicas of the run.
+        numbers: number in training of a stage of the session; missing stages have no collectives.
     """
 
     def __init__(self, replicas: Replicas, numbers: Mapping[int, int]) -> None:
@@ -288,15 +290,15 @@ class Forwarded:
 
 
 def counterparts(plan: Plan, parameters: Sequence[Sequence[str]], layout: Layout) -> dict[int, int] | None:
-    """For the stages of another form of the step, or of another step, those of training that have their parameters.
+    """The stages of training with the parameters of the stages of another step, or of another form of the step.
 
     Args:
-        plan: of the other step.
-        parameters: that each of its stages uses.
-        layout: of training.
+        plan: the plan of the other step.
+        parameters: parameters that each of its stages uses.
+        layout: the parameter placement of training.
 
     Returns:
-        None where the parameters of a stage are used by several, or by replicas on other devices.
+        None if several stages, or replicas on other devices, use the parameters of a stage.
     """
     numbers: dict[int, int] = {}
     for stage, names in enumerate(parameters):
@@ -309,22 +311,22 @@ def counterparts(plan: Plan, parameters: Sequence[Sequence[str]], layout: Layout
 
 
 def check_elementwise(optimizers: Sequence[Optimizer]) -> None:
-    """Raise ConfigError for optimizers that may need a whole parameter to step a part of it."""
+    """Raise ConfigError for optimizers that may need an unsharded parameter to step a shard of it."""
     for optimizer in optimizers:
         if type(optimizer) not in ELEMENTWISE:
             known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
             raise ConfigError(
                 f"configure_optimizers returned {type(optimizer).__name__}, and strategy.sharding=fsdp lets each "
                 "replica step a part of every parameter, which is right for optimizers that treat elements one by "
-                f"one: {known}. Use one of these, or strategy.sharding=zero1, which steps whole parameters."
+                f"one: {known}. Use one of these, or strategy.sharding=zero1, which steps undivided parameters."
             )
 
 
 def idle_sharding(plan: Plan, num_pipelines: int) -> str:
-    """Says so where the plan's sharding has nothing to split; empty where it has, or where there is none."""
+    """A note if the plan's sharding has nothing to split; otherwise empty."""
     if plan.sharding == "none" or num_pipelines * max(len(stage.devices) for stage in plan.stages) > 1:
         return ""
     return (
-        f"strategy.sharding={plan.sharding} has nothing to split: every stage is held by one process. It is for "
-        "stages on several devices, or strategy.num_pipelines > 1."
+        f"strategy.sharding={plan.sharding} has nothing to split: every stage is on one process. It is for stages on "
+        "several devices, or strategy.num_pipelines > 1."
     )

@@ -1,4 +1,4 @@
-"""Combines the results of the user's step for micro-batches to that for the mini-batch."""
+"""Combines the results of the user's step on micro-batches into that on the mini-batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Outputs = Sequence[tuple[MicroBatch, Any]]
 
 
 def combined(outputs: Outputs) -> Any:
-    """One result. Tensors per sample are joined, single numbers averaged by samples, mappings and sequences by item."""
+    """Combine results: join tensors per sample, average single numbers by samples, mappings and sequences by item."""
     sizes = [micro_batch.num_samples for micro_batch, _ in outputs]
     return _combine([value for _, value in outputs], sizes)
 
@@ -59,7 +59,7 @@ def _detached(value: Any) -> Any:
 
 
 def loss_and_rest(outputs: Outputs) -> tuple[Tensor, dict[str, Any]]:
-    """The mini-batch's loss, and what else a training step returned in a dict."""
+    """The mini-batch's loss, and the rest of the dict that a training step returned."""
     losses = [value["loss"] if isinstance(value, Mapping) else value for _, value in outputs]
     rest = [
         (part, {key: item for key, item in value.items() if key != "loss"})

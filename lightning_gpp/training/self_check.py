@@ -1,10 +1,11 @@
-"""Before training: one micro-batch through the pipeline and the whole model must give one loss and one gradient.
+"""The self-check before training: the split and the unsplit model must give the same loss and gradient for a
+micro-batch.
 
-Catches what no shape check can: a model that a cut changed, a value sent to the wrong stage, a weight that is no longer
-tied. Works on copies, so that the user's module, metrics and random numbers stay as they are.
+It catches errors that no shape check can: a model that a cut changed, a value sent to the wrong stage, a weight that is
+no longer tied. It works on copies, so that the user's module, metrics and random numbers do not change.
 
-Gradients are compared by random projections: each rank projects its part, and projections of parts sum to the
-projection of the whole.
+Gradients are compared by random projections: each rank projects its part, and the projections of parts add up to that
+of the full gradient.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.session import Session
 
 SMALL: Final = 50_000_000
-"""Parameters up to which a model is checked without being asked."""
+"""Number of parameters up to which a model is checked by default."""
 
 PROJECTIONS: Final = 3
 TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Relative to the gradient's norm. Wide for low precision: what is looked for are wrong models, not rounding."""
+"""Tolerances relative to the gradient's norm; wide for low precision, as wrong models are sought, not rounding."""
 
 
 def refuses_check(module: nn.Module, plan: Plan) -> str:
-    """Why a comparison would fail although all is well; empty if it may be made."""
+    """Why a comparison would fail for a correct model; empty if it can be made."""
     replicated = any(len(stage.devices) > 1 for stage in plan.stages)
     if replicated and any(isinstance(part, BatchNorm) for part in module.modules()):
         return "BatchNorm in replicated stages normalises each replica's share by itself"
@@ -57,7 +58,8 @@ def refuses_check(module: nn.Module, plan: Plan) -> str:
 
 
 def check_first(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport) -> None:
-    """Compare split and unsplit on the first pipeline if the user wants it and it can be done. All ranks call this.
+    """Compare split and unsplit model on the first pipeline if the user wants it and it is possible. All ranks call
+    this.
 
     Raises:
         SelfCheckError: see `self_check`.
@@ -76,24 +78,24 @@ def _wanted(job: Job, plan: Plan) -> bool:
         wanted = sum(parameter.numel() for parameter in job.module.parameters()) < SMALL
     reasons = [reason for reason in job.control.gather(refuses_check(job.module, plan)) if reason]
     if wanted and reasons and job.control.rank == 0:
-        job.host.inform(f"The self-check (strategy.self_check) is left out: {reasons[0]}.")
+        job.host.inform(f"The self-check (strategy.self_check) is skipped: {reasons[0]}.")
     return bool(wanted) and not reasons
 
 
 def samples_of(plan: Plan, batch_size: int) -> int:
-    """Samples of the micro-batch that is compared: every stage takes it whole."""
+    """Number of samples of the micro-batch to compare; every stage takes it undivided."""
     return min(batch_size, *(stage.micro_batch_size for stage in plan.stages))
 
 
 def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport) -> None:
-    """Compare split and unsplit on the first samples of `batch`. All ranks of one pipeline call this together.
+    """Compare split and unsplit model on the first samples of `batch`. All ranks of one pipeline call this together.
 
     Args:
-        job: of a module whose parameters are still on every rank.
+        job: the job, while every rank still has all parameters.
         captured: the training step.
-        plan: its stages.
-        batch: on the rank that runs the step; ignored elsewhere.
-        transport: to the other devices.
+        plan: the step's stages.
+        batch: a mini-batch; used only on the rank that runs the step.
+        transport: transport to the other devices.
 
     Raises:
         SelfCheckError: on all ranks, naming what differs.
@@ -102,7 +104,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
     part = slice_batch(batch, 0, samples, captured.batch_size) if control.runs_step else None
     whole, split = _copy(job.module, job.device), _copy(job.module, job.device)
     placement = Placement({name: tuple(range(control.num_devices)) for name in tensors_of(job.module)})
-    # torch.compile does not work in a mode of dispatch, and remembers that for what it was asked to compile there
+    # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
     with torch.compiler.set_stance("force_eager"), Neutral():  # type: ignore[no-untyped-call]
         expected = _unsplit(job, whole, captured, plan, part, samples) if control.runs_step else {}
         session = Session(job, capture=captured, plan=plan, module=split, placement=placement, transport=transport)
@@ -122,7 +124,7 @@ def _copy(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _ignore(*_: Any, **__: Any) -> None:
-    """Logging during the check reaches nobody."""
+    """Replaces logging during the check."""
 
 
 def _invocation(job: Job, module: nn.Module) -> Invocation:
@@ -149,7 +151,7 @@ def _split(job: Job, session: Session, split: nn.Module, part: Any, samples: int
 
 
 def _projections(module: nn.Module) -> Tensor:
-    """For every parameter the products of its gradient with fixed random vectors: (parameters, PROJECTIONS) float64."""
+    """Products of each parameter's gradient with fixed random vectors: (parameters, PROJECTIONS) float64."""
     rows = []
     for name, parameter in module.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -174,13 +176,13 @@ def _compare(
     tolerance: float,
     device: torch.device,
 ) -> str:
-    """A description of the differences on the rank that runs the step; empty elsewhere, and if all agrees."""
+    """A description of the differences on the rank that runs the step; empty elsewhere, and if there are none."""
     total = found["projections"].to(device)
     dist.all_reduce(total, group=control.mesh.pipeline_group)
     if not control.runs_step:
         return ""
     if abs(found["loss"] - expected["loss"]) > tolerance * max(abs(expected["loss"]), 1.0):
-        return _message(f"the loss is {found['loss']:.9g} split and {expected['loss']:.9g} whole")
+        return _message(f"the loss is {found['loss']:.9g} split and {expected['loss']:.9g} unsplit")
     scale = max(expected["norms"], default=0.0)
     names = [name for name, _ in module.named_parameters()]
     errors = (total.cpu() - expected["projections"]).abs().amax(dim=1).tolist()
@@ -194,8 +196,9 @@ def _compare(
 
 def _message(what: str) -> str:
     return (
-        f"The split model does not compute what the whole model computes: {what}, for one micro-batch and the same "
-        "weights. Training would go on with a wrong model, so it was not started. Likely causes: a forward that keeps "
-        "state between calls, or draws random numbers by other means than torch. List the module that does it in one "
-        "stage (strategy.stages); or switch the check off by strategy.self_check=false if the difference is meant."
+        f"The split model does not compute the same as the unsplit model: {what}, for one micro-batch and the same "
+        "weights. A wrong model would be trained, so training was not started. Likely causes: a forward that keeps "
+        "state between calls, or draws random numbers by other means than torch. Put the module that does it into one "
+        "stage (strategy.stages); or switch the check off with strategy.self_check=false if the difference is "
+        "intended."
     )

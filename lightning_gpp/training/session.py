@@ -1,4 +1,4 @@
-"""A captured step that runs in stages: one for each of the user's steps and each form of its batches."""
+"""Sessions: each runs one of the user's steps in stages, for one form of its batches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DATA_STREAM = -1
 
 @dataclass(slots=True, eq=False)
 class InContext(StageWrapper):
-    """A stage that computes inside a context, for example autocast; its backward runs outside, as torch asks for."""
+    """A stage that computes inside a context, for example autocast; its backward runs outside, as torch recommends."""
 
     context: Context
 
@@ -59,18 +59,18 @@ class Session:
     """Runs a step on mini-batches of one form, of any number of samples.
 
     Args:
-        job: of the run.
-        capture: the step.
+        job: the job of the run.
+        capture: the captured step.
         plan: its stages.
         module: the job's module with the parameters of this rank, or a copy of it.
-        placement: where parameters live.
-        transport: to the other devices.
-        replicas: what ranks with the same parameters do together; None if they have nothing to do.
-        asynchronous: trains without a flush between mini-batches; None flushes after each.
+        placement: the ranks that hold parameters.
+        transport: transport to the other devices.
+        replicas: collectives of ranks with the same parameters; None if there are none.
+        asynchronous: training without a flush between mini-batches; None flushes after each.
         streams: whether the step is evaluated without a flush between mini-batches.
 
     Raises:
-        PlanError: a stage needs parameters that live elsewhere.
+        PlanError: a stage needs parameters that other ranks hold.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class Session:
         self._numbers = None if replicas is None else counterparts(plan, self.pipeline.parameters, replicas.layout)
 
     def _checked(self, stages: Sequence[StageModule]) -> Sequence[StageModule]:
-        """The stages; in training, slices are compared with their whole stage once."""
+        """The stages; in training, slices are compared with their unsliced stage once."""
         wanted = self.training and self._job.options.self_check is not False and self.plan.is_sliced
         return checked_slices(stages, self.plan, self._job.precision) if wanted else stages
 
     def executor(self, batch_size: int, together: bool = True) -> Executor:
-        """The executor for mini-batches of this size, made at the first. `together`: with collectives."""
+        """The executor for mini-batches of this size, cached. `together`: with collectives."""
         key = batch_size, together
         if key not in self._executors:
             control, replicas = self._control, self._replicas
@@ -159,9 +159,10 @@ class Session:
     def run(
         self, batch: Any, invoke: Invocation, batch_size: int, *, loss_weight: float, step: int
     ) -> list[tuple[MicroBatch, Any]]:
-        """Run all actions of this rank for a mini-batch; what the user's step returned for each micro-batch, in order.
+        """Run all actions of this rank for a mini-batch. Returns the user's step's results for each micro-batch, in
+        order.
 
-        `batch` and `invoke` count only on the rank that runs the step.
+        `batch` and `invoke` are used only on the rank that runs the step.
         """
         together = self._agreed(batch_size)
         executor = self.latest = self.executor(batch_size, together)
@@ -186,11 +187,11 @@ class Session:
         step: int,
         segment: range,
     ) -> list[tuple[MicroBatch, Any]]:
-        """Run this rank's period for a mini-batch, without a flush; what the user's step returned for it.
+        """Run this rank's period for a mini-batch, without a flush. Returns the user's step's results for it.
 
         Args:
-            batches: this mini-batch and those that follow it, as far as they are known; counts where the step runs.
-            invocations: of the user's step, one for each of them.
+            batches: this mini-batch and the known ones that follow; used where the step runs.
+            invocations: invocations of the user's step, one for each of them.
             batch_size: samples of the mini-batch.
             loss_weight: weight of one sample.
             step: number of the mini-batch.
@@ -212,7 +213,7 @@ class Session:
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
-        """Restores the buffers afterwards: forwards that run again have changed them the first time."""
+        """Restore the buffers afterwards: forwards that run again changed them the first time."""
         names = {name for stage in self.plan.stages_on(self._control.device) for name in self.pipeline.buffers[stage]}
         buffers = [self._job.module.get_buffer(name) for name in names]
         before = [buffer.clone() for buffer in buffers]
@@ -221,7 +222,7 @@ class Session:
             buffer.copy_(value)
 
     def give_up(self, batch_size: int, batches: range) -> None:
-        """Let go of the mini-batches on their way; all ranks of the pipeline call this after the same one."""
+        """Drop the mini-batches in the pipeline; all ranks of the pipeline call this after the same one."""
         executor = self.executor(batch_size)
         executor.give_up(batches.start, batches.stop)
         if self._control.runs_step:
@@ -229,7 +230,7 @@ class Session:
                 self.pipeline.step.close(number % (1 + executor.program.lead))
 
     def weights_of(self, batch_size: int, optimizers: Callable[[], Sequence[Optimizer]]) -> Weights:
-        """The weights of this rank's stages, and how the program for mini-batches of this many samples uses them."""
+        """The weights of this rank's stages, with their use in the program for mini-batches of `batch_size` samples."""
         module, program = self._job.module, self.executor(batch_size).program
         parameters = {
             stage: [module.get_parameter(name) for name in self.pipeline.parameters[stage]]
@@ -238,18 +239,18 @@ class Session:
         return weights_of(program, self._control.device, parameters, optimizers)
 
     def tell_not_split(self) -> None:
-        """Say once which of this rank's backwards the schedule splits in vain."""
+        """Log once which of this rank's backwards the schedule splits in vain."""
         reasons = {} if self.latest is None else self.latest.not_split
         for stage in reasons.keys() - self._told:
             self._told.add(stage)
             log.warning(
-                "strategy.schedule=%s splits backwards, but that of stage %r is done at once: %s.",
+                "strategy.schedule=%s splits backwards, but that of stage %r runs as one: %s.",
                 *(self.plan.schedule, self.plan.stages[stage].name, reasons[stage]),
             )
 
 
 def _meetings(program: Program) -> int:
-    """A fingerprint, above 0, of what the replicas of all stages do together, and in which order."""
+    """A positive fingerprint of the collectives of all stages and their order."""
     rows = [[i.action for i in row if i.action is not None and i.action.kind in COLLECTIVES] for row in program.devices]
     return 1 + zlib.crc32(str([[str(action) for action in row] for row in rows]).encode())
 
@@ -260,7 +261,7 @@ def _check_placement(pipeline: Pipeline, plan: Plan, placement: Placement, step:
             missing = set(stage.devices) - set(placement.devices[name])
             if missing:
                 raise PlanError(
-                    f"In {step}, stage {stage.name!r} on devices {sorted(stage.devices)} needs {name!r}, which lives "
-                    f"on devices {sorted(placement.devices[name])} since set-up. List its module in the same stage by "
-                    "strategy.stages."
+                    f"In {step}, stage {stage.name!r} on devices {sorted(stage.devices)} needs {name!r}, which was "
+                    f"placed on devices {sorted(placement.devices[name])} at set-up. List its module in the same stage "
+                    "(strategy.stages)."
                 )

@@ -21,18 +21,18 @@ from lightning_gpp.training.shards import without_shards
 
 
 class Sessions:
-    """Makes a session when a step, or a form of its mini-batches, comes for the first time.
+    """Makes a session when a step, or a form of its mini-batches, occurs for the first time.
 
     Args:
-        job: of the run.
-        incoming: tells the form of the mini-batch.
-        captured: the step that the plan was made for.
-        form: of the mini-batch that it was captured with.
-        layout: where parameters live.
-        transport: to the other devices.
-        replicas: what ranks with the same parameters do together, in training.
-        asynchronous: trains without a flush between mini-batches. Evaluation then has connections of its own, as
-            messages of training may be on their way.
+        job: the job of the run.
+        incoming: knows the form of the mini-batch.
+        captured: the captured step that the plan was made for.
+        form: form of the mini-batch that it was captured with.
+        layout: the parameter placement.
+        transport: transport to the other devices.
+        replicas: collectives of ranks with the same parameters, in training.
+        asynchronous: training without a flush between mini-batches. Evaluation then has connections of its own, because
+            messages of training may be outstanding.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Sessions:
         self._sessions: dict[tuple[str, int], Session] = {}
 
     def of(self, step: str, batch: Any) -> Session:
-        """The session for the mini-batch that was announced; `batch` counts only on the rank that runs the step."""
+        """The session for the announced mini-batch; `batch` is used only on the rank that runs the step."""
         key = step, self.incoming.form
         if key not in self._sessions:
             self._sessions[key] = self._new(step, batch)
@@ -101,22 +101,22 @@ class Sessions:
         return True
 
     def _captured(self, step: str, batch: Any) -> Capture | Declared:
-        """The capture of this form of the batch; the first one was made for the plan."""
+        """The capture for this form of the batch; the first one was made for the plan."""
         if (self.captured.step, self._form) == (step, self.incoming.form):
             return self.captured
         control, incoming = self.job.control, self.incoming
         facts = (outline(batch), incoming.trained()) if control.runs_step else None
         example, trained = control.share_object(facts)
-        incoming.train_as(trained)  # user code may have changed it where the step runs only
+        incoming.train_as(trained)  # user code may have changed it only where the step runs
         with without_shards(self.job.module):
             return capture_of(self.job, step, example, self.layout.plan)
 
 
 def capture_of(job: Job, step: str, example: Any, known: Plan | None) -> Capture | Declared:
-    """The user's step of a job, captured on a mini-batch without memory, or declared.
+    """The captured step of a job, from a mini-batch without memory, or the declared one.
 
     Args:
-        job: of the run.
+        job: the job of the run.
         step: the name of the method.
         example: the mini-batch.
         known: the plan of the run, if there is one.

@@ -1,4 +1,4 @@
-"""The set-up of a run, from a module and one mini-batch to an engine with everything in its place.
+"""The set-up of a run: builds an engine from a module and one mini-batch.
 
 capture the step  ->  plan on rank 0, for all  ->  agree on it  ->  connect the devices  ->  check one micro-batch
                   ->  keep this rank's parameters, and their part of the optimizers  ->  engine
@@ -60,17 +60,17 @@ def set_up(
     """Build the engine of a run. All ranks call this together.
 
     Args:
-        job: of the run.
+        job: the job of the run.
         incoming: announces mini-batches.
-        batch: an example of a mini-batch; counts only on global rank 0.
-        step: the method that the plan is for.
-        optimizers: made for the whole module; afterwards they step this rank's part of it. None without training.
+        batch: an example mini-batch; used only on global rank 0.
+        step: name of the method that the plan is for.
+        optimizers: optimizers of the full module; afterwards they step this rank's part. None without training.
         footprint: memory of a device per byte of parameters, for planning.
-        num_steps: mini-batches that were trained earlier; random streams go on from there.
+        num_steps: number of mini-batches trained earlier, from which random streams continue.
 
     Raises:
-        CaptureError, PlanError, ConfigError: the module cannot be trained in stages, or not as the options say.
-        SelfCheckError: the stages do not compute what the module computes.
+        CaptureError, PlanError, ConfigError: the module cannot be trained in stages, or not with these options.
+        SelfCheckError: the stages do not compute the same as the module.
         GPPError: the ranks do not agree on what they captured.
     """
     example = job.control.broadcast(outline(batch) if job.control.rank == 0 else None)
@@ -124,8 +124,8 @@ def join(options: Options, rank: int, world_size: int) -> Control:
     """
     if options.delayed_devices and world_size > 1:
         raise ConfigError(
-            f"strategy.delayed_devices={options.delayed_devices} trains on one process as a pipeline would, but there "
-            f"are {world_size} processes. Start one (trainer.devices=1, trainer.num_nodes=1)."
+            f"strategy.delayed_devices={options.delayed_devices} imitates a pipeline on one process, but there are "
+            f"{world_size} processes. Start one (trainer.devices=1, trainer.num_nodes=1)."
         )
     num_pipelines = pipelines_of(options, world_size)
     num_devices = devices_per_pipeline(world_size, num_pipelines)
@@ -133,22 +133,22 @@ def join(options: Options, rank: int, world_size: int) -> Control:
 
 
 def pipelines_of(options: Options, world_size: int) -> int:
-    """Replicas of the whole pipeline."""
+    """Number of pipeline replicas."""
     if options.delayed_devices:
         return 1
     return options.num_pipelines or max(1, world_size // devices_wanted(options, world_size))
 
 
 def agreed_seed(seed: int | None, control: Control) -> int:
-    """The seed of the random streams: as given, else drawn by rank 0."""
+    """The seed of the random streams: as given, otherwise drawn by rank 0."""
     return int(control.broadcast(secrets.randbits(62) if seed is None else seed))
 
 
 class _JobMachine:
-    """The devices of a job, and what was measured on them.
+    """The devices of a job, and costs measured on them.
 
     Attributes:
-        costs: seconds of operators, on rank 0 after they were measured.
+        costs: measured seconds of operators; only on rank 0.
     """
 
     def __init__(self, job: Job, footprint: Footprint) -> None:
@@ -163,7 +163,7 @@ class _JobMachine:
         return Machine(cluster=cluster, footprint=self._footprint, costs=self.costs)
 
     def measured(self, captured: Capture | Declared, batch: Any) -> Machine:
-        """The same, after the costs of a training step were measured if the user wants that."""
+        """The same, after measuring the costs of a training step if the user wants that."""
         job, machine = self._job, self.look()
         if job.options.costs == "measured" and captured.step == TRAINING:
             context = job.host.context(TRAINING)
@@ -174,7 +174,7 @@ class _JobMachine:
 
 
 def _plan_of_rank_0(job: Job, captured: Capture | Declared, batch: Any, machine: _JobMachine) -> Plan:
-    """Plan on rank 0 and broadcast the plan or the error: a search may end with another plan in every process."""
+    """Plan on rank 0 and broadcast the plan or the error: searches in other processes may find other plans."""
     outcome: Plan | GPPError | None = None
     if job.control.rank == 0:
         try:
@@ -226,14 +226,14 @@ def _announce(job: Job, plan: Plan) -> None:
 
 
 def _connect(job: Job, plan: Plan) -> DistributedTransport:
-    """One transport for all sessions: device 0 is connected to all, which evaluation may need more than training."""
+    """One transport for all sessions; device 0 is connected to all others, because evaluation may need it."""
     devices = range(1, job.control.num_devices)
     pairs = {*pairs_of(plan), *((0, device) for device in devices), *((device, 0) for device in devices)}
     return DistributedTransport(job.control.mesh, pairs, device=job.device)
 
 
 def _place_parameters(job: Job, captured: Capture | Declared, plan: Plan) -> Layout:
-    """Let every rank hold what its stages use, on its device, and nothing else."""
+    """Let every rank hold only the tensors that its stages use, on its device."""
     pipeline = build(captured, plan, job.module)
     if warning := warning_of_cuts(job.module, captured, pipeline):
         job.control.warn(warning)

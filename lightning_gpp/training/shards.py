@@ -1,4 +1,4 @@
-"""Tensors of which every replica keeps a part: whole for checkpoints, cut again when these are loaded."""
+"""Sharded tensors: gathered for checkpoints, and sharded again when these are loaded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def is_shard(tensor: Any) -> bool:
 
 
 def whole_values(named: Mapping[str, Tensor], wanted: Collection[str]) -> dict[str, Tensor]:
-    """The whole values of `wanted`; those that had to be gathered are on the CPU.
+    """The unsharded values of `wanted`; gathered ones are on the CPU.
 
-    All replicas of a shard call this together, with names in the same order; one tensor after the other is gathered.
+    All replicas of a shard call this together, with names in the same order; tensors are gathered one by one.
     """
     found = {}
     for name, tensor in named.items():
@@ -38,7 +38,7 @@ def whole_values(named: Mapping[str, Tensor], wanted: Collection[str]) -> dict[s
 def whole_states(
     states: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, Tensor], wanted: Collection[str]
 ) -> dict[str, dict[str, Any]]:
-    """The same for the state of an optimizer, by names of parameters; `parameters` are those of the module."""
+    """The same for the states of an optimizer, by parameter name; `parameters` are the module's."""
     found: dict[str, dict[str, Any]] = {}
     for name, state in states.items():
         tensors = {key: _part(value, parameters[name]) for key, value in state.items() if isinstance(value, Tensor)}
@@ -49,7 +49,7 @@ def whole_states(
 
 
 def _part(value: Tensor, pattern: Tensor) -> Tensor:
-    """The optimizer state for a shard, which is a shard, too."""
+    """The optimizer's state of a shard, as a shard."""
     if not isinstance(pattern, DTensor) or value.dim() == 0 or value.shape != pattern.to_local().shape:
         return value
     mesh, placements = pattern.device_mesh, pattern.placements
@@ -57,15 +57,15 @@ def _part(value: Tensor, pattern: Tensor) -> Tensor:
 
 
 def local_like(value: Any, pattern: Any) -> Any:
-    """Like `cut_like`, but a plain tensor, for the state of an optimizer."""
+    """A plain tensor with the values of `cut_like`, for the state of an optimizer."""
     cut = cut_like(value, pattern)
     return cut.to_local() if isinstance(cut, DTensor) else cut
 
 
 def cut_like(value: Any, pattern: Any) -> Any:
-    """This rank's part of `value` if `pattern`, of the same shape, is a shard; else `value` itself.
+    """This rank's part of `value` if `pattern`, of the same shape, is sharded; otherwise `value` itself.
 
-    Nothing is sent: every replica has the whole.
+    Nothing is sent, because every replica has all of `value`.
     """
     if isinstance(value, Tensor) and isinstance(pattern, DTensor) and value.shape == pattern.shape:
         with torch.no_grad():
@@ -81,7 +81,7 @@ def outline(tensor: Tensor) -> Parameter:
 
 @contextmanager
 def without_shards(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters without memory are in the places of shards: for those who only look at shapes."""
+    """Inside, parameters without memory replace shards, for code that only reads shapes."""
     swaps: dict[int, tuple[Tensor, Tensor]] = {}
     for parameter in module.parameters():
         if is_shard(parameter):

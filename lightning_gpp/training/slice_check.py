@@ -1,7 +1,7 @@
-"""The first micro-batch of a stage that is cut into slices: the slices must compute what the stage computes.
+"""Checks slices on the first micro-batch: they must compute the same as the unsliced stage.
 
-A model that counts its tokens itself, or whose tokens depend on later ones, would be trained wrongly without a word.
-Both sides run again without gradients; modules that draw random numbers run in evaluation mode for it.
+Otherwise a model that counts its tokens itself, or whose tokens depend on later ones, would be trained wrongly without
+notice. Both sides run again without gradients; modules that draw random numbers run in evaluation mode.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0
 def checked_slices(
     stages: Sequence[StageModule], plan: Plan, precision: torch.dtype = torch.float64
 ) -> list[StageModule]:
-    """The stages; those that are slices are compared with the whole stage once.
+    """The stages; slices are compared with the unsliced stage once.
 
     Args:
-        stages: of the plan.
-        plan: with slices.
+        stages: the plan's stages.
+        plan: the plan, with slices.
         precision: the least precise type that modules compute in.
     """
     whole = unsliced(plan)
@@ -54,7 +54,7 @@ class CheckedSlice(StageWrapper):
     check: _Check
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """The slice's results, after the first ones were checked."""
+        """The slice's results, after a check of the first ones."""
         if not self.check.done and micro_batch.num_samples:
             self.check.add(values, micro_batch)
         return self.stage.forward(values, micro_batch)
@@ -72,7 +72,7 @@ class _Check:
         self._inputs: list[dict[str, Tensor]] = []
 
     def add(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> None:
-        """The inputs of the next slice; of other micro-batches they are left alone."""
+        """Add the inputs of the next slice; those of other micro-batches are ignored."""
         self._micro_batch = self._micro_batch or micro_batch
         if micro_batch != self._micro_batch:
             return
@@ -110,7 +110,7 @@ class _Check:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """Afterwards buffers and attributes of the modules are as before."""
+        """Restore buffers and attributes of the modules afterwards."""
         modules = [part for part in self._slices[0].parts if part.training]
         state = ModuleState(self._slices[0].parts)
         with state.restored(state.snapshot()):
@@ -124,9 +124,9 @@ class _Check:
         error = (split - whole).abs().max().item() if split.shape == whole.shape else float("inf")
         if not error <= tolerance * max(scale, 1e-6):
             raise SelfCheckError(
-                f"Stage {self._name!r} does not compute in slices (strategy.slices) what it computes whole: a result "
-                f"differs by {error:.3g}, its largest entry is {scale:.3g}. Training would go on with a wrong model, "
-                "so it was stopped. Likely causes: a module whose tokens depend on later ones, or on earlier "
-                "ones without lightning_gpp.sequence.carry or causal_attention; or one that counts tokens without "
-                "positions. Leave such modules out by strategy.slice_modules, or remove strategy.slices."
+                f"Stage {self._name!r} does not compute the same in slices (strategy.slices) as unsliced: a result "
+                f"differs by {error:.3g}, its largest entry is {scale:.3g}. A wrong model would be trained, so "
+                "training was stopped. Likely causes: a module whose tokens depend on later ones, or on earlier ones "
+                "without lightning_gpp.sequence.carry or causal_attention; or one that counts tokens without "
+                "positions. Exclude such modules with strategy.slice_modules, or remove strategy.slices."
             )

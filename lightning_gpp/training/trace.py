@@ -1,4 +1,4 @@
-"""A trace of a run: when this rank ran which action, and at the end what was simulated against what was measured."""
+"""The trace of a run: times of this rank's actions, and at the end a comparison of simulated and measured times."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ COMPARED: Final = 100
 """Number of the last mini-batches that are compared with the simulation."""
 
 QUEUED: Final = (
-    "The devices work through a queue: measured is how long it takes to queue an action, not to run it. torch.profiler "
-    "tells the latter; its traces have the same names of actions."
+    "The devices work through a queue, so measured times are those of queueing an action, not of running it. "
+    "torch.profiler measures the latter; its traces have the same names of actions."
 )
-"""For every device but the CPU."""
+"""Note for all devices except the CPU."""
 
 Timings: TypeAlias = "Sequence[tuple[Action, float, float]]"
 """The work of a device in one mini-batch: action, start and stop, in seconds of its own clock."""
 
 
 class TraceFile:
-    """Collects when this rank ran which action; writes it in the form that Perfetto and chrome://tracing read, and at
-    the end what was simulated against what was measured."""
+    """Collects the times of this rank's actions and writes them for Perfetto and chrome://tracing.
+
+    At the end it compares simulated and measured times.
+    """
 
     def __init__(self, folder: str, control: Control) -> None:
         self.path = Path(folder) / f"gpp-trace-rank{control.rank}.json"
@@ -81,10 +83,11 @@ class TraceFile:
         ]
 
     def compare(self, engine: Engine) -> None:
-        """On global rank zero: print the simulated times against the measured ones of all ranks, and write them beside
-        the trace. All ranks must call it, after a run without failures."""
+        """Print a comparison of simulated times with those measured on all ranks, and write it beside the trace, on
+        global rank 0. All ranks must call it, after a run without failures.
+        """
         plan, graph = engine.plan, engine.graph
-        if not self._latest or engine.ahead():  # without a flush no mini-batch has a timeline of its own
+        if not self._latest or engine.ahead():  # without a flush, no mini-batch has a timeline of its own
             return
         measured = gathered(self._alike(plan.batch_size), plan, self.control)
         if self.control.rank != 0:
@@ -103,8 +106,10 @@ class TraceFile:
         (self.path.parent / "gpp-trace-compared.txt").write_text("\n\n".join(parts) + "\n")
 
     def _alike(self, batch_size: int) -> dict[int, Timings]:
-        """The latest mini-batches of a size by their numbers, without the first one of the run if possible, which also
-        compiles the executor."""
+        """The latest mini-batches of a size by their numbers.
+
+        If possible, the run's first one, which also compiles the executor, is left out.
+        """
         alike = {number: timings for number, size, timings in self._latest if size == batch_size}
         later = {number: timings for number, timings in alike.items() if number != self._first}
         return later or alike
@@ -113,13 +118,13 @@ class TraceFile:
 def gathered(timings: Mapping[int, Timings], plan: Plan, control: Control) -> list[Timeline]:
     """The timelines of all mini-batches and pipelines, on all ranks. All ranks must call it.
 
-    Processes of one machine read the same clock. Those of others are set by a barrier, which all leave at about the
-    same time: their times are as exact as that.
+    Processes of one machine read the same clock. Clocks of different machines are aligned at a barrier, which all leave
+    at about the same time; times are as exact as that.
 
     Args:
-        timings: of this rank, by the number of the mini-batch; the ranks of a pipeline have the same.
-        plan: of the stages.
-        control: who this rank is.
+        timings: timings of this rank, by the number of the mini-batch; all ranks of a pipeline have the same numbers.
+        plan: the plan of the stages.
+        control: the side channel of this rank.
     """
     control.barrier()
     ranks = control.gather((socket.gethostname(), time.perf_counter(), dict(timings)))

@@ -138,7 +138,7 @@ REFUSED = [
     (SideInput, "did not pass to the module's call"),
     (Logs, "a forward that is cut into stages logs a value"),
     (Region, "activation checkpointing spans more than one module call"),
-    (EarlyParameter, "uses a parameter in front of its first module call"),
+    (EarlyParameter, "uses a parameter before its first module call"),
     (NoNetwork, "calls no submodule that has parameters"),
     (Broken, "same reduction dim"),
     (zoo.LateAttribute, "captured at set-up, before hooks such as on_train_start"),

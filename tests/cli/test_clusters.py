@@ -66,7 +66,7 @@ def test_several_pipelines_are_said_clearly(capsys: pytest.CaptureFixture[str]) 
     number, devices, again = map(int, match.groups())
     assert number == again > 1
     assert number * devices == 64
-    assert f"{64 // number} samples, 64 in all" in text
+    assert f"{64 // number} samples, 64 in total" in text
 
 
 def test_memory_search_and_runners_up_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +106,7 @@ def test_a_plan_for_more_devices_than_the_cluster_has(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs to plan for")
 def test_gpus_that_are_not_there() -> None:
     with pytest.raises(
-        ConfigError, match="trainer.accelerator=gpu, and this machine has no GPU to plan for. .*cluster="
+        ConfigError, match="trainer.accelerator=gpu, but this machine has no GPU to plan for. .*cluster="
     ):
         task_of(composed(*QUICK, "trainer.accelerator=gpu", name="plan"))
     assert [device_type(name) for name in ("auto", "cpu", "gpu", "cuda")] == ["cpu", "cpu", "cuda", "cuda"]
@@ -141,7 +141,7 @@ def test_a_graph_from_a_file_needs_no_model(graph_json: str, tmp_path: Path) -> 
         ("batch_size=null", "batch_size=None: a graph from a file comes without data.*batch_size=64"),
         ("strategy.costs=measured", "strategy.costs=measured needs a model to run"),
         ("optimizer=adan", "footprint.optimizer='adan' is unknown.*Did you mean 'adam'"),
-        ("~cluster", "trainer.devices=auto: gpp-plan does not look at this machine's devices.*cluster=dgx_h100"),
+        ("~cluster", "trainer.devices=auto: gpp-plan does not count this machine's devices.*cluster=dgx_h100"),
     ],
 )
 def test_what_a_graph_from_a_file_needs(graph_json: str, override: str, message: str) -> None:
@@ -191,7 +191,7 @@ def test_what_finds_nothing_gives_its_reason(capsys: pytest.CaptureFixture[str],
 def test_compared_are_partitioners() -> None:
     with pytest.raises(ConfigError, match="'best' is not a partitioner"):
         compare(composed(*QUICK, "partitioners=[best]", name="plan"))
-    with pytest.raises(ConfigError, match="leave strategy.plan and strategy.stages out"):
+    with pytest.raises(ConfigError, match="leave out strategy.plan and strategy.stages"):
         compare(composed(*QUICK, "strategy.stages={image_tower: 0, text_tower: 1, head: 2}", name="plan"))
     with pytest.raises(ConfigError, match="compare_seconds=0 must be more than 0"):
         compare(composed(*QUICK, "compare_seconds=0", "partitioners=[auto]", name="plan"))

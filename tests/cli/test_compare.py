@@ -80,7 +80,7 @@ def test_replicas_sum_and_gather(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_sharding_that_splits_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     show(composed(*QUICK, STAGES, "strategy.sharding=zero1", name="plan"))
-    assert "\nstrategy.sharding=zero1 has nothing to split: every stage is held by one" in capsys.readouterr().out
+    assert "\nstrategy.sharding=zero1 has nothing to split: every stage is on one" in capsys.readouterr().out
     several = ("strategy.num_pipelines=2", "trainer.devices=8")
     show(composed(*QUICK, STAGES, *several, "strategy.sharding=zero1", name="plan"))
     assert "has nothing to split" not in capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_on_the_users_stages(capsys: pytest.CaptureFixture[str]) -> None:
     compare(composed(*QUICK, STAGES, "schedules=[1f1b,folded,twofold]", name="plan"))
     text = capsys.readouterr().out
     assert rows_of(text)["1f1b"]["stages per device"] == "1"
-    assert "\nfolded: it lays the stages on 2 devices, and there are 4. Give more stages" in text
+    assert "\nfolded: it lays the stages out over 2 devices, but there are 4. Give more stages" in text
     assert rows_of(text)["twofold"]["stages per device"] == "2/3"
     two = ("trainer.devices=2", "strategy.stages_per_device=2")
     compare(composed(*QUICK, STAGES, *two, "schedules=[1f1b,folded]", name="plan"))
@@ -122,8 +122,11 @@ def test_on_the_users_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert float(rows["1f1b"]["step"].split()[0]) == pytest.approx(1e3 * timeline.makespan, rel=0.01)
     assert rows["gpipe"]["in flight"] == "4"
     assert rows["folded"]["step"] == rows["1f1b"]["step"]
-    assert "\nfolded: it is made for 2 stages on every device; there are 4 on 4 devices. The row is what" in text
-    assert "\ntwofold: it runs in both directions, and wants every stage also on the mirrored device" in text
+    assert "\nfolded: it is made for 2 stages per device; the plan has 4 on 4 devices. The row shows" in text
+    assert (
+        "\ntwofold: it runs in both directions, which needs a second replica of every stage on the mirrored device"
+        in text
+    )
     assert "1f1b:" not in text
 
 
@@ -168,16 +171,16 @@ def test_pipelines_both_ways_fit_plans_both_ways() -> None:
 @pytest.mark.usefixtures("folded")
 def test_both_ways_takes_two_devices_and_two_micro_batches() -> None:
     single = replace(chain([1], 8), stages=(replace(chain([1], 8).stages[0], modules=("all", "@step")),))
-    assert "1 device has none; it takes 2 devices or more" in layout_mismatch(single, "twofold")
+    assert "it runs in both directions, which takes 2 devices or more" in layout_mismatch(single, "twofold")
     whole = mirrored(chain([8] * 4, 8))
-    assert "there is 1 micro-batch; it takes 2 or more" in layout_mismatch(whole, "twofold")
+    assert "which takes 2 micro-batches or more" in layout_mismatch(whole, "twofold")
     assert not layout_mismatch(replace(whole, batch_size=16), "twofold")
     assert not layout_mismatch(single, "1f1b")
 
 
 def test_a_plan_of_one_way_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     show(composed(*QUICK[:2], "strategy.num_micro_batches=1", "strategy.schedule=chimera", name="plan"))
-    assert "\nchimera: it runs micro-batches in both directions in turn, and there is 1" in capsys.readouterr().out
+    assert "\nchimera: it runs micro-batches in both directions in turn, which takes 2" in capsys.readouterr().out
     show(composed(*QUICK, "strategy.schedule=chimera", name="plan"))
     assert "chimera: it" not in capsys.readouterr().out
 

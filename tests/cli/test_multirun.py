@@ -30,5 +30,5 @@ def test_what_can_work_is_allowed() -> None:
 def test_the_command_refuses_it(environment: dict[str, str], tmp_path: Path) -> None:
     result = command("train", "--multirun", "experiment=feature_towers", "seed=1,2", cwd=tmp_path, **environment)
     assert result.returncode == 1
-    assert result.stderr.count("would start the sweep again") == 1
+    assert result.stderr.count("would each start the sweep again") == 1
     assert "Traceback" not in result.stderr

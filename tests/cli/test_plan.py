@@ -100,7 +100,7 @@ def test_the_number_of_devices_is_configured_not_found() -> None:
     trainer = composed("experiment=gpt_text", "trainer.devices=4", "trainer.num_nodes=3").trainer
     assert num_processes(trainer) == 12
     assert num_processes(composed("experiment=gpt_text", "trainer.devices=[0,3]").trainer) == 2
-    with pytest.raises(ConfigError, match="trainer.devices=auto: gpp-plan does not look at this machine"):
+    with pytest.raises(ConfigError, match="trainer.devices=auto: gpp-plan does not count this machine"):
         num_processes(composed("experiment=gpt_text", "trainer.devices=auto").trainer)
 
 

@@ -66,7 +66,7 @@ def test_a_stage_with_the_step_alone_is_not_in_the_line() -> None:
 
 
 def test_fewer_stages_than_devices() -> None:
-    with pytest.raises(ConfigError, match=r"2 stages cannot be laid on 4 devices.*strategy.stages_per_device"):
+    with pytest.raises(ConfigError, match=r"2 stages cannot be laid out over 4 devices.*strategy.stages_per_device"):
         laid_out(with_head(chain((1, 1), 2)), 4, "looped")
 
 
@@ -168,7 +168,7 @@ def test_repeated_devices() -> None:
 
 
 def test_too_many_stages_per_device_say_how_many_there_would_be() -> None:
-    with pytest.raises(PlanError, match=r"with 40 stages on each of 2 devices wants 80 stages.*stages_per_device"):
+    with pytest.raises(PlanError, match=r"with 40 stages on each of 2 devices needs 80 stages.*stages_per_device"):
         best_plan("auto", graphs.chain(4), request(2, stages_per_device=40))
 
 

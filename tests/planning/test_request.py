@@ -27,7 +27,7 @@ CLUSTER = Cluster.uniform(DEVICE, 2, Link())
         ({"seconds": 0}, "strategy.search_seconds=0; it must be more than 0 seconds"),
         ({"num_micro_batches": 9}, "More micro-batches than samples: strategy.num_micro_batches=9"),
         ({"micro_batch_size": 9}, "strategy.micro_batch_size=9, but a mini-batch has 8 samples"),
-        ({"micro_batch_size": 2, "num_micro_batches": 4}, "each follows from the other: give one"),
+        ({"micro_batch_size": 2, "num_micro_batches": 4}, "each follows from the other; give one"),
     ],
 )
 def test_what_cannot_be_asked_for(settings: dict[str, object], message: str) -> None:

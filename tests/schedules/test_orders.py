@@ -186,7 +186,9 @@ def test_own_schedule_that_forgets_a_micro_batch() -> None:
     def forgets(plan: Plan, batch_size: int) -> dict[int, tuple[Action, ...]]:
         return {0: _order(0, "F0 B0")}
 
-    with pytest.raises(ScheduleError, match="stage 'stage0': the order must hold the forward and the backward of each"):
+    with pytest.raises(
+        ScheduleError, match="stage 'stage0': the order must contain the forward and the backward of each"
+    ):
         make_schedule(chain((1,), 2, "test_forgets"))
 
 

@@ -148,7 +148,7 @@ def test_replicas_that_split_what_they_hold(runs: list[Any], kind: str) -> None:
 def test_a_backward_that_is_not_split_is_told_once(runs: list[Any]) -> None:
     (_, _, told), (_, _, other) = runs
     assert len(told) == 1
-    assert "strategy.schedule=zb_h1 splits backwards, but that of stage 'head' is done at once" in told[0]
+    assert "strategy.schedule=zb_h1 splits backwards, but that of stage 'head' runs as one" in told[0]
     assert "torch.compile made one step" in told[0]
     assert other == []
 
@@ -171,7 +171,7 @@ def cut_on_one_device(rank: int) -> list[str]:
 def test_a_cut_through_a_compiled_module_is_told() -> None:
     [told] = harness.run(1, cut_on_one_device)
     assert len(told) == 1
-    assert re.match(r"Whole: compiled \(torch.compile\), but the plan cuts through, .* \(strategy.stages\)", told[0])
+    assert re.match(r"Whole: compiled \(torch.compile\), but cut by the plan, .* \(strategy.stages\)", told[0])
 
 
 @pytest.mark.parametrize("kind", [InPlace, Wrapped, Forward, Whole])

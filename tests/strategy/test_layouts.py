@@ -25,7 +25,7 @@ from tests.strategies import chain
         ({"stages_per_device": 0}, "strategy.stages_per_device is 0; it must be a whole number >= 1"),
         (
             {"stages_per_device": 2, "stages": [{"modules": ["a"], "devices": [0]}, {"modules": ["b"]}]},
-            "strategy.stages_per_device=2 cannot move .* `devices`: they say where stages are. Leave it out",
+            "strategy.stages_per_device=2 cannot move .* `devices`: these already have devices. Leave it out",
         ),
         (
             {"stages_per_device": 2, "plan": chain([1, 1], 4)},

@@ -150,7 +150,7 @@ def test_checkpoints_are_those_of_one_process(tmp_path: Any) -> None:
         expected.append(loss.item())
     assert losses == pytest.approx(expected, rel=1e-12)
     assert_same(weights, plain(model.state_dict()))
-    assert "The AdamW is none of the optimizers that the engine was set up with" in refusal
+    assert "The AdamW is not one of the optimizers that the engine was set up with" in refusal
     saved = torch.load(tmp_path / "checkpoint")
     fresh, other = model_and_optimizer()
     fresh.load_state_dict(saved["model"])

@@ -1,4 +1,4 @@
-"""From module paths to stages: which operators a stage computes, what flows between stages, and the plan of it."""
+"""Assigns operators to stages by module paths, finds what flows between stages, and builds the plan."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage, topological
 
 DATA: Final = "@source"
-"""The module name of operators that stand for the data."""
+"""The module name of operators that represent the data."""
 
 Assignment = dict[str, tuple[int, ...]]
-"""For every operator the stages that compute it. Cheap glue that several stages read is computed in each of them."""
+"""The stages that compute each operator. Cheap glue that several stages read is computed in each of them."""
 
 
 def assign(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> Assignment:
     """Give every operator to the stage that lists the longest prefix of its module path, and place the glue.
 
-    Glue are the operators outside of all listed modules. No placement of it makes one stage wait for another that it
-    does not need anyway, so that branches stay independent:
+    Glue is the operators outside all listed modules. Its assignment never makes a stage wait for another that it does
+    not need anyway, so that branches stay independent:
 
-    * read by one stage: it goes there, or to the stage that makes all it reads where that sends fewer bytes;
-    * read by several, of values that one stage makes or waits for: it goes to that stage (residual sums);
-    * read by several, of data or of several branches (masks): each reader computes it for itself. Operators that draw
-      random numbers, use parameters, or belong to a cluster are never repeated: the first reader computes these.
+    * read by one stage: it goes there, or to the stage that makes all it reads if that sends fewer bytes;
+    * read by several, while one stage makes or waits for all that it reads: it goes to that stage (residual sums);
+    * read by several, and reading data or several branches (masks): each reader computes it for itself. Operators that
+      draw random numbers, use parameters, or belong to a cluster are never repeated: the first reader computes them.
 
     Raises:
         PlanError: a module is listed twice.
@@ -41,7 +41,7 @@ def assign(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> Assi
 
 
 def _place_effects(graph: OperatorGraph, assignment: Assignment) -> None:
-    """Operators that only update a buffer have no reader: they go where the buffer, or what they read, is."""
+    """Assign operators that only update a buffer, which have no reader, to the stage of the buffer or their inputs."""
     homes: dict[str, tuple[int, ...]] = {}
     for operator in graph:
         if operator.target != "input":
@@ -65,7 +65,7 @@ def _home(
 
 
 def forced(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
-    """Pairs of stages (SOURCE left out): the second reads, itself or through glue, what modules of the first make."""
+    """Pairs of stages, without SOURCE, of which the second reads a result of the first, directly or through glue."""
     owners = _owned(graph, _owners(stage_modules))
     return _forced(graph, owners, _makers(graph, owners))
 
@@ -103,9 +103,9 @@ def _owned(graph: OperatorGraph, owners: dict[str, int]) -> dict[str, int]:
 
 
 def _makers(graph: OperatorGraph, owned: dict[str, int]) -> dict[str, frozenset[int]]:
-    """For every operator the stages whose modules make what it reads, directly or through glue.
+    """The stages whose modules make the inputs of each operator, directly or through glue.
 
-    Those that another of them is known to wait for are left out: a residual stream names its last maker, not all.
+    A stage is left out if another of them is known to wait for it: for a residual stream, only the last maker remains.
     """
     makers: dict[str, frozenset[int]] = {}
     for operator in graph:
@@ -123,7 +123,7 @@ def _forced(graph: OperatorGraph, owned: dict[str, int], makers: dict[str, froze
 
 
 def _ancestors(order: nx.DiGraph) -> dict[int, set[int]]:
-    """For every stage those that come before it. Stages of one cycle come before each other."""
+    """The ancestors of every stage. Stages of one cycle are ancestors of each other."""
     components = nx.condensation(order)
     before: dict[int, set[int]] = {}
     for component in nx.topological_sort(components):
@@ -165,7 +165,7 @@ class _Assignment:
         return tuple(readers) if _may_repeat(operator) else tuple(readers[:1])
 
     def _last_maker(self, operator: Operator) -> int | None:
-        """The stage that makes what the operator reads, and waits for all others that do; None where there is none."""
+        """The stage that makes an input of the operator and waits for all others that do; None if there is none."""
         makers = self.makers[operator.name]
         last = [stage for stage in makers if makers - {stage} <= self.ancestors.get(stage, set())]
         return last[0] if len(last) == 1 else None
@@ -183,7 +183,7 @@ def _may_repeat(operator: Operator) -> bool:
 
 
 def crossing(graph: OperatorGraph, assignment: Assignment) -> dict[tuple[int, int], list[tuple[str, int]]]:
-    """For every edge of the stage graph the values `(operator, output)` that flow, in recorded order."""
+    """The values `(operator, output)` that flow along each edge of the stage graph, in recorded order."""
     values: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for operator in graph:
         for _, target, outputs in graph.nx.out_edges(operator.name, data="outputs"):
@@ -198,7 +198,7 @@ def crossing(graph: OperatorGraph, assignment: Assignment) -> dict[tuple[int, in
 def make_plan(
     graph: OperatorGraph, stages: Sequence[Stage], *, batch_size: int, schedule: str = "1f1b", model: str = ""
 ) -> Plan:
-    """Make a plan of stages: edges, bytes and figures from the graph, stages in topological order.
+    """Make a plan of stages: edges, bytes and figures come from the graph, stages are in topological order.
 
     Raises:
         PlanError: the stages form a cycle, they contradict themselves, or replicas would share what cannot be
@@ -227,7 +227,7 @@ def _order(stages: Sequence[Stage], pairs: list[tuple[int, int]]) -> list[int]:
 
 
 def mixing_stages(graph: OperatorGraph, assignment: Assignment) -> dict[int, Operator]:
-    """For every stage that makes values of all samples of a micro-batch together, the first operator that does."""
+    """The first operator of each stage that combines all samples of a micro-batch; stages without one are left out."""
     first: dict[int, Operator] = {}
     for operator in graph:
         if operator.target != "step" and any(spec.mixes_samples for spec in operator.outputs):
@@ -243,11 +243,11 @@ def _check_replicas(graph: OperatorGraph, stages: Sequence[Stage], assignment: A
             continue
         where = f" ({operator.line})" if operator.line else ""
         raise PlanError(
-            f"Stage {stage.name!r} has {len(stage.devices)} replicas that share each micro-batch, but {operator.target}"
-            f" in module {operator.module or 'the root module'!r}{where} combines all samples of a micro-batch, as a "
-            "loss or a mean does: each replica would combine its own share only. Give the stage one device, let its "
-            "replicas take whole micro-batches in turn (round_robin: true), or compute that value in the training step "
-            "(strategy.stages, strategy.plan)."
+            f"Stage {stage.name!r} has {len(stage.devices)} replicas that share each micro-batch, but "
+            f"{operator.target} in module {operator.module or 'the root module'!r}{where} combines all samples of a "
+            "micro-batch, as a loss or a mean does: each replica would combine its own share only. Give the stage one "
+            "device, let its replicas take micro-batches in turn (round_robin: true), or compute that value in the "
+            "training step (strategy.stages, strategy.plan)."
         )
 
 
@@ -288,7 +288,7 @@ def _figures(graph: OperatorGraph, assignment: Assignment, num_stages: int) -> l
 
 
 def _for_weights(graph: OperatorGraph, operator: Operator) -> dict[tuple[str, int], Affine]:
-    """Bytes that the weight gradients of an operator need: its inputs, and the gradients of its outputs."""
+    """Bytes that an operator's weight gradients need: its inputs, and the gradients of its outputs."""
     if not operator.parameters:
         return {}
     read = [

@@ -1,4 +1,4 @@
-"""The last changes of a plan, whoever chose its stages: recomputation, sharding, the chain baseline, slices."""
+"""The last changes of a plan, however its stages were chosen: recomputation, sharding, the chain baseline, slices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def slicing_of(plan: Plan) -> Slicing | None:
 
 
 def unslice(plan: Plan, graph: OperatorGraph) -> Plan:
-    """The plan without slices. It is rebuilt, as slices keep more than their sums of figures say."""
+    """The plan without slices. It is rebuilt, because summing the figures of slices would overestimate memory."""
     return plan if not plan.is_sliced else rebuilt(unsliced(plan).plan, graph, plan.batch_size)
 
 
@@ -49,8 +49,8 @@ def slice_plan(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
 def slice_again(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
     """The plan for another form of the mini-batch, sliced as before.
 
-    Sequences of other lengths get as many equal slices, or as many as there are tokens. Stages that cannot be sliced in
-    this form stay unsliced.
+    A sequence of another length gets the same number of equal slices, but at most one per token. Stages that cannot be
+    sliced in this form stay unsliced.
     """
     try:
         length = sequence_length(graph)
@@ -70,18 +70,18 @@ def completed(
     chained: bool = False,
     slicing: Slicing | None = None,
 ) -> Plan:
-    """The plan with what the settings say besides its stages.
+    """The plan with the settings that do not concern the choice of stages.
 
     Args:
         plan: stages on devices, perhaps sliced already.
-        graph: what the plan was made from.
-        recompute: stages that run their forward again; None leaves it to the plan.
-        sharding: what the replicas of a stage split; "none" leaves it to the plan.
+        graph: the operator graph that the plan was made from.
+        recompute: stages that run their forward again; None keeps the plan's.
+        sharding: what the replicas of a stage split; "none" keeps the plan's.
         chained: run the stages one after the other, even if they do not need each other.
-        slicing: how to slice sequences; None leaves it to the plan.
+        slicing: how to slice sequences; None keeps the plan's.
 
     Raises:
-        ConfigError, PlanError: the plan cannot have it.
+        ConfigError, PlanError: the plan does not support a setting.
     """
     slicing = slicing or slicing_of(plan)
     plan = with_recomputed(unslice(plan, graph), recompute)
@@ -94,19 +94,15 @@ def completed(
 
 
 def check_sharding(plan: Plan, graph: OperatorGraph) -> None:
-    """Refuse to shard a parameter that several stages use: its ranks would be of several sets.
+    """Refuse to shard a parameter that several stages use: its ranks would belong to several groups.
 
     Raises:
-        ConfigError: stages are cut into slices.
+        ConfigError: stages are sliced.
         PlanError: names the parameter and the stages.
     """
     if plan.sharding != "fsdp":
         return
-    if plan.is_sliced:
-        raise ConfigError(
-            "strategy.sharding=fsdp and strategy.slices cannot be combined: a slice would gather the parameters of its "
-            "stage for itself. Use strategy.sharding=zero1, or remove strategy.slices."
-        )
+    check_sharded_slices(plan.sharding, plan.is_sliced)
     users: dict[str, set[int]] = {}
     assignment = assign(graph, [stage.modules for stage in plan.stages])
     for operator in graph:
@@ -122,8 +118,21 @@ def check_sharding(plan: Plan, graph: OperatorGraph) -> None:
             )
 
 
+def check_sharded_slices(sharding: str, is_sliced: bool) -> None:
+    """Refuse slices of stages whose parameters are sharded.
+
+    Raises:
+        ConfigError: both are wanted.
+    """
+    if sharding == "fsdp" and is_sliced:
+        raise ConfigError(
+            "strategy.sharding=fsdp and strategy.slices cannot be combined: each slice would gather its stage's "
+            "parameters again. Use strategy.sharding=zero1, or remove strategy.slices."
+        )
+
+
 def with_recomputed(plan: Plan, recompute: bool | Sequence[str] | None) -> Plan:
-    """The plan with these stages recomputed: none (False), all but the step's (True), or those listed.
+    """The plan with the given stages recomputed: none (False), all except the one of the user's step (True), or a list.
 
     None leaves the plan as it is.
 

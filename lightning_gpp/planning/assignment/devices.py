@@ -1,4 +1,4 @@
-"""Which stage gets which device number, and how many copies of a pipeline fill a job."""
+"""Device numbers of stages, and the number of pipeline replicas that fill a job."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def number_devices(plan: Plan) -> Plan:
 
 
 def devices_per_pipeline(world_size: int, num_pipelines: int | None) -> int:
-    """Devices that one copy of the pipeline gets: all of them if `num_pipelines` is None.
+    """Devices of one pipeline replica: all of them if `num_pipelines` is None.
 
     Raises:
-        ConfigError: the devices do not divide into that many equal parts.
+        ConfigError: the devices cannot be divided into that many equal parts.
     """
     if num_pipelines is None:
         return world_size
@@ -33,10 +33,10 @@ def devices_per_pipeline(world_size: int, num_pipelines: int | None) -> int:
 
 
 def count_pipelines(plan: Plan, world_size: int) -> int:
-    """Copies of the plan's pipeline that fill `world_size` devices.
+    """Number of replicas of the plan's pipeline that fill `world_size` devices.
 
     Raises:
-        PlanError: the plan needs more devices, or the devices are not a multiple of what it needs.
+        PlanError: the plan needs more devices, or the number of devices is not a multiple of those it needs.
     """
     needed = plan.num_devices
     if world_size < needed:

@@ -1,4 +1,4 @@
-"""Costs of a plan's stages from the captured operators: for the simulator, and written into the plan for schedules."""
+"""Costs of a plan's stages, from the captured operators, for the simulator and, in the plan, for schedules."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_gpp.slices import unsliced
 
 
 def timed(plan: Plan, costs: StageCosts, memory_bytes: Sequence[float] = ()) -> Plan:
-    """The plan with seconds of its actions and messages, and the memory that every device has for activations.
+    """The plan with the seconds of its actions and messages, and the memory that each device has left for activations.
 
-    The figures travel with the plan, so that every rank makes the same schedule, on whatever machine it was planned.
+    The figures travel with the plan, so that every rank makes the same schedule, wherever it was planned.
 
     Args:
-        plan: of one pipeline.
-        costs: of its stages.
-        memory_bytes: of every device, for everything; empty where there is no limit.
+        plan: the plan of one pipeline.
+        costs: costs of its stages.
+        memory_bytes: memory of each device; empty if there is no limit.
     """
     stages = tuple(_timed_stage(stage, index, costs) for index, stage in enumerate(plan.stages))
     edges = tuple(replace(edge, seconds=_edge_seconds(plan, edge, costs)) for edge in plan.edges)
@@ -33,7 +33,7 @@ def timed(plan: Plan, costs: StageCosts, memory_bytes: Sequence[float] = ()) -> 
 
 
 def _timed_stage(stage: Stage, index: int, costs: StageCosts) -> Stage:
-    """Seconds per samples of a whole micro-batch, of which the slowest replica has its share."""
+    """The stage with its seconds by a micro-batch's samples; the slowest replica's share counts."""
     cost = max((costs.replica(index, device) for device in stage.devices), key=lambda entry: entry.backward.at(1))
     share = 1 if stage.round_robin else len(stage.devices)
     forward, weight = _shared(cost.forward, share), _shared(cost.weight, share)
@@ -48,7 +48,7 @@ def _shared(cost: Affine, num_replicas: int) -> Affine:
 
 
 def _edge_seconds(plan: Plan, edge: Edge, costs: StageCosts) -> Affine:
-    """Seconds of a micro-batch between the first devices of both ends; 0 on the same device."""
+    """Seconds of the transfer of a micro-batch between the first devices of both stages; 0 on the same device."""
     src, dst = plan.devices_of(edge.src)[0], plan.devices_of(edge.dst)[0]
     if src == dst or edge.artificial:
         return Affine()
@@ -58,15 +58,15 @@ def _edge_seconds(plan: Plan, edge: Edge, costs: StageCosts) -> Affine:
 
 
 def _room(plan: Plan, costs: StageCosts, device: int, limit: float) -> float:
-    """Bytes that the parameters of a device's stages leave free."""
+    """Bytes that the stages of a device leave free besides their parameters."""
     held = sum(costs.replica(stage, device).parameter_bytes for stage in plan.stages_on(device))
     return max(0.0, limit - held * costs.parameter_copies)
 
 
 def with_figures_of(known: Plan, plan: Plan) -> Plan:
-    """The plan of another form of the step, with the seconds, the memory and the sharding of the known one.
+    """A plan for another form of the step, with the seconds, memory limits and sharding of the known one.
 
-    Stages are known by their names, edges by those of their ends; what is new keeps its own figures.
+    Stages are matched by name, edges by the names of their ends; those without a match keep their own figures.
     """
     figures = {stage.name: stage.figures for stage in known.stages}
     seconds = {_ends(known, edge): edge.seconds for edge in known.edges}
@@ -99,17 +99,17 @@ def estimate(
 ) -> StageCosts:
     """The costs of a plan's stages on a cluster.
 
-    Seconds are exact in the model for the share of a whole micro-batch and for 1 sample, affine in between. The user's
-    Python before the network costs nothing.
+    Seconds are exact, within the cost model, for a full share of a micro-batch and for 1 sample, and affine in between.
+    The user's Python before the network costs nothing.
 
     Args:
-        graph: what the plan was made from.
-        plan: the stages; device d of pipeline p is the cluster's device p x plan.num_devices + d, and of these devices
-            the slowest counts.
+        graph: the operator graph that the plan was made from.
+        plan: the stages; device d of pipeline p is the cluster's device p x plan.num_devices + d; the slowest of these
+            counts.
         cluster: devices and links.
         costs: seconds of operators; by default the roofline model.
         footprint: what a device keeps per byte of parameters; float32 and Adam by default.
-        num_pipelines: copies of the pipeline, whose gradients are summed.
+        num_pipelines: pipeline replicas, whose gradients are summed.
     """
     if plan.is_sliced:
         whole = unsliced(plan)
@@ -141,7 +141,7 @@ def estimate(
 
 
 def _slowest(candidates: Sequence[StageCost], stage: Stage) -> StageCost:
-    """The pipelines wait for each other when they sum their gradients, so the slowest one's device counts."""
+    """The costs on the slowest pipeline's device, because pipelines wait for each other to reduce gradients."""
     share = -(-stage.micro_batch_size // len(stage.devices))
     return max(candidates, key=lambda cost: cost.forward.at(share) + cost.backward.at(share))
 
@@ -189,7 +189,7 @@ def _stage_cost(operators: Sequence[Operator], plan: Plan, index: int, kind: Dev
 
 
 def _weight(plan: Plan, index: int, seconds: Sequence[Seconds]) -> float:
-    """Seconds of the weight gradients; 0 for a stage that no other waits for, which computes all gradients at once."""
+    """Seconds of the weight gradients; 0 for a stage that no other waits for: it computes all gradients at once."""
     waited_for = any(edge.dst == index and carries_gradient(edge) and not edge.artificial for edge in plan.edges)
     return sum(entry.weight_gradient for entry in seconds) if waited_for else 0.0
 
@@ -197,8 +197,8 @@ def _weight(plan: Plan, index: int, seconds: Sequence[Seconds]) -> float:
 def _through(points: Mapping[int, float]) -> Affine:
     """The affine function through two points.
 
-    The roofline is convex and grows no faster than its argument, so this is never negative, and never below the model
-    in between.
+    The roofline is convex and grows no faster than its argument, so the function is never negative, nor below the
+    roofline in between.
     """
     (first, low), (last, high) = sorted(points.items())
     slope = (high - low) / (last - first)

@@ -20,7 +20,7 @@ def check_model(plan: Plan, graph: OperatorGraph, fingerprint: str = "") -> None
     Args:
         plan: the plan.
         graph: the captured model.
-        fingerprint: of the captured model. Compared where both it and the plan's are known.
+        fingerprint: fingerprint of the captured model; compared if the plan has one, too.
 
     Raises:
         PlanError: naming modules that are missing or new, edges that differ, or the fingerprints.
@@ -41,7 +41,7 @@ def check_model(plan: Plan, graph: OperatorGraph, fingerprint: str = "") -> None
 
 
 def _unplaced(graph: OperatorGraph, listed: dict[str, int]) -> list[str]:
-    """Modules with parameters that no stage lists, and that hold no listed module."""
+    """Modules with parameters that no stage lists and that contain no listed module."""
     divided = around(listed)
     modules = (operator.module for operator in graph if operator.parameters)
     return [name for name in dict.fromkeys(modules) if owner_of(name, listed) is None and name not in divided]

@@ -1,6 +1,6 @@
-"""Several stages per device: which device gets which stages.
+"""Layouts with several stages per device: which device gets which stages.
 
-Stages are lined up by their distance to the sink, so that branches lie side by side, and the line is folded over the
+Stages are lined up by their distance to the sink, so that branches are side by side, and the line is laid over the
 devices:
 
     looped, 4 devices    0 1 2 3 0 1 2 3       zigzag    0 1 2 3 3 2 1 0
@@ -25,7 +25,7 @@ from lightning_gpp.schedules.registry import method_of
 
 
 def lay_out(plan: Plan, graph: OperatorGraph, num_devices: int) -> Plan:
-    """The plan with its stages, each on one device, where its schedule wants them on `num_devices` devices.
+    """The plan with its stages, each on one device, laid out over `num_devices` devices as its schedule requires.
 
     Raises:
         ConfigError: there are fewer stages than devices.
@@ -36,11 +36,11 @@ def lay_out(plan: Plan, graph: OperatorGraph, num_devices: int) -> Plan:
 
 
 def lay_out_by_hand(plan: Plan, graph: OperatorGraph, stages_per_device: int | None = None) -> Plan:
-    """Stages that a user cut, each on one device, where the plan's schedule wants them.
+    """The plan with stages that the user chose, each on one device, laid out as its schedule requires.
 
     Args:
-        plan: names the schedule.
-        graph: of the model.
+        plan: the stages, and the name of the schedule.
+        graph: the model's operators.
         stages_per_device: the user's number; by default the schedule's.
     """
     method = method_of(plan.schedule)
@@ -52,9 +52,9 @@ def lay_out_by_hand(plan: Plan, graph: OperatorGraph, stages_per_device: int | N
 
 
 def laid_out(plan: Plan, num_devices: int, placement: str) -> Plan:
-    """The plan with its stages, each on one device, folded over `num_devices` devices.
+    """The plan with its stages, each on one device, laid over `num_devices` devices.
 
-    A stage that is nothing but the user's step is left out of the line, and runs on device 0.
+    A stage with nothing but the user's step is left out of the line, and runs on device 0.
 
     Raises:
         ConfigError: there are fewer stages than devices.
@@ -62,7 +62,7 @@ def laid_out(plan: Plan, num_devices: int, placement: str) -> Plan:
     line = _line(plan)
     if len(line) < num_devices:
         raise ConfigError(
-            f"{len(line)} stages cannot be laid on {num_devices} devices. Give more stages (strategy.stages, or "
+            f"{len(line)} stages cannot be laid out over {num_devices} devices. Give more stages (strategy.stages, or "
             "strategy.stages_per_device with a partitioner), or fewer devices."
         )
     folded = {stage: _fold(position, num_devices, placement) for position, stage in enumerate(line)}
@@ -90,13 +90,13 @@ def both_ways(graph: OperatorGraph, plan: Plan) -> Plan:
 
 
 def _free_name(plan: Plan, modules: Sequence[str]) -> str:
-    """A name for the stage with the step alone: its present one, if it is alone already."""
+    """A name for the stage with the step alone; if there is such a stage, its name."""
     own = plan.stages[plan.step_stage].name
     return f"{own} step" if modules else own
 
 
 def _line(plan: Plan) -> list[int]:
-    """Stages from the far end to the sink; those at the same distance in their order in the plan."""
+    """Stages from the farthest to the sink; those at the same distance keep their order in the plan."""
     depths = plan.depths()
     stages = (i for i, stage in enumerate(plan.stages) if stage.modules != (STEP,))
     return sorted(stages, key=lambda stage: (-depths[stage], stage))
@@ -109,7 +109,7 @@ def _fold(position: int, num_devices: int, placement: str) -> int:
 
 
 def _renumbered(folded: dict[int, int], first: int, num_devices: int) -> dict[int, int]:
-    """Turn the line round, or rotate it, so that device `first` becomes device 0: neighbours stay neighbours."""
+    """Device numbers after reversing or rotating the line so that `first` is device 0; neighbours stay neighbours."""
     if first == num_devices - 1:
         return {stage: num_devices - 1 - device for stage, device in folded.items()}
     return {stage: (device - first) % num_devices for stage, device in folded.items()}

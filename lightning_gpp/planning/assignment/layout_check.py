@@ -1,4 +1,4 @@
-"""Layout check: compares the layout of a plan with the one that its schedule is made for, in both directions."""
+"""Layout check: compares the layout of a plan with the one that its schedule is made for."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def layout_mismatch(plan: Plan, schedule: str) -> str:
     method, stages = method_of(schedule), [stage for stage in plan.stages if stage.modules != (STEP,)]
     if method.bidirectional and not all(_both_ways(plan, stage) for stage in stages):
         return (
-            "it runs in both directions, and wants every stage also on the mirrored device, where it takes micro-"
-            "batches in turn (round_robin)."
+            "it runs in both directions, which needs a second replica of every stage on the mirrored device; the two "
+            "take micro-batches in turn (round_robin)."
         )
     if method.bidirectional and (reason := _one_way(plan, stages)):
         return reason
     number = method.stages_per_device
     held = sum(1 if method.bidirectional else len(stage.devices) for stage in stages)
     if -(-held // plan.num_devices) < number:
-        return f"it is made for {number} stages on every device; there are {held} on {plan.num_devices} devices."
+        return f"it is made for {number} stages per device; the plan has {held} on {plan.num_devices} devices."
     if number > 1 and not method.bidirectional and not _has_layout(plan, method.layout):
         return (
             f"it is made for stages placed {_WORDS[method.layout]}, one device each; this plan places them differently."
@@ -36,14 +36,14 @@ _WORDS = {"looped": "in loops over the devices", "zigzag": "back and forth over 
 
 
 def _one_way(plan: Plan, stages: Sequence[Stage]) -> str:
-    """Why no two micro-batches ever run in opposite directions."""
+    """Why no two micro-batches run in opposite directions; empty if some do."""
     if plan.num_devices < 2:
-        return "it runs in both directions, and 1 device has none; it takes 2 devices or more (trainer.devices)."
+        return "it runs in both directions, which takes 2 devices or more (trainer.devices); there is 1."
     numbers = [-(-plan.batch_size // stage.micro_batch_size) for stage in stages]
     if max(numbers, default=2) < 2:
         return (
-            "it runs micro-batches in both directions in turn, and there is 1 micro-batch; it takes 2 or more "
-            "(strategy.num_micro_batches)."
+            "it runs micro-batches in both directions in turn, which takes 2 micro-batches or more "
+            "(strategy.num_micro_batches); there is 1."
         )
     return ""
 

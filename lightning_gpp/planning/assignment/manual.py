@@ -1,4 +1,4 @@
-"""Manual placement: the user says which modules form a stage, and if wanted on which devices, and with which sizes."""
+"""Stages by hand: the user lists the modules of each stage, and optionally its devices and micro-batch size."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def manual(
     schedule: str = "1f1b",
     model: str = "",
 ) -> Plan:
-    """The plan that the user wrote down.
+    """The plan for the stages that the user wrote down.
 
     Args:
         graph: the captured operators.
         placement: `{module path: stage number}`, `{stage name: keys}`, or a list of keys: `name`, `modules`, `devices`,
-            `micro_batch_size`, `recompute`, `round_robin`; all but `modules` may be left out. The module "@step" stands
-            for the
+            `micro_batch_size`, `recompute`, `round_robin`; all but `modules` may be left out. The module "@step" is the
             user's step; without it the step joins the stage that makes most of what it reads.
         batch_size: samples of the mini-batch of one pipeline replica.
-        num_devices: of the job, if known: a plan that needs more is refused.
-        num_micro_batches: for stages without a `micro_batch_size`; or `micro_batch_size`; by default twice the depth.
+        num_devices: devices of the job, if known; a plan that needs more is refused.
+        num_micro_batches: for stages without a `micro_batch_size`, as is the argument `micro_batch_size`; by default
+            twice the depth.
         schedule: name written into the plan.
         model: fingerprint written into the plan.
 
     Raises:
-        ConfigError: the placement is in none of the forms, or micro-batches do not fit the mini-batch.
+        ConfigError: the stages spec has none of the forms, or micro-batches do not fit the mini-batch.
         PlanError: a module does not exist or is listed twice, a parameter is left without a stage, stages form a
             cycle, or the devices do not suffice.
     """
@@ -95,10 +95,10 @@ def _unknown(module: str, known: Sequence[str]) -> PlanError:
 
 
 def _check_parameters(graph: OperatorGraph, owners: dict[str, int]) -> None:
-    """A module is forgotten if neither it nor a module around it or inside it is listed.
+    """Refuse parameters that no stage gets: neither their module, nor one around it or inside it, is listed.
 
     Parameters that a module around listed ones uses itself go where they are read, like all its own operators; those
-    of the user's step go with the step.
+    that the user's step uses go with the step.
     """
     divided = around(owners)
     left = {

@@ -53,21 +53,23 @@ def _descend(root: ModuleNode, path: str) -> ModuleNode:
 
 
 def around(paths: Iterable[str]) -> set[str]:
-    """All modules that hold one of these, the root included; not the paths themselves unless they hold another."""
+    """All modules that contain one of these paths, the root included; not the paths themselves unless they contain
+    another.
+    """
     return {path[:end] for path in paths for end, letter in enumerate(path) if letter == "."} | {""}
 
 
 def some(names: Sequence[str], most: int = 8) -> str:
-    """Names for an error message: the first few, and how many more."""
+    """Names for an error message: the first few, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 LONGEST_NAME = 40
-"""Characters; longer names tell the first and the last module only."""
+"""Characters; longer names show the first and the last module only."""
 
 
 def stage_names(stage_modules: Sequence[Sequence[str]]) -> list[str]:
-    """Short unique names for stages: `image_tower`, `blocks.0-3`, `head`. What all paths begin with is left out."""
+    """Short unique names for stages: `image_tower`, `blocks.0-3`, `head`. A prefix common to all paths is left out."""
     paths = [[module for module in modules if module != STEP] for modules in stage_modules]
     start = _common_start([path for listed in paths for path in listed])
     names: list[str] = []
@@ -82,7 +84,7 @@ def stage_names(stage_modules: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _common_start(paths: Sequence[str]) -> int:
-    """Characters of the modules that hold all paths; none where a number would be left as a name."""
+    """Length of the path prefix common to all stages; 0 if only a number would be left as a name."""
     common = commonprefix([f"{path}." for path in paths])
     start = common.rfind(".") + 1
     rests = [path[start:] for path in paths]

@@ -1,4 +1,4 @@
-"""The stages spec of a user, in any of its forms, as one list of entries."""
+"""Reads the stages spec of a user, in any of its forms, as one list of entries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS: Final = ("name", "modules", "devices", "micro_batch_size", "recompute", "r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A stage as the user wrote it; None where nothing was said."""
+    """A stage as the user wrote it; None for keys that are left out."""
 
     modules: tuple[str, ...]
     name: str | None = None
@@ -30,7 +30,7 @@ def read(placement: StagesSpec) -> list[Entry]:
     """The stages that a user wrote.
 
     Raises:
-        ConfigError: it is in none of the forms.
+        ConfigError: the spec has none of the forms.
     """
     if not placement:
         raise ConfigError("strategy.stages is empty; give module paths and stage numbers, or leave it out.")

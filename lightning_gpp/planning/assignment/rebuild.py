@@ -1,4 +1,4 @@
-"""Rebuild a plan from the modules of its stages: for another graph, unsliced, or with a stage for the user's step."""
+"""Rebuilds a plan from the modules of its stages: for another graph, unsliced, or with a stage for the user's step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_gpp.slices import unsliced
 def rebuilt(plan: Plan, graph: OperatorGraph, batch_size: int, stages: Sequence[Stage] | None = None) -> Plan:
     """Rebuild a plan for another form of the step, or with other stages.
 
-    Edges and sizes are those of the graph, seconds those that the plan has for stages with the same names.
+    Edges and sizes come from the graph, seconds from the plan's stages with the same names.
     """
     stages = stages or unsliced(plan).plan.stages
     made = make_plan(graph, stages, batch_size=batch_size, schedule=plan.schedule, model=plan.model)
@@ -24,7 +24,7 @@ def rebuilt(plan: Plan, graph: OperatorGraph, batch_size: int, stages: Sequence[
 
 
 def with_own_step_stage(plan: Plan, graph: OperatorGraph) -> Plan:
-    """The plan with the user's step as a stage of its own, behind the modules that were with it."""
+    """The plan with the user's step as a stage of its own, after the stage that it was part of."""
     return rebuilt(plan, graph, plan.batch_size, separated(unsliced(plan).plan.stages))
 
 

@@ -1,4 +1,4 @@
-"""Cuts the stages of a plan along the sequence (`strategy.slices`), see `lightning_gpp.slices`."""
+"""Slices the stages of a plan along the sequence (`strategy.slices`), see `lightning_gpp.slices`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ValueKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slicing:
-    """The slicing that a user asks for.
+    """The slicing that the user asks for.
 
     Args:
-        slices: their number, or the tokens of each.
+        slices: number of slices, or the tokens of each.
         dim: the dimension of tensors between stages that counts tokens.
-        modules: paths of the modules that may be cut; None: all that can.
+        modules: paths of the modules that may be sliced; None: all that can be.
     """
 
     slices: int | tuple[int, ...]
@@ -40,7 +40,7 @@ class Slicing:
 
 
 def carried(graph: OperatorGraph) -> dict[str, tuple[Operator, int]]:
-    """The operators that hand something to later tokens, and the dimension of what they hand on that counts tokens."""
+    """The operators that carry a tensor to later tokens, by name, with the tensor's token dimension."""
     found = {}
     for operator in graph:
         if operator.target.startswith(CARRY):
@@ -52,8 +52,7 @@ def carried(graph: OperatorGraph) -> dict[str, tuple[Operator, int]]:
 def carried_by(
     graph: OperatorGraph, assignment: Mapping[str, Sequence[int]], stage: int
 ) -> list[tuple[TensorSpec, int]]:
-    """Tensors that the operators of a stage carry, for the unsliced sequence, in the order in which they run: spec, and
-    dimension of the tokens."""
+    """Spec and token dimension of the tensors that a stage carries, unsliced, in the order of its operators."""
     found = carried(graph)
     return [(operator.outputs[0], dim) for name, (operator, dim) in found.items() if stage in assignment[name]]
 
@@ -69,34 +68,35 @@ def is_cut(spec: TensorSpec, dim: int, length: int) -> bool:
 
 
 def cut_spec(spec: TensorSpec, dim: int, tokens: int) -> TensorSpec:
-    """That of so many tokens of the tensor."""
+    """The spec of a slice of the tensor with this many tokens."""
     return replace(spec, shape=(*spec.shape[:dim], Affine(0, tokens), *spec.shape[dim + 1 :]))
 
 
 def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
-    """The graph in which stages can only meet where tokens are counted by dimension `dim`, and so can be cut.
+    """The graph with operators tied into clusters, so that every tensor that can cross a stage border has the sequence
+    in dimension `dim`.
 
-    Operators between which tensors count them by another one, and modules that carry, as attention does, become one
-    cluster each.
+    Operators joined by a tensor that has it in another dimension form a cluster, and so does each module that carries,
+    as attention does.
 
     Raises:
-        ConfigError: no tensor has tokens in that dimension; or what carries is recomputed by the model itself, at a
-            time when no slice is computed.
+        ConfigError: no tensor has tokens in that dimension; or the model carries inside its own activation
+            checkpointing, which would recompute it when no slice is computed.
     """
     carriers = [operator for operator, _ in carried(graph).values()]
     for operator in carriers:
         if operator.cluster:
             raise ConfigError(
                 f"strategy.slices: {operator.module or 'the model'!r} carries to later tokens ({operator.line}) inside "
-                "of activation checkpointing, which would run it again apart from its slice. Remove the checkpointing "
-                "there and use strategy.recompute, or remove strategy.slices."
+                "activation checkpointing, which would run it again outside its slice. Remove the checkpointing there "
+                "and use strategy.recompute, or remove strategy.slices."
             )
     lengths = {int(operator.outputs[0].shape[at].fixed) for operator, at in carried(graph).values()}
     outside = [other for other in graph if not any(_inside(other, operator) for operator in carriers)]
     if lengths and not any(is_cut(spec, dim, n) for other in outside for spec in other.outputs for n in lengths):
         raise ConfigError(
             f"strategy.slice_dim={dim}: no tensor of the model has its {sorted(lengths)} tokens there. Give the "
-            "dimension that counts tokens in what modules hand to each other, or remove strategy.slices."
+            "dimension that counts tokens in the tensors between modules, or remove strategy.slices."
         )
 
     def hides(spec: TensorSpec) -> bool:
@@ -121,18 +121,18 @@ def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
 
 
 def _inside(operator: Operator, carrier: Operator) -> bool:
-    """True if an operator is in the module that carries, unless that is the model itself."""
+    """True if an operator is in the module that contains the carrier; false if that is the model itself."""
     return bool(carrier.module) and f"{operator.module}.".startswith(f"{carrier.module}.")
 
 
 def sliced(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
-    """The plan with every stage cut that can be.
+    """The plan with every stage sliced that can be.
 
-    A stage can if all that it hands to other stages has one index per token, and if it does not run the user's step.
-    What it receives is cut where it has one, and else goes to every slice.
+    A stage can be sliced if it does not run the user's step, and all tensors that it sends have one index per token.
+    Tensors that it receives are cut if they have one, and otherwise go to every slice.
 
     Raises:
-        ConfigError: the model does not say what it carries, or the numbers do not fit it.
+        ConfigError: the model does not declare what it carries, or the slices do not fit it.
     """
     _check_modules(graph, slicing.modules or ())
     length, growing = sequence_length(graph), growing_share(graph, carried(graph))
@@ -147,10 +147,10 @@ def _check_modules(graph: OperatorGraph, paths: Iterable[str]) -> None:
 
 
 def sequence_length(graph: OperatorGraph) -> int:
-    """The tokens of a sample, over which the model carries.
+    """Number of tokens of a sample, along which the model carries.
 
     Raises:
-        ConfigError: it does not say what it carries, or has sequences of several lengths.
+        ConfigError: it does not declare what it carries, or has sequences of several lengths.
     """
     lengths = {int(operator.outputs[0].shape[dim].fixed) for operator, dim in carried(graph).values()}
     if not lengths:
@@ -175,8 +175,8 @@ def _intervals(slices: int | Sequence[int], length: int, growing: float) -> list
     stops = [sum(slices[: i + 1]) for i in range(len(slices))]
     if stops[-1] != length:
         raise ConfigError(
-            f"strategy.slices={list(slices)} are {stops[-1]} tokens in sum, a sample has {length}. Change them, or "
-            "give their number."
+            f"strategy.slices={list(slices)} are {stops[-1]} tokens in total, a sample has {length}. Change them, or "
+            "give the number of slices."
         )
     return list(zip([0, *stops], stops, strict=False))
 
@@ -220,7 +220,7 @@ class _SliceCut:
         return bool(sent) and all(map(self._is_cut, sent))
 
     def _has_other_sequences(self, index: int) -> bool:
-        """True if most work of a stage is on other sequences: every slice would repeat it."""
+        """True if most of a stage's work is on other sequences: every slice would repeat it."""
         work = {True: 0.0, False: 0.0}
         for operator in self.graph:
             if index in self.assignment[operator.name]:
@@ -235,10 +235,10 @@ class _SliceCut:
 
     def _nothing(self) -> str:
         return (
-            f"strategy.slices: no stage can be cut along dimension {self.slicing.dim} (strategy.slice_dim) into slices "
-            f"of {self.length} tokens: each hands on tensors without it, runs the user's step, works mostly on another "
-            "sequence, or has modules that are not in strategy.slice_modules. Say the stages by strategy.stages, "
-            "change these settings, or remove strategy.slices."
+            f"strategy.slices: no stage can be sliced along dimension {self.slicing.dim} (strategy.slice_dim) into "
+            f"slices of {self.length} tokens: each hands on tensors without it, runs the user's step, works mostly on "
+            "another sequence, or has modules that are not in strategy.slice_modules. Choose other stages "
+            "(strategy.stages), change these settings, or remove strategy.slices."
         )
 
     def _parts(self, stage: Stage, carried_bytes: Affine) -> list[Stage]:
@@ -260,7 +260,7 @@ class _SliceCut:
     def _edges(
         self, edge: Edge, flows: Mapping[tuple[int, int], Sequence[ValueKey]], numbers: Mapping[int, Sequence[int]]
     ) -> Iterator[Edge]:
-        """Slices meet the same slices; a stage that is whole meets all."""
+        """The edge between slices of the same tokens; an unsliced stage has one to or from every slice."""
         above, below = numbers[edge.src], numbers[edge.dst]
         number = max(len(above), len(below))
         values = flows.get((edge.src, edge.dst), ())
@@ -283,7 +283,7 @@ class _SliceCut:
         return value[0] not in self.graph.whole and is_cut(self._spec(value), self.slicing.dim, self.length)
 
     def _carrying(self, parts: Sequence[int], index: int) -> Iterator[Edge]:
-        """From each slice to the next, where there is anything to carry. It stays on its devices, and takes no time."""
+        """Edges from each slice to the next if the stage carries anything; they stay on the device and take no time."""
         specs = [spec for spec, _ in carried_by(self.graph, self.assignment, index)]
         size = sum((spec.affine_bytes for spec in specs), Affine())
         grad = any(spec.requires_grad for spec in specs)
@@ -296,8 +296,8 @@ class _SliceCut:
 
 
 def sliced_costs(costs: StageCosts, plan: Plan, whole: Unsliced, graph: OperatorGraph) -> StageCosts:
-    """Costs of a plan's slices, from those of its stages put together: bytes in proportion to the tokens, seconds as
-    attention makes later ones dearer. Parameters, and what their gradients' sums take, are the first slice's.
+    """Costs of a plan's slices, from those of its unsliced stages: bytes in proportion to the tokens, seconds growing
+    with the position, as attention's do. The first slice has the parameters and the reduction of their gradients.
     """
     length, growing = sequence_length(graph), growing_share(graph, carried(graph))
 
@@ -337,7 +337,7 @@ def _part(cost: StageCost, tokens: tuple[int, int], length: int, work: float, ca
     }
     part = replace(cost, **affine, parameter_bytes=0 if tokens[0] else cost.parameter_bytes)
     kept = _kept(tokens, carried_bytes)
-    if cost.working_bytes != Affine():  # what it keeps is what it received
+    if cost.working_bytes != Affine():  # it keeps what it received
         return replace(part, working_bytes=part.working_bytes + kept)
     return replace(part, activation_bytes=part.activation_bytes + kept)
 
@@ -351,5 +351,5 @@ def _figures(figures: Figures, tokens: tuple[int, int], length: int, work: float
 
 
 def _kept(tokens: tuple[int, int], carried_bytes: Affine) -> Affine:
-    """Memory for what is carried of the whole sequence: the first slice takes it, whose backward is the last."""
+    """Memory of the tensors carried for all tokens: allocated by the first slice, whose backward is the last."""
     return Affine() if tokens[0] else carried_bytes

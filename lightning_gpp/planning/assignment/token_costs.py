@@ -1,8 +1,8 @@
 """Costs of tokens by position: attention reads all earlier tokens, so later slices of a sequence take longer.
 
-With a share q of the work that grows with the number of tokens before, the first x of a sequence (0..1) take the part
-(1 - q) x + q x^2 of the work. Slices of equal cost end where that is 1/n, 2/n ...; Seq1F1B (arXiv:2406.03488) and
-TeraPipe (arXiv:2102.07988) cut so, too.
+If a share q of the work grows with the number of earlier tokens, the first fraction x of a sequence takes the fraction
+(1 - q) x + q x^2 of the work. Slices of equal cost end where that is 1/n, 2/n ..., as in Seq1F1B (arXiv:2406.03488) and
+TeraPipe (arXiv:2102.07988).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def growing_share(graph: OperatorGraph, carriers: Iterable[str]) -> float:
     """Share of a model's FLOPs that read carried tensors, directly or through operators without arithmetic.
 
     Args:
-        graph: of the model.
-        carriers: the operators that carry.
+        graph: the model's operators.
+        carriers: names of the operators that carry.
     """
     found: set[str] = set()
     waiting = list(carriers)
@@ -32,12 +32,12 @@ def growing_share(graph: OperatorGraph, carriers: Iterable[str]) -> float:
 
 
 def equal_parts(number: int, length: int, growing: float) -> list[tuple[int, int]]:
-    """Cut `length` tokens into slices of equal cost, each of one token at least.
+    """Cut `length` tokens into slices of equal cost, of at least one token each.
 
     Args:
-        number: of slices; at most `length`.
+        number: number of slices; at most `length`.
         length: tokens of a sequence.
-        growing: share of the work that grows with the tokens before.
+        growing: share of the work that grows with the number of earlier tokens.
     """
     stops = [0]
     for index in range(1, number + 1):
@@ -47,13 +47,13 @@ def equal_parts(number: int, length: int, growing: float) -> list[tuple[int, int
 
 
 def cost_of(tokens: tuple[int, int], length: int, growing: float) -> float:
-    """The part of a sequence's work that these tokens take."""
+    """The fraction of a sequence's work that these tokens take."""
     start, stop = (place / length for place in tokens)
     return (1 - growing) * (stop - start) + growing * (stop**2 - start**2)
 
 
 def _place(part: float, growing: float) -> float:
-    """The position in a sequence (0..1) up to which a part (0..1) of its work is done."""
+    """The position in a sequence (0..1) before which a fraction (0..1) of its work is done."""
     if growing < 1e-9:
         return part
     rest = 1 - growing

@@ -1,39 +1,40 @@
 """Lower bound from a bottleneck unit: an ancestor or descendant of every other unit.
 
-Every micro-batch passes its stage, which waits for others, as they wait for it.
+Every micro-batch passes through its stage, which waits for the other stages, and they wait for it.
 
-Let j be the bottleneck unit, z its stage, on r devices. No stage has units both ahead of j and behind it, as that would
-make a cycle with z. Of the others' K - r devices, k run stages behind; the rest run stages ahead. With M micro-batches,
-z is busy for L = M tau_z seconds, and no stage ahead for longer than Y = M max tau_s. Stages are to last T seconds.
+Let j be the bottleneck unit and z its stage, on r of the K devices. No other stage has units both ahead of j and behind
+it, as that would make a cycle with z. Of the other K - r devices, k run stages behind z and the rest run stages ahead
+of it. With M micro-batches, z is busy for L = M tau_z seconds, and each stage ahead for at most Y = M max tau_s. Can a
+step take only T seconds?
 
 * **z** waits for the slowest stage ahead, before its first forward and after its last backward: L + Y / M <= T. So it
   has capacity for min(C_r(L), N_r(T - head)), where C is like N (see `knapsack`), but without all-reduces, and head is
-  what that stage's forward takes of Y / M at the least.
-* **A stage s ahead** waits for z. In 1F1B it has w micro-batches in flight, the lesser of M and n + 1 + a, where n is
-  the number of stages on its longest path, and a = 1 where the user's step gets a stage of its own. That path goes
-  through z: from where it leads around z, it could be led through z. Let P be the seconds of the path there and back,
-  P = tau_z + sum tau_i over the n - 1 others. Between its first forward and its first backward s runs w - 1 forwards;
-  between its last ones, w - 1 backwards. Of the lesser of both it idles max(A, B) >= P - (w - 1) x, where
-  x >= min(f_s, g_s); and if w < M, the two waits are apart: A + B >= 2 P - (w - 1) tau_s.
+  the least part of Y / M that is that stage's forward.
+* **A stage s ahead** waits for z. In 1F1B it has w = min(M, n + 1 + a) micro-batches in flight, where n is the number
+  of stages on its longest path to the sink, and a = 1 if the user's step gets a stage of its own. That path can be
+  taken to go through z. Let P be the seconds of the path there and back, P = tau_z + sum tau_i over the n - 1 others.
+  Between its first forward and its first backward s runs w - 1 forwards and idles for A; between its last forward and
+  its last backward it runs w - 1 backwards and idles for B. So max(A, B) >= P - (w - 1) x for x >= min(f_s, g_s); and
+  if w < M, the two waits do not overlap: A + B >= 2 P - (w - 1) tau_s.
 
-  For now let no tau_i be below Y / 2M. Then, as x <= Y / 2M, s idles at least
+  Assume first that no tau_i is below Y / 2M. Then, as x <= Y / 2M, s idles for at least
 
       c = max( tau_z - (1 + a) x,                                               (w - 1 <= n + a)
                min( 2 tau_z - (1 + a) Y / M,                                     (w < M)
                     tau_z + max(0, M - 2 - a) Y / 2M - (M - 1) x ) )             (M - 1 <= n + a)
 
-  With other schedules than 1F1B it is tau_z - (M - 1) x. So stages ahead hold at most min(R(T - c), C(Y)) per device.
+  For other schedules than 1F1B, c = tau_z - (M - 1) x. So stages ahead hold at most min(R(T - c), C(Y)) per device.
 * **A stage behind** waits for z and for the slowest stage ahead, before its first forward and after its last backward.
-  So it holds at most min(C(T - (L + Y) / M), R(T - head)) per device, where head is what the forwards take of that.
-* **Small stages** on the path make the wait shorter, by xi_i = max(0, Y / M - 2 tau_i) each, but they hold at most
-  (Y - M xi_i) / 2 seconds only. With one such device the others ahead idle c - xi; with two or more, these hold Y / 2
-  seconds each, and no other is said to wait.
+  So it holds at most min(C(T - (L + Y) / M), R(T - head)) per device, where head is the forwards' part of (L + Y) / M.
+* **Small stages** on the path shorten the wait by xi_i = max(0, Y / M - 2 tau_i) each, but hold at most (Y - M xi_i) /
+  2 seconds. With one such device, the others ahead idle for c - xi; with two or more, these hold Y / 2 seconds each,
+  and no waiting of the others is assumed.
 
-Units behind j are in z or behind it, those ahead in z or ahead of it, and N, R and C are those of these units.
-If T is feasible, all work fits for some r, k, L, Y, and xi: z holds what is behind j and does not fit into the stages
-there, and what is ahead and does not fit there, together. Capacities only grow with T, so the smallest
-feasible T bounds the step from below; L, Y and xi are looked at in intervals, each at its better end. This is done for
-the bottleneck unit with few units behind that takes longest, and for the last one. Gradients have to return along all
+Units behind j are in z or in a stage behind it, units ahead are in z or in a stage ahead; N, R and C are computed from
+these units alone. If T is feasible, all work fits for some r, k, L, Y, and xi: z takes the units behind j, and those
+ahead of it, that do not fit into the stages on their side. Capacities grow with T, so the smallest feasible T bounds
+the step from below. L, Y and xi are treated in intervals, each at its better end. The bound is computed for the longest
+of the bottleneck units with few units behind them, and for the last one. It requires gradients to return along all
 edges.
 """
 
@@ -58,7 +59,7 @@ SMALL = 6
 """Intervals of xi."""
 
 MAX_BEHIND = 3.0
-"""Bottleneck units with more devices' worth of work behind are not looked at."""
+"""Bottleneck units with more work behind them than this many devices do are ignored."""
 
 BottleneckSeconds: TypeAlias = NDArray[np.floating[Any]]
 Interval: TypeAlias = tuple[BottleneckSeconds, BottleneckSeconds]
@@ -71,8 +72,8 @@ class PassSplit:
 
     Args:
         share: with `extra`: a stage's shorter pass takes at most `share` of its seconds, and `extra` more.
-        extra: seconds.
-        head: of a stage's seconds, at least this fraction is its forward.
+        extra: see `share`; seconds.
+        head: the forward takes at least this fraction of a stage's seconds.
     """
 
     share: float
@@ -86,12 +87,12 @@ def bound_by_bottleneck(
     """Seconds of a step that no plan with micro-batches of `size` samples can beat.
 
     Args:
-        problem: whose last unit runs the step.
+        problem: the question; its last unit runs the user's step.
         size: samples of a micro-batch.
-        capacities: of this size.
-        split: of forwards and backwards.
+        capacities: for this size.
+        split: the division of seconds into forwards and backwards.
         unit: one of `bottleneck_units`.
-        least: what is known already.
+        least: a lower bound that is known already.
     """
     wait = _Feasibility(problem, size, capacities, split, unit)
     return max(least, capacities.cell * _infeasible(wait.feasible, int(least / capacities.cell), CELLS))
@@ -108,9 +109,9 @@ def _infeasible(feasible: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def bottleneck_units(problem: Problem, work: Array) -> list[int]:
-    """The bottleneck units that are looked at, the most promising first.
+    """The bottleneck units to compute bounds for, the most promising first.
 
-    None if the step does not follow all other units, or if the gradient of a value does not return.
+    There is none if the user's step does not follow all other units, or if the gradient of a value does not return.
     """
     if not all(value.num_directions == 2 and value.bytes.at(1) > 0 for value in problem.units.values):
         return []
@@ -126,7 +127,7 @@ def bottleneck_units(problem: Problem, work: Array) -> list[int]:
 
 
 def _reached(units: Iterable[int], step: Callable[[int], Iterable[int]]) -> dict[int, int]:
-    """For every unit all that can be reached from it, as bits; `units` so that the next ones come first."""
+    """The units that can be reached from each unit, as bits. In `units`, the next ones of a unit come before it."""
     reached: dict[int, int] = {}
     for unit in units:
         reached[unit] = 0
@@ -150,14 +151,14 @@ class _BusySpans:
 
 
 def _spans(cells: int, cell: float, own: float) -> _BusySpans:
-    """z is busy for `own` seconds at least."""
+    """The intervals, given that z is busy for at least `own` seconds."""
     levels = np.arange(0, cells + STRIDE, STRIDE) * cell
     busy = np.maximum(levels[:-1, None], own), levels[1:, None]
     return _BusySpans(cells=cells, seconds=cells * cell, busy=busy, slowest=(levels[None, :-1], levels[None, 1:]))
 
 
 class _Feasibility:
-    """Step times that are feasible, as far as one bottleneck unit tells."""
+    """Test of step times: one is feasible unless this bottleneck unit rules it out."""
 
     def __init__(self, problem: Problem, size: int, capacities: Capacities, split: PassSplit, unit: int) -> None:
         self.number, self.micro_batches = -(-problem.batch_size // size), problem.batch_size / size
@@ -197,7 +198,7 @@ class _Feasibility:
         )
 
     def _own(self, number: int) -> float:
-        """Seconds that z is busy for at least: those of its bottleneck unit."""
+        """Least seconds for which z is busy: those of its bottleneck unit."""
         return self.micro_batches * float(self.capacities.shares[number].total[self.unit])
 
     def _inside(self, spans: _BusySpans, number: int) -> Array:
@@ -220,12 +221,12 @@ class _Feasibility:
                 yield number
 
     def _packs(self, inside: Array | float, ahead: Array | float, behind: Array | float) -> bool:
-        """True if the work behind the bottleneck unit fits, and so does the rest."""
+        """True if the work behind the bottleneck unit fits, and the rest does too."""
         following = inside + np.minimum(behind, self.wanted_behind)
         return bool(np.any((following >= self.wanted_behind) & (following + ahead >= self.wanted)))
 
     def _waiting(self, spans: _BusySpans, behind: int, replicas: int) -> BottleneckSeconds:
-        """Seconds c."""
+        """Seconds c, see the module."""
         number, (low, high) = self.number, spans.slowest
         through, most = spans.busy[0] / number, high / number
         shorter = np.minimum(self.split.share * most + self.split.extra, most / 2)
@@ -238,7 +239,7 @@ class _Feasibility:
         return waiting
 
     def _outside(self, spans: _BusySpans, ahead: int, behind: int, replicas: int) -> Iterator[tuple[Array, Array]]:
-        """Capacities of the stages ahead of z and of those behind it, on these numbers of devices: alternatives."""
+        """Alternatives: capacities of the stages ahead of z and of those behind it, on these numbers of devices."""
         waiting, following = self._waiting(spans, behind, replicas), self._behind(spans)
         yield ahead * self._ahead(spans, waiting), behind * following
         if not self.one_f_one_b:
@@ -266,7 +267,7 @@ class _Feasibility:
                 )
 
     def _ahead(self, spans: _BusySpans, waiting: BottleneckSeconds) -> Array:
-        """Capacity per device ahead of z, for stages that wait this long."""
+        """Capacity per device ahead of z for stages that wait this long."""
         computing = self.ahead.at(self.ahead.computing_density, spans.slowest[1])
         return np.minimum(computing, self.ahead.at(self.ahead.density, spans.seconds - np.maximum(0.0, waiting)))
 

@@ -1,32 +1,33 @@
 """A lower bound on the step of every plan of a problem, whatever its stages, replicas and schedule.
 
 For one micro-batch size b, with M micro-batches on K devices, let t_u = f_u + g_u be the forward and backward seconds
-of unit u for b samples (replicas that share b samples take no less in sum), W their sum, p_u the bytes of its weights.
+of unit u for b samples (replicas that share b samples take no less in total), W their sum, p_u the bytes of its
+weights.
 
-* The devices compute for M W seconds in sum.
-* A device waits for the first forward of all stages ahead of its own, and after its last backward for theirs. Give
-  every unit one path of ancestors, the longest of edges along which gradients come back (as all paths here); let D_u be
-  the units whose path holds u. Weighting a device's units by their seconds, at most T per device, all devices wait for
-  u, if r devices run it, for at least t_u(b / r) (M W(D_u) / T - r) seconds in sum: the work behind u, less that in the
-  stage of u itself.
-* r > 1 replicas of u sum its gradients: 2 (r - 1) p_u / bandwidth seconds in sum, over the links that r devices need.
-  That may overlap with waiting for the last backwards, so one share s of it counts, and 1 - s of them.
+* The devices compute for M W seconds in total.
+* A device waits for the first forwards of all stages ahead of its own, and after its last backward for theirs. Give
+  every unit one path of ancestors, the longest over edges along which gradients come back (as for all paths here); let
+  D_u be the units whose path contains u. Weight a device's units by their seconds, at most T per device: if r devices
+  run u, all devices together wait for it for at least t_u(b / r) (M W(D_u) / T - r) seconds. This counts the work
+  behind u, less that in the stage of u itself.
+* r > 1 replicas of u reduce its gradients: 2 (r - 1) p_u / bandwidth seconds in total, over the links that r devices
+  need. That may overlap with waiting for the last backwards, so a share s of it counts, and 1 - s of the waiting.
 * Between its last forward and its last backward a device waits until that micro-batch has gone through all stages
-  behind and back, and has no more than M - 1 backwards to do meanwhile: c = (M - 1) e T / M seconds at most, with the
-  largest share e = max g_u / t_u of a unit's seconds. Give every unit one path of descendants, the longest, of C_u
-  seconds. Let H be any set of units, for example those for which C_u exceeds c, and H_u those of H whose path holds u.
-  All devices wait for u for at least t_u(b / r) (M W(H_u) / T - r) seconds in sum; c M W(H) / T come off all these.
-* Replicas take r t_u(b / r) seconds in sum instead of t_u, M times: small shares are less efficient.
+  behind it and back. Meanwhile it runs at most M - 1 backwards: at most c = (M - 1) e T / M seconds, where e = max g_u
+  / t_u is the largest share of a backward in a unit's seconds. Give every unit one path of descendants, the longest, of
+  C_u seconds. Let H be any set of units, for example those for which C_u exceeds c, and H_u those of H whose path
+  contains u. All devices together wait for u for at least t_u(b / r) (M W(H_u) / T - r) seconds; from the sum of these,
+  c M W(H) / T is subtracted.
+* Replicas take r t_u(b / r) seconds in total instead of t_u, M times: small shares are less efficient.
 
     K T >= M W - c M W(H) / T + sum_u min_r [ M (r t_u(b / r) - t_u)  +  2 s (r - 1) p_u / bandwidth_r
                                               + (f_u + (1 - s) g_u)(b / r) max(0, M W(D_u) / T - r)
                                               + t_u(b / r) max(0, M W(H_u) / T - r) ]
 
-for any s in [0, 1].
-Waiting counts less on slower devices, whose seconds are worth less work: it is divided by the largest slowdown.
-The right side falls with T, so the smallest T that satisfies it bounds the step from below. In addition, some stage has
-to run each unit M times, stages hold entire units (`knapsack`), and they wait for the stage of a unit that all
-micro-batches pass (`bottleneck`). The bound of the problem is the least of those of its micro-batch sizes.
+for any s in [0, 1]. A second of waiting is worth less work on slower devices, so waiting is divided by the largest
+slowdown. The right side falls with T, so the smallest T that satisfies it bounds the step from below. In addition, some
+stage has to run each unit M times, units are never divided (`knapsack`), and stages wait for the stage of a unit that
+all micro-batches pass (`bottleneck`). The bound of the problem is the least of the bounds of its micro-batch sizes.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ SHARES = (0.0, 0.5, 1.0)
 """Values of s that are tried; the best one counts."""
 
 MAX_SHARES = 16
-"""Numbers of replicas for which the forward's part of a unit's seconds is looked at."""
+"""Largest number of replicas for which the forward's part of a unit's seconds is computed."""
 
 
 def lower_bound(problem: Problem, seconds: float = inf) -> float:
-    """Seconds that no plan's step can beat.
+    """Seconds that the step of no plan can beat.
 
     Args:
         problem: the question.
-        seconds: limit of the time; a bound that is computed no further is valid, but looser.
+        seconds: time limit; a bound whose computation stops early is valid, but looser.
     """
     began = time.perf_counter()
     bounds = {size: _Bounds(problem, size) for size in problem.sizes}
@@ -70,7 +71,7 @@ def lower_bound(problem: Problem, seconds: float = inf) -> float:
 
 
 def busy_bound(problem: Problem) -> float:
-    """Seconds that no step can beat under any schedule, with any number of stages per device: all devices busy."""
+    """Seconds of a step with all devices busy: no schedule beats it, with any number of stages per device."""
     return min(_bound_by_balance(problem, size) for size in problem.sizes)
 
 
@@ -89,7 +90,7 @@ def _bound_by_balance(problem: Problem, size: int) -> float:
 
 
 class _Bounds:
-    """The bounds of one size, one after the other: the size with the least one is looked at more closely."""
+    """The bounds of one size, computed one after the other: the size with the least bound is refined first."""
 
     def __init__(self, problem: Problem, size: int) -> None:
         self.problem, self.size = problem, size
@@ -126,7 +127,7 @@ def _capacities(problem: Problem, size: int) -> Capacities:
 
 
 def _split(problem: Problem, size: int) -> PassSplit:
-    """The division of seconds for all shares that stages can have; if these are too many, one that holds for any."""
+    """The division of seconds for the shares that stages can have; if they are too many, one that holds for any."""
     if min(problem.max_replicas, problem.num_devices) > MAX_SHARES:
         return PassSplit(share=0.5, extra=0.0, head=0.0)
     tables = _tables(problem, size)
@@ -142,14 +143,14 @@ def _split(problem: Problem, size: int) -> PassSplit:
 
 
 def _tables(problem: Problem, size: int) -> list[UnitSeconds]:
-    """Seconds for all shares of stages of up to `MAX_SHARES` replicas, and some smaller ones, on all devices."""
+    """Seconds on all kinds of devices for the shares of up to `MAX_SHARES` replicas, and some smaller shares."""
     counts = {count for pair in _replica_ranges(problem, size) for count in pair}
     samples = {share for count in counts for share in (max(1, size // count), -(-size // count))}
     return [problem.seconds(share, kind) for share in sorted(samples) for kind in range(len(problem.cluster.kinds))]
 
 
 def _backward_share(problem: Problem, size: int) -> float:
-    """The most that a backward takes of a unit's seconds."""
+    """The largest share of a backward in a unit's seconds."""
     tables = _tables(problem, size)
     return max(float((1 - table.forward / np.maximum(table.total, 1e-30)).max()) for table in tables)
 
@@ -171,14 +172,14 @@ class _ReplicaRange:
     forward: Array
     backward: Array
     summing: Array
-    """Device seconds of summing the gradients."""
+    """Device-seconds of reducing the gradients."""
 
     extra: Array
-    """Device seconds of a micro-batch beyond those on one device: small shares are less efficient."""
+    """Device-seconds of a micro-batch beyond those on one device: small shares are less efficient."""
 
 
 def _replica_ranges(problem: Problem, size: int) -> list[tuple[int, int]]:
-    """Numbers of replicas, single ones while they are small, ranges behind."""
+    """Numbers of replicas: small ones singly, larger ones in ranges."""
     most = int(min(problem.max_replicas, problem.num_devices))
     starts = [count for count in range(1, most + 1) if count <= 16 or count & (count - 1) == 0]
     return list(zip(starts, [start - 1 for start in starts[1:]] + [most], strict=True))
@@ -193,7 +194,7 @@ def _choice(problem: Problem, size: int, fewest: int, most: int) -> _ReplicaRang
 
 
 def _bandwidth(problem: Problem, replicas: int) -> float:
-    """Bandwidth of the slowest link that this number of devices cannot avoid, whichever they are."""
+    """Bandwidth of the slowest link that any choice of this number of devices has to use."""
     single = [link.bytes_per_second for link in problem.cluster.links.values()]
     for level in problem.cluster.levels:
         if max(Counter(level.groups).values()) >= replicas:
@@ -202,7 +203,7 @@ def _bandwidth(problem: Problem, replicas: int) -> float:
 
 
 def _fastest(problem: Problem, size: int) -> tuple[Array, Array, float]:
-    """Seconds of all units on their fastest kind of device, and how many such devices the cluster is worth."""
+    """Seconds of all units on their fastest kind of device, and how many such devices the cluster equals."""
     tables = [problem.seconds(size, kind) for kind in range(len(problem.cluster.kinds))]
     forward = np.min([table.forward for table in tables], axis=0)
     total = np.min([table.total for table in tables], axis=0)
@@ -212,7 +213,7 @@ def _fastest(problem: Problem, size: int) -> tuple[Array, Array, float]:
 
 
 def _slowdowns(problem: Problem, total: Array, size: int) -> list[float]:
-    """For every kind of device how much slower it is than the fastest, for the unit where it is least so."""
+    """Slowdown of every kind of device relative to the fastest, for the unit where it is smallest."""
     tables = [problem.seconds(size, kind) for kind in range(len(problem.cluster.kinds))]
     return [max(1.0, float(np.min(table.total / np.maximum(total, 1e-30)))) for table in tables]
 
@@ -221,7 +222,7 @@ class _Paths:
     """The longest paths to and from every unit, and the work on them."""
 
     def __init__(self, problem: Problem, total: Array, size: int) -> None:
-        self.total, self.number = total, problem.batch_size / size  # a shorter last micro-batch counts as its part
+        self.total, self.number = total, problem.batch_size / size  # a shorter last micro-batch counts as a fraction
         self.most = -(-problem.batch_size // size)
         self.slowdown = max(_slowdowns(problem, total, size))
         order = _returning(problem)
@@ -231,7 +232,7 @@ class _Paths:
         self.work = self.number * float(total.sum())
 
     def waiting(self, seconds: float) -> tuple[Array, float]:
-        """For a step of so many seconds: how often each unit is waited for in the middle, and what to take off."""
+        """For a step of `seconds`: how often each unit is waited for in the middle, and the seconds to subtract."""
         allowed = seconds * (self.most - 1) * self.backward_share / self.number
         weights = np.where(self.after > allowed, self.total * self.number / seconds, 0.0)
         often = [0.0] * len(weights)
@@ -242,7 +243,7 @@ class _Paths:
 
 
 def _returning(problem: Problem) -> nx.DiGraph:
-    """The graph of units with the edges along which gradients come back: where none do, no backward waits."""
+    """The graph of units with only the edges along which gradients come back: along others, no backward waits."""
     graph = nx.DiGraph()
     graph.add_nodes_from(range(problem.num_units))
     for value in problem.units.values:
@@ -252,7 +253,7 @@ def _returning(problem: Problem) -> nx.DiGraph:
 
 
 def _behind(order: nx.DiGraph, total: Array) -> Array:
-    """For every unit the seconds of the units whose longest path of ancestors holds it."""
+    """For every unit the seconds of the units whose longest path of ancestors contains it."""
     num_units = len(total)
     parent, length = [-1] * num_units, [0.0] * num_units
     for unit in range(num_units):
@@ -267,7 +268,7 @@ def _behind(order: nx.DiGraph, total: Array) -> Array:
 
 
 def _after(order: nx.DiGraph, total: Array) -> tuple[Array, list[int]]:
-    """For every unit the seconds of its longest path of descendants, and the first unit of it; -1 for sinks."""
+    """For every unit the seconds of its longest path of descendants, and that path's first unit; -1 for sinks."""
     num_units = len(total)
     after, child = np.zeros(num_units), [-1] * num_units
     for unit in reversed(range(num_units)):
@@ -297,7 +298,7 @@ def _solve(choices: list[_ReplicaRange], paths: _Paths, num_devices: float, shar
 
 
 def _bound_by_largest_unit(problem: Problem, size: int) -> float:
-    """Seconds of the unit that takes longest, on as many devices as may share it."""
+    """Seconds of the unit that takes longest, shared by as many devices as possible."""
     most = int(min(problem.max_replicas, problem.num_devices, size))
     number = problem.batch_size // size
     kinds = range(len(problem.cluster.kinds))

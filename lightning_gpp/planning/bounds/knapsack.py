@@ -1,9 +1,9 @@
 """Lower bound from the capacity of stages: units are never divided.
 
-Within T seconds a stage of r replicas holds units of at most N_r(T) device-seconds (counted as on one device): a
-knapsack of M t_u(b / r) seconds and the sum of gradients, 2 (r - 1) p_u / (r bandwidth_r), per unit. So units that are
-large for a device leave a part of it idle, small shares cost more, and replicas sum gradients. By R(T) = max N_r(T) / r
-no device holds more, so a step of T seconds needs W <= K R(T).
+Within T seconds a stage of r replicas can run units of at most N_r(T) seconds (their seconds on one device): a knapsack
+in which a unit takes M t_u(b / r) seconds, and 2 (r - 1) p_u / (r bandwidth_r) for reducing its gradients. So units
+that are large for a device leave part of it idle, small shares cost more, and replicas reduce gradients. No device does
+more than R(T) = max N_r(T) / r, so a step of T seconds needs W <= K R(T).
 
 The smallest T of a grid for which this holds bounds the step from below.
 """
@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 from lightning_gpp.planning.problem.problem import Array
 
 CELLS = 2048
-"""Cells of the grid of seconds, which ends at twice the time of perfect balance."""
+"""Cells of the grid of seconds, which ends at twice the step time of perfect balance."""
 
 MAX_ITEMS = 160
-"""More units are packed as if they could be divided."""
+"""If there are more units, they are packed as if they could be divided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A stage of `fewest` to `most` replicas: seconds of all units per micro-batch, at the least.
+    """A stage of `fewest` to `most` replicas: the least seconds of all units per micro-batch.
 
-    `summing`: per device, the seconds of summing a unit's gradients.
+    `summing`: seconds of reducing a unit's gradients, per device.
     """
 
     fewest: int
@@ -47,14 +47,14 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacities:
-    """The most work that stages hold, by cells of the grid: entry i within i cells of `cell` seconds.
+    """The most work that fits into stages: entry i is for i cells of `cell` seconds.
 
     Args:
-        shares: of all numbers of replicas.
+        shares: one per range of numbers of replicas.
         work: seconds of all units in a step, on one device.
         cell: seconds.
-        full: by share, where the sums of gradients take their time too.
-        computing: by share, where only forwards and backwards count.
+        full: by share, with the reductions of gradients.
+        computing: by share, with forwards and backwards only.
     """
 
     shares: Sequence[Share]
@@ -65,7 +65,7 @@ class Capacities:
 
     @cached_property
     def density(self) -> Array:
-        """The most of `full` per device."""
+        """The maximum of `full` per device."""
         return self._density(self.full)
 
     @cached_property
@@ -79,19 +79,19 @@ class Capacities:
         return densest
 
     def at(self, capacity: Array, seconds: NDArray[np.floating[Any]] | float) -> Array:
-        """Within so many seconds, which are rounded up to the grid; none for no seconds."""
+        """The capacity within `seconds`, rounded up to the grid; 0 for 0 seconds."""
         cells = np.ceil(np.asarray(seconds) / self.cell - 1e-9)
         work: Array = capacity[np.minimum(np.maximum(cells, 0), CELLS).astype(int)]
         return work
 
 
 def capacities_of(num_micro_batches: float, num_devices: int, shares: Sequence[Share], alone: Array) -> Capacities:
-    """Knapsacks of all shares.
+    """The capacities of all shares, by solving their knapsacks.
 
     Args:
-        num_micro_batches: of a step; a part of one counts as such.
+        num_micro_batches: of a step; may be fractional.
         num_devices: of the cluster.
-        shares: of all numbers of replicas.
+        shares: one per range of numbers of replicas.
         alone: seconds of all units per micro-batch on one device.
     """
     work = num_micro_batches * alone
@@ -99,7 +99,7 @@ def capacities_of(num_micro_batches: float, num_devices: int, shares: Sequence[S
 
 
 def only(capacities: Capacities, units: Sequence[int], num_micro_batches: float) -> Capacities:
-    """The same for some of the units."""
+    """The capacities if there were only these units."""
     chosen = np.array(units, dtype=int)
     shares = [
         replace(share, forward=share.forward[chosen], backward=share.backward[chosen], summing=share.summing[chosen])
@@ -127,7 +127,7 @@ def bound_by_capacity(capacities: Capacities, num_devices: int) -> float:
 
 
 def _capacity(seconds: Array, work: Array, grid: Array) -> Array:
-    """The most work that fits into the seconds of the grid: whole units where they are few."""
+    """The most work that fits into each number of cells; units stay undivided if they are few."""
     order = np.argsort(seconds / np.maximum(work, 1e-30))
     filled, done = np.cumsum(seconds[order]), np.cumsum(work[order])
     divisible: Array = np.interp(grid, np.concatenate([[0.0], filled]), np.concatenate([[0.0], done]))
@@ -135,7 +135,7 @@ def _capacity(seconds: Array, work: Array, grid: Array) -> Array:
 
 
 def _packed(seconds: Array, work: Array, cell: float) -> Array:
-    """A knapsack of whole units, whose seconds are rounded down to the grid."""
+    """A knapsack of undivided units, whose seconds are rounded down to the grid."""
     best = np.zeros(CELLS + 1)
     for cells, value in zip((seconds / cell).astype(int).tolist(), work.tolist(), strict=True):
         if cells <= CELLS:

@@ -1,7 +1,7 @@
 """Common parts of partitioners for chains of stages: their view of the problem, and the choice of a draft.
 
-Both are published with one profile per layer and one kind of device; on a mixed cluster the slowest kind and the
-smallest memory stand for all.
+They are published for one profile per layer and one kind of device; on a mixed cluster they assume the slowest kind and
+the smallest memory for all devices.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ NUM_ALTERNATIVES = 5
 
 @dataclass(frozen=True, slots=True)
 class ChainCandidate:
-    """The value of a search's objective, and what it stands for."""
+    """A draft, and the value of the search's objective for it."""
 
     objective: float
     draft: Draft
 
 
 def slowest_seconds(problem: Problem, num_samples: int) -> tuple[Array, Array]:
-    """Seconds of every unit on the slowest kind of device: of a forward, and of a forward and its backward."""
+    """Seconds of every unit on the slowest kind of device: of a forward, and of a forward and its backward together."""
     kinds = [problem.seconds(num_samples, kind) for kind in range(len(problem.cluster.kinds))]
     return reduce(np.maximum, [kind.forward for kind in kinds]), reduce(np.maximum, [kind.total for kind in kinds])
 
 
 def precedence(problem: Problem) -> nx.DiGraph:
-    """The graph of units in which the user's step, the last one, comes after all others that nothing follows."""
+    """The graph of units, with edges to the last one, the user's step, from all others without successors."""
     order = problem.order.copy()
     last = problem.num_units - 1
     order.add_edges_from((unit, last) for unit in range(last) if not order.out_degree(unit))
@@ -55,8 +55,8 @@ def gradient_seconds(num_replicas: int, num_bytes: Array, bytes_per_second: floa
 def levels_of(problem: Problem) -> list[tuple[int, float]]:
     """The levels of the cluster, innermost first: how many groups of the level below form one, and bytes per second.
 
-    Where groups differ in size or are not made of neighbours, or single pairs of devices have links of their own, all
-    devices are one level with the slowest of all links.
+    If groups differ in size or do not consist of neighbours, or single pairs of devices have links of their own, all
+    devices form one level with the slowest of all links.
     """
     cluster, levels, inner = problem.cluster, [], 1
     for level in cluster.levels if not cluster.links else ():
@@ -73,20 +73,20 @@ def levels_of(problem: Problem) -> list[tuple[int, float]]:
 
 
 def slowest_link(problem: Problem) -> float:
-    """Bytes per second between those two devices that have the least."""
+    """Bytes per second of the slowest link between any two devices."""
     cluster = problem.cluster
     pairs = ((src, dst) for src, dst in product(range(cluster.num_devices), repeat=2) if src != dst)
     return min((cluster.link(*pair).bytes_per_second for pair in pairs), default=inf)
 
 
 def chained(problem: Problem, stages: Sequence[DraftStage]) -> Draft | None:
-    """The stages as a chain; None where that would be copies of a whole pipeline and the problem allows none."""
+    """The stages as a chain; None if that would be pipeline replicas and the problem allows none."""
     draft = Draft(stages=tuple(stages), schedule=problem.schedules[0], chained=True)
     return draft if problem.replicable or unreplicated(problem, draft)[1] == 1 else None
 
 
 def choose(problem: Problem, candidates: Sequence[ChainCandidate], states: int) -> Answer:
-    """The candidate whose step is the shortest among those that fit, as the simulation has it."""
+    """The answer with the candidate whose simulated step is the shortest among those that fit."""
     evaluate = Evaluator(problem)
     judged = sorted(((evaluate(candidate.draft), candidate) for candidate in candidates), key=lambda pair: pair[0].rank)
     if not judged or not judged[0][0].fits:

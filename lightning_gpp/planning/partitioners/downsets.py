@@ -1,4 +1,4 @@
-"""Sets of units that hold all successors of their members: what a chain of stages may leave to its later stages."""
+"""Downsets: sets of units that contain all successors of their members. The later stages of a chain run a downset."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import networkx as nx
 
 @dataclass(frozen=True, slots=True)
 class Downsets:
-    """Downsets as bits, one per unit, smaller ones first; `complete` is false where counting ended at the limit."""
+    """Downsets as bits, one per unit, smaller ones first; `complete` is false if counting ended at the limit."""
 
     sets: tuple[int, ...]
     complete: bool
 
 
 def downsets(order: nx.DiGraph, limit: int) -> Downsets:
-    """All downsets of a graph whose nodes are 0..n-1, the empty one and the whole included, or the first `limit`.
+    """All downsets of a graph with nodes 0..n-1, the empty set and the full one included, or the first `limit`.
 
-    A chain of n has n + 1, k chains of m side by side have (m + 1)^k. Those of one size come from those with one unit
-    less, so nothing is ever held but downsets.
+    A chain of n nodes has n + 1, k chains of m nodes side by side have (m + 1)^k. Downsets of one size are made from
+    those with one unit less, so only downsets are ever stored.
     """
     followers = [sum(1 << after for after in order.successors(unit)) for unit in range(len(order))]
     found, layer = [0], {0}

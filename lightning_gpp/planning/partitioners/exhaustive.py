@@ -1,4 +1,4 @@
-"""Every plan of a small problem, one after the other: the judge of all other partitioners."""
+"""Tries every plan of a small problem: the reference for all other partitioners."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, re
 from lightning_gpp.planning.problem.problem import Problem
 
 MAX_PLANS = 2_000_000
-"""More are not tried: the partitioner then says how many there would be at least."""
+"""A problem with more plans is refused."""
 
 
 @register_partitioner("exhaustive")
 def exhaustive(problem: Problem, control: SearchControl) -> Answer:
-    """The plan with the shortest simulated step of all that fit the memory; for a handful of units and devices.
+    """Find the plan with the shortest simulated step of all that fit the memory; for a handful of units and devices.
 
-    Where the time is up before all were tried, it is the best of those that were, and the notes say so.
+    If the time is up before all were tried, it is the best of those that were, and the notes say so.
     """
     evaluate, best, rank = Evaluator(problem), None, (inf, inf)
     notes: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ def _flags(problem: Problem, holds_step: bool) -> tuple[bool, ...]:
 
 
 def _orders(problem: Problem, groups: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Orders of the stages on the devices, the step's last; a single one if all devices and links are equal."""
+    """Orders of the stages on the devices, the user's step last; only one if all devices and links are equal."""
     step = next(index for index, group in enumerate(groups) if problem.num_units - 1 in group)
     others = [index for index in range(len(groups)) if index != step]
     alike = len(problem.cluster.levels) < 2 and problem.cluster.homogeneous and not problem.cluster.links

@@ -1,25 +1,26 @@
 """PipeDream's partitioner: the units as one chain, cut and replicated by dynamic programming, level after level.
 
 Sources: D. Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP 2019, section 3.1;
-the optimizer released with it. With A[s, e, m] the slowest stage's seconds if m devices run the units s..e-1,
+the optimizer released with it. Let A[s, e, m] be the slowest stage's seconds if m devices run the units s..e-1,
 
     A[s, e, m] = min( T(s, e, m),  min over c, m' of max( A[s, c, m - m'], transfer(c) / m', T(c, e, m') ) )
 
-T is one stage with m replicas: its compute, plus the sum of its gradients. On the next level of the cluster a device is
-a whole group of the level below, and T(s, e, m) is A[s, e, all of the group] / m. Here seconds are per micro-batch, and
+T is one stage with m replicas: its compute, plus the reduction of its gradients. On the next level of the cluster a
+device is a group of the level below, and T(s, e, m) is A[s, e, all devices of the group] / m. Here seconds are per
+micro-batch, and
 
-* branches are put one after another, in the order of the units; the stages run as that chain, as in GraphPipe's
+* branches are put one after another, in the order of the units, and the stages run as that chain, as in GraphPipe's
   comparison;
-* the pipeline is synchronous, so gradients are summed once per mini-batch, not once per micro-batch: a micro-batch of
-  b out of B samples pays the b/B-th part. They are summed in a ring (2(m - 1)/m of the bytes), as the simulation
-  has it, where the release counts the 4(m - 1)/m of a parameter server. Groups sum all gradients of a stage over one
-  link (the release's base case, unlike its recurrence, has every device of the group send a part);
+* the pipeline is synchronous, so gradients are reduced once per mini-batch, not once per micro-batch: a micro-batch of
+  b out of B samples pays b/B of it. The reduction is a ring (2(m - 1)/m of the bytes), as in the simulation; the
+  release counts the 4(m - 1)/m of a parameter server. Groups reduce all gradients of a stage over one link (the
+  release's base case, unlike its recurrence, has every device of the group send a part);
 * the replicas of a stage share each micro-batch, so T on the innermost level takes the seconds of a share;
 * memory: weights, gradients and optimizer state, and the activations of ceil(workers from here on / replicas)
-  micro-batches. Inner levels do not know how many workers follow their group, so there only what cannot fit in any
-  group is left out; every level above checks the stages it takes over exactly;
-* stages recompute only where the problem demands it: PipeDream does not choose that;
-* every device is used, and every micro-batch size of the problem is tried; the simulated step decides among them.
+  micro-batches. Inner levels do not know how many workers follow their group, so they leave out only stages that cannot
+  fit in any group; every level above checks the stages that it takes over exactly;
+* stages recompute only if the problem demands it: PipeDream does not choose that;
+* every device is used, and of all micro-batch sizes of the problem the one with the shortest simulated step is chosen.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def pipedream(problem: Problem, control: SearchControl) -> Answer:
 
 
 def search(problem: Problem, control: SearchControl, level: type[HierarchyLevel]) -> Answer:
-    """The same, where a `level` fills its tables in its own way."""
+    """The same with a class of `level` that fills its tables in its own way."""
     candidates: list[ChainCandidate] = []
     states = 0
     for number, size in enumerate(problem.sizes, start=1):
@@ -84,7 +85,7 @@ def _candidates(problem: Problem, size: int, tables: Sequence[HierarchyLevel]) -
 
 
 def solve(problem: Problem, size: int, kind: type[HierarchyLevel] | None = None) -> list[HierarchyLevel]:
-    """The tables of all levels, innermost first, for one micro-batch size. `kind`: `Level`, or one like it."""
+    """The tables of all levels, innermost first, for one micro-batch size. `kind`: `HierarchyLevel` or a subclass."""
     spans, sizes = Spans(problem, size), levels_of(problem)
     levels: list[HierarchyLevel] = []
     below = Stages.of_one_device(spans)
@@ -105,7 +106,7 @@ def solve(problem: Problem, size: int, kind: type[HierarchyLevel] | None = None)
 
 
 def place(levels: Sequence[HierarchyLevel], start: int, stop: int) -> Placed:
-    """The stages of a group's best solution for the units start..stop-1, on the group's devices."""
+    """The stages of a group's best solution for the units start..stop-1, with devices."""
     if not levels:
         return [(start, stop, (0,))]
     *below, level = levels
@@ -125,7 +126,7 @@ def place(levels: Sequence[HierarchyLevel], start: int, stop: int) -> Placed:
 class Stages:
     """The stages of the best solutions of all spans on one group, as tables [start, stop, number of the stage].
 
-    `workers`: devices of the group from the stage on, its own included. Without a stage there `replicas` is 0.
+    `workers`: devices of the group from the stage on, its own included. `replicas` is 0 if there is no stage.
     """
 
     start: NDArray[np.int64]
@@ -141,7 +142,7 @@ class Stages:
 
 
 class HierarchyLevel:
-    """The dynamic program of one level: `count` groups of `inner` devices each, in each of `outer` larger groups."""
+    """The dynamic program of one level: each of `outer` larger groups has `count` groups of `inner` devices."""
 
     def __init__(
         self,
@@ -181,9 +182,9 @@ class HierarchyLevel:
         self.states += self.count * len(lengths) + self.count * (self.count - 1) // 2 * transitions
 
     def extend(self, number: int, last: int, seconds: Array, starts: range) -> None:
-        """Try a last stage on `last` of `number` groups, from every cut on, for all spans.
+        """Try a last stage on `last` of `number` groups, starting at every cut, for all spans.
 
-        `seconds`: of that stage and of receiving, whichever is longer, by [cut, stop].
+        `seconds`: the longer of that stage and of receiving its inputs, by [cut, stop].
         """
         for start in starts:
             before = self.best[number - last, start, start + 1 : -1]
@@ -198,14 +199,14 @@ class HierarchyLevel:
             self.share[number, start, stops] = last
 
     def _stage_seconds(self, number: int) -> Array:
-        """T: of a micro-batch in one stage on `number` groups."""
+        """T: seconds of a micro-batch in one stage on `number` groups."""
         spans = self.spans
         compute = spans.seconds(-(-spans.size // number)) if self.seconds is None else self.seconds / number
         part = spans.size / spans.problem.batch_size
         return compute + part * gradient_seconds(number, spans.parameter_bytes, self.bytes_per_second)
 
     def _room(self, number: int) -> Array:
-        """Number of workers that may follow the stages of a span on `number` groups within memory; < 0: none."""
+        """Number of workers that memory allows after the stages of a span on `number` groups; negative: none."""
         below, room = self.below, np.full(self.best.shape[1:], np.inf)
         for index in range(below.replicas.shape[2]):
             for replicas in np.unique(below.replicas[:, :, index]):
@@ -215,13 +216,13 @@ class HierarchyLevel:
         return room
 
     def _room_of(self, index: int, replicas: int, number: int) -> Array:
-        """The same for the stages of that index, where they have that many replicas in each group."""
+        """The same for the stages of that index, if they have that many replicas in each group."""
         start, stop = self.below.start[:, :, index], self.below.stop[:, :, index]
         table = self._room_of_spans(replicas * number)[start, stop]
         return table - self.below.workers[:, :, index] * number
 
     def _room_of_spans(self, replicas: int) -> Array:
-        """Workers from a stage on, its own included, that memory allows; by span of the stage."""
+        """Number of workers from a stage on, its own included, that memory allows, by the span of the stage."""
         spans = self.spans
         problem = spans.problem
         share = -(-spans.size // (replicas * self.outer))
@@ -247,7 +248,7 @@ class HierarchyLevel:
             stop, number = cut, number - share
 
     def stages(self) -> Stages:
-        """The costs of all spans at once."""
+        """The stages of all spans at once."""
         starts, stops = np.indices(self.best.shape[1:])
         left, following = np.full_like(starts, self.count), np.zeros_like(starts)
         columns: list[tuple[NDArray[np.int64], ...]] = []

@@ -1,24 +1,23 @@
 """Piper's partitioner: dynamic programming over the downsets of the graph of units.
 
-Sources: J. Tarnawski, D. Narayanan, A. Phanishayee, "Piper: multidimensional planner for DNN parallelization",
-NeurIPS 2021; the planner released with it. A downset holds all successors of its members: what the later stages run.
-With A[D, k] the slowest stage's seconds per sample if k devices run the downset D,
+Sources: J. Tarnawski, D. Narayanan, A. Phanishayee, "Piper: multidimensional planner for DNN parallelization", NeurIPS
+2021; the planner released with it. A downset contains all successors of its members; the later stages run one. Let A[D,
+k] be the slowest stage's seconds per sample if k devices run the downset D,
 
     A[D, k] = min over downsets D' in D, d of max( A[D', k - d], seconds(D - D', d, k) )
 
-where one stage with d replicas runs D - D'. Its seconds are those of computing, of all its tensors that cross its
-border, there and back, and of summing its gradients, added up. A stage may span branches, but the stages run as a
-chain.
+where one stage with d replicas runs D - D'. Its seconds are the sum of compute, of the transfers across its border in
+both directions, and of reducing its gradients. A stage may span branches, but the stages run as a chain.
 
 * The paper's A has a third index s, the replicas of all stages in D, for the micro-batches in flight: ceil(s / d). No
   stage is split by tensors here (t = 1), so s is always k.
-* Each stage may keep its activations or recompute them, where the problem leaves that open: it recomputes where they do
-  not fit. Piper decides this for each layer; a stage is what the runtime can recompute. The last stage never does.
-* d divides the micro-batch, which the replicas share here, where in Piper they take turns.
-* Links: Piper knows one bandwidth; that of the slowest level stands for all. Gradients are summed in a ring,
-  2(d - 1)/d of the bytes as in the simulation; the release counts the 4(d - 1)/d of a parameter server.
-* More than MAX_DOWNSETS downsets are refused, as in the release; counting them ends at MAX_COUNTED.
-* Every device is used, and every micro-batch size of the problem is tried; the simulated step decides among them.
+* If the problem leaves it open, a stage recomputes its activations if they do not fit. Piper decides this for each
+  layer; the runtime recomputes entire stages. The last stage never does.
+* d divides the micro-batch, which the replicas share here; in Piper they take turns.
+* Links: Piper knows one bandwidth, here that of the slowest level. Gradients are reduced in a ring, 2(d - 1)/d of the
+  bytes, as in the simulation; the release counts the 4(d - 1)/d of a parameter server.
+* Graphs with more than MAX_DOWNSETS downsets are refused, as in the release; counting ends at MAX_COUNTED.
+* Every device is used, and of all micro-batch sizes of the problem the one with the shortest simulated step is chosen.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def piper(problem: Problem, control: SearchControl) -> Answer:
 
 
 def search(problem: Problem, control: SearchControl, kind: type[PiperSearch]) -> Answer:
-    """The same, where a `kind` of search fills A in its own way."""
+    """The same with a `kind` of search that fills A in its own way."""
     found = downsets(precedence(problem), MAX_COUNTED)
     if len(found.sets) > MAX_DOWNSETS:
         notes = (_too_many(found, problem.num_units),)
@@ -82,7 +81,7 @@ Rows = NDArray[np.intp] | slice
 
 @dataclass(slots=True)
 class _FirstStage:
-    """A first stage of a downset: what it leaves to the later ones, its replicas, and whether it recomputes."""
+    """A first stage of a downset: the downset left to later stages, its replicas, and whether it recomputes."""
 
     rest: int
     replicas: int
@@ -103,7 +102,7 @@ class PiperSearch:
         self.states = 0
 
     def fill(self, index: int) -> None:
-        """A of a downset, from those of all smaller ones."""
+        """Compute A of a downset from A of all smaller ones."""
         rests = self._rests(index)
         crossing, received, rigid = self.border(index, rests)
         for number, costs in enumerate(self.costs):
@@ -116,9 +115,10 @@ class PiperSearch:
             self.states += self.problem.num_devices
 
     def extend(self, row: Array, before: Array, seconds: Array) -> None:
-        """Try first stages with some replicas: `row`, of A, by devices; those behind them by [stage, devices].
+        """Try first stages with one number of replicas: `row` is A by devices, `before` is A of the rest by [stage,
+        devices].
 
-        `seconds`: of the stages, by [stage, devices]; one column where it is the same for all.
+        `seconds`: seconds of the stages, by [stage, devices]; one column if they do not depend on the devices.
         """
         np.minimum(row, np.maximum(before, seconds).min(axis=0), out=row)
 
@@ -146,7 +146,7 @@ class PiperSearch:
         ]
 
     def _choice(self, index: int, number: int, devices: int) -> _FirstStage:
-        """The first stage of the best solution, found again rather than remembered for all cells."""
+        """The first stage of the best solution, recomputed rather than stored for all cells."""
         rests = self._rests(index)
         options: list[tuple[float, _FirstStage]] = []
         for replicas, fitting, seconds, keeps in self.costs[number].stages(index, rests, *self.border(index, rests)):
@@ -159,12 +159,12 @@ class PiperSearch:
         return min(options, key=lambda option: option[0])[1]
 
     def _rests(self, index: int) -> NDArray[np.intp]:
-        """The downsets that are smaller parts of a downset."""
+        """The proper subsets of a downset that are downsets."""
         return np.flatnonzero(~(self.words[:index] & ~self.words[index]).any(axis=1))
 
 
 class _Border:
-    """Bytes that cross the borders of stages D - D', by D, for many D'. Affine in samples: rows per sample, fixed."""
+    """Bytes that cross the borders of stages D - D', for a D and many D', affine in samples: rows per sample, fixed."""
 
     def __init__(self, problem: Problem, members: NDArray[np.bool_]) -> None:
         size = problem.num_units
@@ -180,7 +180,7 @@ class _Border:
         self.read_from = self._read_from(both), self._read_from(uncut)
 
     def __call__(self, index: int, rests: NDArray[np.intp]) -> tuple[Array, Array, NDArray[np.bool_]]:
-        """Bytes that cross the border of each stage, those of them received in forwards, and whether one is rigid."""
+        """Bytes that cross the border of each stage, those received in forwards, and whether any tensor is rigid."""
         stages = self.inside[index] - self.inside[rests]
         outside = 1 - self.inside[index]
         crossing, uncut = (
@@ -190,7 +190,7 @@ class _Border:
         return crossing, outside @ self.sent @ stages.T, uncut[0] > 0
 
     def _read_from(self, matrix: Array) -> Array:
-        """Bytes that a downset reads of a unit, by downset and unit."""
+        """Bytes that downsets read from units, by downset and unit."""
         read: Array = np.matmul(matrix, self.inside.T).transpose(0, 2, 1)
         return read
 
@@ -226,9 +226,10 @@ class _PiperCosts:
     def stages(
         self, index: int, rests: NDArray[np.intp], crossing: Array, received: Array, uncut: NDArray[np.bool_]
     ) -> Iterator[tuple[int, Rows, Array, NDArray[np.bool_]]]:
-        """For every number of replicas: the stages that fit, their seconds per sample, whether they keep activations.
+        """For every number of replicas: the stages that fit, their seconds per sample, and whether they keep
+        activations.
 
-        The last two by stage and by devices of later stages; one column where it is the same for all of these.
+        The last two are by stage and by devices of later stages; one column if they do not depend on the latter.
         """
         alone = uncut | (self.rigid[index] - self.rigid[rests] > 0)
         whole = (rests == 0) & (index == len(self.members) - 1 and not self.problem.replicable)
@@ -264,13 +265,13 @@ class _PiperCosts:
         return fitting, np.where(keeps, plain, recomputed), keeps
 
     def _in_flight(self, degree: int) -> Array:
-        """Micro-batches, by the devices of later stages."""
+        """Micro-batches in flight, by the devices of later stages."""
         devices = np.arange(degree, self.problem.num_devices + 1)
         return np.minimum(np.ceil(devices / degree), -(-self.problem.batch_size // self.size))
 
 
 def _most(limit: Array, kept: Array) -> Array:
-    """Micro-batches in flight that a stage has room for."""
+    """Micro-batches in flight that fit into memory."""
     return np.floor(limit / np.maximum(kept, 1e-9))
 
 

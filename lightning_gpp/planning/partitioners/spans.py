@@ -1,4 +1,4 @@
-"""Spans of a chain of units: seconds and bytes of the units from one position up to another."""
+"""Spans of a chain of units: seconds and bytes of the units between two positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_gpp.planning.problem.problem import Array, Problem
 class Spans:
     """Units in their topological order, for one micro-batch size.
 
-    Tables are indexed by [start, stop]: the units start..stop-1. Where start >= stop, seconds are infinite.
+    Tables are indexed by [start, stop]: the units start..stop-1. If start >= stop, seconds are infinite.
     """
 
     def __init__(self, problem: Problem, size: int) -> None:
@@ -33,7 +33,7 @@ class Spans:
         return self._seconds[num_samples]
 
     def kept_bytes(self, num_samples: int) -> Array:
-        """Bytes of a micro-batch in flight: tensors that autograd saves, or the inputs with recomputation."""
+        """Bytes of a micro-batch in flight: the tensors that autograd saves, or the inputs with recomputation."""
         saved = _sums(self.problem.saved_bytes(num_samples))
         if self.recompute:
             per_sample, fixed = self._received
@@ -41,7 +41,7 @@ class Spans:
         return saved
 
     def working_bytes(self, num_samples: int) -> Array:
-        """Bytes that a backward computes again: with recomputation, except for spans with the user's step."""
+        """Bytes that a backward recomputes; 0 without recomputation, and for spans with the user's step."""
         saved = _sums(self.problem.saved_bytes(num_samples))
         saved[:, -1] = 0
         return saved if self.recompute else np.zeros_like(saved)
@@ -61,7 +61,7 @@ class Spans:
 
     @cached_property
     def crossing_bytes(self) -> Array:
-        """Bytes per micro-batch that cross each position, forward and, for gradients, backward."""
+        """Bytes per micro-batch that cross each position, values forward and gradients backward."""
         crossing = np.zeros(self.num_units + 1)
         for value in self.problem.units.values:
             crossing[value.src + 1 : max(value.dsts) + 1] += value.num_directions * value.bytes.at(self.size)
@@ -69,7 +69,7 @@ class Spans:
 
     @cached_property
     def rigid(self) -> NDArray[np.bool_]:
-        """Spans that cannot be replicated: data or values that enter or leave them cannot be cut into shares."""
+        """Mask of spans without replicas, because data or values that enter or leave cannot be cut into shares."""
         units, values = self.problem.units.units, self.problem.units.values
         rigid = _sums(np.array([not unit.divisible for unit in units], dtype=float)) > 0
         for value in values:
@@ -82,7 +82,7 @@ class Spans:
 
     @cached_property
     def _received(self) -> tuple[Array, Array]:
-        """Bytes that enter, per sample and fixed."""
+        """Bytes that enter each span, per sample and fixed."""
         sums = np.zeros((2, self.num_units + 1, self.num_units + 1))
         for value in self.problem.units.values:
             enters = self._holding(value.dsts) & ~self._holding([value.src])
@@ -91,7 +91,7 @@ class Spans:
         return sums[0], sums[1]
 
     def _holding(self, units: list[int] | tuple[int, ...]) -> NDArray[np.bool_]:
-        """Spans with at least one of these units."""
+        """Mask of the spans with at least one of these units."""
         count = np.zeros(self.num_units)
         count[list(units)] = 1
         return self.valid & (_sums(count) > 0)

@@ -1,4 +1,4 @@
-"""A draft: a plan as partitioners write it, in numbers of units and devices of the cluster; and the plan it becomes."""
+"""Drafts: plans as partitioners write them, in numbers of units and devices, and the plans that they become."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from lightning_gpp.planning.assignment.modules import ModuleNode, module_tree, s
 from lightning_gpp.planning.problem.problem import Problem
 
 Devices = list[tuple[int, ...]]
-"""For every stage, in topological order, its devices."""
+"""Devices of every stage, in topological order."""
 
 
 def side_by_side(replicas: Sequence[int]) -> Devices:
-    """Replicas of a stage are neighbours: their all-reduce stays inside a node. The last stage is on device 0."""
+    """Devices with a stage's replicas side by side: all-reduces stay inside a node. The last stage is on device 0."""
     stops = list(accumulate(reversed(replicas)))
     starts = [0, *stops][: len(stops)]
     return [tuple(range(start, stop)) for start, stop in zip(starts, stops, strict=True)][::-1]
 
 
 def copies(num_stages: int, num_copies: int) -> Devices:
-    """Whole pipelines one after the other, so that stages that talk to each other are neighbours."""
+    """Devices with pipeline replicas one after the other, so that stages that exchange tensors are neighbours."""
     return [tuple(range(num_stages - 1 - stage, num_stages * num_copies, num_stages)) for stage in range(num_stages)]
 
 
 def layouts(replicas: Sequence[int]) -> list[Devices]:
-    """All that apply."""
+    """All layouts that these numbers of replicas allow."""
     found = [side_by_side(replicas)]
     if len(set(replicas)) == 1 and replicas[0] > 1:
         found.append(copies(len(replicas), replicas[0]))
@@ -52,7 +52,7 @@ class DraftStage:
 
     @property
     def share(self) -> int:
-        """Samples of the largest share."""
+        """Number of samples in the largest share."""
         return -(-self.micro_batch_size // len(self.devices))
 
 
@@ -60,8 +60,8 @@ class DraftStage:
 class Draft:
     """Stages in any order, and the schedule's name.
 
-    `chained`: the stages run as a chain in their topological order, even where they do not need each other, as
-    partitioners have it that know only chains.
+    `chained`: the stages run as a chain in their topological order, even if they do not need each other, as in
+    partitioners that know only chains.
     """
 
     stages: tuple[DraftStage, ...]
@@ -85,7 +85,7 @@ class Flow:
 
 
 def stage_of_units(num_units: int, stages: Sequence[Iterable[int]]) -> list[int]:
-    """For every unit the number of its stage; -1 where no stage has it."""
+    """The stage of every unit; -1 for units in no stage."""
     owner = [-1] * num_units
     for index, units in enumerate(stages):
         for unit in units:
@@ -106,7 +106,7 @@ def flows(problem: Problem, owner: Sequence[int]) -> dict[tuple[int, int], Flow]
 
 
 def with_chain(edges: Mapping[tuple[int, int], Flow], num_stages: int) -> dict[tuple[int, int], Flow]:
-    """The edges of stages in topological order, and those that make a chain of them: nothing but a token each way.
+    """The edges of stages in topological order, and artificial ones that make a chain of them, which carry no bytes.
 
     The counterpart of `Plan.chained`.
     """
@@ -118,7 +118,7 @@ class DraftTransfer(NamedTuple):
     """One micro-batch's transfer between two stages without contention: seconds until the last replica has it, and busy
     seconds of each port.
 
-    The former last until it has gone from all replicas of the one stage to all of the other.
+    The transfer goes from all replicas of the one stage to all replicas of the other.
     """
 
     seconds: float
@@ -152,7 +152,7 @@ def overlaps(src: Sequence[int], dst: Sequence[int], num_samples: int) -> Iterat
 
 
 def in_topological_order(problem: Problem, draft: Draft) -> Draft:
-    """The same draft with its stages in topological order, in the given one where they do not need each other.
+    """The draft with its stages in topological order; stages that do not need each other keep the given order.
 
     Raises:
         PlanError: the stages form a cycle.
@@ -169,13 +169,13 @@ def in_topological_order(problem: Problem, draft: Draft) -> Draft:
 def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]:
     """The plan of a draft, and the number of its pipelines.
 
-    A draft whose stages all have r replicas, the j-th of each side by side on the j-th part of the devices, is r
-    replicas of a pipeline, if the problem allows it. In any other draft the user's step runs on one device: it becomes
-    a stage of its own if its stage has replicas.
+    A draft whose stages all have r replicas, with the j-th replicas side by side on the j-th part of the devices,
+    becomes r pipeline replicas if the problem allows it. In any other draft the user's step runs on one device: it
+    becomes a stage of its own if its stage has replicas.
 
     Args:
-        problem: what the draft is for.
-        draft: the stage of the user's step, the problem's last unit, is on device 0.
+        problem: the problem that the draft answers.
+        draft: has the stage of the user's step, the problem's last unit, on device 0.
         model: fingerprint written into the plan.
 
     Raises:
@@ -203,7 +203,7 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
 
 
 def unreplicated(problem: Problem, draft: Draft) -> tuple[Draft, int]:
-    """The draft of one pipeline, and the number of pipeline replicas that the given draft consists of."""
+    """The draft of one pipeline, and the number of pipeline replicas in the given draft."""
     number, width = len(draft.stages[0].devices), len(draft.stages)
     sizes = [problem.batch_size // problem.num_slices, *(stage.micro_batch_size for stage in draft.stages)]
     regular = all(
@@ -231,7 +231,7 @@ def _with_one_step(drafts: Sequence[Stage]) -> Iterator[Stage]:
 
 
 def compress(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """The same stages by the fewest paths: a module instead of all its submodules where the stage computes it whole."""
+    """The same stages with the fewest paths: a module replaces its submodules if the stage computes all of it."""
     assignment = assign(graph, stage_modules)
     found: list[list[str]] = [[] for _ in stage_modules]
     _collect(module_tree(graph), {name: set(stages) for name, stages in assignment.items()}, found)

@@ -29,9 +29,9 @@ from lightning_gpp.schedules.work import warm_up_peak
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFigures:
-    """One replica of a stage: seconds and bytes per micro-batch, bytes that stay, seconds of its all-reduce.
+    """Figures of a stage replica: seconds and bytes per micro-batch, permanent bytes, seconds of its all-reduce.
 
-    `again`: of running the forward again, before the backward.
+    `again`: seconds of running the forward again before the backward.
     """
 
     forward: float
@@ -45,13 +45,13 @@ class StageFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A draft's step.
+    """The evaluation of a draft.
 
     Args:
-        seconds: of the step; infinite where the stages form a cycle.
-        excess_bytes: the most that a device needs beyond its memory; 0 if all fit.
-        peak_bytes: of a device of each stage.
-        in_flight: micro-batches of each stage.
+        seconds: step time; infinite if the stages form a cycle.
+        excess_bytes: the most bytes by which a device exceeds its memory; 0 if all fit.
+        peak_bytes: peak memory of a device of each stage.
+        in_flight: micro-batches in flight on each stage.
     """
 
     seconds: float
@@ -65,13 +65,13 @@ class Evaluation:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The objective of searches: first the excess of memory, then time."""
+        """The objective of searches: excess of memory first, then time."""
         return (max(0.0, self.excess_bytes), self.seconds) if self.seconds < inf else (inf, inf)
 
 
 @dataclass(slots=True, eq=False)
 class Evaluator:
-    """Evaluates drafts of one problem, and remembers what stages cost."""
+    """Evaluates drafts of one problem, and caches the costs of stages."""
 
     problem: Problem
     evaluations: int = 0
@@ -92,9 +92,9 @@ class Evaluator:
         self._rigid_values = [value for value in units.values if not value.sliceable]
 
     def __call__(self, draft: Draft, limit: float = inf) -> Evaluation:
-        """Evaluate; micro-batch sizes must be the same in all stages.
+        """Evaluate a draft; all stages must have the same micro-batch size.
 
-        A step that is known to take `limit` seconds or more is not simulated: `seconds` is what it takes at least.
+        A step that is known to take `limit` seconds or more is not simulated; `seconds` is then a lower bound.
         """
         self.evaluations += 1
         edges = self.edges(draft)
@@ -112,7 +112,7 @@ class Evaluator:
         return self.problem.replicable and unreplicated(self.problem, draft)[1] > 1
 
     def _divisible(self, draft: Draft) -> bool:
-        """True if all values that are cut into shares can be cut; pipeline replicas cut none."""
+        """True if every value that has to be cut into shares can be; pipeline replicas cut none."""
         if (not self._rigid_values and not self._rigid_units) or self._copies(draft):
             return True
         owner = stage_of_units(self.problem.num_units, [stage.units for stage in draft.stages])
@@ -137,8 +137,11 @@ class Evaluator:
         limit: float,
         copies: bool,
     ) -> Evaluation:
-        """`copies`: of a whole pipeline. Else a last stage with replicas gives the user's step to a stage of its own,
-        which adds one to the depth."""
+        """Evaluate stages of `copies` pipeline replicas.
+
+        If there is one, a last stage with replicas gives the user's step to a stage of its own, which adds one to the
+        depth.
+        """
         apart = self.problem.single_step and len(stages[-1].devices) > 1 and not copies
         size = stages[0].micro_batch_size
         number = -(-self.problem.batch_size // size)
@@ -168,7 +171,7 @@ class Evaluator:
         edges: Mapping[tuple[int, int], Flow],
         copies: bool,
     ) -> tuple[ClockedStages, float]:
-        """The pipeline, and the seconds per micro-batch in which the busiest port is occupied."""
+        """The pipeline to simulate, and the seconds per micro-batch for which the busiest port is occupied."""
         forwards = {(a, b): self._transfer(stages[a], stages[b], flow.forward) for (a, b), flow in edges.items()}
         backwards = {
             (a, b): self._transfer(stages[b], stages[a], flow.backward)
@@ -190,7 +193,7 @@ class Evaluator:
         return pipeline, busiest
 
     def _data(self, stage: DraftStage, copies: bool) -> float:
-        """Until a micro-batch's data have come from device 0, which loads them; copies of a pipeline load their own."""
+        """Seconds until a micro-batch's data have come from device 0; each pipeline replica loads its own."""
         if (stage, copies) not in self._data_seconds:
             inside = set(stage.units)
             size = sum(value.bytes.at(stage.share) for value in self.problem.units.data if read_by(value, inside))
@@ -227,9 +230,9 @@ class Evaluator:
 
 
 def _contend(ways: Iterable[tuple[Mapping[tuple[int, int], DraftTransfer], dict[tuple[int, int], float]]]) -> float:
-    """Transfers to one stage that share a port follow each other; the busiest port's seconds per micro-batch.
+    """Delay transfers to one stage that share a port; returns the busiest port's seconds per micro-batch.
 
-    `ways`: forward and backward, the transfers alone, and their seconds, to which waiting is added.
+    `ways`: for forward and backward, the transfers without contention and their seconds, to which waiting is added.
     """
     total: dict[Port, float] = {}
     for direction, (transfers, seconds) in enumerate(ways):
@@ -256,7 +259,7 @@ def _step_seconds(
 
 
 def topological_order(edges: Iterable[tuple[int, int]], num_stages: int) -> list[int]:
-    """Stages in an order of their edges that keeps the given one where it can; empty where they form a cycle."""
+    """Stages in a topological order that keeps the given one where edges allow it; empty if they form a cycle."""
     following: list[list[int]] = [[] for _ in range(num_stages)]
     missing = [0] * num_stages
     for src, dst in edges:
@@ -303,7 +306,7 @@ def all_reduce_seconds(problem: Problem, stage: DraftStage) -> float:
 
 
 def input_bytes(problem: Problem, stage: DraftStage) -> float:
-    """Bytes that one replica of a stage receives per micro-batch, data included."""
+    """Bytes, data included, that a replica of a stage receives per micro-batch."""
     inside = set(stage.units)
     values = (*problem.units.values, *problem.units.data)
     read = (value for value in values if value.src not in inside and read_by(value, inside))
@@ -318,7 +321,7 @@ def read_by(value: Value, units: Set[int]) -> bool:
 def in_flight_counts(
     num_stages: int, edges: Mapping[tuple[int, int], Flow], schedule: str, num_micro_batches: int
 ) -> list[int]:
-    """Micro-batches that each stage, in topological order, has in flight at most."""
+    """The most micro-batches in flight on each stage, in topological order."""
     if schedule == "gpipe":
         return [num_micro_batches] * num_stages
     successors: list[list[int]] = [[] for _ in range(num_stages)]

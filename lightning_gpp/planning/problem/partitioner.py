@@ -1,4 +1,4 @@
-"""Partitioners by name. A partitioner is a function from a planning problem to the best draft that it knows."""
+"""Registry of partitioners. A partitioner is a function from a planning problem to the best draft that it finds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.registry import Registry
 
 Progress = Callable[[float, float, float], None]
-"""Called now and then with the done part of the search (0..1), the best step so far and its lower bound, in seconds."""
+"""Called from time to time with the completed fraction of the search, the best step time so far and its lower bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A draft that was not chosen: the seconds of its step, and why it lost, in words."""
+    """A draft that was not chosen, with its step time and the reason in words."""
 
     draft: Draft
     seconds: float
@@ -31,13 +31,13 @@ class Answer:
     """The outcome of a search.
 
     Args:
-        draft: the best one; None if nothing fits, with the reason in `notes`.
+        draft: the best draft; None if none fits, with the reason in `notes`.
         objective: the value that the search minimised.
-        objective_name: what that is, with its unit.
-        states: partial or whole solutions visited.
+        objective_name: its meaning and unit.
+        states: partial or complete solutions visited.
         alternatives: drafts that lost, best first.
-        notes: what a user should know, one sentence each.
-        interrupted: the user ended the search; no other one is begun.
+        notes: remarks for the user, one sentence each.
+        interrupted: the user ended the search; no other search is started.
     """
 
     draft: Draft | None
@@ -51,11 +51,11 @@ class Answer:
 
 @dataclass(slots=True, kw_only=True)
 class SearchControl:
-    """Limits of a search, and the way to tell how far it is.
+    """The time limit of a search, and its report of progress.
 
     Args:
-        seconds: after which an anytime search stops.
-        progress: what to call, if anything.
+        seconds: time after which an anytime search stops.
+        progress: called during the search, if given.
     """
 
     seconds: float = 10.0
@@ -110,7 +110,7 @@ def checked(name: str, problem: Problem, answer: object) -> Answer:
     """The answer of a partitioner, perhaps a user's own, checked.
 
     Raises:
-        PlanError: it is no answer, or its draft leaves out or repeats units or devices.
+        PlanError: it is not an Answer, or its draft leaves out or repeats units or devices.
     """
     if not isinstance(answer, Answer):
         raise PlanError(f"The partitioner {name!r} returned {type(answer).__name__}; it must return an Answer.")

@@ -1,7 +1,7 @@
 """A quick simulator for search: stages instead of devices, one number of micro-batches, 1F1B or all forwards first.
 
-It follows the rules of `simulation.simulate` for the programs of `1f1b` and `gpipe` with one stage per device: a
-transfer starts when it was sent, its buffer was posted (LOOKAHEAD actions before it is read) and the link is free.
+It follows the rules of `simulation.simulate` for programs of `1f1b` and `gpipe` with one stage per device: a transfer
+starts when it has been sent, its buffer has been posted (LOOKAHEAD actions before it is read) and the link is free.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ LOOKAHEAD = 2
 """Actions between posting a buffer and reading it, as `schedules.lower` places them."""
 
 EXACT_ACTIONS = 8_000
-"""Longer runs are continued by their period instead of being played to the end."""
+"""Runs with more actions are extrapolated from their period instead of simulated to the end."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ClockedStages:
     """Stages in topological order, per micro-batch: seconds of compute, and of transfers by (producer, consumer).
 
-    `again`: of running the forward again before a backward, which waits for no gradient; 0 where a stage does not.
-    `data`: until a stage's data have come from the device that loads them; 0 where none come.
+    `again`: seconds of running the forward again before a backward, without waiting for a gradient; 0 for stages that
+    do not recompute. `data`: seconds until a stage's data have come from the device that loads them; 0 if there are
+    none.
     """
 
     forward: Sequence[float]
@@ -30,15 +31,15 @@ class ClockedStages:
     data: Sequence[float]
     sent: dict[tuple[int, int], float]
     returned: dict[tuple[int, int], float]
-    """Gradients that come back: (producer, consumer) of the forward -> seconds of the way back."""
+    """Seconds of the transfers of gradients, by (producer, consumer) of the forward."""
 
 
 def end_times(pipeline: ClockedStages, warm_up: Sequence[int], num_micro_batches: int) -> list[float]:
-    """For every stage the end of its last backward. `warm_up`: forwards before the first backward, at least 1."""
+    """The end of every stage's last backward. `warm_up`: forwards before the first backward, at least 1."""
     num_stages, short = len(pipeline.forward), max(24, 3 * max(warm_up))
     if 2 * num_stages * num_micro_batches <= EXACT_ACTIONS or num_micro_batches <= short + 8:
         return _play(pipeline, warm_up, num_micro_batches)
-    if min(warm_up) == num_micro_batches:  # all forwards first: as many more forwards as backwards
+    if min(warm_up) == num_micro_batches:  # all forwards first
         ends = [_play(pipeline, [number] * num_stages, number) for number in (short, short + 8)]
     else:
         ends = [_play(pipeline, warm_up, number) for number in (short, short + 8)]
@@ -49,8 +50,8 @@ def end_times(pipeline: ClockedStages, warm_up: Sequence[int], num_micro_batches
 def least_seconds(pipeline: ClockedStages, num_micro_batches: int, all_reduce: Sequence[float]) -> float:
     """A lower bound of the step time under any schedule; much quicker than `end_times`.
 
-    A stage waits for the first forward of those ahead of it, after its last backward for theirs (or sums its
-    gradients), and between its last forward and its last backward for the way of a micro-batch to the sinks and back.
+    A stage waits for the first forwards of those ahead of it, after its last backward for theirs (or reduces its
+    gradients), and between its last forward and its last backward until a micro-batch has gone to the sinks and back.
     """
     head, tail, behind = _ways(pipeline)
     least = 0.0
@@ -64,7 +65,7 @@ def least_seconds(pipeline: ClockedStages, num_micro_batches: int, all_reduce: S
 
 
 def _ways(pipeline: ClockedStages) -> tuple[list[float], list[float], list[float]]:
-    """For every stage the seconds of a micro-batch to it, from it back to the sources, and behind it and back."""
+    """Seconds of a micro-batch from the sources to every stage, back to them, and to the sinks and back."""
     numbers = range(len(pipeline.forward))
     tail, behind = ([0.0 for _ in numbers] for _ in range(2))
     head = list(pipeline.data)
@@ -89,7 +90,7 @@ def _play(pipeline: ClockedStages, warm_up: Sequence[int], num_micro_batches: in
 
 
 class _ClockEdge:
-    """A one-way channel of a stage: when each micro-batch was sent, and when the link is free again."""
+    """A channel in one direction: when each micro-batch was sent, and when the link is free again."""
 
     __slots__ = ("free", "seconds", "sent")
 
@@ -126,7 +127,7 @@ class _ClockStage:
         self.neighbours: tuple[list[_ClockStage], list[_ClockStage]] = ([], [])
 
     def run(self, waiting: list[_ClockStage]) -> None:
-        """Advance as far as inputs are there; stages that may go on because of it are appended to `waiting`."""
+        """Advance as far as inputs allow; stages that can go on because of it are appended to `waiting`."""
         forwards, backwards = self.done
         while backwards < self.number:
             direction = 0 if forwards < self.number and forwards < backwards + self.warm_up else 1

@@ -1,6 +1,6 @@
-"""The prediction of a run: a plan, one simulated mini-batch of it, and how good that is.
+"""Predictions of a run: a plan, one simulated mini-batch, and its quality.
 
-A draft is tried by making its plan, timed, and simulating the program that would run.
+A draft is tried by making its timed plan and simulating the program that would run.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class SearchFigures:
     """The search that found a plan.
 
     Args:
-        partitioner: name.
-        draft: of the plan.
-        objective: value that the partitioner minimized.
+        partitioner: its name.
+        draft: the draft of the plan.
+        objective: the value that the partitioner minimised.
         objective_name: meaning and unit of the objective.
         states: partial or complete solutions visited.
-        seconds: duration of all searches for the request, without the lower bound.
+        seconds: time of all searches for the request, without the lower bound.
         notes: sentences for the user.
         interrupted: the user ended the search.
-        bound_seconds: duration of computing the lower bound.
+        bound_seconds: time that the lower bound took.
     """
 
     partitioner: str
@@ -52,10 +52,10 @@ class SearchFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A plan, one simulated mini-batch of it, and how good that is.
+    """A plan, one simulated mini-batch, and its quality.
 
     Args:
-        plan: of one pipeline replica.
+        plan: the plan of one pipeline replica.
         num_pipelines: pipeline replicas that share the work.
         timeline: simulated mini-batch of one pipeline, with the collectives of all pipelines.
         memory_bytes: memory limit of every device of the pipeline; empty if unknown.
@@ -102,7 +102,7 @@ class Prediction:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The order of preference, least first: bytes that do not fit, then seconds per sample."""
+        """Sort key, best first: excess bytes, then seconds per sample."""
         return self.excess_bytes, 1 / self.samples_per_second
 
 
@@ -115,7 +115,7 @@ MAX_ACTIONS: Final = 40_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A draft of a search, the prediction for its plan, and the drafts that lost."""
+    """The best draft of a search, the prediction for its plan, and the drafts that lost."""
 
     draft: Draft
     prediction: Prediction
@@ -128,8 +128,8 @@ def predicted(
     """Time the actions and messages of a plan, and simulate its program.
 
     Args:
-        plan: of one pipeline.
-        graph: what the plan was made from.
+        plan: the plan of one pipeline.
+        graph: the operator graph that the plan was made from.
         cluster: device d of pipeline p is its device p x plan.num_devices + d.
         costs: seconds of operators.
         footprint: what a device keeps per byte of parameters.
@@ -148,13 +148,13 @@ def predicted(
 
 
 def memory_limits(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
-    """The memory of every device of a pipeline: the least of all pipelines that the cluster has devices for."""
+    """The memory of every device of a pipeline: the least over all pipelines that the cluster has devices for."""
     limits = [float(device.memory_bytes) for device in cluster.devices]
     return tuple(min(limits[device :: plan.num_devices]) for device in range(plan.num_devices))
 
 
 def simulated(problem: Problem, draft: Draft) -> Prediction:
-    """The prediction for a draft's plan as the problem states it.
+    """The prediction for a draft's plan, without changes.
 
     Raises:
         PlanError: the stages form a cycle.
@@ -164,18 +164,18 @@ def simulated(problem: Problem, draft: Draft) -> Prediction:
 
 
 def best_trial(problem: Problem, answer: Answer, predict: Callable[[Draft], Prediction]) -> Trial:
-    """The best of an answer's drafts by their programs.
+    """The best of an answer's drafts, judged by their programs.
 
-    A program tells more than the estimate that a search can afford for each draft: messages that share a port, the
-    order of collectives, the user's step.
+    A program shows what the estimate of a search leaves out: messages that share a port, the order of collectives, the
+    user's step.
 
     Args:
         problem: the question.
-        answer: with a draft.
+        answer: an answer with a draft.
         predict: simulates a draft.
 
     Raises:
-        GPPError: none of the drafts can be a plan; the error is that of the search's best.
+        GPPError: none of the drafts can become a plan; the error is that of the search's best draft.
     """
     predictions: list[tuple[Draft, Prediction]] = []
     failures: list[GPPError] = []
@@ -200,7 +200,7 @@ def _drafts_to_try(problem: Problem, answer: Answer) -> list[Draft]:
 
 
 def _others(answer: Answer, chosen: Draft, predictions: Mapping[Draft, Prediction]) -> tuple[Alternative, ...]:
-    """The drafts that were not chosen. One that the search thought best comes first, with what its program takes."""
+    """The drafts that were not chosen. The search's favourite, if among them, is first, with its program's time."""
     others = tuple(entry for entry in answer.alternatives if entry.draft != chosen)
     if answer.draft is None or answer.draft == chosen or answer.draft not in predictions:
         return others
@@ -210,5 +210,5 @@ def _others(answer: Answer, chosen: Draft, predictions: Mapping[Draft, Predictio
 
 
 def num_actions(problem: Problem, draft: Draft) -> int:
-    """Actions of a step on all devices: what a simulation's time grows with."""
+    """Actions of a step on all devices; a simulation's time grows with them."""
     return sum(2 * len(stage.devices) * -(-problem.batch_size // stage.micro_batch_size) for stage in draft.stages)

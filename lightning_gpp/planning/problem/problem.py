@@ -1,4 +1,4 @@
-"""The planning problem: units to be placed on the devices of a cluster, with what every unit costs there.
+"""The planning problem: units to be placed on the devices of a cluster, and their costs there.
 
 All partitioners see the model through this one object, so that none of them counts differently from another.
 """
@@ -36,7 +36,7 @@ class UnitSeconds:
 
 @dataclass(kw_only=True, eq=False)
 class Problem:
-    """Units, devices, and the choices that a partitioner has.
+    """Units, devices, and a partitioner's choices.
 
     Args:
         graph: the captured operators.
@@ -44,15 +44,17 @@ class Problem:
         units: pieces that are never divided.
         cluster: devices and links.
         batch_size: samples of the mini-batch.
-        sizes: micro-batch sizes to choose from, ascending. Where one does not divide the mini-batch, the last
-            micro-batch is smaller; drafts are evaluated, and bounded, as if it were whole.
-        schedules: names to choose from.
+        sizes: micro-batch sizes to choose from, ascending. If one does not divide the mini-batch, the last micro-batch
+            is smaller; drafts are evaluated, and bounded, as if it were not.
+        schedules: names of schedules to choose from.
         footprint: what a device keeps per byte of parameters.
         recompute: whether stages may recompute their activations: None leaves it to the partitioner.
-        max_replicas: devices of a stage at most.
+        max_replicas: the most devices that a stage may have.
         replicable: whether r equal replicas of every stage may be r pipeline replicas.
-        num_slices: samples of the mini-batch that are slices of one; a pipeline gets all slices of a sample.
-        single_step: the user's step runs on one device, so a last stage with replicas gives it to a stage of its own.
+        num_slices: slices per sample, each of which counts as a sample of the mini-batch; a pipeline gets all slices of
+            one.
+        single_step: the user's step has to run on one device, so a last stage with replicas gives it to a stage of its
+            own.
     """
 
     graph: OperatorGraph
@@ -87,7 +89,7 @@ class Problem:
         return self._seconds[key]
 
     def saved_bytes(self, num_samples: int) -> Array:
-        """Bytes that autograd keeps of every unit for `num_samples` samples."""
+        """Bytes that autograd saves in every unit for `num_samples` samples."""
         if num_samples not in self._saved:
             units = self.units.units
             self._saved[num_samples] = np.array([unit.saved_bytes.at(num_samples) for unit in units], dtype=float)
@@ -115,7 +117,7 @@ class Problem:
 
     @cached_property
     def flow_table(self) -> list[tuple[int, tuple[int, ...], tuple[float, float, float, float]]]:
-        """Per unit and set of readers: bytes per sample and fixed bytes of the forward, and those of the backward."""
+        """Bytes per unit and set of readers: per sample and fixed, forward; per sample and fixed, backward."""
         sums: dict[tuple[int, tuple[int, ...]], Array] = {}
         for value in self.units.values:
             size = np.array([value.bytes.per_sample, value.bytes.fixed])
@@ -129,7 +131,7 @@ class Problem:
 
     @cached_property
     def _operators(self) -> tuple[list[Operator], NDArray[np.int64]]:
-        """Operators, and the unit of each; those that several units repeat come several times."""
+        """Operators and their units; an operator that several units repeat occurs several times."""
         pairs = [(self.graph[name], index) for index, unit in enumerate(self.units.units) for name in unit.operators]
         return [operator for operator, _ in pairs], np.array([index for _, index in pairs], dtype=np.int64)
 

@@ -1,7 +1,7 @@
 """Planning units: the smallest pieces that a partitioner moves, as coarse as the number of devices allows.
 
-A unit is a set of module paths. Its edges are those that the plan would have with one unit per stage
-(`planning.assign`), so that every partitioner sees the same graph as the plan.
+A unit is a set of module paths. Its edges are those of a plan with one unit per stage (`planning.assignment.assign`),
+so that partitioners see the same graph as plans.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Modules = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Module paths that stay together, their operators, and what they keep: bytes per micro-batch, parameters.
+    """Module paths that stay together, their operators, saved bytes per micro-batch, and parameters.
 
-    `divisible`: replicas may each take a share of a micro-batch: its data can be cut, and nothing in it looks at all
-    samples at once.
+    `divisible`: replicas may each take a share of a micro-batch, because its data can be cut and no operator combines
+    samples.
     """
 
     modules: Modules
@@ -38,9 +38,9 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A tensor that unit `src` makes and the units `dsts` read: bytes per micro-batch, forwards and backwards.
+    """A tensor that unit `src` makes and the units `dsts` read: its bytes per micro-batch, forward and backward.
 
-    `sliceable`: samples can be cut out of it, so that both ends may have other shares of a micro-batch.
+    `sliceable`: samples can be cut out of it, so that its ends may have different shares of a micro-batch.
     """
 
     src: int
@@ -69,15 +69,15 @@ class UnitGraph:
 
 
 def find_units(graph: OperatorGraph, *, num_pieces: float, seconds: Mapping[str, float]) -> UnitGraph:
-    """Cut the model at module borders until no piece costs more than 1 / `num_pieces` of the whole.
+    """Cut the model at module borders until no piece costs more than 1 / `num_pieces` of the model.
 
-    A module stays whole when it is that light, when none of its submodules has parameters or buffers, or when its
+    A module is not divided if it is that light, if none of its submodules has parameters or buffers, or if its
     operators are tied into one cluster. Modules whose borders would form a cycle become one unit.
 
     Args:
         graph: the captured operators.
-        num_pieces: the higher, the finer; infinity cuts wherever it is possible.
-        seconds: of every operator, in any unit: only shares of the whole count.
+        num_pieces: the higher, the finer; infinity cuts wherever possible.
+        seconds: time of every operator, in any unit of time: only its share of the model's counts.
     """
     limit = sum(seconds.values()) / num_pieces
 
@@ -90,7 +90,7 @@ def find_units(graph: OperatorGraph, *, num_pieces: float, seconds: Mapping[str,
 
 
 def _leaves(root: ModuleNode, light: Callable[[ModuleNode], bool]) -> list[Modules]:
-    """Modules with state at which the descent from the root ends, in the order of their first call."""
+    """Modules with state that are not divided further, in the order of their first call."""
     leaves: list[Modules] = []
     open_nodes = [root]
     while open_nodes:
@@ -112,7 +112,7 @@ def _atomic(node: ModuleNode) -> bool:
 
 
 def _without_cycles(graph: OperatorGraph, modules: list[Modules]) -> list[Modules]:
-    """Merge modules that share a cluster of operators, and those whose edges form cycles; topological order."""
+    """Merge modules that share a cluster of operators or whose edges form cycles; returns a topological order."""
     modules = _merge(modules, _shared_clusters(graph, modules))
     while True:
         cycles = _cycles(forced(graph, modules))
@@ -151,7 +151,7 @@ def _owners(modules: Sequence[Modules]) -> dict[str, int]:
 
 
 def _merge(modules: list[Modules], groups: Iterable[Sequence[int]]) -> list[Modules]:
-    """Each group becomes one entry, at the place of its first."""
+    """Merge each group into one entry, at the position of its first."""
     merged: dict[int, Modules] = dict(enumerate(modules))
     for group in groups:
         first, *rest = sorted(group)
@@ -162,9 +162,9 @@ def _merge(modules: list[Modules], groups: Iterable[Sequence[int]]) -> list[Modu
 
 
 def _with_stateless(graph: OperatorGraph, modules: list[Modules]) -> list[Modules]:
-    """Add modules without parameters (activations, pooling) to the unit that makes all they read, where it is one.
+    """Add modules without parameters (activations, pooling) to the unit that makes all their inputs, if there is one.
 
-    All paths into such a module pass that unit, so no cycle can come of it. The others count as glue.
+    All paths into such a module pass through that unit, so this makes no cycle. The others count as glue.
     """
     owners = _owners(modules)
     for node in _stateless(module_tree(graph), owners):
@@ -178,7 +178,7 @@ def _with_stateless(graph: OperatorGraph, modules: list[Modules]) -> list[Module
 
 
 def _stateless(node: ModuleNode, owners: dict[str, int]) -> list[ModuleNode]:
-    """The largest modules without state that no unit holds, in the order of their first call."""
+    """The largest modules without state that no unit contains, in the order of their first call."""
     if node.path in owners:
         return []
     if node.path and not node.has_state:
@@ -187,21 +187,21 @@ def _stateless(node: ModuleNode, owners: dict[str, int]) -> list[ModuleNode]:
 
 
 def _producers(graph: OperatorGraph, node: ModuleNode, owners: dict[str, int]) -> set[int | None]:
-    """Units that make what a module reads; None stands for glue. The data do not count."""
+    """Units that make a module's inputs; None represents glue. The data do not count."""
     inside = {operator.name for operator in node.all_operators()}
     sources = {source for name in inside for source in graph.nx.predecessors(name)} - inside
     return {owner_of(graph[source].module, owners) for source in sources if graph[source].target != "input"}
 
 
 def _with_step(graph: OperatorGraph, modules: list[Modules]) -> list[Modules]:
-    """Put the user's step into the unit that makes most of what it reads, among those that nothing else follows."""
+    """Add the user's step to the unit without successors that makes most of the step's inputs."""
     last = step_owner(graph, modules)
     rest = [paths for index, paths in enumerate(modules) if index != last]
     return [*rest, (*modules[last], STEP)]
 
 
 def step_owner(graph: OperatorGraph, modules: Sequence[Sequence[str]]) -> int:
-    """The index of the stage that the user's step joins by default: most bytes, among those without successors."""
+    """The stage that the user's step joins by default: of those without successors, the one that sends it most."""
     step = len(modules)
     values = crossing(graph, assign(graph, [*modules, (STEP,)]))
     followed = {src for src, dst in values if dst != step}

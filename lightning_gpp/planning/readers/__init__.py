@@ -15,16 +15,16 @@ __all__ = ["read_graph"]
 
 
 def read_graph(path: str | Path, *, time_unit: float = 1e-3) -> tuple[OperatorGraph, CostTable | None]:
-    """The operators of a JSON file, and their seconds where the file tells times.
+    """Read the operators of a JSON file, and their seconds if the file has times.
 
-    What kind of file it is, its keys tell: `operators` is a graph that this library wrote (`OperatorGraph.to_json`),
+    The keys show the kind of file: `operators` is a graph that this library wrote (`OperatorGraph.to_json`),
     `maxMemoryPerDevice` or `mbsInBatch` an input of Piper, `maxSizePerFPGA` or `maxFPGAs` one of dnn-partitioning. The
     modules `native`, `piper` and `dnn_partitioning` describe the formats and how they are read.
 
     Args:
         path: the file.
-        time_unit: seconds per unit of the times in the file, which no format states. Most published inputs go back to
-            the profiles of PipeDream, in milliseconds; Piper's BERT is in seconds (1.0).
+        time_unit: the time unit of the file in seconds, which no format states. Most published inputs come from the
+            profiles of PipeDream, in milliseconds; Piper's BERT is in seconds (1.0).
 
     Raises:
         PlanError: the file cannot be read, is of no known kind, lacks a key, or its edges form a cycle.

@@ -3,26 +3,27 @@
 Source: J. Tarnawski et al., "Efficient algorithms for device placement of DNN graph operators", NeurIPS 2020.
 
 One JSON object: limits of the machine (`maxFPGAs`, `maxSizePerFPGA`, `maxCPUs`; "FPGA" stands for any accelerator),
-which are left alone; `edges` from `sourceId` to `destId` with a `cost` in time for a link of the authors, left alone,
-and often with a `size` in bytes; and `nodes` with
+which are ignored; `edges` from `sourceId` to `destId` with a `cost`, the time on a link of the authors, which is
+ignored, and often a `size` in bytes; and `nodes` with
 
 * `id`, and often a `name`;
-* `fpgaLatency`: time on an accelerator. The time on a processor, `cpuLatency`, is left alone;
+* `fpgaLatency`: time on an accelerator. The time on a processor, `cpuLatency`, is ignored;
 * `size`: bytes that the node occupies, for its result and for its parameters;
 * `isBackwardNode`: whether it belongs to the backward, the loss or the optimizer;
 * `colorClass`, if it must be on the same device as all nodes of this number: forward and backward of a layer.
 
-**Folding.** An operator of this library has a forward and a backward, so backward nodes are folded onto the forward
-nodes of their colour class, in proportion to the forward times where there are several (in equal parts if those are 0).
-A backward node without a class goes to where the first node goes that reads it: sums of gradients stand before the
-backward that they are for. What then belongs to no forward node - the loss - is the backward of the user's step.
+**Pairing.** An operator of this library has a forward and a backward, so backward nodes are paired with the forward
+nodes of their colour class, in proportion to the forward times if there are several (in equal parts if those are 0). A
+backward node without a class goes with the first node that reads it: sums of gradients precede the backward that uses
+them. Nodes that then belong to no forward node (the loss) form the backward of the user's step.
 
 **Data and parameters.** A forward node that reads nothing and takes no time is a parameter of its readers if other
-forward nodes are in its colour class, and else the data. In files without such nodes, the bytes of a node beyond those
-that it sends are its parameters. Nothing tells what a node without readers sends: all its bytes count as activations.
+forward nodes are in its colour class, otherwise it is the data. In files without such nodes, the bytes of a node beyond
+those that it sends are its parameters. For a node without readers, all bytes count as activations, as the bytes that it
+sends are unknown.
 
-**Activations.** Where edges lead from forward to backward nodes, the results that are read so are kept for the
-backward. Otherwise every result is, of nodes that have a backward.
+**Activations.** If edges lead from forward to backward nodes, the results that these read are kept for the backward.
+Otherwise all results of nodes with a backward are.
 
 The mini-batch that was profiled counts as one sample.
 """
@@ -107,7 +108,7 @@ def _node(node: _DnnNode, name: str, time_unit: float) -> ProfileNode:
 
 
 def _graph(edges: Mapping[tuple[int, int], _DnnEdge], nodes: Mapping[int, ProfileNode]) -> nx.DiGraph:
-    """Node ids, and edges with their bytes; an edge without `size` sends all that its node occupies."""
+    """Node ids, and edges with their bytes; an edge without `size` sends all bytes of its node."""
     graph = nx.DiGraph()
     graph.add_nodes_from(nodes)
     for (source, target), edge in edges.items():

@@ -1,4 +1,4 @@
-"""From the entries of a profile to an operator graph as capture would record it, and to its cost table."""
+"""Builds an operator graph, as capture would record it, and a cost table from the entries of a profile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Amount = Annotated[float, Ge(0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOperator:
-    """An operator of a profile: seconds and bytes per sample, and the bytes of its parameters by their names.
+    """An operator of a profile: seconds and bytes per sample, and the bytes of its parameters by name.
 
     `name` is unique and can be the path of a module (`unique_names`). Entries with the same non-empty `cluster` stay
     together. `feeds_step`: the user's step reads the result.
@@ -51,7 +51,7 @@ ProfileEdge = tuple[int, int]
 
 
 def unique_names(names: Mapping[int, str]) -> dict[int, str]:
-    """Names that can be paths of modules, without dots; where several are equal, the later ones get their number."""
+    """Names that can be paths of modules: without dots, and with a number added to repeated ones."""
     taken = {"step"}
     unique: dict[int, str] = {}
     for number, name in names.items():
@@ -133,7 +133,7 @@ def cyclic(file: str, names: list[str]) -> PlanError:
 
 
 def read_by_step(entries: Mapping[int, ProfileOperator], pairs: Iterable[ProfileEdge]) -> set[int]:
-    """Entries that nothing reads, except discarded results: those take no time, unless there is nothing else."""
+    """Entries without readers that take time: others are discarded results, and count only if there is nothing else."""
     read = {source for source, _ in pairs}
     unread = {number for number in entries if number not in read}
     return {number for number in unread if not entries[number].idle} or unread
@@ -144,12 +144,12 @@ def assemble(
 ) -> tuple[OperatorGraph, CostTable]:
     """A graph with one module per entry, and its costs.
 
-    Entries that read nothing and stand for a value are the data; where such an entry computes, it reads data of 0
-    bytes, because profiles do not tell the size of their data.
+    Entries that read nothing and represent a value are the data; an entry that reads nothing but computes reads data of
+    0 bytes, because profiles do not contain the size of their data.
 
     Args:
-        entries: by number.
-        pairs: which entry is read by which other one. They form no cycle.
+        entries: entries by number.
+        pairs: (entry, reader), without cycles.
         name: of the cost table.
         step_backward: seconds per sample of the backward of the user's step, the loss.
     """
@@ -167,7 +167,7 @@ def assemble(
 
 
 class _Build:
-    """The graph and the seconds so far."""
+    """The graph and the seconds built so far."""
 
     def __init__(self) -> None:
         self.graph = OperatorGraph()
@@ -219,7 +219,7 @@ def _spec(num_bytes: float, grad: bool) -> TensorSpec:
 
 
 def _seconds(entry: ProfileOperator, input_gradient_wanted: bool) -> OperatorSeconds:
-    """The gradients of input and parameters are products of equal size, so each takes half where there are both."""
+    """Seconds of an entry. Gradients of inputs and of parameters are products of equal size, so each takes half."""
     share = (0.5 if input_gradient_wanted else 1.0) if entry.parameters else 0.0
     weight = share * entry.backward
     return OperatorSeconds(
@@ -230,5 +230,5 @@ def _seconds(entry: ProfileOperator, input_gradient_wanted: bool) -> OperatorSec
 
 
 def own_parameter(entry: ProfileOperator, num_bytes: float) -> ProfileOperator:
-    """The entry with one parameter of its own; as it is where that has no bytes."""
+    """The entry with one parameter of its own, unless that has no bytes."""
     return replace(entry, parameters={f"{entry.name}.weight": num_bytes}) if num_bytes else entry

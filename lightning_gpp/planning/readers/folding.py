@@ -1,4 +1,4 @@
-"""Forward operators out of a profile whose backward nodes stand for themselves."""
+"""Pairs the backward nodes of a profile with its forward nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import networkx as nx
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileNode:
-    """A node of the profile: seconds and bytes of the mini-batch. `colour` is None without a colour class."""
+    """A node of the profile: seconds and bytes of the mini-batch; `colour` is None for nodes without a colour class."""
 
     name: str
     seconds: float
@@ -21,7 +21,7 @@ class ProfileNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Nodes by id and who reads whom; which nodes are parameters; forward operators, all and by colour class."""
+    """Nodes by id, their edges, parameters, and forward operators, all and by colour class."""
 
     nodes: Mapping[int, ProfileNode]
     graph: nx.DiGraph
@@ -43,7 +43,7 @@ class Profile:
 
 
 def profile_of(nodes: Mapping[int, ProfileNode], graph: nx.DiGraph) -> Profile:
-    """Tell parameters from operators: forward nodes that read nothing and take no time, in a class with others."""
+    """Separate parameters from operators: they are forward nodes that read nothing, take no time and share a class."""
     forward = [number for number, node in nodes.items() if not node.backward]
     still = {number for number in forward if not (nodes[number].seconds or graph.in_degree(number))}
     mixed = {nodes[number].colour for number in forward if number not in still} - {None}
@@ -68,13 +68,13 @@ def folded(profile: Profile) -> tuple[dict[int, float], float]:
 
 
 def read_by_loss(profile: Profile) -> set[int]:
-    """Forward operators whose result is read by backward nodes that belong to no forward operator."""
+    """Forward operators with a result that is read by backward nodes which belong to no forward operator."""
     homes = _homes(profile)
     return {a for a, b in profile.graph.edges if a in set(profile.operators) and b in homes and not homes[b]}
 
 
 def _homes(profile: Profile) -> dict[int, Sequence[int]]:
-    """The forward operators that a backward node belongs to; none for the loss and what only it reads."""
+    """The forward operators that each backward node belongs to; none for the loss and nodes that only it reads."""
     homes: dict[int, Sequence[int]] = {}
     for number in reversed(list(nx.topological_sort(profile.graph))):
         if profile.nodes[number].backward:
@@ -85,7 +85,7 @@ def _homes(profile: Profile) -> dict[int, Sequence[int]]:
 
 
 def _shares(profile: Profile, operators: Sequence[int]) -> list[tuple[int, float]]:
-    """Operators with the share of each in the forward seconds of them all."""
+    """Operators with their shares of their forward seconds."""
     total = sum(profile.nodes[operator].seconds for operator in operators)
     if not total:
         return [(operator, 1 / len(operators)) for operator in operators]

@@ -19,10 +19,10 @@ def recognises(content: Mapping[str, Any]) -> bool:
 
 
 def read(content: Mapping[str, Any], file: str) -> OperatorGraph:
-    """The graph, checked as far as planning relies on it.
+    """Read a graph, and check all that planning relies on.
 
     Raises:
-        PlanError: a key is missing, an edge or a parameter leads nowhere, or the order is not that of a run.
+        PlanError: a key is missing, an edge or a parameter does not exist, or the order is not that of a run.
     """
     graph = OperatorGraph.from_json(json.dumps(content), place=file)
     if not len(graph):
@@ -34,7 +34,7 @@ def read(content: Mapping[str, Any], file: str) -> OperatorGraph:
 
 
 def _check_figures(graph: OperatorGraph, file: str) -> None:
-    """Sizes and costs must not fall with the samples of a micro-batch."""
+    """Refuse sizes and costs that fall with the samples of a micro-batch."""
     for index, operator in enumerate(graph):
         for key, figure in _figures(operator):
             if figure.per_sample < 0:
@@ -67,7 +67,7 @@ def _check_edges(graph: OperatorGraph, file: str) -> None:
     for source, target in graph.nx.edges:
         if position[source] > position[target]:
             raise PlanError(
-                f"{file}: operators: {target!r} stands before {source!r}, which it reads. List operators in the order "
+                f"{file}: operators: {target!r} comes before {source!r}, which it reads. List operators in the order "
                 "in which they run."
             )
 

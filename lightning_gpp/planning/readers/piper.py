@@ -1,18 +1,18 @@
 """Profiles in the form that the planner Piper reads (J. Tarnawski et al., NeurIPS 2021; github.com/msr-fiddle/piper).
 
 One JSON object: limits of the machine (`maxMemoryPerDevice`, `maxDevices`, `bandwidth`, `mbsInBatch`), which are not
-part of a graph and are left alone; `edges` from `sourceId` to `destId` that carry `communicationCost` bytes; and
-`nodes`, one per layer, with an `id` and often a `name`. `TMPCs` of a node maps degrees of tensor parallelism to the
-ways to run the layer: usually one that keeps everything ("vanilla") and one that recomputes activations. Each has
+part of a graph and are ignored; `edges` from `sourceId` to `destId` that carry `communicationCost` bytes; and `nodes`,
+one per layer, with an `id` and often a `name`. `TMPCs` of a node maps degrees of tensor parallelism to modes of the
+layer: usually one that keeps everything ("vanilla") and one that recomputes activations. Each has
 
 * `timePerSample`: forward and backward together;
 * `parameterSize`: bytes of the weights;
 * `memoryUsageA`: bytes that every micro-batch in flight occupies, and `memoryUsageB`: bytes that are always occupied;
 * `syncTimeFw`, `syncTimeBw`: bytes that tensor parallelism adds to edges.
 
-Read is the way that keeps everything, without tensor parallelism; recomputation is for the planner to decide, and
-`memoryUsageB` follows from the weights. A third of the time is taken for the forward: both gradients are a product of
-the forward's size. What Piper calls a sample is one micro-batch of the profile, and is one sample here.
+Only the mode that keeps everything, without tensor parallelism, is used: recomputation is the planner's decision, and
+`memoryUsageB` follows from the weights. A third of the time counts as the forward, because each of the two gradients is
+a product of the forward's size. Piper's sample is one micro-batch of the profile, and one sample here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FORWARD_SHARE = 1 / 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DeviceMode:
-    """A way to run a layer."""
+    """A mode in which a layer can run."""
 
     seconds: Annotated[Amount, Field(alias="timePerSample")]
     parameter_bytes: Annotated[Amount, Field(alias="parameterSize")]
@@ -56,7 +56,7 @@ class _DeviceMode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ways:
-    """The ways to run a layer without tensor parallelism."""
+    """The modes of a layer without tensor parallelism."""
 
     alone: Annotated[tuple[_DeviceMode, ...], MinLen(1), Field(alias="1")]
 
@@ -113,5 +113,5 @@ def _entry(node: _PiperNode, name: str, sent: float, time_unit: float) -> Profil
 
 
 def _way(ways: Sequence[_DeviceMode]) -> _DeviceMode:
-    """The mode of a node on one device: the one that keeps everything, if the file has it, otherwise the first."""
+    """The mode of a node on one device: the one that keeps everything if the file has it, otherwise the first."""
     return next((way for way in ways if way.id == "vanilla"), ways[0])

@@ -1,12 +1,12 @@
-"""Data parallelism inside a stage: what the replicas of a stage share, and what each of them keeps for itself.
+"""Data parallelism inside a stage: the division of its parameters, gradients and optimizer state among its replicas.
 
-| kind  | parameters                       | gradients        | optimizer state | by                                |
-|-------|----------------------------------|------------------|-----------------|-----------------------------------|
-| none  | whole                            | all-reduced      | whole           | `GradientSync`                    |
-| zero1 | whole, sent by the one who steps | all-reduced      | of one's own    | `GradientSync`, `OwnedParameters` |
-| fsdp  | 1/n, gathered for a stage's work | reduce-scattered | 1/n             | `ShardedStages`                   |
+| kind  | parameters                          | gradients        | optimizer state | by                                |
+|-------|-------------------------------------|------------------|-----------------|-----------------------------------|
+| none  | unsharded                           | all-reduced      | unsharded       | `GradientSync`                    |
+| zero1 | unsharded, sent by their owner      | all-reduced      | at the owner    | `GradientSync`, `OwnedParameters` |
+| fsdp  | 1/n, unsharded for a stage's work   | reduce-scattered | 1/n             | `ShardedStages`                   |
 
-ZeRO: Rajbhandari et al. 2020, stages 1 and 3. When to gather and to reduce is the schedule's: Lamy-Poirier,
+ZeRO: Rajbhandari et al. 2020, stages 1 and 3. The schedule decides when to unshard and to reduce: Lamy-Poirier,
 "Breadth-First Pipeline Parallelism", MLSys 2023, section 4.
 """
 

@@ -1,9 +1,9 @@
-"""ZeRO stage 1: every parameter has one owner among its replicas, which alone steps it and keeps state for it.
+"""ZeRO stage 1: every parameter has one owner among its replicas, the only one that steps it and keeps state for it.
 
-What is dealt out are whole parameters. So any optimizer works, also one that looks at a parameter as a matrix; a state
-dict is per parameter, as without sharding; and the imbalance is at most one parameter. Gradients are all-reduced, not
-reduced to the owner: sums, norms and clipping are bit for bit those of unsharded replicas, and the sums overlap with
-backwards in the same way. The price is that a step moves 3 (n-1)/n parameter sizes per replica and not 2 (n-1)/n.
+Parameters are not divided. So any optimizer works, even one that treats a parameter as a matrix; a state dict is per
+parameter, as without sharding; and the imbalance is at most one parameter. Gradients are all-reduced, not reduced to
+the owner: sums, norms and clipping are bit for bit those of unsharded replicas, and all-reduces overlap with backwards
+in the same way. The price is that a step moves 3 (n-1)/n instead of 2 (n-1)/n parameter sizes per replica.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lightning_gpp.runtime.buckets import parts
 from lightning_gpp.runtime.mesh import Mesh
 
 NUM_IN_FLIGHT: Final = 4
-"""Broadcasts that are under way at a time; each has a flat copy of its parameters."""
+"""Number of simultaneous broadcasts; each has a flat copy of its parameters."""
 
 
 def assign_owners(parameters: Mapping[str, Tensor], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """One of its holders for every parameter, so that owned bytes are balanced: largest first, to the least loaded.
+    """Choose one holder of every parameter so that owned bytes are balanced: largest first, to the least loaded.
 
-    Parameters that are trained now are dealt out before the frozen ones. The owner of a parameter must stay the same
-    while optimizer state lives: assign once.
+    Parameters that are trained are assigned before the frozen ones. The owner of a parameter must stay the same as long
+    as there is optimizer state: assign once.
 
     Args:
-        parameters: of the whole model; their values do not matter, and may be on the meta device.
-        holders: for every parameter the global ranks that hold it; the same on all ranks.
+        parameters: parameters of the full model; their values do not matter, and may be on the meta device.
+        holders: global ranks that hold each parameter; the same on all ranks.
 
     Returns:
         Global ranks by name; the same on all ranks.
@@ -52,10 +52,10 @@ class OwnedParameters:
     """Sends parameters from their owners to the other holders. All ranks construct it together.
 
     Args:
-        parameters: this rank's own, by canonical name; those that do not require grad are left alone.
-        holders: for every parameter of the model the global ranks that hold it; the same on all ranks.
-        owners: one holder for every parameter; the same on all ranks.
-        mesh: the ranks.
+        parameters: this rank's parameters, by canonical name; those that do not require grad are ignored.
+        holders: global ranks that hold each parameter of the model; the same on all ranks.
+        owners: one holder of every parameter; the same on all ranks.
+        mesh: the mesh of the ranks.
 
     Raises:
         GPPError: an owner is not a holder.
@@ -79,13 +79,13 @@ class OwnedParameters:
         return {name for name in self._parameters if self._owners[name] == self._mesh.rank}
 
     def publish(self, names: Iterable[str] | None = None) -> None:
-        """After an optimizer step: give all holders the owners' values, and drop the gradients of what is not owned.
+        """Give all holders the owners' values, and drop the gradients of other parameters, after an optimizer step.
 
-        All holders call it with the same names. The optimizer's `zero_grad` knows only what this rank owns, so the
-        other gradients end here.
+        All holders call it with the same names. The optimizer's `zero_grad` knows only parameters that this rank owns,
+        so the other gradients are dropped here.
 
         Args:
-            names: parameters of the optimizer that made the step; None means all.
+            names: parameters of the optimizer that stepped; None for all.
         """
         wanted = set(self._parameters if names is None else names)
         flight: deque[_Broadcast] = deque()
@@ -100,7 +100,7 @@ class OwnedParameters:
                 self._parameters[name].grad = None
 
     def _broadcasts(self, wanted: set[str]) -> Iterator[_Broadcast]:
-        """Started one by one, in the same order on all holders."""
+        """Broadcasts, started one by one, in the same order on all holders."""
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad and name in wanted}
         keys = sorted({(self._holders[name], self._owners[name], str(p.dtype)) for name, p in trained.items()})
         for ranks, owner, dtype in keys:

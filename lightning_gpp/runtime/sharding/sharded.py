@@ -18,25 +18,25 @@ from lightning_gpp.runtime.sharding.shards import StageShards, local, places_of
 
 
 class ShardedStages:
-    """The `StageSync` of replicas of which each keeps 1/n of its stage's parameters, gradients and optimizer state.
+    """The `StageSync` of replicas that each keep 1/n of their stage's parameters, gradients and optimizer state.
 
-    Between `reshard` and `ready` the user's modules have DTensors, sharded on dimension 0, in the places of their
+    Between `reshard` and `ready` the user's modules have DTensors, sharded on dimension 0, in place of their
     parameters. The optimizer steps `stepped`, which are plain tensors with the same memory. Replicas take part in
-    `reduce` also without a gradient. What cannot be cut stays whole and is summed in `sync`: numbers without
-    dimensions, and parameters that no stage uses. Buffers stay whole, and are not summed.
+    `reduce` even without a gradient. Parameters without dimensions, and those that no stage uses, are not sharded, and
+    `sync` sums their gradients. Buffers are neither sharded nor summed.
 
-    All ranks construct it together, when replicas have the same values and optimizers not yet any state.
+    All ranks construct it together, when replicas have the same values and optimizers have no state yet.
 
     Args:
-        module: the user's; parameters of other ranks may be on the meta device.
-        parameters: this rank's own, by canonical name.
-        holders: for every parameter of the model the global ranks that hold it; the same on all ranks.
-        mesh: the ranks.
-        stages: for every parameter the stages that use it; the same on all ranks. Frozen parameters are cut, too.
+        module: the user's module; parameters of other ranks may be on the meta device.
+        parameters: this rank's parameters, by canonical name.
+        holders: global ranks that hold each parameter of the model; the same on all ranks.
+        mesh: the mesh of the ranks.
+        stages: stages that use each parameter; the same on all ranks. Frozen parameters are sharded, too.
 
     Attributes:
-        last: whether an optimizer step follows this mini-batch. Shards are reduced after every mini-batch, else every
-            replica would have to keep the gradients of whole stages.
+        last: whether an optimizer step follows this mini-batch. Shards are reduced after every mini-batch; otherwise
+            every replica would have to keep the unsharded gradients of all its stages.
 
     Raises:
         PlanError: a parameter is used by several stages.
@@ -61,7 +61,7 @@ class ShardedStages:
         self._whole = self._summed(parameters, holders)
         ranks_of = {name: tuple(sorted(holders[name])) for name in cut}
         self._stages = dict(self._sharded(module, parameters, ranks_of, stages))
-        # One queue of reductions, so that to wait for the last one is to wait for all.
+        # One queue of reductions, so that waiting for the last one is waiting for all.
         share_comm_ctx([owner for shards in self._stages.values() for owner in shards.owners])
         for shards in self._stages.values():
             shards.prepare()
@@ -80,12 +80,13 @@ class ShardedStages:
             shards.begin()
 
     def refresh(self, parameters: Mapping[str, Parameter], holders: Mapping[str, Sequence[int]]) -> None:
-        """Update the unsharded parameters that count in the norm, after parameters were frozen, unfrozen or given to
-        an optimizer.
+        """Update the unsharded parameters that count in the norm.
+
+        Called after parameters were frozen, unfrozen or given to an optimizer.
 
         Args:
-            parameters: this rank's own, by canonical name.
-            holders: as at construction; all ranks call it with the same.
+            parameters: this rank's parameters, by canonical name.
+            holders: as at construction; the same on all ranks.
         """
         last = self._whole.last
         self._counts = set(holders)
@@ -99,36 +100,36 @@ class ShardedStages:
 
     @property
     def sharded(self) -> set[str]:
-        """Names of this rank's parameters that are cut."""
+        """Names of this rank's sharded parameters."""
         return {name for shards in self._stages.values() for name in shards.names}
 
     @property
     def stepped(self) -> dict[str, Parameter]:
-        """The shards of this rank by name, which an optimizer steps instead of the parameters."""
+        """This rank's shards by name, which an optimizer steps instead of the parameters."""
         every = self._stages.values()
         return {name: part for shards in every for name, part in zip(shards.names, shards.stepped, strict=True)}
 
     def unshard(self, stage: int) -> None:
-        """Start to gather the stage's parameters."""
+        """Start to unshard the stage's parameters."""
         if stage in self._stages:
             self._stages[stage].unshard()
 
     def ready(self, stage: int) -> None:
-        """Wait until the stage's parameters are whole."""
+        """Wait until the stage's parameters are unsharded."""
         if stage in self._stages:
             self._stages[stage].ready()
 
     def reshard(self, stage: int) -> None:
-        """Free what the other replicas keep of the stage's parameters; gradients that were not reduced stay."""
+        """Free the other replicas' shards of the stage's parameters; gradients that were not reduced stay."""
         if stage in self._stages:
             self._stages[stage].reshard()
 
     def arm(self, stage: int) -> None:
-        """The sums of what is not cut may start in the next backward; shards are reduced by `reduce` alone."""
+        """Let all-reduces of unsharded parameters start in the next backward; shards are only reduced by `reduce`."""
         self._whole.arm(stage)
 
     def reduce(self, stage: int) -> None:
-        """Reduce-scatter the stage's gradients; they add to those of earlier mini-batches."""
+        """Reduce-scatter the stage's gradients, and add them to those of earlier mini-batches."""
         self._whole.reduce(stage)
         if stage not in self._stages:
             return
@@ -136,7 +137,7 @@ class ShardedStages:
         self._stages[stage].reduce(last=len(self._reduced) == len(self._stages))
 
     def sync(self) -> None:
-        """Afterwards the gradients of shards, and of what is not cut, are sums over the replicas."""
+        """Wait until the gradients of shards, and of unsharded parameters, are sums over the replicas."""
         for stage in sorted(self._stages.keys() - self._reduced, reverse=True):
             self.reduce(stage)
         for shards in self._stages.values():
@@ -145,11 +146,11 @@ class ShardedStages:
         self._whole.sync()
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of the whole gradient. All ranks of all pipelines call this."""
+        """The norm of the full model's gradient. All ranks of all pipelines call this."""
         return norm_over_ranks(self._counted(), norm_type, self._device, None)
 
     def restore(self) -> None:
-        """Give the user's modules whole parameters again, for good, one stage after the other. All ranks call it."""
+        """Give the user's modules unsharded parameters for good, one stage after the other. All ranks call it."""
         for stage in sorted(self._stages):
             self._stages[stage].restore()
 

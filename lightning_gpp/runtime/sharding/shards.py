@@ -1,17 +1,17 @@
-"""One stage's parameters, of which every replica keeps a part: torch's `fully_shard`, moved by explicit calls.
+"""The sharded parameters of one stage: torch's `fully_shard`, driven by explicit calls.
 
 `fully_shard` expects a module whose forward computes with the sharded parameters, and gathers and reduces from hooks of
 that forward and its backward. A stage of a pipeline has no such forward: many micro-batches are in flight, a backward
-starts from tensors that came from elsewhere, and it is the schedule that says when to gather and to reduce. So the
-module that is sharded here only owns the parameters, and its forward is the identity:
+starts from tensors of other devices, and the schedule decides when to unshard and to reduce. So the module that is
+sharded here only owns the parameters, and its forward is the identity:
 
-    gather   module.unshard()           a public call of FSDP; the whole parameters go into the user's modules
-    work     plain autograd             gradients add up in the whole parameters, micro-batch by micro-batch
-    reduce   module(cue).backward()     the end of its backward is FSDP's sign to reduce-scatter what has added up
-    free     module.reshard()           the user's modules get the shards, as DTensors
+    unshard  module.unshard()           a public call of FSDP; the user's modules get the unsharded parameters
+    work     plain autograd             gradients accumulate in the unsharded parameters, micro-batch by micro-batch
+    reduce   module(cue).backward()     the end of this backward makes FSDP reduce-scatter the accumulated gradients
+    reshard  module.reshard()           the user's modules get the shards, as DTensors
 
-FSDP leaves no hook and no class in the user's modules. Whoever computes the gradients, and in how many parts, does not
-matter: a replica without samples takes part, as does a backward that is split in two.
+FSDP leaves no hook and no class in the user's modules. It does not matter who computes the gradients, and in how many
+parts: a replica without samples can take part, and so can a split backward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ShardPlace = tuple[nn.Module, str]
 
 
 def places_of(module: nn.Module) -> dict[int, list[ShardPlace]]:
-    """For the id of every parameter all places of the tree where it is registered; a tied one has several."""
+    """All places of the module tree where a parameter is registered, by its id; a tied one has several."""
     places: dict[int, list[ShardPlace]] = {}
     for part in module.modules():
         for attribute, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
@@ -40,7 +40,7 @@ def places_of(module: nn.Module) -> dict[int, list[ShardPlace]]:
 
 
 class _Owner(nn.Module):
-    """Owns parameters of one dtype, by number; see the module's docstring."""
+    """Owns the parameters of one dtype, by number; see the top of this file."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         super().__init__()
@@ -57,18 +57,18 @@ def _sharded(parameters: Sequence[Parameter], mesh: DeviceMesh) -> FSDPModule:
     owner.set_force_sum_reduction_for_comms(True)  # gloo can only sum
     owner.set_reduce_scatter_unused_params(True)  # replicas may use different parameters
     owner.set_reshard_after_backward(False)
-    owner.set_modules_to_backward_prefetch([owner])  # itself, which is there already: no other stage's
+    owner.set_modules_to_backward_prefetch([owner])  # itself, which is unsharded already: no other stage's
     return owner
 
 
 class StageShards:
-    """The parameters of one stage, whole between `ready` and `reshard`, 1/n of them otherwise.
+    """The parameters of one stage: unsharded between `ready` and `reshard`, otherwise 1/n of them.
 
     All replicas construct it together, with the same values.
 
     Args:
-        parameters: of the stage, by name.
-        places: where the user's modules have them, see `places_of`.
+        parameters: the stage's parameters, by name.
+        places: their places in the user's modules, see `places_of`.
         mesh: the stage's replicas, one axis.
         flags_group: the same ranks, for tensors on the CPU.
 
@@ -103,9 +103,9 @@ class StageShards:
         self._show(self.shards)
 
     def prepare(self) -> None:
-        """Let FSDP set itself up, and make the whole parameters. Before anything else; all replicas call it.
+        """Let FSDP initialise, and make the unsharded parameters. All replicas call it, before anything else.
 
-        The whole parameters are the same objects ever after. They must not be made by a validation in inference mode.
+        The unsharded parameters remain the same objects. A validation in inference mode must not make them.
         """
         with torch.no_grad():
             for owner in self.owners:
@@ -116,13 +116,13 @@ class StageShards:
         self.reshard()
 
     def unshard(self) -> None:
-        """Start to gather."""
+        """Start to unshard."""
         if not self.whole and self._handles is None:
             handles = [owner.unshard(async_op=True) for owner in self.owners]
             self._handles = [handle for handle in handles if handle is not None]
 
     def ready(self) -> None:
-        """Wait for `unshard`, which is made up for, and put the whole parameters into the user's modules."""
+        """Wait for `unshard`, calling it if necessary, and put the unsharded parameters into the user's modules."""
         if self.whole:
             return
         self.unshard()
@@ -132,7 +132,7 @@ class StageShards:
         self._show(self._gathered)
 
     def reshard(self) -> None:
-        """Free what is not this replica's, and put the shards into the user's modules."""
+        """Free the other replicas' shards, and put this one's into the user's modules."""
         if self._handles is not None:
             self.ready()
         if self.whole:
@@ -142,7 +142,7 @@ class StageShards:
             self._show(self.shards)
 
     def reduce(self, last: bool) -> None:
-        """Reduce-scatter what has added up in the whole parameters, and add it to the gradients of the shards.
+        """Reduce-scatter the accumulated gradients, and add the result to the gradients of the shards.
 
         Args:
             last: whether to wait for this and for all stages before it. On a CPU every call waits.
@@ -159,7 +159,7 @@ class StageShards:
             self.reshard()
 
     def begin(self) -> None:
-        """Before a mini-batch: what the optimizer has set to None is gone."""
+        """Begin a mini-batch: drop gradients that the optimizer has set to None."""
         if self._handed:
             for shard, stepped in zip(self.shards, self.stepped, strict=True):
                 if stepped.grad is None:
@@ -167,7 +167,7 @@ class StageShards:
             self._handed = False
 
     def finish(self) -> None:
-        """Hand the gradients to the optimizer. A parameter without one on any replica has none, and not zero."""
+        """Give the gradients to the optimizer: None, not zero, for a parameter without one on any replica."""
         if self._flags is not None:
             for shard, found in zip(self.shards, self._flags.merged(), strict=True):
                 if not found:
@@ -178,7 +178,7 @@ class StageShards:
         self._handed = True
 
     def restore(self) -> None:
-        """Put plain whole parameters into the user's modules, for good. All replicas call it."""
+        """Put plain unsharded parameters into the user's modules for good. All replicas call it."""
         self.ready()
         plain = [Parameter(gathered.detach().clone(), gathered.requires_grad) for gathered in self._gathered]
         _alike(self._gathered, plain)
@@ -189,7 +189,7 @@ class StageShards:
         return [parameter for owner in self.owners for parameter in _module(owner).parameters()]
 
     def _show(self, parameters: Sequence[Parameter]) -> None:
-        """Put parameters into the user's modules; there the user may have frozen or released those before."""
+        """Put parameters into the user's modules, with the attributes, such as frozen, of those before."""
         for parameter, places in zip(parameters, self._places, strict=True):
             part, attribute = places[0]
             trained = getattr(part, attribute).requires_grad
@@ -210,13 +210,13 @@ def _cue(owner: FSDPModule, device: torch.device) -> Tensor:
 
 
 def _alike(before: Sequence[Parameter], after: Sequence[Parameter]) -> None:
-    """Attributes that the user has set on parameters."""
+    """Copy attributes that the user has set on parameters."""
     for old, new in zip(before, after, strict=True):
         vars(new).update(vars(old))
 
 
 class _Flags:
-    """For every parameter whether any replica has a gradient, now or `before`; asked while the device computes."""
+    """Flags of parameters: any replica has a gradient, now or `before`; exchanged while the device computes."""
 
     def __init__(self, present: Sequence[bool], before: Sequence[bool], group: dist.ProcessGroup) -> None:
         self._before = before
@@ -229,5 +229,5 @@ class _Flags:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a shard."""
+    """This rank's part of a DTensor; other tensors are returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

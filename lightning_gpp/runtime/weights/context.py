@@ -1,4 +1,4 @@
-"""The context of a policy: facts about its device, read from the program; and the frame of an update."""
+"""The context of a policy: facts about its device, from the program, and the bracket around an update."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def weights_of(
     parameters: Mapping[int, Sequence[Parameter]],
     optimizers: Callable[[], Sequence[Optimizer]],
 ) -> Weights:
-    """The weights of a device, and what its program says of their use.
+    """The weights of a device, with their use in its program.
 
     Args:
-        program: a continuous one, or one that flushes, in which nothing is ahead.
-        device: whose weights they are.
-        parameters: for each of its stages; those that are not trained are left out.
-        optimizers: gives those of the device, once they are known.
+        program: a continuous program, or one that flushes, in which nothing is ahead.
+        device: the device.
+        parameters: parameters of each of its stages; those that are not trained are left out.
+        optimizers: returns the device's optimizers, once they are known.
     """
     ahead = forwards_ahead(program)
     plan = program.plan
@@ -42,7 +42,7 @@ def weights_of(
 
 
 def _entry(program: Program, ahead: Mapping[Action, int]) -> dict[tuple[int, int], int]:
-    """For every micro-batch of a stage the largest of these numbers among all forwards of the same samples."""
+    """The largest of these numbers among all forwards of the same samples, for every micro-batch of a stage."""
     plan = program.plan
     spans = [(plan.intervals(a.stage, program.batch_size)[a.micro_batch], number) for a, number in ahead.items()]
     return {
@@ -54,7 +54,7 @@ def _entry(program: Program, ahead: Mapping[Action, int]) -> dict[tuple[int, int
 
 @contextmanager
 def update(policy: WeightPolicy, parameters: Sequence[Parameter]) -> Iterator[None]:
-    """An optimizer step while micro-batches are on their way: autograd accepts it, the policy decides what it means."""
+    """Inside, an optimizer may step although micro-batches are in flight: autograd and the policy accept it."""
     policy.before_update()
     with kept_version_counters(parameters):
         yield

@@ -1,14 +1,14 @@
-"""PipeMare: learning rates that fit the delay (T1), and backwards at an estimate of the forward's weights (T2).
+"""PipeMare: learning rates rescaled by the delay (T1), and backwards with an estimate of the forward's weights (T2).
 
     T1   update of stage s  *=  1 / delay_s ** p,        p = 1 - min(k / rescale_steps, 1) after k late updates
     T2   velocity  =  gamma * velocity + (1 - gamma) * update,       gamma = decay ** (1 / delay_s)
          the backward computes with  newest - delay_s * velocity
 
-T3, synchronous first steps, is `strategy.synchronous_steps`. The delay is the number of updates between the forward and
-the backward of a micro-batch, as it was counted; updates without a delay are not late, so T1 begins after T3.
+T3, synchronous first steps, is `strategy.synchronous_steps`. The delay is the counted number of updates between the
+forward and the backward of a micro-batch; updates without a delay are not late, so T1 begins after T3.
 
 Source: PipeMare (Yang et al., MLSys 2021, arXiv 1910.05124), sections 3.1 to 3.3. The paper counts two slots per stage
-of a finer pipeline; here a delay is what the program's own order makes of it.
+of a finer pipeline; here delays follow from the program's order.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Corrected(Latest):
     """PipeMare's corrections.
 
     Args:
-        weights: of the device.
-        rescale_steps: late updates over which T1 is annealed to nothing; 0 switches it off.
+        weights: weights of the device.
+        rescale_steps: number of late updates over which T1 is annealed; 0 switches it off.
         discrepancy_decay: D of T2, between 0 and 1; 0 switches it off.
     """
 

@@ -1,7 +1,7 @@
 """Double-buffered weights: all stages compute with the version before the newest, so gradients are one update late.
 
-Mini-batch t computes with version t - 1 in its forwards and backwards, on every stage; two versions are kept, however
-deep the pipeline is. That takes no more than one mini-batch on its way besides the current one.
+Mini-batch t computes with version t - 1 in its forwards and backwards, on every stage; two versions are kept, whatever
+the depth of the pipeline. This allows one mini-batch in the pipeline besides the current one.
 
 Source: PipeDream-2BW (Narayanan et al., ICML 2021, arXiv 2006.09503), section 3.
 """

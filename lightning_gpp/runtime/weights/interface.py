@@ -1,7 +1,7 @@
-"""Weight policies: with which values of its parameters a stage computes, where several mini-batches are on their way.
+"""Weight policies: choose the values of its parameters with which a stage computes, if the pipeline does not flush.
 
-*Version* v of the weights is what v optimizer steps made of them. A policy says which version a forward and a backward
-compute with, or what they compute with instead, and keeps what that takes.
+*Version* v of the weights are their values after v optimizer steps. A policy chooses the version, or other values, for
+each forward and backward, and keeps the copies that this takes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 
 class Use(NamedTuple):
-    """A computation of a stage with its weights: for a micro-batch of a mini-batch.
+    """A computation of a stage with its weights, for one micro-batch.
 
-    `final`: the last one for this micro-batch.
+    `final`: it is the last one for this micro-batch.
     """
 
     stage: int
@@ -32,13 +32,13 @@ class Weights:
     """The weights of one device.
 
     Args:
-        parameters: of each of its stages, those that are trained.
-        micro_batches: of each of its stages per mini-batch, on this device.
-        lead: mini-batches by which any device of the pipeline is ahead at most.
-        entry: for a stage and a micro-batch the mini-batches by which the stage that read it first is ahead.
-        delays: for every stage of the plan the updates between a forward and its backward in the steady state.
-        optimizers: those of the device.
-        resumable: whether to keep what a run needs that goes on from a pipeline that is not empty.
+        parameters: trained parameters of each of its stages.
+        micro_batches: micro-batches of each of its stages per mini-batch, on this device.
+        lead: the most mini-batches by which any device of the pipeline is ahead.
+        entry: mini-batches by which the stage is ahead that first read a micro-batch, by stage and micro-batch.
+        delays: updates between a forward and its backward in the steady state, by stage of the plan.
+        optimizers: returns the device's optimizers.
+        resumable: whether to keep the state from which a run can resume with a pipeline that is not empty.
     """
 
     parameters: Mapping[int, Sequence[Parameter]]
@@ -51,17 +51,17 @@ class Weights:
 
 
 class WeightPolicy(Protocol):
-    """Called around everything that computes with weights, and around updates; on one device."""
+    """Policy of one device, called around every computation with weights, and around updates."""
 
     def begin(self, before: Callable[[int], int], first: int) -> None:
-        """Start with an empty pipeline at mini-batch `first`. `before(n)`: updates before that of mini-batch n.
+        """Start with an empty pipeline at mini-batch `first`. `before(n)`: number of updates before mini-batch n's.
 
-        A run that goes on from a pipeline that was not empty fills it again, and begins where it was empty before.
+        A run that resumes with a pipeline that was not empty fills it again, beginning where it was last empty.
         """
         ...
 
     def enter_period(self, period: int) -> None:
-        """A period of a fill, or the one that ends it: which updates it comes after."""
+        """Begin a period; during a fill it may belong after earlier updates."""
         ...
 
     def enter_forward(self, use: Use) -> None:
@@ -69,7 +69,7 @@ class WeightPolicy(Protocol):
         ...
 
     def leave_forward(self, use: Use) -> None:
-        """Give them their newest values again."""
+        """Restore their newest values."""
         ...
 
     def enter_backward(self, use: Use) -> None:
@@ -77,30 +77,29 @@ class WeightPolicy(Protocol):
         ...
 
     def leave_backward(self, use: Use) -> None:
-        """Give them their newest values again."""
+        """Restore their newest values."""
         ...
 
     def before_update(self) -> None:
-        """An optimizer step follows, which changes the newest values in place."""
+        """Prepare for an optimizer step, which changes the newest values in place."""
         ...
 
     def after_update(self) -> None:
-        """The optimizer step is done."""
+        """Take note of the optimizer step's end."""
         ...
 
     @property
     def bytes_kept(self) -> int:
-        """Memory of weights besides the newest ones, now."""
+        """Current memory of weights besides the newest ones."""
         ...
 
 
 class Counting:
-    """Base of policies: counts updates, and measures delays.
+    """Base class of policies: counts updates, and measures delays.
 
     Attributes:
-        updates: optimizer steps before the current period: the newest version, unless a pipeline that was not empty is
-            filled again.
-        log: if not None, every computation appends (use, "F" or "B", version it computed with).
+        updates: optimizer steps before the current period: the newest version, unless a resumed run fills its pipeline.
+        log: if not None, every computation appends (use, "F" or "B", version of its weights).
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -112,7 +111,7 @@ class Counting:
 
     @classmethod
     def copies(cls, delay: int) -> int:
-        """Copies of a stage's weights that are kept besides the newest, if the stage has this delay."""
+        """Number of copies of a stage's weights that are kept besides the newest, given the stage's delay."""
         return 0
 
     def begin(self, before: Callable[[int], int], first: int) -> None:
@@ -125,10 +124,10 @@ class Counting:
         self.updates = self._before(max(period, self.first))
 
     def empty(self) -> None:
-        """Forget the micro-batches on their way: they are given up."""
+        """Forget the micro-batches in the pipeline, which are dropped."""
 
     def delay(self, use: Use) -> int:
-        """Updates between now and the backward of the micro-batch."""
+        """Number of updates between now and the backward of the micro-batch."""
         return self._before(use.mini_batch) - self.updates
 
     def enter_forward(self, use: Use) -> None:
@@ -156,11 +155,11 @@ class Counting:
         return 0
 
     def saved(self) -> dict[str, dict[Parameter, Tensor]]:
-        """The tensors by name that a run needs to go on as if it had not been interrupted."""
+        """The tensors by name that a run needs to resume as if it had not been interrupted."""
         return {}
 
     def restore(self, saved: Mapping[str, Mapping[Parameter, Tensor]]) -> None:
-        """Take what `saved` gave; `updates` are those of that time, and mini-batches have the same numbers."""
+        """Load the result of `saved`; `updates` are those of that time, and mini-batches have the same numbers."""
 
     def note(self, use: Use, kind: str, version: int) -> None:
         """Write the log, if there is one."""

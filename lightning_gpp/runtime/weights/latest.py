@@ -1,7 +1,7 @@
-"""The newest weights, always: forwards take those that are there, backwards those that are there then.
+"""Always the newest weights: forwards and backwards each take those of their own time.
 
-The two differ by the updates in between, so the gradient is that of no function. It is the failure that other policies
-repair, and the base of those that change what is computed with.
+The two differ by the updates in between, so the gradient is that of no function. Other policies repair this failure; it
+is the base class of those that change the values to compute with.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from lightning_gpp.runtime.weights.interface import Counting, Use, Weights
 from lightning_gpp.runtime.weights.registry import register_weights
 
 Values = Mapping[Parameter, Tensor]
-"""The values of parameters for the time of a computation; parameters that are missing keep their own."""
+"""The values of parameters during a computation; parameters that are missing keep their own."""
 
 
 @register_weights("latest")
 class Latest(Counting):
-    """No copies. Subclasses write other values into the memory of the parameters for the time of a computation.
+    """No copies. Subclasses write other values into the memory of the parameters during a computation.
 
-    Autograd keeps pointers into that memory, so a backward computes with what it holds by then. The values of a forward
-    are gone after the next update; where runs are to be resumable, they are copied to the host for as long as the
-    micro-batch is on its way, so that the forward can be run again.
+    Autograd keeps pointers into that memory, so a backward computes with its content at that time. The values of a
+    forward are gone after the next update; for resumable runs they are copied to the host while the micro-batch is in
+    flight, so that the forward can be run again.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -48,7 +48,7 @@ class Latest(Counting):
             self._keep(use)
 
     def forward_values(self, use: Use) -> Values:
-        """The values that a forward computes with: those of the past, if it runs again."""
+        """The values that a forward computes with; if it runs again, those of the first time."""
         return self._past.get((use.stage, use.mini_batch, self.updates), {})
 
     def leave_forward(self, use: Use) -> None:
@@ -74,7 +74,7 @@ class Latest(Counting):
         self._past = {_key(name): values for name, values in saved.items() if "/" in name}
 
     def measured_delay(self, use: Use) -> int:
-        """Updates since the forward of the micro-batch."""
+        """Number of updates since the forward of the micro-batch."""
         return self.updates - self._forwards[use[:3]]
 
     def _keep(self, use: Use) -> None:

@@ -1,4 +1,4 @@
-"""Weight prediction: a forward computes with what the weights will be when its backward runs.
+"""Weight prediction: a forward computes with a prediction of the weights at the time of its backward.
 
     forward    newest + change that the optimizer would make in `delay` updates
     backward   newest
@@ -32,12 +32,12 @@ from lightning_gpp.runtime.weights.registry import register_weights
 
 @register_weights("predicted")
 class Predicted(Latest):
-    """Predicts weights by the optimizer's own rule.
+    """Predicts weights by the optimizer's rule.
 
     Args:
-        weights: of the device.
-        predictor: "linear" assumes that gradients stay as they are, "decay" that there are none any more.
-        passes: 1 predicts for forwards alone, 2 for backwards, too, each to the version halfway (SpecTrain).
+        weights: weights of the device.
+        predictor: "linear" assumes that gradients stay the same, "decay" that they vanish.
+        passes: 1 predicts for forwards only, 2 also for backwards, each to the version halfway (SpecTrain).
         bellwether: one prediction per mini-batch and stage instead of one per micro-batch (XPipe).
 
     Raises:
@@ -110,7 +110,7 @@ class Predicted(Latest):
         return self._predicted(use.stage, updates) if updates else {}
 
     def _shared_values(self, use: Use) -> Values:
-        """Those of the mini-batch's first micro-batch, until its last; also of parameters that are not predicted."""
+        """The values of the mini-batch's first micro-batch, until its last, also for unpredicted parameters."""
         key, numbers = (use.stage, use.mini_batch), self.weights.micro_batches[use.stage]
         if key not in self._shared:
             late = self.weights.parameters[use.stage] if self.delay(use) > 0 else ()

@@ -1,7 +1,7 @@
-"""Predictors: the change that an optimizer would make to a parameter in the next updates, by its own rule.
+"""Predictors: the change that an optimizer would make to a parameter in the next updates, by its rule.
 
 A *linear* predictor assumes that every update is like the last one; a *decay* predictor that gradients vanish, so that
-only momentum goes on. Learning rates are those of the moment.
+only momentum continues. Learning rates are the current ones.
 
 Decoupled weight decay (AdamW) is left out by the linear predictor, as PipeOptim and SpecTrain do; the decay predictor
 shrinks the weights in every predicted update, as FTPipe does.
@@ -22,8 +22,9 @@ from lightning_gpp.errors import ConfigError
 
 Group = dict[str, Any]
 Change = Callable[[Group, dict[str, Any], int, Tensor | None], Tensor | None]
-"""From a parameter group, the parameter's state, a number of updates and the last gradient to the change of the
-parameter, before the learning rate's sign; None if the optimizer has not stepped it yet."""
+"""A function from a parameter group, the parameter's state, a number of updates and the last gradient to the change of
+the parameter, before the learning rate's sign; None if the optimizer has not stepped it yet.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Rule:
                 yield from group["params"]
 
     def change(self, parameter: Parameter, group: Group, updates: int, gradient: Tensor | None) -> Tensor | None:
-        """The change of a parameter in that many updates; None where nothing is known of it yet."""
+        """The change of a parameter in that many updates; None if nothing is known about it yet."""
         state = self.optimizer.state.get(parameter, {})
         if gradient is None and self.needs_gradient(group):
             return None
@@ -66,15 +67,15 @@ def predictor_of(optimizer: Optimizer, kind: str) -> Rule:
     if type(plain) not in rules:
         known = ", ".join(sorted(cls.__name__ for cls in rules))
         raise ConfigError(
-            f"strategy.weights=predicted cannot predict {type(plain).__name__} with predictor={kind}; it knows {known}."
-            " Use one of these, or another policy (strategy.weights=stash or double_buffer), which works with all."
+            f"strategy.weights=predicted cannot predict {type(plain).__name__} with predictor={kind}; it knows "
+            f"{known}. Use one of these, or a policy that works with all (strategy.weights=stash or double_buffer)."
         )
     descent, needs_gradient = rules[type(plain)]
     return Rule(plain, descent, needs_gradient, kind == "decay")
 
 
 def _with_decay(gradient: Tensor, parameter: Parameter, group: Group) -> Tensor:
-    """The gradient as the optimizer sees it: of what it minimises, and with the weight decay that is part of it."""
+    """The gradient that the optimizer uses: negative for `maximize`, and with weight decay if that is part of it."""
     gradient = -gradient if group.get("maximize") else gradient
     decay = 0.0 if group.get("decoupled_weight_decay") else group["weight_decay"]
     return gradient + decay * parameter.data if decay else gradient
@@ -160,7 +161,7 @@ def _sgd_decaying(group: Group, state: dict[str, Any], updates: int, gradient: T
 
 
 def _adam_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
-    """The second moment stays, as FTPipe has it."""
+    """Adam's change if gradients vanish; the second moment stays the same, as in FTPipe."""
     if "exp_avg" not in state:
         return None
     step, first = float(state["step"]), group["betas"][0]
@@ -210,4 +211,4 @@ PREDICTORS: Final[dict[str, dict[type[Optimizer], tuple[Change, Callable[[Group]
         NAdam: (_nadam_decaying, _never),
     },
 }
-"""For every kind of predictor the optimizers that it knows: the rule, and whether that needs the last gradient."""
+"""Rules by kind of predictor and optimizer, and whether they need the last gradient."""

@@ -1,7 +1,7 @@
 """Weight stashing: a backward computes with the weights that its forward computed with.
 
-The forward takes the newest weights of its stage; with vertical sync those of the version that the first stage had when
-the micro-batch entered the pipeline, so that all stages compute with one version.
+The forward takes the newest weights of its stage or, with vertical sync, the version that the first stage had when the
+micro-batch entered the pipeline, so that all stages compute with one version.
 
 Source: PipeDream (Narayanan et al., SOSP 2019), section 3.3.
 """
@@ -13,7 +13,7 @@ from lightning_gpp.runtime.weights.registry import register_weights
 from lightning_gpp.runtime.weights.versions import Versioned
 
 # Three stages, one micro-batch per mini-batch: the version of each forward in the steady state. The backward of
-# micro-batch j has the same, while its gradient updates version j.
+# micro-batch j uses the same version, and its gradient updates version j.
 #
 #   micro-batch       2   3   4   5        with vertical sync
 #   stage 0           0   1   2   3         0   1   2   3
@@ -26,8 +26,8 @@ class Stash(Versioned):
     """PipeDream's weight stashing.
 
     Args:
-        weights: of the device.
-        vertical_sync: compute with the version of the stage that the micro-batch entered first.
+        weights: weights of the device.
+        vertical_sync: whether to compute with the version of the stage that the micro-batch entered first.
     """
 
     def __init__(self, weights: Weights, *, vertical_sync: bool = False) -> None:

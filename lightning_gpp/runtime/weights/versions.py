@@ -1,7 +1,7 @@
-"""Base of policies under which forward and backward of a micro-batch compute with one version of the weights.
+"""Base class of policies under which forward and backward of a micro-batch compute with one version of the weights.
 
-Old versions are kept while they are needed, and made lazily: an update writes into fresh memory only if somebody still
-needs the old values. Then the graphs that autograd built keep theirs, and backwards find them by the same pointer.
+Old versions are kept while they are needed, and made lazily: an update writes into new memory only if the old values
+are still needed. Then the graphs that autograd built keep theirs, and backwards find them by the same pointer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Key = tuple[int, int, int]
 
 
 class Versioned(Counting):
-    """Computes with the version that `version_of` names; `oldest` bounds what later forwards may ask for."""
+    """Computes with the version that `version_of` names; `oldest` bounds the versions of later forwards."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(weights)
@@ -35,11 +35,11 @@ class Versioned(Counting):
         self._forget()
 
     def version_of(self, use: Use) -> int:
-        """The version that a forward that begins now computes with."""
+        """The version for a forward that begins now."""
         raise TypeError(f"{type(self).__name__} names no version.")
 
     def oldest(self, stage: int, newest: int) -> int:
-        """The oldest version that a forward of the stage may still ask for once there is version `newest`."""
+        """The oldest version that a forward of the stage may still need once there is version `newest`."""
         raise TypeError(f"{type(self).__name__} names no version.")
 
     def enter_forward(self, use: Use) -> None:
@@ -102,7 +102,7 @@ class Versioned(Counting):
         return sum(data.nbytes for version in self._kept.values() for data in version.values())
 
     def _needed(self, newest: int) -> dict[int, set[int]]:
-        """For every stage the versions that a backward, or a later forward, computes with."""
+        """The versions that backwards in flight, or later forwards, of every stage need."""
         needed = {stage: set(range(self.oldest(stage, newest), newest + 1)) for stage in self.weights.parameters}
         for (stage, _, _), version in self._used.items():
             needed[stage].add(version)

@@ -1,1 +1,1 @@
-"""The default partitioner; `search.py` is its whole course."""
+"""The default partitioner; `search.py` describes its steps."""

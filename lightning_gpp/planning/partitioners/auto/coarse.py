@@ -1,4 +1,4 @@
-"""The same problem with fewer, larger units: a quick first search, from whose result a second one starts."""
+"""A problem with fewer, larger units, for a quick first search whose result a second one refines."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lightning_gpp.planning.problem.units import Unit, UnitGraph
 
 @dataclass(frozen=True, slots=True)
 class Coarse:
-    """A problem whose units are pieces of another's: `members` are the other's units of every piece."""
+    """A problem whose units are pieces made of another problem's units: `members` lists these for every piece."""
 
     problem: Problem
     members: tuple[tuple[int, ...], ...]
 
     def refined(self, shape: Shape) -> Shape:
-        """The shape in the other's units."""
+        """The shape in the units of the other problem."""
         groups = (sorted(unit for piece in group for unit in self.members[piece]) for group in shape.groups)
         return replace(shape, groups=tuple(map(tuple, groups)))
 
 
 def coarse(problem: Problem, num_pieces: int) -> Coarse:
-    """Connected contiguous parts of an order that keeps branches together, about `num_pieces` of equal weight."""
+    """Merge units into about `num_pieces` connected pieces of equal weight; branches stay together."""
     weights = problem.seconds(problem.sizes[len(problem.sizes) // 2]).total
     limit = float(weights.sum()) / num_pieces
     members: list[list[int]] = []

@@ -1,10 +1,10 @@
 """The default partitioner: any DAG, any stages, replicas, micro-batch size, schedule and recomputation, jointly.
 
-First shapes come from contiguous cuts of several orders of the units (`seeds`), which are what partitioners of chains
-find, and from GraphPipe's partitioner. The best ones are improved by single changes (`moves`) as long as the step gets
-shorter, and then disturbed and improved again, until the time is up, nothing better was found for long, or the step is
-as short as the lower bound (`bound`) allows. Every candidate is judged by the simulated seconds of its whole step and
-by the memory of every device.
+First shapes come from contiguous cuts of several orders of the units (`seeds`), as partitioners of chains find them,
+and from GraphPipe's partitioner. The best ones are improved by single changes (`moves`) as long as the step gets
+shorter. Then they are perturbed and improved again, until the time is up, there was no improvement for long, or the
+step is as short as the lower bound (`bound`) allows. Every candidate is judged by the simulated seconds of its whole
+step and by the memory of every device.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from lightning_gpp.planning.problem.partitioner import Alternative, Answer, Sear
 from lightning_gpp.planning.problem.problem import Problem
 
 PATIENCE = 150
-"""So many disturbances in a row without a shorter step end the search."""
+"""The search ends after this many perturbations in a row without improvement."""
 
 MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
-"""Units of a first search on larger units, in all and per device, and its share of the time."""
+"""Number of larger units for a first search, in total and per device, and its share of the time."""
 
 FIRST_SHARE = 0.3
-"""Share of the time for the first shapes."""
+"""Share of the time for finding first shapes."""
 
 NUM_STARTS = 6
-"""Shapes that are improved before any is disturbed."""
+"""Number of shapes that are improved before the first perturbation."""
 
 MAX_UNITS, GRAPHPIPE_SHARE = 300, 0.2
-"""Most units for which GraphPipe's partitioner is asked, and its share of the time."""
+"""Largest number of units for which GraphPipe's partitioner is asked, and its share of the time."""
 
 MAX_EVALUATIONS = 40_000
-"""Limit of evaluated shapes. If it is reached before the time limit, a model gives the same plan on every machine."""
+"""Limit of evaluated shapes. Searches that reach it before the time limit find the same plan on every machine."""
 
 GOOD_ENOUGH = 1.002
-"""Times the lower bound: nothing is left to be gained."""
+"""Multiple of the lower bound at which the search ends, because little is left to be gained."""
 
 INTERRUPTED = "The search was interrupted; this is the best plan so far."
 
@@ -53,7 +53,7 @@ Rank = tuple[float, float]
 
 @register_partitioner("auto")
 def auto(problem: Problem, control: SearchControl) -> Answer:
-    """The shortest step found in `control.seconds`; a good plan after a fraction of that."""
+    """Find the shortest step in `control.seconds`; a good plan takes a fraction of that."""
     search = Search(problem, control, busy_bound(problem))
     try:
         search.run(_first_results(search))
@@ -64,7 +64,7 @@ def auto(problem: Problem, control: SearchControl) -> Answer:
 
 
 def _first_results(search: Search) -> list[Shape]:
-    """The results of a search on larger units, where there are many."""
+    """The results of a search on larger units, if there are many units."""
     problem, control = search.problem, search.control
     num_pieces = max(MIN_PIECES, PIECES_PER_SLOT * min(problem.num_devices, MAX_SLOTS))
     if problem.num_units < 1.5 * num_pieces:
@@ -82,10 +82,10 @@ def _first_results(search: Search) -> list[Shape]:
 
 @dataclass(slots=True)
 class Search:
-    """The state of one search: what is known of which shapes, and the best one.
+    """The state of one search: the ranks of shapes, and the best shape.
 
-    `refused` are shapes that are known to be no better than the one they were made from; `published` is what
-    GraphPipe's partitioner found.
+    `refused` are shapes that are no better than the one they were made from; `published` are those that GraphPipe's
+    partitioner found.
     """
 
     problem: Problem
@@ -119,7 +119,7 @@ class Search:
         return good or self.control.expired or self.evaluate.evaluations >= MAX_EVALUATIONS
 
     def run(self, starts: Sequence[Shape] = ()) -> None:
-        """Improve the given shapes, or the best first ones; then disturb and improve again."""
+        """Improve the given shapes, or the best first ones; then perturb and improve again."""
         starts = starts or self._starts()
         for shape in starts:
             if self.done:
@@ -132,7 +132,7 @@ class Search:
             failures = 0 if self.rank < before else failures + 1
 
     def simplify(self) -> None:
-        """Recompute nothing that need not be: off the slowest path it costs no time, but still energy."""
+        """Turn off recomputation where it is not needed: off the slowest path it costs no time, but still energy."""
         if self.best is None or self.problem.recompute is not None:
             return
         for stage in range(len(self.best.groups)):
@@ -169,11 +169,11 @@ class Search:
                     yield replace(shape, spread=True)
 
     def _worth(self, number: int, seconds: float) -> bool:
-        """True if a slowest stage of these seconds per micro-batch can come near the best step."""
+        """True if a plan whose slowest stage takes these seconds per micro-batch can come near the best step."""
         return self.rank[0] > 0 or number * seconds < 1.1 * self.rank[1]
 
     def _judge(self, shape: Shape, limit: float = inf) -> Rank:
-        """Memory first, then seconds; where these are `limit` or more, the shape's may be more still."""
+        """The rank of a shape: memory, then seconds. Seconds of `limit` or more are only a lower bound."""
         if shape not in self.known:
             rank = self.evaluate(shape.draft(), limit).rank
             if rank[1] >= limit:
@@ -186,7 +186,7 @@ class Search:
         return self.known[shape]
 
     def _improve(self, shape: Shape) -> None:
-        """Take every change that makes the step shorter, until none does."""
+        """Apply changes that make the step shorter until there is none."""
         rank = self._judge(shape)
         improved = True
         while improved and not self.done:
@@ -202,7 +202,7 @@ class Search:
                     break
 
     def _loads(self, shape: Shape) -> list[float]:
-        """For every stage the seconds of its own work in a step."""
+        """Seconds of every stage's own work in a step."""
         number = -(-self.problem.batch_size // shape.size)
         figures = [self.evaluate.figures(stage) for stage in shape.draft().stages]
         return [number * (entry.forward + entry.again + entry.backward) + entry.all_reduce for entry in figures]
@@ -225,7 +225,7 @@ class Search:
         )
 
     def _alternatives(self) -> Iterator[Alternative]:
-        """The best shapes of other kinds: of another size, number of stages or recomputation."""
+        """The best shapes with another micro-batch size, number of stages or recomputation."""
         for shape in self.published:
             if shape != self.best and self.known[shape][1] < inf:
                 found = self.evaluate(shape.draft())
@@ -246,7 +246,7 @@ class Search:
 
 
 def _by_graphpipe(problem: Problem, control: SearchControl) -> list[Shape]:
-    """Shapes found by GraphPipe's partitioner, if it is quick."""
+    """Shapes found by GraphPipe's partitioner, unless it would take too long."""
     if problem.num_units > MAX_UNITS or problem.num_devices > MAX_SLOTS:
         return []
     draft = graphpipe(problem, SearchControl(seconds=GRAPHPIPE_SHARE * control.seconds)).draft
@@ -282,7 +282,7 @@ def _variants(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
 
 
 def _widths(problem: Problem) -> list[int]:
-    """Devices are taken in groups where there are many."""
+    """Sizes of groups in which devices are assigned; 1 unless there are many devices."""
     widths = [1 << shift for shift in range(problem.num_devices.bit_length())]
     fitting = [w for w in widths if problem.num_devices % w == 0 and problem.num_devices // w <= MAX_SLOTS]
     return fitting[:1] or [1]

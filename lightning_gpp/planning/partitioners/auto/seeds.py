@@ -1,14 +1,15 @@
-"""First shapes: orders of the units cut into contiguous stages, each with replicas, the slowest as fast as possible.
+"""First shapes: orders of the units cut into contiguous stages with replicas, the slowest as fast as possible.
 
 The orders are topological ones that keep branches together; contiguous parts of an order never form a cycle.
 
-For one order, one micro-batch size and one limit on a stage's seconds, a dynamic programme finds for every number of
-stages s and devices k the longest end of the order that s stages on k devices can run within the limit:
+For one order, one micro-batch size and one limit on a stage's seconds, a dynamic program finds for every number of
+stages s and devices k the longest suffix of the order that s stages on k devices can run within the limit:
 
     reach[s][k] = max over r of extend_r(reach[s - 1][k - r])
 
-where extend_r(i) is where a stage with r replicas that begins at i (counted from the sink) must end. The limit rises in
-small steps from perfect balance; for every number of stages the first limit that suffices gives a shape.
+where extend_r(i) is the position at which a stage with r replicas that begins at i (counted from the sink) must end.
+The limit rises in small steps from perfect balance; for every number of stages the first limit that suffices gives a
+shape.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lightning_gpp.planning.problem.problem import Array, Problem
 
 
 def orders(problem: Problem, weights: Array) -> list[list[int]]:
-    """Orders of units: recorded, level by level, and branch by branch from either end of the graph; without repeats."""
+    """Distinct orders of units: as recorded, level by level, and branch by branch from either end of the graph."""
     found = dict.fromkeys(tuple(order) for order in _orders(problem.order, weights))
     return [list(order) for order in found]
 
@@ -52,7 +53,7 @@ def _reaching(graph: nx.DiGraph, weights: Array) -> dict[int, float]:
 
 
 def _branches(graph: nx.DiGraph, ranks: Mapping[int, tuple[float, int]]) -> list[int]:
-    """Depth-first from the sinks: everything that a unit needs comes before it, one branch after the other."""
+    """Depth-first order from the sinks: all that a unit needs comes before it, one branch after the other."""
     order: dict[int, None] = {}
     stack = sorted((unit for unit in graph if not graph.out_degree(unit)), key=ranks.__getitem__, reverse=True)
     while stack:
@@ -68,29 +69,29 @@ def _branches(graph: nx.DiGraph, ranks: Mapping[int, tuple[float, int]]) -> list
 
 
 FINE, COARSE = 40, 10
-"""Limits on a stage's seconds that are tried up to three times perfect balance, and from there to all work at once."""
+"""Numbers of limits on a stage's seconds to try: up to three times perfect balance, and from there to all work."""
 
 BISECTIONS = 4
-"""Halvings of the last step before a limit that suffices: stages are then balanced to a fraction of a percent."""
+"""Bisections between the last two limits, which balance stages to a fraction of a percent."""
 
 MAX_SLOTS = 64
-"""More devices are taken in groups of equal size."""
+"""Beyond this number, devices are assigned in groups of equal size."""
 
 Positions = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
-    """Possible cuts of an order.
+    """One way to search for cuts of an order.
 
     Args:
-        order: of all units.
+        order: an order of all units.
         size: samples of a micro-batch.
-        width: devices are taken in groups of so many.
-        apart: no stage holds units that nothing connects.
-        recompute: all stages but the step's do.
-        schedule: for the shape.
-        fitting: stages respect the memory, with as many micro-batches in flight as stages follow.
+        width: devices are assigned in groups of this size.
+        apart: the units of a stage must be connected.
+        recompute: all stages recompute, except the one of the user's step.
+        schedule: the name that shapes get.
+        fitting: stages fit the memory, with one micro-batch in flight per following stage.
     """
 
     order: Sequence[int]
@@ -109,7 +110,7 @@ def replica_counts(most: int) -> list[int]:
 
 
 def seeds(problem: Problem, cuts: Cuts, worth: Callable[[float], bool]) -> Iterator[Shape]:
-    """A shape for every useful number of stages, as long as the seconds of its slowest stage are `worth` it."""
+    """A shape for every useful number of stages, while `worth` accepts the seconds of its slowest stage."""
     table = _Table(problem, cuts)
     found: set[int] = set()
     refused = table.balance
@@ -140,7 +141,7 @@ class _Table:
         self.borders = _borders(problem, self.reverse) if cuts.apart else None
         self._room: dict[int, Positions] = {}
         slots = np.arange(self.num_slots + 1)[None, :] - np.array(self.counts)[:, None]
-        self._before = np.where(slots < 0, self.num_slots + 1, slots)  # where nothing is, behind all slots
+        self._before = np.where(slots < 0, self.num_slots + 1, slots)  # unreachable: behind all slots
         self._rows = np.arange(len(self.counts))[:, None]
 
     def limits(self) -> Array:
@@ -149,7 +150,7 @@ class _Table:
         return np.concatenate([fine, np.geomspace(near, max(near, far), COARSE + 1)[1:]])
 
     def _prefix(self, replicas: int) -> Array:
-        """Seconds per micro-batch, the sum of gradients divided over all of them."""
+        """Prefix sums of seconds per micro-batch, with its share of the all-reduce."""
         problem, size = self.problem, self.cuts.size
         table = problem.seconds(-(-size // replicas), _slowest(problem))
         total = table.total + (table.forward if self.cuts.recompute else 0.0)
@@ -160,13 +161,13 @@ class _Table:
         return np.concatenate([[0.0], np.cumsum(each[self.reverse])])
 
     def _extensions(self, limit: float) -> Positions:
-        """For every number of replicas and position where a stage must end to keep the limit."""
+        """For every number of replicas and position, where a stage that begins there must end to keep the limit."""
         rows = [np.searchsorted(row, row + limit * (1 + 1e-9), side="right") - 1 for row in self.seconds]
         ends = np.stack(rows)
         return ends if self.borders is None else np.minimum(ends, self.borders)
 
     def _fitting(self, num_following: int) -> Positions:
-        """The same to keep the memory, with so many stages behind this one."""
+        """The same to fit the memory, with this many stages behind the new one."""
         key = 0 if self.cuts.recompute else num_following
         if key not in self._room:
             self._room[key] = np.stack([self._fitting_row(count * self.cuts.width, key) for count in self.counts])
@@ -196,7 +197,7 @@ class _Table:
                 return
 
     def tightened(self, low: float, high: float, num_stages: int) -> tuple[list[int], list[int]] | None:
-        """Ends and replicas of so many stages for the lowest limit that is found between two."""
+        """Ends and replicas of `num_stages` stages for the lowest limit found between `low` and `high`."""
         best = None
         known = set(range(1, self.most_stages + 1)) - {num_stages}
         for _ in range(BISECTIONS):
@@ -209,7 +210,7 @@ class _Table:
         return np.minimum(extensions, self._fitting(stage)) if self.cuts.fitting else extensions
 
     def _step(self, reach: Positions, extensions: Positions) -> tuple[Positions, Positions]:
-        """One more stage: for every number of slots how far it reaches, and with which number of replicas."""
+        """Add a stage: for every number of slots, how far it reaches, and with how many replicas."""
         before = np.append(reach, -1)[self._before]
         ends = np.where(before >= 0, extensions[self._rows, np.maximum(before, 0)], -1)
         ends = np.where(ends > before, ends, -1)
@@ -217,7 +218,7 @@ class _Table:
         return np.take_along_axis(ends, choice[None, :], axis=0)[0], choice
 
     def _trace(self, choices: list[Positions], extensions: Positions) -> tuple[list[int], list[int]]:
-        """From the choices back to the ends and replicas of all stages."""
+        """Ends and replicas of all stages, traced back through the choices."""
         slots, rows = self.num_slots, []
         for choice in reversed(choices):
             rows.append(int(choice[slots]))
@@ -235,7 +236,7 @@ def _slowest(problem: Problem) -> int:
 
 
 def _borders(problem: Problem, reverse: Positions) -> Positions:
-    """For every position where a stage that begins there must end at the latest so that its units are connected."""
+    """For every position, the last end of a stage that begins there such that its units are connected."""
     num_units = len(reverse)
     neighbours = [{*problem.order.successors(unit), *problem.order.predecessors(unit)} for unit in map(int, reverse)]
     borders = np.full(num_units + 1, num_units, dtype=np.int64)
@@ -250,7 +251,7 @@ def _borders(problem: Problem, reverse: Positions) -> Positions:
 
 
 def _shape(problem: Problem, cuts: Cuts, ends: list[int], replicas: list[int]) -> Shape:
-    """The stage of the step comes last, also where the order ends with another sink."""
+    """The shape of these stages, with that of the user's step last even if the order ends with another sink."""
     reverse, step = list(reversed(cuts.order)), problem.num_units - 1
     starts = [0, *ends[:-1]]
     groups = [tuple(sorted(reverse[start:stop])) for start, stop in zip(starts, ends, strict=True)]

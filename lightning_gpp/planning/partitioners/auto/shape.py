@@ -1,6 +1,6 @@
-"""The shape that `auto` changes step by step, and the changes that it tries, the most promising first.
+"""Shapes, which `auto` changes step by step, and the changes that it tries, the most promising first.
 
-A shape has groups of units as stages, with numbers of replicas, without devices.
+A shape consists of stages, as groups of units, and their numbers of replicas; it names no devices.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from lightning_gpp.planning.problem.problem import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Stages in the order of their devices, from the last device down to device 0, where the step's stage is.
+    """Stages in the order of their devices, from the last one down to device 0, which runs the user's step.
 
     Args:
-        groups: units of every stage, ascending.
-        replicas: of every stage.
-        recompute: of every stage.
+        groups: the units of every stage, ascending.
+        replicas: number of replicas of every stage.
+        recompute: whether each stage recomputes.
         size: samples of a micro-batch.
-        schedule: name.
-        spread: replicas of a stage lie one pipeline apart instead of side by side; only where all numbers are equal.
+        schedule: name of the schedule.
+        spread: replicas of a stage are one pipeline apart instead of side by side; requires equal numbers of replicas.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -33,12 +33,12 @@ class Shape:
     spread: bool = False
 
     def __post_init__(self) -> None:
-        """Normalise the shape, so that equal drafts are equal shapes if spreading makes no difference."""
+        """Normalise `spread` if it makes no difference, so that equal drafts have equal shapes."""
         if self.spread and (len(self.groups) == 1 or len(set(self.replicas)) > 1):
             object.__setattr__(self, "spread", False)
 
     def draft(self) -> Draft:
-        """With devices."""
+        """The shape as a draft, with devices."""
         devices = copies(len(self.groups), self.replicas[0]) if self.spread else side_by_side(self.replicas)
         stages = zip(self.groups, devices, self.recompute, strict=True)
         return Draft(
@@ -51,7 +51,7 @@ class Shape:
 
     @classmethod
     def of(cls, draft: Draft) -> Shape | None:
-        """The shape of a draft; None if no shape has these devices."""
+        """The shape of a draft; None if no shape has the draft's devices."""
         stages = sorted(draft.stages, key=lambda stage: -stage.devices[0])
         shape = cls(
             groups=tuple(tuple(sorted(stage.units)) for stage in stages),
@@ -66,18 +66,18 @@ class Shape:
         return None
 
     def moved(self, units: Sequence[int], src: int, dst: int) -> Shape:
-        """Units go from one stage to another; an emptied stage must not be left behind."""
+        """Move units from one stage to another; they must not be all of the stage's units."""
         groups = list(self.groups)
         groups[src] = tuple(unit for unit in groups[src] if unit not in units)
         groups[dst] = tuple(sorted((*groups[dst], *units)))
         return replace(self, groups=tuple(groups))
 
     def with_replicas(self, changes: dict[int, int]) -> Shape:
-        """Other numbers of replicas for some stages."""
+        """Change the number of replicas of some stages."""
         return replace(self, replicas=tuple(changes.get(i, count) for i, count in enumerate(self.replicas)))
 
     def merged(self, first: int, second: int) -> Shape:
-        """Two stages become one, at the place of the second, on the devices of both."""
+        """Merge two stages, at the position of the second, on the devices of both."""
         groups, replicas, again = list(self.groups), list(self.replicas), list(self.recompute)
         groups[second] = tuple(sorted((*groups[first], *groups[second])))
         replicas[second] += replicas[first]
@@ -87,7 +87,7 @@ class Shape:
         return replace(self, groups=tuple(groups), replicas=tuple(replicas), recompute=tuple(again))
 
     def divided(self, stage: int, upper: Sequence[int], num_upper: int) -> Shape:
-        """One stage becomes two: `upper` units on `num_upper` of its devices, in front of the rest."""
+        """Divide a stage: the units `upper` on `num_upper` of its devices, in front of the rest."""
         groups, replicas, again = list(self.groups), list(self.replicas), list(self.recompute)
         rest = tuple(unit for unit in groups[stage] if unit not in set(upper))
         groups[stage : stage + 1] = [tuple(sorted(upper)), rest]
@@ -96,7 +96,7 @@ class Shape:
         return replace(self, groups=tuple(groups), replicas=tuple(replicas), recompute=tuple(again))
 
     def swapped(self, first: int, second: int) -> Shape:
-        """Two stages exchange their place on the devices."""
+        """Swap the positions of two stages on the devices."""
         order = list(range(len(self.groups)))
         order[first], order[second] = order[second], order[first]
         return replace(
@@ -108,14 +108,15 @@ class Shape:
 
 
 FOCUS = 4
-"""Stages that moves begin with: those with the most to do."""
+"""Number of stages that moves begin with: those with the most work."""
 
 
 def moves(problem: Problem, shape: Shape, loads: list[float]) -> Iterator[Shape]:
-    """Shapes one change away. `loads`: seconds of every stage in a step, alone.
+    """Shapes one change away. `loads`: seconds of every stage's own work in a step.
 
-    Units leave the stages that take longest, alone or together with all that follow or precede them there; devices come
-    to these from others; stages are joined and divided; sizes, recomputation and places on the devices change.
+    Units leave the stages that take longest, alone or with all that follow or precede them there; these stages get
+    devices of others; stages are merged and divided; micro-batch size, recomputation and positions on the devices
+    change.
     """
     slow = sorted(range(len(loads)), key=loads.__getitem__, reverse=True)[:FOCUS]
     fast = sorted(range(len(loads)), key=loads.__getitem__)
@@ -159,7 +160,7 @@ def _step_last(problem: Problem, shape: Shape) -> Shape:
 
 
 def _flags_kept(problem: Problem, shape: Shape) -> Shape:
-    """The step's stage never recomputes; all others do, or none, where that is not the partitioner's choice."""
+    """Set recomputation as the problem prescribes; the stage of the user's step never recomputes."""
     step = problem.num_units - 1
     wanted = shape.recompute if problem.recompute is None else [problem.recompute] * len(shape.groups)
     flags = tuple(again and step not in group for again, group in zip(wanted, shape.groups, strict=True))
@@ -169,7 +170,7 @@ def _flags_kept(problem: Problem, shape: Shape) -> Shape:
 def _bundles(
     problem: Problem, group: tuple[int, ...], owner: list[int], stage: int
 ) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Units that may leave together, and the stages next to them."""
+    """Sets of units to move together, and the stages next to them."""
     for bundle in _sets(problem, group):
         targets = sorted({owner[other] for other in _neighbours(problem, bundle)} - {stage})
         if targets:
@@ -177,7 +178,7 @@ def _bundles(
 
 
 def _sets(problem: Problem, group: tuple[int, ...]) -> Iterator[set[int]]:
-    """Single units, then units with all that follow or all that precede them in their stage."""
+    """Single units, then each unit with all that follow or all that precede it in the stage."""
     yield from ({unit} for unit in group)
     for unit in group:
         for step in (problem.order.successors, problem.order.predecessors):
@@ -203,7 +204,7 @@ def _closure(unit: int, inside: set[int], step: Callable[[int], Iterable[int]]) 
 
 
 def _device_moves(problem: Problem, shape: Shape, stage: int, fast: list[int]) -> Iterator[Shape]:
-    """A device, or half of its devices, comes from each other stage that has several."""
+    """The stage takes one device, or half of the devices, from another stage with several."""
     if shape.replicas[stage] >= problem.max_replicas:
         return
     for other in fast:
@@ -214,7 +215,7 @@ def _device_moves(problem: Problem, shape: Shape, stage: int, fast: list[int]) -
 
 
 def _divisions(problem: Problem, shape: Shape, stage: int) -> Iterator[Shape]:
-    """The stage becomes two, cut where the work is divided like the devices; units are in topological order."""
+    """Divide the stage, in topological order, with work in proportion to devices."""
     count, group = shape.replicas[stage], shape.groups[stage]
     if count < 2 or len(group) < 2:
         return
@@ -249,7 +250,7 @@ def _recomputation(problem: Problem, shape: Shape) -> Iterator[Shape]:
 
 
 def _places(problem: Problem, shape: Shape) -> Iterator[Shape]:
-    """Other devices: only where links or devices differ. The step's stage stays on device 0."""
+    """Other positions on the devices, if links or devices differ; the stage of the user's step stays on device 0."""
     if len(shape.groups) > 1 and len(set(shape.replicas)) == 1 and shape.replicas[0] > 1:
         yield replace(shape, spread=not shape.spread)
     if len(problem.cluster.levels) < 2 and problem.cluster.homogeneous and not problem.cluster.links:

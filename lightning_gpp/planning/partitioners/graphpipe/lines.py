@@ -1,4 +1,4 @@
-"""Lines and forks: the series-parallel tree in the form in which stages are cut from it, and what is alike in it.
+"""Lines and forks: the series-parallel tree in the form from which stages are cut, and which of its parts are alike.
 
 Stages begin and end at cuts of a line; borders are the values that cross them.
 """
@@ -19,7 +19,7 @@ from lightning_gpp.planning.problem.units import Value
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Line:
-    """Parts one after another: units, and forks whose lines run side by side. `units` are all of them, in order."""
+    """Parts one after another: units, and forks of lines side by side. `units` are all units of the line, in order."""
 
     parts: tuple[LinePart, ...]
     units: tuple[int, ...] = field(init=False, repr=False)
@@ -67,9 +67,9 @@ def _as_line(part: LinePart | Line) -> Line:
 
 
 def bundled(line: Line, size: int, weight: Callable[[Line], float]) -> Line:
-    """The line with the lines of its forks in bundles of `size`, like ones together: forks within forks.
+    """The line with the lines of its forks in bundles of `size`, which are forks within forks; similar lines share one.
 
-    A bundle may be one stage, or be divided like any fork. Forks of no more lines stay as they are.
+    A bundle may be one stage, or be divided like any fork. Forks of at most `size` lines stay as they are.
     """
     return Line(tuple(_bundled(part, size, weight) if isinstance(part, Fork) else part for part in line.parts))
 
@@ -83,9 +83,9 @@ def _bundled(fork: Fork, size: int, weight: Callable[[Line], float]) -> Fork:
 
 
 class Likeness:
-    """Numbers for lines: the same number for lines in which the same stages cost the same.
+    """Numbers for lines: two lines have the same number if the same stages in them cost the same.
 
-    `unit_kinds` says which units are alike. Values with an end outside of a line count by what they weigh only.
+    `unit_kinds` says which units are alike. Of values with an end outside the line, only the bytes matter.
     """
 
     def __init__(self, problem: Problem, unit_kinds: Sequence[int]) -> None:
@@ -129,7 +129,7 @@ class Likeness:
 def _ends(
     value: Value, inside: Callable[[int], int | None], outside: Callable[[int], int]
 ) -> tuple[float, float, int, bool, int, tuple[int, ...]]:
-    """The bytes and flags of a value, its source, and its readers without repetitions."""
+    """The bytes and flags of a value, and the places of its source and readers, the latter without repetitions."""
 
     def place(unit: int) -> int:
         found = inside(unit)
@@ -145,10 +145,10 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class LineCut:
-    """The border before part `part`, moved into a branch of the fork beside it: where `group` is not NONE.
+    """The border before part `part` of a line; if `group` is not NONE, moved into a branch of the fork beside it.
 
-    At the beginning of a stage the branch belongs to the fork before the border, and the stage gets the branch's parts
-    from `at` on. At the end of a stage it belongs to the fork behind, and the stage gets the parts up to `at`.
+    For the start of a stage the branch is one of the fork before the border, and the stage gets the branch's parts from
+    `at` on. For the end of a stage it is one of the fork behind, and the stage gets the parts before `at`.
     """
 
     part: int
@@ -162,12 +162,12 @@ class LineShape:
 
     Args:
         line: one of them.
-        groups: for every part its groups of lines, none for a unit.
+        groups: for every part its groups of exchangeable lines, none for a unit.
         branches: for every part the shapes of its groups.
-        starts, ends: cuts at which stages begin and end.
-        first, last: the numbers of the plain cuts before each part in `starts`, and in `ends` (0 for part 0).
-        tails, heads: the numbers of the cuts into each part, in `starts` and `ends`.
-        after, before: which units (as places in the line) lie behind each start, and before each end.
+        starts, ends: cuts at which stages can start and end.
+        first, last: the indices of the plain cuts before each part, in `starts` and in `ends` (0 for part 0).
+        tails, heads: the indices of the cuts into each part, in `starts` and in `ends`.
+        after, before: masks of the units (as positions in the line) after each start, and before each end.
         border: see `borders`.
     """
 
@@ -189,7 +189,7 @@ class LineShape:
 
 
 def shape_of(line: Line, likeness: Likeness, known: dict[int, LineShape]) -> LineShape:
-    """The shape of a line; of lines that are alike, one shape."""
+    """The shape of a line; lines that are alike share it."""
     number = likeness.number(line)
     if number not in known:
         groups, branches = [], []
@@ -225,13 +225,13 @@ def _add_cuts(shape: LineShape) -> None:
 
 
 def tail_units(line: Line, cut: LineCut, member: int) -> tuple[int, ...]:
-    """Units of the fork before the cut, in branch number `member`, that are in the stage that begins at the cut."""
+    """Units in branch `member` of the fork before the cut that belong to the stage that starts at the cut."""
     fork = line.parts[cut.part - 1] if cut.group != NONE else None
     return Line(fork.lines[member].parts[cut.at :]).units if isinstance(fork, Fork) else ()
 
 
 def head_units(line: Line, cut: LineCut, member: int) -> tuple[int, ...]:
-    """Units of the fork behind the cut, in branch number `member`, that are in the stage that ends at the cut."""
+    """Units in branch `member` of the fork behind the cut that belong to the stage that ends at the cut."""
     fork = line.parts[cut.part] if cut.group != NONE else None
     return Line(fork.lines[member].parts[: cut.at]).units if isinstance(fork, Fork) else ()
 
@@ -252,13 +252,14 @@ def _marked(line: Line, units: Sequence[int]) -> list[bool]:
 
 
 MESSAGES, PER_SAMPLE, FIXED, RIGID, INPUT_PER_SAMPLE, INPUT_FIXED = range(6)
-"""Quantities of `borders`: messages, their bytes per sample and fixed, values that cannot be cut; received bytes."""
+"""Quantities in `borders`: messages, their bytes per sample and fixed bytes, values that cannot be cut, received bytes.
+"""
 
 
 def borders(shape: LineShape, values: Sequence[Value]) -> Array:
     """Quantities that cross the border of every stage, by [quantity, start, end], forward and backward.
 
-    A value counts once where it comes in, however many read it, and once where it goes out.
+    A value counts once on its way in, however many units read it, and once on its way out.
     """
     sums = np.zeros((6, len(shape.starts), len(shape.ends)))
     place = {unit: index for index, unit in enumerate(shape.line.units)}
@@ -277,7 +278,7 @@ def _weights(value: Value) -> tuple[float, ...]:
 
 
 def _add_simple(sums: Array, shape: LineShape, values: Sequence[Value], place: dict[int, int]) -> None:
-    """Values with one reader. What holds both ends is counted twice by its ends, and taken off again."""
+    """Add the values with one reader: the sum over both ends, less that for the stages which contain both."""
     if not values:
         return
     weights = np.array([_weights(value) for value in values]).T
@@ -292,7 +293,7 @@ def _add_simple(sums: Array, shape: LineShape, values: Sequence[Value], place: d
 
 
 def _inside(shape: LineShape, place: dict[int, int], unit: int) -> tuple[Array, Array]:
-    """Masks of the starts before a unit, and of the ends behind it; all false for units outside of the line."""
+    """Masks of the starts before a unit and of the ends behind it; all false for units outside the line."""
     index = place.get(unit)
     if index is None:
         return np.zeros(len(shape.starts)), np.zeros(len(shape.ends))

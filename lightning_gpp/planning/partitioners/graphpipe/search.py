@@ -1,4 +1,4 @@
-"""The search over targets and micro-batch sizes, and the drafts that come of it."""
+"""The search over targets and micro-batch sizes, and the drafts of its strategies."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ from lightning_gpp.planning.problem.partitioner import Alternative, Answer, Sear
 from lightning_gpp.planning.problem.problem import Problem
 
 PRECISION = 1e-3
-"""The found bottleneck is at most this fraction above the best one."""
+"""The result's bottleneck is at most this fraction above the best one."""
 
 COARSE = 0.03
-"""The same, for the first look at a micro-batch size."""
+"""The same for a first, rough search per micro-batch size."""
 
 PROMISING = 0.1
-"""Sizes whose step is at most this fraction above the shortest are refined. A better bottleneck is a small gain, but
-strategies of one bottleneck differ in the rest of the step."""
+"""Sizes whose step is at most this fraction above the shortest are refined: a better bottleneck gains little, but
+strategies with one bottleneck differ in the rest of the step.
+"""
 
 BUNDLES = (2, 3, 4)
-"""So many branches of a fork side by side may be one stage, where one device each would take more than half of all."""
+"""Branches per bundle, which may be one stage, for forks with more branches than half the devices."""
 
 FIRST_FACTORS = (1.25, 2.0, 2.0, 2.0, 2.0, 4.0, inf)
-"""Steps from a target that is not met to the next, before there is any strategy: the higher a target, the slower.
+"""Factors from one target to the next until one is met; small ones first, because higher targets take longer.
 
-The first step is a little more than what the size before needed, where there is one."""
+If there is a size before this one, the first target is a little above its result.
+"""
 
 OBJECTIVE = "seconds per sample of the slowest stage, transfers and all-reduce included"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Size:
-    """The search for one micro-batch size: no strategy is as fast as `low`, and `pieces` are one of `high`.
+    """The search for one micro-batch size: no strategy is as fast as `low`, and `pieces` is one that meets `high`.
 
-    `seconds`: of the step of `draft`, the best layout of the pieces.
+    `seconds`: step time of `draft`, the best layout of the pieces.
     """
 
     tables: Tables
@@ -75,7 +77,7 @@ def graphpipe(problem: Problem, control: SearchControl) -> Answer:
 
 
 def orders_of(problem: Problem, line: Line) -> Iterator[Line]:
-    """The line as it is; and with the branches of its forks in bundles that may be stages, where these are many."""
+    """The line itself, and if its forks have many branches, the line with these in bundles that may be stages."""
     seconds = problem.seconds(problem.sizes[-1]).total
 
     def weight(branch: Line) -> float:
@@ -89,7 +91,7 @@ def orders_of(problem: Problem, line: Line) -> Iterator[Line]:
 
 
 def converted(problem: Problem) -> Conversion:
-    """The units in series-parallel order, at the least delay found. Units with parameters are never computed twice."""
+    """The units in series-parallel order, with the least delay found. Units with parameters are not repeated."""
     seconds = problem.seconds(problem.sizes[-1]).total
     keep = [unit for unit, num_bytes in enumerate(problem.parameter_bytes) if num_bytes]
     return make_series_parallel(problem.order, dict(enumerate(seconds.tolist())), keep=[*keep, problem.num_units - 1])
@@ -112,7 +114,7 @@ class _GraphPipeSearch:
         self.grid = Grid(self.problem.num_devices)
 
     def run(self, best: float = inf) -> list[_Size]:
-        """Micro-batch sizes with a strategy, the shortest step first. `best`: seconds of a step found elsewhere."""
+        """Micro-batch sizes with a strategy, the shortest step first. `best`: step time found in another order."""
         if self.problem.static_bytes.sum() > self.problem.memory_bytes.sum():
             return []
         found: list[_Size] = []
@@ -132,7 +134,7 @@ class _GraphPipeSearch:
         return sorted((entry for entry in found if entry.draft), key=lambda entry: entry.seconds)
 
     def _sizes(self) -> list[_Size]:
-        """The most promising first, so that others are left out soon."""
+        """Micro-batch sizes, the most promising first, so that others can be left out early."""
         schedule = "1f1b" if "1f1b" in self.problem.schedules else self.problem.schedules[0]
         known: dict[tuple[int, ...], LineShape] = {}
         links: dict[int, Link] = {}
@@ -141,7 +143,7 @@ class _GraphPipeSearch:
         return sorted(entries, key=lambda entry: entry.low)
 
     def _narrow(self, entry: _Size, precision: float, most: float) -> bool:
-        """Binary search by ratios, upwards from the bound; whether there is a strategy of at most `most` at all."""
+        """Binary search by ratios, upwards from the bound; false if there is no strategy of at most `most`."""
         bound, first = entry.low, entry.high == inf
         for factor in (self.likely, *FIRST_FACTORS):
             target = min(entry.low * factor, most)
@@ -170,7 +172,7 @@ class _GraphPipeSearch:
         return True
 
     def _place(self, entry: _Size) -> None:
-        """The best layout of the pieces."""
+        """Choose the best layout of the pieces."""
         entry.draft, entry.seconds = None, inf
         if not entry.pieces:
             return
@@ -180,7 +182,7 @@ class _GraphPipeSearch:
                 entry.draft, entry.seconds = draft, evaluation.seconds
 
     def _drafts(self, entry: _Size) -> Iterator[Draft]:
-        """The step's stage comes last, which is where layouts put device 0."""
+        """Drafts of the strategy. The stage of the user's step comes last, which is where layouts put device 0."""
         step = self.problem.num_units - 1
         pieces = sorted(with_folded(self.problem, entry.pieces, self.folded), key=lambda piece: step in piece.units)
         for devices in placements([piece.replicas for piece in pieces], self.problem.replicable):
@@ -197,7 +199,7 @@ class _GraphPipeSearch:
 
 
 def placements(replicas: Sequence[int], copies: bool) -> Iterator[Devices]:
-    """Stages side by side in their order; and by falling replicas, so that powers of two never straddle nodes."""
+    """Stages side by side, in their order and by falling replicas: then powers of two never straddle nodes."""
     found = layouts(replicas)
     yield from found if copies else found[:1]
     last = len(replicas) - 1
@@ -208,7 +210,7 @@ def placements(replicas: Sequence[int], copies: bool) -> Iterator[Devices]:
 
 
 def with_folded(problem: Problem, pieces: Sequence[Piece], folded: Sequence[object]) -> list[Piece]:
-    """Put units that the tree lacks into the first of the stages that read them: all edges then still lead forward."""
+    """Put units that the tree lacks into the first stage that reads them, so that all edges lead forward."""
     stage_of = {unit: index for index, piece in enumerate(pieces) for unit in piece.units}
     added: dict[int, list[int]] = {}
     for unit in reversed(folded):

@@ -1,4 +1,4 @@
-"""The dynamic program for one target: for which pairs (depth, devices) strategies exist, from the sinks backwards.
+"""The dynamic program for one target: the pairs (depth, devices) with a strategy, from the sinks backwards.
 
 Sets of such pairs are the bits of one integer. Bit `depth * width + devices` says that a strategy exists whose first
 stages have at most `depth` micro-batches in flight and that uses exactly `devices` devices. One operation on integers
@@ -20,7 +20,7 @@ from lightning_gpp.planning.partitioners.graphpipe.tables import Counts, Tables
 
 @dataclass(slots=True, eq=False)
 class Grid:
-    """The sets for one number of devices. A stage adds 1 to the depth, so no depth exceeds the number of devices."""
+    """Sets of pairs for a number of devices. A stage adds 1 to the depth, so no depth exceeds the number of devices."""
 
     num_devices: int
     width: int = field(init=False)
@@ -37,7 +37,7 @@ class Grid:
         return 1 << depth * self.width + devices
 
     def mask(self, replicas: int, limit: int) -> int:
-        """Pairs that a stage with so many replicas may stand before, if at most `limit` micro-batches fit it."""
+        """Pairs that may follow a stage with `replicas` replicas that has memory for `limit` micro-batches."""
         key = replicas, limit
         if key not in self._masks:
             row = (1 << self.width - replicas) - 1
@@ -45,14 +45,14 @@ class Grid:
         return self._masks[key]
 
     def up_to(self, devices: int) -> int:
-        """All pairs of at most so many devices."""
+        """All pairs of at most `devices` devices."""
         if devices not in self._up_to:
             row = (1 << max(0, devices + 1)) - 1
             self._up_to[devices] = sum(row << depth * self.width for depth in range(self.num_devices + 1))
         return self._up_to[devices]
 
     def rows(self, pairs: int) -> Iterator[tuple[int, int]]:
-        """(depth, the devices as bits), by depth; without pairs that have another of less depth."""
+        """(depth, the devices as bits), by depth; pairs with a counterpart of less depth are left out."""
         seen, width = 0, self.width
         while pairs:
             depth = ((pairs & -pairs).bit_length() - 1) // width
@@ -63,11 +63,11 @@ class Grid:
             pairs = pairs >> (depth + 1) * width << (depth + 1) * width
 
     def least(self, pairs: int, devices: int) -> int | None:
-        """The least depth with exactly so many devices."""
+        """The least depth with exactly `devices` devices."""
         return next((depth for depth, row in self.rows(pairs) if row >> devices & 1), None)
 
     def join(self, left: int, right: int) -> int:
-        """Both side by side: the larger depth, the sum of the devices."""
+        """Pairs for both side by side: the larger depth, the sum of the devices."""
         if left == 1 or right == 1 or not (left and right):
             return right if left == 1 else left if right == 1 else 0
         key = (left, right) if left < right else (right, left)
@@ -87,7 +87,7 @@ class Grid:
         return result
 
     def sums(self, left: int, right: int) -> int:
-        """All sums of a number of the one and a number of the other, up to the number of devices."""
+        """All sums of a number from `left` and one from `right`, up to the number of devices."""
         if left.bit_count() > right.bit_count():
             left, right = right, left
         result = 0
@@ -98,7 +98,7 @@ class Grid:
         return result & self.row
 
     def until(self, pairs: int, depth: int) -> int:
-        """The devices as bits, of all pairs with at most this depth."""
+        """The devices, as bits, of all pairs with at most this depth."""
         found = 0
         for level, row in self.rows(pairs):
             if level <= depth:
@@ -109,17 +109,17 @@ class Grid:
 T = TypeVar("T")
 
 Moves: TypeAlias = list[tuple[int, int, Sequence[int], list[tuple[int, int]]]]
-"""Stages that begin at one cut, by replicas: shift, mask, the ends without and with a mask of their own."""
+"""Stages that start at one cut, by replicas: shift, mask, and the ends without and with a mask of their own."""
 
 Entries: TypeAlias = tuple[tuple[int, int], ...]
-"""Ends of a line with their continuations: (parts of the line that are left, pairs of the continuation)."""
+"""Ends of a line with their continuations: (remaining parts of the line, pairs of the continuation)."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Solution:
-    """The solution of a line with its continuation: pairs from each part on, and of the continuation of each end.
+    """The solution of a line with its continuation: pairs from each part on, and those of the continuation of each end.
 
-    `behind`: device-seconds per sample of what follows the line, where its devices count.
+    `behind`: device-seconds per sample of what follows the line, if its devices count.
     """
 
     shape: LineShape
@@ -132,9 +132,9 @@ class Solution:
 class Way(NamedTuple):
     """One way to pass a fork whose lines are divided.
 
-    The line of group `through` continues into the stage behind the fork, or all lines end before it; what follows
-    has depth `depth`. `head` is the end of the stage before the fork, a number in `ends`, NONE for a plain one; `same`
-    tells whether the head is of the line that is passed through. `closed`: how many other lines of each group.
+    A line of group `through` continues into the stage behind the fork, or all lines end before it; what follows has
+    depth `depth`. `head` is the end of the stage before the fork, an index in `ends`, or NONE for a plain cut; `same`
+    is true if the head is part of the line that continues. `closed`: how many other lines of each group.
     """
 
     depth: int
@@ -148,7 +148,7 @@ class Way(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Solver:
-    """Solves for one target, in seconds per sample; `states` counts pairs found."""
+    """Solves for one target, in seconds per sample; `states` counts the pairs found."""
 
     tables: Tables
     target: float
@@ -169,7 +169,7 @@ class Solver:
         return self.solve(shape, ((len(shape), self.grid.bit(0, 0)),))
 
     def solve(self, shape: LineShape, entries: Entries, work: float = 0.0) -> Solution:
-        """A line with what follows it. `work`: device-seconds per sample of what the entries' devices do."""
+        """Solve a line with what follows it. `work`: device-seconds per sample of the work on the entries' devices."""
         key = shape, entries, work
         if key not in self._known:
             self._known[key] = self._solve(shape, entries, work)
@@ -198,13 +198,13 @@ class Solver:
         return solution
 
     def _affordable(self, work: float) -> int:
-        """Pairs that leave enough devices for all other work, even if these never waited: others lead nowhere."""
+        """Pairs that leave enough devices for all other work if those never wait; others lead nowhere."""
         num_devices = self.grid.num_devices
         most = int(num_devices - (self._all_work - work) / self.target + 1e-6)
         return self.grid.up_to(most if most < num_devices else num_devices)
 
     def moves(self, shape: LineShape) -> list[Moves]:
-        """Moves by their start."""
+        """The moves from each start."""
         if shape not in self._moves:
             self._moves[shape] = self._found_moves(shape)
         return self._moves[shape]
@@ -227,12 +227,12 @@ class Solver:
         return found
 
     def ways(self, solution: Solution, part: int) -> Iterator[Way]:
-        """All ways to pass the fork at `part` of a solution whose later parts are solved."""
+        """All ways to pass the fork at `part`, whose later parts are solved."""
         for depth, entries in self._followers(solution, part).items():
             yield from self._passed(solution, part, depth, entries)
 
     def _followers(self, solution: Solution, part: int) -> dict[int, list[dict[int, int]]]:
-        """Continuations by the depth behind the fork: for each group, those of its line by the remaining parts."""
+        """Continuations by the depth behind the fork: for each group, those of its lines by the remaining parts."""
         shape, moves = solution.shape, self.moves(solution.shape)
         found: dict[int, list[dict[int, int]]] = {}
         affordable = self._affordable(self.tables.work(shape)[part] + solution.behind)
@@ -276,7 +276,7 @@ class Solver:
         return self._closed[shape, depth]
 
     def _beside(self, branches: tuple[LineShape, ...], counts: tuple[int, ...], depth: int) -> int:
-        """So many lines of each group side by side, all followed by a stage of that depth."""
+        """Pairs for `counts` lines of each group side by side, all followed by a stage of that depth."""
         key = branches, counts, depth
         if key not in self._side_by_side:
             result = 1
@@ -288,7 +288,7 @@ class Solver:
 
 
 def _by_row(rows: Counts, entries: Sequence[T]) -> dict[int, Sequence[T]]:
-    """The entries of every row that has some; `rows` are ascending."""
+    """The entries of every row that has any; `rows` are ascending."""
     if not entries:
         return {}
     borders = [0, *(np.flatnonzero(rows[1:] != rows[:-1]) + 1).tolist(), len(entries)]
@@ -298,7 +298,7 @@ def _by_row(rows: Counts, entries: Sequence[T]) -> dict[int, Sequence[T]]:
 
 
 def _reached(moves: Moves, following: Sequence[int]) -> int:
-    """Pairs of all stages that begin at a cut, with what follows them."""
+    """Pairs of all stages that start at a cut, with what follows them."""
     total = 0
     for shift, mask, free, bound in moves:
         pairs = 0
@@ -311,5 +311,5 @@ def _reached(moves: Moves, following: Sequence[int]) -> int:
 
 
 def _less(counts: tuple[int, ...], group: int) -> tuple[int, ...]:
-    """One line less of a group."""
+    """The counts with one line less of a group."""
     return (*counts[:group], counts[group] - 1, *counts[group + 1 :])

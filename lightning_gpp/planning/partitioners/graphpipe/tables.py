@@ -1,4 +1,4 @@
-"""Tables of stage costs for one micro-batch size: seconds per sample, and micro-batches that fit the device."""
+"""Tables of stage costs for one micro-batch size: seconds per sample, and micro-batches that fit into memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Counts = NDArray[np.int64]
 def weakest_link(cluster: Cluster, num_devices: int) -> Link:
     """The slowest link between `num_devices` neighbouring devices.
 
-    The innermost level whose groups all hold so many; where links of single pairs are given, the weakest of all.
+    It belongs to the innermost level whose groups all have that many; if single pairs have links of their own, it is
+    the weakest of all.
     """
     links = [level.link for level in cluster.levels]
     sizes = [min(np.bincount(np.unique(level.groups, return_inverse=True)[1])) for level in cluster.levels]
@@ -43,7 +44,7 @@ def weakest_link(cluster: Cluster, num_devices: int) -> Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOption:
-    """A number of replicas: their share of a micro-batch, the links inside and to neighbours, costs of all units."""
+    """A number of replicas: their share of a micro-batch, links inside and to neighbours, costs of all units."""
 
     replicas: int
     share: int
@@ -55,9 +56,9 @@ class StageOption:
 
 
 def options_of(problem: Problem, size: int, links: dict[int, Link]) -> list[StageOption]:
-    """Powers of two; each replica has at least one sample. A neighbour is taken to have as many replicas.
+    """Powers of two, with at least one sample per replica. A neighbour is assumed to have as many replicas.
 
-    `links`: what joins so many devices, as far as it is known already.
+    `links`: links by the number of devices that they join, as a cache.
     """
 
     def joining(num_devices: int) -> Link:
@@ -88,11 +89,11 @@ class StageTables:
     """Costs of all stages of a line, by [option, start, end].
 
     Args:
-        seconds: per sample; infinite where there is no such stage, or where it has to recompute.
-        room: micro-batches in flight that fit; 0 if none does.
-        longer: seconds with the forward recomputed in the backward.
-        more_room: micro-batches in flight that fit then.
-        again: whether any stage may recompute.
+        seconds: per sample; infinite if there is no such stage, or if it has to recompute.
+        room: micro-batches in flight that fit into memory; 0 if none does.
+        longer: seconds with recomputation.
+        more_room: micro-batches in flight that fit with recomputation.
+        again: true if any stage may recompute.
     """
 
     seconds: Array
@@ -110,7 +111,7 @@ class StageTables:
         object.__setattr__(self, "_columns", [table.ravel()[places] for table in tables])
 
     def within(self, target: float) -> tuple[Counts, Counts]:
-        """Stages of at most so many seconds, as places in the flat tables; micro-batches in flight that fit each."""
+        """Stages of at most `target` seconds, as indices of the flat tables, and the micro-batches that fit each."""
         seconds, room, *recomputed = self._columns
         limits = np.where(seconds <= target, room, 0)
         if recomputed:
@@ -128,7 +129,7 @@ class Tables:
     line: Line
     schedule: str
     known: dict[tuple[int, ...], LineShape] = field(default_factory=dict)
-    """Shapes of the line by what is alike in it: the same for most micro-batch sizes."""
+    """Shapes of the line by its kinds of units: the same for most micro-batch sizes."""
     links: dict[int, Link] = field(default_factory=dict)
     """Slowest links by the number of neighbouring devices, common to all sizes."""
     options: list[StageOption] = field(init=False)
@@ -149,11 +150,11 @@ class Tables:
 
     @property
     def bound(self) -> float:
-        """Seconds per sample that no strategy can beat: all devices busy all the time, each unit as cheap as can be."""
+        """Seconds per sample that no strategy can beat: all devices always busy, each unit with its cheapest option."""
         return self.work(self.shape)[0] / self.problem.num_devices
 
     def work(self, shape: LineShape) -> list[float]:
-        """From every part on: device-seconds per sample that a line takes at least."""
+        """Least device-seconds per sample of a line from every part on."""
         if shape not in self._work:
             spent = [(entry.forward + entry.backward) * entry.replicas for entry in self.options]
             least = np.min(spent, axis=0) / self.size
@@ -203,7 +204,7 @@ class Tables:
         return seconds / self.problem.batch_size
 
     def _room(self, free: Array, kept: Array) -> Counts:
-        """Micro-batches in flight that fit; all of them counts as any number. `gpipe` has all of them in flight."""
+        """Micro-batches in flight that fit; if all fit, the number is unlimited. `gpipe` has all of them in flight."""
         most, plenty = self.num_micro_batches, self.problem.num_devices
         with np.errstate(divide="ignore", invalid="ignore"):
             room = np.where(kept > 0, np.floor(free / kept), np.where(free >= 0, inf, 0.0))
@@ -223,14 +224,15 @@ def _unit_kinds(problem: Problem, options: Sequence[StageOption]) -> tuple[int, 
 
 
 def _column(values: Sequence[float]) -> Array:
-    """One value per option, to be combined with tables by [start, end]."""
+    """One value per option, in a shape that combines with tables by [start, end]."""
     return np.array(values, dtype=float)[:, None, None]
 
 
 def _sums(shape: LineShape, problem: Problem, options: Sequence[StageOption]) -> tuple[Array, Array, Array, Array]:
-    """Over the units of every stage: forward, backward and saved bytes by option; and what no option changes.
+    """Sums over the units of every stage: forward, backward and saved bytes by option, and quantities common to all
+    options.
 
-    The latter are static and parameter bytes, and how many units are indivisible, and the step's.
+    The latter are static and parameter bytes, and the number of indivisible units and of user's steps.
     """
     units = list(shape.line.units)
     rigid = [float(not problem.units.units[unit].divisible) for unit in units]
@@ -244,7 +246,7 @@ def _sums(shape: LineShape, problem: Problem, options: Sequence[StageOption]) ->
 
 
 def _valid(shape: LineShape, options: Sequence[StageOption], rigid: Array) -> NDArray[np.bool_]:
-    """At least one whole part in each stage, and replicas only where all can be cut into shares."""
+    """Mask of valid stages: at least one complete part, and no replicas if anything cannot be cut into shares."""
     starts = np.array([cut.part for cut in shape.starts])[:, None]
     ends = np.array([cut.part for cut in shape.ends])[None, :]
     several = np.array([option.replicas > 1 for option in options])[:, None, None]

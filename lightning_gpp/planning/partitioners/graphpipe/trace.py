@@ -1,4 +1,4 @@
-"""From a solved dynamic programme back to the stages of one strategy."""
+"""Traces a solved dynamic program back to the stages of one strategy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lightning_gpp.planning.partitioners.graphpipe.lines import (
 from lightning_gpp.planning.partitioners.graphpipe.solve import Solution, Solver, Way
 
 Place: TypeAlias = tuple[int, int, int]
-"""A part of a line, and the depth and number of devices of all that begins there."""
+"""A part of a line, with the depth and the number of devices from there on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A stage: its units, replicas, whether it recomputes, and its seconds per sample.
+    """A stage: its units, replicas, recomputation and seconds per sample.
 
-    `in_flight`: micro-batches that it holds at most, by the order of the tree.
+    `in_flight`: the most micro-batches in flight, by the order of the tree.
     """
 
     units: tuple[int, ...]
@@ -53,7 +53,7 @@ class _Trace:
     pieces: list[Piece] = field(default_factory=list)
 
     def line(self, solution: Solution, line: Line, place: Place) -> Place:
-        """Append the stages from a place on; returns the place where what follows the line begins."""
+        """Append the stages from a place on; returns the place at which the rest, after the line, starts."""
         while not any(at == place[0] and self._has(pairs, place[1:]) for at, pairs in solution.entries):
             first = solution.shape.first[place[0]]
             place = self._stage(solution, line, first, 0, place) or self._fork(solution, line, NONE, place)
@@ -63,7 +63,7 @@ class _Trace:
         return bool(pairs & self.solver.grid.bit(pair[0], pair[1]))
 
     def _stage(self, solution: Solution, line: Line, start: int, member: int, place: Place) -> Place | None:
-        """Append a stage that begins at a cut (into branch number `member`), and the fork that it reaches into."""
+        """Append a stage that starts at a cut (into branch `member`), and the fork that it reaches into."""
         shape, (_, depth, devices) = solution.shape, place
         for shift, mask, free, bound in self.solver.moves(shape)[start]:
             replicas = shift - self.solver.grid.width
@@ -94,7 +94,7 @@ class _Trace:
         self.pieces.append(piece)
 
     def _fork(self, solution: Solution, line: Line, head: int, place: Place) -> Place:
-        """Append the stages of a fork's lines, and the stage behind it where one of them continues into it."""
+        """Append the stages of a fork's lines, and the stage behind it if one of them continues into it."""
         part, depth, devices = place
         way = next(
             way
@@ -126,9 +126,10 @@ class _Trace:
     def _shares(
         self, items: Sequence[tuple[Solution, int]], work: Sequence[float], depth: int, devices: int
     ) -> list[tuple[int, int]]:
-        """For every line a depth up to the given one and devices, by its work; these add up to those given.
+        """A depth (at most the given one) and a number of devices for every line, by its work; devices add up to those
+        given.
 
-        The target is met by any such shares. By the work, the stages are faster than the target where they can be.
+        Any feasible shares meet the target. Shares by work make stages faster than the target if possible.
         """
         grid = self.solver.grid
         rows = [grid.until(solution.values[at], depth) for solution, at in items]
@@ -167,7 +168,7 @@ def _head_member(shape: LineShape, end: LineCut) -> int:
 
 
 def _jobs(solver: Solver, shape: LineShape, part: int, way: Way) -> tuple[list[_Remaining], int]:
-    """All lines, the one that is passed through last; and the number of that one."""
+    """All lines, with the one that continues behind the fork last, and that line's number."""
     left = [list(group) for group in shape.groups[part]]
     closed = [solver.closed(branch, way.depth) for branch in shape.branches[part]]
     jobs, at = [], 0

@@ -1,4 +1,4 @@
-"""Orders of parallel and consecutive parts: reads a graph as one, and turns any graph into one by ordering more."""
+"""Series-parallel orders: reads a graph as one, or makes it one by adding order."""
 
 from lightning_gpp.planning.partitioners.series_parallel.convert import (
     Conversion,

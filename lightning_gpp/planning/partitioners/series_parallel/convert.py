@@ -1,9 +1,9 @@
-"""Making any graph series-parallel, at the least delay found.
+"""Makes any graph series-parallel, with the least delay found.
 
-Broadcasts of negligible cost are left to their readers; all else is computed once, and only order is added. The
-plainest conversion makes every depth of the graph wait for all of the depth before (`strata`). Here only the parts that
-are not series-parallel change, and several ways are tried on each of them (`cuts`), strata among them. Series and
-parallel parts need no choice: converting their pieces separately loses nothing.
+Broadcasts of negligible cost are left to their readers; everything else is computed once, and only order is added. The
+plainest conversion makes every depth of the graph wait for all nodes of the depth before (`strata`). Here only the
+parts that are not series-parallel change, and several conversions of each are tried (`cuts`), strata among them. Series
+and parallel parts need no choice: converting their pieces separately loses nothing.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Conversion:
     """A series-parallel order that contains the order of a graph.
 
     Args:
-        tree: of all nodes that were not folded.
-        added: pairs of nodes that the graph does not put in order, and that together with it give the tree's order.
-        price: the tree's critical path over the graph's, at least 1.
+        tree: all nodes that were not folded.
+        added: pairs of nodes that the graph leaves unordered; together with its edges they give the tree's order.
+        price: the tree's critical path divided by the graph's, at least 1.
         folded: nodes that are computed again by each of their readers, in topological order.
     """
 
@@ -58,11 +58,11 @@ def make_series_parallel(
     fraction: float = NEGLIGIBLE,
     keep: Collection[TreeNode] = (),
 ) -> Conversion:
-    """The graph's own tree where it has one; else that of the graph without broadcasts, with order added as needed.
+    """The graph's own tree if it has one; otherwise that of the graph without broadcasts, with order added as needed.
 
     Args:
-        graph: acyclic.
-        weights: of all nodes, seconds, not negative; 1 each by default.
+        graph: an acyclic graph.
+        weights: seconds of all nodes, not negative; 1 each by default.
         fraction, keep: see `fold_broadcasts`.
 
     Raises:
@@ -89,14 +89,14 @@ def fold_broadcasts(
 ) -> tuple[nx.DiGraph, tuple[TreeNode, ...]]:
     """The graph without the nodes that each of their readers may compute again: masks, positions, constants.
 
-    They cost next to nothing, nothing or only such nodes come before them, and several nodes of other kinds read them,
-    directly or through more of them. What only folded nodes come before is folded too, where it costs next to
-    nothing. All other nodes keep their order, for no folded node lies between two of them.
+    They cost next to nothing, have no predecessors except such nodes, and are read by several other nodes, directly or
+    through each other. Nodes that cost next to nothing and have only folded predecessors are folded, too. All other
+    nodes keep their order, because no folded node is between two of them.
 
     Args:
-        graph: acyclic.
-        weights: of all nodes, seconds.
-        fraction: of the mean weight, below which a node costs next to nothing.
+        graph: an acyclic graph.
+        weights: seconds of all nodes.
+        fraction: a node below this fraction of the mean weight costs next to nothing.
         keep: nodes never to fold, such as those with parameters.
 
     Returns:
@@ -117,7 +117,7 @@ def fold_broadcasts(
 
 
 def _readers(graph: nx.DiGraph, light: Mapping[TreeNode, None]) -> dict[TreeNode, set[TreeNode]]:
-    """For each light node the others that read it, directly or through light nodes only."""
+    """The other nodes that read each light node, directly or through light nodes only."""
     readers: dict[TreeNode, set[TreeNode]] = {}
     for node in reversed(list(light)):
         readers[node] = set().union(*(readers[other] if other in light else {other} for other in graph.succ[node]))
@@ -125,7 +125,7 @@ def _readers(graph: nx.DiGraph, light: Mapping[TreeNode, None]) -> dict[TreeNode
 
 
 def _integers(weights: Sequence[float]) -> list[int]:
-    """Weights without rounding errors in their sums, to 12 digits of the whole."""
+    """Integer weights, whose sums have no rounding errors, to 12 digits of the total."""
     total = sum(weights)
     return [round(weight / total * 2**40) if total else 0 for weight in weights]
 
@@ -139,7 +139,7 @@ def _convert(order: Order, weights: Sequence[int]) -> Tree:
 
 
 def _trees(order: Order, part: OrderedPart, weights: Sequence[int], search: CutSearch) -> Iterator[Tree]:
-    """Several trees of a prime part: as strata, and by cuts that differ in their choice among equal bounds."""
+    """Trees of a prime part: as strata, and by cuts with different choices among equal bounds."""
     yield strata(order, part)
     for rule in (Cut.by_share, Cut.by_number, Cut.by_balance):
         tree = expand(order, part, partial(_first_cut, order, weights, search, rule))
@@ -156,7 +156,7 @@ def _first_cut(
 
 
 def strata(order: Order, part: OrderedPart) -> Tree:
-    """All nodes by their depth, with a full synchronisation between one depth and the next."""
+    """Nodes by their depth, with a full synchronisation between one depth and the next."""
     depths, _ = longest_paths(order, part, [1] * len(order.nodes))
     levels: dict[int, list[Tree]] = {}
     for number in part:

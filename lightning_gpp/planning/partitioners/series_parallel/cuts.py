@@ -1,7 +1,7 @@
-"""Cuts: where to put one part of an order after another, when the order itself does not say.
+"""Cuts: borders at which one part of an order is put after another, although the order itself does not.
 
-A connected part that is not series-parallel becomes so by a cut only: a first half that nothing outside of it comes
-before, and the rest, which then waits for all of the first half. Neither half's own order changes, nor that of the
+A connected part that is not series-parallel becomes so only by a cut: into a first half, whose predecessors are all
+inside it, and the rest, which then waits for all of the first half. Neither half's own order changes, nor that of the
 nodes around the part. The critical path is at least the sum of both halves' critical paths: the bound of the cut.
 
 Weights are integers here, so that equal bounds compare as equal.
@@ -24,10 +24,10 @@ class Cut:
     """The first `size` numbers of a topological order.
 
     Args:
-        ordered: the part, in a topological order.
-        size: of the first half.
-        bound: of the critical path.
-        num_new: pairs of nodes that the cut puts in order and that had none.
+        ordered: the part in a topological order.
+        size: number of nodes in the first half.
+        bound: lower bound of the critical path.
+        num_new: unordered pairs of nodes that the cut puts in order.
     """
 
     ordered: Sequence[int]
@@ -52,9 +52,9 @@ class Cut:
 
 
 def cuts(order: Order, part: OrderedPart, weights: Sequence[int]) -> Iterator[Cut]:
-    """Before and after every start and end: one cut behind each place of two orders.
+    """The cuts after each position of two orders.
 
-    They are sorted by earliest end and by latest start, so that no cut of the part has a lower bound than the best.
+    The orders are by earliest end and by latest start, so no cut of the part has a lower bound than the best of these.
     """
     heads, tails = longest_paths(order, part, weights)
     mask = mask_of(part)
@@ -75,7 +75,7 @@ def cuts(order: Order, part: OrderedPart, weights: Sequence[int]) -> Iterator[Cu
 
 
 def longest_paths(order: Order, part: OrderedPart, weights: Sequence[W]) -> tuple[dict[int, W], dict[int, W]]:
-    """For every number the heaviest path inside the part that ends there, and that starts there, itself included."""
+    """Weights of the heaviest paths inside the part that end at, and that start at, every number, itself included."""
     heads: dict[int, W] = {}
     for number in part:
         heads[number] = weights[number] + max(

@@ -1,4 +1,4 @@
-"""Cutting small parts: cuts of equal and higher bound are tried too, with everything that follows from each."""
+"""Branch and bound for small parts: tries cuts of equal and higher bounds, too, with all that follow from each."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_gpp.planning.partitioners.series_parallel.tree import (
 )
 
 SMALL = 32
-"""Nodes of the largest part that is searched. Python's recursion allows for several times as many."""
+"""Nodes of the largest part that is searched. Python's recursion limit allows several times as many."""
 
 NUM_TRIALS = 200
-"""Cuts that are tried per part that the search is asked for; from then on every part below takes its first cut."""
+"""Number of cuts to try per part; after that, every part below takes its first cut."""
 
 
 class CutSearch:
@@ -33,7 +33,7 @@ class CutSearch:
         self._trials_left = 0
 
     def lightest(self, trees: Iterable[Tree]) -> Tree:
-        """The tree with the lightest critical path; of several, the one with the fewest pairs in order."""
+        """The tree with the lightest critical path; among several, the one with the fewest ordered pairs."""
         return min(trees, key=lambda tree: (critical_path(tree, self._by_node), num_ordered(tree)))
 
     def tree(self, part: OrderedPart) -> Tree:

@@ -1,24 +1,24 @@
-"""Series-parallel trees: what they are, what can be read off them, and how a graph is read as one.
+"""Series-parallel trees: their definition, their properties, and the decomposition of a graph.
 
 Nodes are the leaves. In `Series(parts)` every node of a part comes before every node of the next; in
 `Parallel(parts)` nodes of different parts are not ordered. A block between a fork and a join operator is thus
 `Series((Leaf(fork), Parallel(branches), Leaf(join)))`.
 
-Nothing here recurses, so that trees may be as deep as a model. (Comparing and hashing trees does.)
+Nothing here recurses, so that trees may be as deep as a model. (Comparing and hashing them does.)
 
-A graph is (node) series-parallel when its order is built from single nodes by putting orders one after the other and
-side by side, which is so exactly when no four nodes form an N: a < c, b < c, b < d, and no other order among them
-(Valdes, Tarjan, Lawler, The recognition of series parallel digraphs, SIAM J. Comput. 1982).
+A graph is (node) series-parallel if its order can be built from single nodes by putting orders one after the other and
+side by side. That is the case if and only if no four nodes form an N: a < c, b < c, b < d, and no other order among
+them (Valdes, Tarjan, Lawler, The recognition of series parallel digraphs, SIAM J. Comput. 1982).
 
-Only the order counts. Edges that follow from others do not: a residual or skip connection around a block, the
-encoder's result read by every decoder layer, and the skips of a U-Net leave a chain a chain, and a mask read by every
-layer counts for the first only. Every two-terminal (edge) series-parallel graph is series-parallel in this sense:
-parallel parts lie between their shared terminals. The reverse is wrong: two nodes that both feed two others are
-series-parallel here, and not there. The node form therefore accepts more models.
+Only the order counts, not edges that follow from others: with residual or skip connections around a block, an encoder's
+result read by every decoder layer, or the skips of a U-Net, a chain is still a chain, and a mask read by every layer
+counts for the first only. Every two-terminal (edge) series-parallel graph is series-parallel in this sense: its
+parallel parts are between their shared terminals. The converse is false: two nodes that both feed two others are
+series-parallel here, but not there. So the node form accepts more models.
 
-Orders are bit masks of the nodes before and after each one. Nodes are numbered in a topological order. Parts are tuples
-of such numbers, ascending; all parts that occur are convex, so the covering pairs (edges that follow from no other
-edges) inside a part describe its order completely.
+Nodes are numbered in a topological order, and orders are bit masks of the nodes before and after each one. Parts are
+ascending tuples of numbers; all parts that occur are convex, so the covering pairs (edges that follow from no others)
+inside a part describe its order completely.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Tree: TypeAlias = Leaf | Series | Parallel
 
 
 def series(parts: Iterable[Tree]) -> Tree:
-    """The parts one after the other: flattened, and a single part as it is."""
+    """The parts one after the other, flattened; a single part is returned unchanged."""
     flat: list[Leaf | Parallel] = []
     for part in parts:
         flat.extend(part.parts if isinstance(part, Series) else (part,))
@@ -66,7 +66,7 @@ def series(parts: Iterable[Tree]) -> Tree:
 
 
 def parallel(parts: Iterable[Tree]) -> Tree:
-    """The parts side by side, in the given order: flattened, and a single part as it is."""
+    """The parts side by side, in the given order, flattened; a single part is returned unchanged."""
     flat: list[Leaf | Series] = []
     for part in parts:
         flat.extend(part.parts if isinstance(part, Parallel) else (part,))
@@ -91,7 +91,7 @@ def leaves(tree: Tree) -> tuple[TreeNode, ...]:
 def evaluate(
     tree: Tree, *, leaf: Callable[[TreeNode], T], series: Callable[[list[T]], T], parallel: Callable[[list[T]], T]
 ) -> T:
-    """The value of a tree from the values of its parts, from the leaves upwards."""
+    """Compute the value of a tree from the values of its parts, from the leaves upwards."""
     values: list[T] = []
     for part in reversed(list(subtrees(tree))):
         if isinstance(part, Leaf):
@@ -102,7 +102,7 @@ def evaluate(
 
 
 def take(values: list[T], count: int) -> list[T]:
-    """Remove the last values: those of the parts of one tree, of which the leftmost was computed last."""
+    """Pop the values of the parts of one tree from the stack; the leftmost was computed last."""
     taken = values[-count:][::-1]
     del values[-count:]
     return taken
@@ -119,7 +119,7 @@ def describe(tree: Tree) -> str:
 
 
 def critical_path(tree: Tree, weights: Mapping[TreeNode, float]) -> float:
-    """The weight of the heaviest chain of nodes, in the unit of the weights."""
+    """The weight of the heaviest chain of nodes."""
     weight: float = evaluate(tree, leaf=weights.__getitem__, series=sum, parallel=max)
     return weight
 
@@ -141,7 +141,7 @@ def num_ordered(tree: Tree) -> int:
 
 
 def order_of(tree: Tree) -> nx.DiGraph:
-    """The order as a graph without edges that follow from others: sinks of a part to sources of the next."""
+    """The order as a graph without implied edges: they lead from sinks of a part to sources of the next."""
     graph = nx.DiGraph()
     graph.add_nodes_from(leaves(tree))
     Ends: TypeAlias = tuple[list[TreeNode], list[TreeNode]]
@@ -163,7 +163,7 @@ OrderedPart: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """For every number its node, the masks of all numbers before and after it, and those covered by and covering it."""
+    """For every number its node, and masks of the numbers before it, after it, covered by it and covering it."""
 
     nodes: tuple[TreeNode, ...]
     before: tuple[int, ...]
@@ -177,7 +177,7 @@ class Order:
 
 
 def order_from(graph: nx.DiGraph) -> Order:
-    """The order of an acyclic graph; among nodes that may come next, the one first added to the graph is numbered next.
+    """The order of an acyclic graph; among nodes that may come next, the one added to the graph first gets the number.
 
     Raises:
         networkx.NetworkXUnfeasible: the graph has a cycle.
@@ -197,7 +197,7 @@ def order_from(graph: nx.DiGraph) -> Order:
 
 
 def _closure(predecessors: list[list[int]]) -> tuple[tuple[int, ...], tuple[OrderedPart, ...]]:
-    """The masks of all numbers before each one, and its predecessors less those that come before another one."""
+    """The mask of all numbers before each one, and its predecessors without those that precede another one."""
     before: list[int] = []
     below: list[OrderedPart] = []
     for lowers in predecessors:
@@ -249,10 +249,10 @@ def _component(order: Order, start: int, unseen: set[int]) -> OrderedPart:
 
 
 def consecutive(order: Order, part: OrderedPart) -> list[OrderedPart]:
-    """The most pieces so that all of one piece lies before all of the next.
+    """The largest number of pieces such that all of one piece is before all of the next.
 
-    Sorted by how much lies before them, the numbers of earlier pieces come first. A border is where all pairs across
-    it are ordered.
+    Sorted by the number of nodes before them, the numbers of earlier pieces come first. There is a border wherever all
+    pairs across it are ordered.
     """
     mask = mask_of(part)
     ranks = {number: (order.before[number] & mask).bit_count() for number in part}
@@ -276,14 +276,14 @@ def pairs_across(order: Order, ordered: list[int], mask: int) -> list[int]:
 
 Combine: TypeAlias = Callable[[Sequence[Tree]], Tree]
 Prime: TypeAlias = Callable[[OrderedPart], Tree | Sequence[OrderedPart] | None]
-"""Treatment of a part that is neither parallel nor consecutive: returns a tree, or pieces to put in series."""
+"""Treatment of a prime part, which is neither parallel nor consecutive: returns a tree, or pieces to put in series."""
 
 
 def decompose(graph: nx.DiGraph) -> Tree | None:
-    """The series-parallel tree of an acyclic graph, None where its order is not series-parallel.
+    """The series-parallel tree of an acyclic graph; None if its order is not series-parallel.
 
-    Parallel parts are sorted by their first node in a topological order. Time is quadratic in the number of nodes at
-    worst, for trees as deep as they have nodes.
+    Parallel parts are sorted by their first node in a topological order. The worst case, quadratic in the number of
+    nodes, is a tree as deep as it has nodes.
 
     Raises:
         networkx.NetworkXUnfeasible: the graph has a cycle.
@@ -294,7 +294,7 @@ def decompose(graph: nx.DiGraph) -> Tree | None:
 
 
 def expand(order: Order, part: OrderedPart, prime: Prime) -> Tree | None:
-    """Divide a part again and again, down to single nodes; None as soon as `prime` has no answer."""
+    """Divide a part recursively, down to single nodes; None as soon as `prime` has no answer."""
     steps: list[Tree | tuple[Combine, int]] = []
     stack = [part]
     while stack:
@@ -321,7 +321,7 @@ def _step(order: Order, part: OrderedPart, prime: Prime) -> Tree | tuple[Combine
 
 
 def divide(order: Order, part: OrderedPart) -> tuple[Combine, Sequence[OrderedPart]] | None:
-    """The combination of a part of several nodes, and its pieces; None for a prime part."""
+    """The way in which the pieces of a part are combined, and the pieces; None for a prime part."""
     pieces = components(order, part)
     if len(pieces) > 1:
         return parallel, pieces
