@@ -6,7 +6,9 @@ Two gloo processes with one thread each run the same two stages of tiny layers (
 that nearly all of the time is overhead. Repetitions of all variants are interleaved. An action's overhead is the time
 of a step above the length of its schedule with free communication, divided by the compute actions of a rank (forwards
 and backwards). In "ours" the first rank has the input already, as in torch, so that the same tensors travel. In "ours,
-data sent" it gets them from the rank that loads the data, which is what training does, and a third message more.
+data sent" it gets them from the rank that loads the data, which is what training does, and a third message more. "No
+flush" is 1F1B as a continuous program, from an empty pipeline to an empty pipeline in every repetition, without a
+weight policy and with one; there are no optimizer steps.
 """
 
 from __future__ import annotations
@@ -29,13 +31,17 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from lightning_gpp.graph import Affine, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
 from lightning_gpp.runtime import LOSS, DistributedTransport, Executor, Mesh, MicroBatch, Slot, pairs_of
-from lightning_gpp.schedules import compile_program
+from lightning_gpp.runtime.weights import Counting, make_policy
+from lightning_gpp.runtime.weights.context import weights_of
+from lightning_gpp.schedules import Program, compile_program
+from lightning_gpp.schedules.continuous import continuous_program
 
 WIDTH = 8
 NUM_LAYERS = 4
 MICRO_BATCHES = (8, 32)
 TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-Step = Callable[[], object]
+Step = Callable[[int, int], object]
+"""Trains mini-batch i of n."""
 
 
 def layers(seed: int) -> nn.Sequential:
@@ -94,18 +100,41 @@ def slots_of(requires_grad: bool, name: str) -> tuple[Slot, ...]:
 
 def our_step(rank: int, schedule: str, num_samples: int, send_data: bool = False) -> tuple[Step, nn.Module]:
     plan = plan_of(schedule, num_samples, send_data)
-    x, target = inputs(num_samples)
     modules = layers(0), layers(1)
-    executor = Executor(
-        compile_program(plan),
+    executor = executor_of(rank, compile_program(plan), modules)
+    return lambda number, steps: executor.run(loss_weight=1 / num_samples), modules[1 - rank]
+
+
+def step_without_flush(rank: int, schedule: str, num_samples: int, policy: str = "") -> tuple[Step, nn.Module]:
+    program = continuous_program(plan_of(schedule, num_samples, send_data=False))
+    modules = layers(0), layers(1)
+    parameters = {1 - rank: list(modules[1 - rank].parameters())}
+    weights = make_policy(policy, weights_of(program, rank, parameters, lambda: [])) if policy else None
+    executor = executor_of(rank, program, modules, weights)
+
+    def step(number: int, steps: int) -> None:
+        if weights is not None and number == 0:
+            weights.begin(lambda batch: 0, 0)
+        executor.run(loss_weight=1 / num_samples, step=number, first=0, last=steps)
+
+    return step, modules[1 - rank]
+
+
+def executor_of(
+    rank: int, program: Program, modules: tuple[nn.Module, nn.Module], weights: Counting | None = None
+) -> Executor:
+    plan = program.plan
+    send_data = any(edge.src == SOURCE for edge in plan.edges)
+    x, target = inputs(plan.batch_size)
+    return Executor(
+        program,
         rank,
         stages=[FirstStage(modules[0], None if send_data else x), LastStage(modules[1], target)],
         slots=[slots_of(edge.differentiable, "hidden" if edge.differentiable else "x") for edge in plan.edges],
         transport=DistributedTransport(Mesh(2, 1, rank), pairs_of(plan)),
         source=Input(x),
+        weights=weights,
     )
-    weight = 1 / num_samples
-    return lambda: executor.run(loss_weight=weight), modules[1 - rank]
 
 
 def torch_step(rank: int, schedule: str, num_samples: int) -> tuple[Step, nn.Module]:
@@ -114,8 +143,8 @@ def torch_step(rank: int, schedule: str, num_samples: int) -> tuple[Step, nn.Mod
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     runner = TORCH_SCHEDULES[schedule](stage, num_samples, loss_fn=nn.functional.mse_loss)
     if rank == 0:
-        return lambda: runner.step(x), module
-    return lambda: runner.step(target=target), module
+        return lambda number, steps: runner.step(x), module
+    return lambda number, steps: runner.step(target=target), module
 
 
 def alone(num_samples: int) -> float:
@@ -129,7 +158,13 @@ def alone(num_samples: int) -> float:
     return (time.perf_counter() - start) / num_samples
 
 
-MAKERS = {"torch": torch_step, "ours": our_step, "ours, data sent": partial(our_step, send_data=True)}
+MAKERS = {
+    "torch": torch_step,
+    "ours": our_step,
+    "ours, data sent": partial(our_step, send_data=True),
+    "ours, no flush": step_without_flush,
+    "ours, no flush, stash": partial(step_without_flush, policy="stash"),
+}
 
 
 @dataclass(frozen=True)
@@ -138,8 +173,16 @@ class Variant:
     schedule: str
     num_micro_batches: int
 
+    @property
+    def flushes(self) -> bool:
+        return "no flush" not in self.library
 
-VARIANTS = [Variant(lib, name, m) for m in MICRO_BATCHES for name in TORCH_SCHEDULES for lib in MAKERS]
+
+VARIANTS = [
+    variant
+    for variant in (Variant(lib, name, m) for m in MICRO_BATCHES for name in TORCH_SCHEDULES for lib in MAKERS)
+    if variant.flushes or variant.schedule == "1f1b"
+]
 
 
 def measure(rank: int, port: int, repetitions: int, steps: int) -> None:
@@ -159,17 +202,17 @@ def measure(rank: int, port: int, repetitions: int, steps: int) -> None:
         dist.barrier()
         compute.append(alone(32))
     if rank == 0:
-        print(table(wall, cpu, statistics.median(compute)))
+        print(table(wall, cpu, statistics.median(compute), steps))
     dist.destroy_process_group()
 
 
 def run_all_once(made: Mapping[Variant, tuple[Step, nn.Module]]) -> None:
     """Warm everything up, and check that both libraries compute the same gradients on what they share."""
     for step, module in made.values():
-        step()
+        step(0, 1)
         module.zero_grad()
     for variant, (step, module) in made.items():
-        step()
+        step(0, 1)
         norm = torch.stack([p.grad.norm() for p in module.parameters() if p.grad is not None]).norm()
         norms = [torch.zeros(()) for _ in range(2)]
         dist.all_gather(norms, norm)
@@ -189,12 +232,12 @@ def timed(step: Step, steps: int) -> tuple[float, float]:
     """Wall seconds and CPU seconds of one step, the mean of `steps`."""
     dist.barrier()
     start, busy = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        step()
+    for number in range(steps):
+        step(number, steps)
     return (time.perf_counter() - start) / steps, (time.process_time() - busy) / steps
 
 
-def table(wall: Mapping[Variant, list[float]], cpu: Mapping[Variant, list[float]], compute: float) -> str:
+def table(wall: Mapping[Variant, list[float]], cpu: Mapping[Variant, list[float]], compute: float, steps: int) -> str:
     rows = [
         "| schedule | micro-batches | | step, ms | overhead per action, us | ratio to torch | CPU per action, us |",
         "|---|---|---|---|---|---|---|",
@@ -203,7 +246,8 @@ def table(wall: Mapping[Variant, list[float]], cpu: Mapping[Variant, list[float]
     for variant in VARIANTS:
         actions = 2 * variant.num_micro_batches
         step = statistics.median(wall[variant])
-        overhead = (step - (variant.num_micro_batches + 1) * compute) / actions
+        bubble = 1 if variant.flushes else 1 / steps
+        overhead = (step - (variant.num_micro_batches + bubble) * compute) / actions
         figures[variant] = overhead
         busy = statistics.median(cpu[variant]) / actions
         ratio = overhead / figures[Variant("torch", variant.schedule, variant.num_micro_batches)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from benchmarks.planners.common import table
-from benchmarks.quality.sweep import METHODS, SEEDS, STAGES, pipelines_of
+from benchmarks.quality.sweep import METHODS, SEEDS, STAGES, pipelines_of, runs
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Outcome, Run, pipeline_of
 from lightning_gpp.schedules.continuous import delays_of
@@ -27,11 +27,16 @@ class Losses:
 
     outcomes: Mapping[Run, Outcome]
 
+    def seeds(self, setting: Setting) -> list[int]:
+        """Those of which all runs are done."""
+        missing = {run.seed for run in runs() if (run.task, run.optimizer) == setting and run not in self.outcomes}
+        return [seed for seed in SEEDS if seed not in missing]
+
     def at(self, setting: Setting, method: str, pipeline: tuple[int, bool], rate: float) -> list[float]:
         """The validation losses of all seeds at a rate."""
         (task, optimizer), (num_stages, chain) = setting, pipeline
         what = {"task": task, "optimizer": optimizer, "method": method, "num_stages": num_stages, "chain": chain}
-        return [self.outcomes[Run(**what, rate=rate, seed=seed)].validation for seed in SEEDS]
+        return [self.outcomes[Run(**what, rate=rate, seed=seed)].validation for seed in self.seeds(setting)]
 
     def best_rate(self, setting: Setting, method: str, pipeline: tuple[int, bool]) -> float:
         """The rate with the smallest mean over the seeds."""
@@ -45,8 +50,10 @@ def rates_of(setting: Setting) -> Sequence[float]:
     return TASKS[setting[0]].rates[setting[1]]
 
 
-def settings() -> list[Setting]:
-    return [(name, optimizer) for name, task in TASKS.items() for optimizer in task.rates]
+def settings(losses: Losses) -> list[Setting]:
+    """Those with runs of at least two seeds."""
+    every = [(name, optimizer) for name, task in TASKS.items() for optimizer in task.rates]
+    return [setting for setting in every if len(losses.seeds(setting)) > 1]
 
 
 def late_methods(task: str) -> list[str]:
@@ -64,8 +71,8 @@ def pages(outcomes: Mapping[Run, Outcome]) -> str:
     losses = Losses(outcomes)
     parts = [
         ("Delays", "Updates between a forward and its backward, stage by stage, from the programs.", delays()),
-        ("Best rate of each method", BEST, best_of_sweep(losses)),
-        *((f"All rates: {name_of(setting)}", ALL, all_rates(losses, setting)) for setting in settings()),
+        ("Best rate of each method", f"{BEST} {seeds_of(losses)}", best_of_sweep(losses)),
+        *((f"All rates: {name_of(setting)}", ALL, all_rates(losses, setting)) for setting in settings(losses)),
         ("The graph against the chain of the same stages", GRAPH, graph_against_chain(losses)),
     ]
     return "\n\n".join(f"### {title}\n\n{text}\n\n{content}" for title, text, content in parts)
@@ -84,6 +91,10 @@ GRAPH = (
 
 def name_of(setting: Setting) -> str:
     return f"{setting[0]}, {setting[1]}"
+
+
+def seeds_of(losses: Losses) -> str:
+    return "Seeds: " + "; ".join(f"{name_of(s)}: {len(losses.seeds(s))}" for s in settings(losses)) + "."
 
 
 def mean(losses: Sequence[float]) -> str:
@@ -106,7 +117,7 @@ def _delays(task: str, num_stages: int, chain: bool) -> str:
 
 
 def best_of_sweep(losses: Losses) -> str:
-    columns = list(product(settings(), STAGES))
+    columns = list(product(settings(losses), STAGES))
     header = ["", *(f"{name_of(setting)}, {number} stages" for setting, number in columns)]
     return table(header, [[method, *(_best(losses, method, *column) for column in columns)] for method in METHODS])
 
@@ -132,7 +143,7 @@ def graph_against_chain(losses: Losses) -> str:
 
 
 def _graph_rows(losses: Losses) -> Iterator[list[object]]:
-    for setting, number, method in product(settings(), STAGES, METHODS):
+    for setting, number, method in product(settings(losses), STAGES, METHODS):
         if (number, False) in pipelines_of(setting[0], method):
             best = [losses.best(setting, method, (number, chain)) for chain in (True, False)]
             difference = f"{fmean(best[1]) - fmean(best[0]):+.3f}"
