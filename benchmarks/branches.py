@@ -3,10 +3,10 @@
     python benchmarks/branches.py
 
     trunk -> a -> head        torch finds the modules of a stage by name, and its edges by its place in the graph. With
-      `----> b ----^          branches the two orders differ: towers run on each other's inputs, and nothing says so.
+      `----> b ----^          branches the two orders differ: towers run on each other's inputs, without an error.
 
-Prints the relative errors of output and gradients against the undivided model, in float64, and for torch's output also
-that against the model with its towers swapped.
+It prints the relative errors of output and gradients compared with the undivided model, in float64, and for torch's
+output also compared with the model with swapped towers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Head(nn.Module):
 
 
 class Branches(L.LightningModule):
-    """An ordinary LightningModule. It knows nothing of stages."""
+    """An ordinary LightningModule, written without stages in mind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def with_ours(rank: int) -> Result | None:
 
 
 def collect(rank: int, output: Tensor | None, grads: Mapping[str, Tensor]) -> Result | None:
-    """Everything on rank 0: the only output there is, and all gradients."""
+    """Collect the only output and all gradients on rank 0."""
     found: list[tuple[Tensor | None, dict[str, Tensor]] | None] = [None] * dist.get_world_size()
     dist.gather_object((output, dict(grads)), found if rank == 0 else None)
     outputs = [entry[0] for entry in found if entry is not None and entry[0] is not None]

@@ -1,14 +1,14 @@
-"""Estimates against reality: the examples as pipelines of two processes, by the roofline model and by measured costs.
+"""Estimates compared with real runs: the examples as pipelines of two processes, with roofline and measured costs.
 
     python benchmarks/estimate.py [--rounds 20]
 
-First table: seconds of a whole step (all forwards and backwards of a mini-batch, without the optimizer), simulated and
-executed by real processes. Second table: actions of the fastest of the steps that were traced, means over the
-micro-batches, so that errors of the costs can be told from errors of the simulation. Third table: the most bytes of
-activations, simulated, and as autograd really keeps them (see `SavedBytes`).
+First table: step time (all forwards and backwards of a mini-batch, without the optimizer), simulated and executed by
+real processes. Second table: actions of the fastest traced step, means over the micro-batches, to separate errors of
+the costs from errors of the simulation. Third table: peak bytes of activations, simulated and as kept by autograd (see
+`SavedBytes`).
 
-"roofline, preset" knows nothing of this machine but that it has CPUs; "roofline, calibrated" measured its arithmetic,
-memory and cost of calling an operator; "measured" timed every block of the model, alone in one process.
+"roofline, preset" knows only that this machine has CPUs; "roofline, calibrated" measured its arithmetic, memory and
+cost of calling an operator; "measured" timed every block of the model, alone in one process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Actions = dict[tuple[int, Kind], list[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a cost model believes of a plan."""
+    """The prediction of a cost model for a plan."""
 
     costs: str
     seconds: float
@@ -73,7 +73,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the processes saw: seconds of steps, of actions in the fastest, peaks of saved bytes of the devices."""
+    """Measurements: seconds of steps, of actions in the fastest step, peaks of saved bytes of devices."""
 
     steps: list[float]
     actions: dict[tuple[int, Kind], float]
@@ -165,12 +165,12 @@ class Runner:
 
 
 def silence(model: L.LightningModule) -> None:
-    """There is no trainer to log to."""
+    """Replace logging, because there is no trainer."""
     vars(model).update(log=lambda *_, **__: None)
 
 
 def measure(rank: int, cases: Sequence[Case], rounds: int) -> None:
-    """All cases in turn, so that other work on the machine hits them alike."""
+    """Measure all cases in turn, so that other work on the machine affects them equally."""
     runners = [Runner(rank, case.name) for case in cases]
     plain = [runner.executor() for runner in runners]
     traced = [runner.executor(trace=True) for runner in runners]
@@ -190,7 +190,7 @@ def measure(rank: int, cases: Sequence[Case], rounds: int) -> None:
 
 
 def traced_step(runner: Runner, executor: Executor) -> tuple[float, Actions]:
-    """Seconds of a step, and of its actions on this rank; waiting for messages is no part of an action."""
+    """Seconds of a step, and of its actions on this rank, without waiting for messages."""
     seconds, actions = runner.step(executor), defaultdict(list)
     for action, start, stop in executor.timings:
         if action.kind is not Kind.DATA:
@@ -206,7 +206,7 @@ def peaks(runner: Runner) -> tuple[float, ...]:
 
 
 def gathered(mine: Actions) -> dict[tuple[int, Kind], float]:
-    """Means over the micro-batches, of all ranks."""
+    """Means over the micro-batches of all ranks."""
     return {key: statistics.mean(values) for actions in exchanged(mine) for key, values in actions.items()}
 
 

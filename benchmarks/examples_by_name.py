@@ -19,7 +19,7 @@ EXAMPLES: dict[str, tuple[type[L.LightningModule], type[L.LightningDataModule]]]
 
 
 def model_and_batch(name: str, batch_size: int | None = None) -> tuple[L.LightningModule, Any]:
-    """The same in every process. The mini-batch has the example's own number of samples by default."""
+    """An example's model and mini-batch, the same in every process. Default: the example's own number of samples."""
     torch.manual_seed(0)
     model_class, data_class = EXAMPLES[name]
     data = data_class() if batch_size is None else data_class(batch_size=batch_size)

@@ -1,10 +1,10 @@
-"""The files that a reader passes: of one training step, and of making one plan.
+"""Counts the files that a reader passes through in a training step, and in making a plan.
 
     python -m benchmarks.journey [step | plan]
 
 The step is that of rank 0 of three, in a steady state, from the hook before the mini-batch to the one after it: four
-micro-batches of the two-tower example, with each tower on a device of its own. The plan is one that the partitioner
-`auto` finds for the same model and as many devices, after the model was captured.
+micro-batches of the two-tower example, with each tower on a device of its own. The plan is found by the partitioner
+`auto` for the same model and number of devices, after the capture.
 
 A file counts if one of its functions runs. A change of file is a call or return of one of the package's functions that
 follows one in another file. `--all` lists which file follows which, and how often.
@@ -38,7 +38,7 @@ from lightning_gpp.planning import Request, best_plan
 
 NUM_RANKS = 3
 STEADY = 4
-"""The mini-batch that is counted: earlier ones make what later ones use."""
+"""The mini-batch that is counted; earlier ones create what later ones reuse."""
 
 STAGES = [
     {"modules": ["image_tower"], "devices": [2]},
@@ -75,7 +75,7 @@ class Journey:
 
     @property
     def changes(self) -> Counter[tuple[str, str]]:
-        """How often a file follows another one."""
+        """Number of times that a file follows another one."""
         return Counter((before, after) for before, after in pairwise(self.passed) if before != after)
 
     def row(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Names with several meanings: classes and type aliases that several modules define, files whose names recur.
+"""Lists names with several meanings: classes and type aliases that several modules define, and recurring file names.
 
     python -m benchmarks.names
 

@@ -1,14 +1,14 @@
-"""Overhead per compute action: this library's executor against torch.distributed.pipelining, in the same run.
+"""Overhead per compute action of this library's executor and of torch.distributed.pipelining, in the same run.
 
     python benchmarks/overhead.py
 
 Two gloo processes with one thread each run the same two stages of tiny layers (width 8, one sample per micro-batch), so
-that nearly all of the time is overhead. Repetitions of all variants are interleaved. An action's overhead is the time
-of a step above the length of its schedule with free communication, divided by the compute actions of a rank (forwards
-and backwards). In "ours" the first rank has the input already, as in torch, so that the same tensors travel. In "ours,
-data sent" it gets them from the rank that loads the data, which is what training does, and a third message more. "No
-flush" is 1F1B as a continuous program, from an empty pipeline to an empty pipeline in every repetition, without a
-weight policy and with one; there are no optimizer steps.
+that nearly all of the time is overhead. Repetitions of all variants are interleaved. An action's overhead is the step
+time minus that of its schedule with free communication, divided by the compute actions of a rank (forwards and
+backwards). In "ours" the first rank has the input already, as in torch, so that the same tensors travel. In "ours, data
+sent" it gets the input from the rank that loads the data, as in training, which is a third message. "No flush" is 1F1B
+as a continuous program, from an empty pipeline to an empty one in every repetition, without and with a weight policy;
+there are no optimizer steps.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def measure(rank: int, port: int, repetitions: int, steps: int) -> None:
 
 
 def run_all_once(made: Mapping[Variant, tuple[Step, nn.Module]]) -> None:
-    """Warm everything up, and check that both libraries compute the same gradients on what they share."""
+    """Warm everything up, and check that both libraries compute the same gradients."""
     for step, module in made.values():
         step(0, 1)
         module.zero_grad()

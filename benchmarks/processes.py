@@ -20,7 +20,7 @@ PRELOADED = [
     "lightning_gpp.capture",
     "lightning_gpp.runtime",
 ]
-"""Whatever processes need and is slow to import: a server imports it once and forks them."""
+"""Modules that processes need and that are slow to import: a server imports them once and forks."""
 
 
 def run(world_size: int, function: Callable[..., Any], *arguments: Any) -> None:

@@ -1,13 +1,13 @@
-"""The simulator against reality, with replayed compute: stages sleep as long as the simulator believes they compute.
+"""The simulator compared with real runs, with replayed compute: stages sleep for their simulated durations.
 
     python benchmarks/replay.py [--processes 4 8] [--steps 5]
 
-Many processes share few cores here, so that real computing would not run side by side. Sleeping does. All else is real:
-the verified program, the executor, autograd, gloo between processes; messages are small. So the table tells how well
-the simulator knows the order of things, the waiting and the overlap, and nothing about the costs of computing.
+Many processes share few cores here, so real computing would not run in parallel, but sleeping does. Everything else is
+real: the verified program, the executor, autograd, gloo between processes; messages are small. So the table shows the
+accuracy of the simulated order, waiting and overlap, but not of compute costs.
 
-Durations of actions are the roofline model's, scaled until the shortest takes 20 ms; where the step would then be too
-long, it is scaled to LONGEST_STEP and shorter actions take 20 ms.
+Durations of actions are the roofline model's, scaled so that the shortest takes 20 ms; if the step would then be too
+long, it is scaled to LONGEST_STEP, and shorter actions take 20 ms.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ BRANCHES: dict[int, tuple[tuple[int, int], ...]] = {
     4: ((0, 1), (0, 2), (1, 3), (2, 3)),
     8: ((0, 1), (1, 2), (2, 7), (3, 4), (4, 5), (5, 6), (6, 7)),
 }
-"""Edges between the stages of a model that is nothing but branches."""
+"""Edges between the stages of a model that consists of branches only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def example(name: str, num_devices: int) -> Case:
 
 
 def branches(num_devices: int, schedule: str) -> Case:
-    """A stage forwards in 20 ms, and backwards in twice that."""
+    """The model of branches; a forward takes 20 ms, a backward twice that."""
     pairs = BRANCHES[num_devices]
     firsts = sorted(set(range(num_devices)) - {dst for _, dst in pairs})
     stages = tuple(
@@ -137,7 +137,7 @@ def branches(num_devices: int, schedule: str) -> Case:
 
 
 def scaled(plan: Plan, costs: StageCosts) -> StageCosts:
-    """The costs of one whole micro-batch, longer in proportion, as constants."""
+    """The costs of a full micro-batch, scaled, as constants."""
     pairs = [
         (cost.forward.at(stage.micro_batch_size), cost.backward.at(stage.micro_batch_size))
         for stage, cost in zip(plan.stages, costs.stages, strict=True)
@@ -172,7 +172,7 @@ class SleepBackwards(torch.autograd.Function):
 
 
 class SleepingStage:
-    """Sums what it reads, and sleeps as long as it is told."""
+    """Sums its inputs, and sleeps for the given time."""
 
     uses_random = False
     parts = ()
@@ -191,7 +191,7 @@ class SleepingStage:
 
 
 class Ones:
-    """The data."""
+    """A data source of ones."""
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         return {name(SOURCE, False): torch.ones(micro_batch.num_samples, WIDTH)}
@@ -216,7 +216,7 @@ def measure(rank: int, cases: Sequence[Case], num_steps: int) -> None:
 
 
 def steps(rank: int, case: Case, num_steps: int) -> list[float]:
-    """Seconds of each step, from the first start to the last end of all processes; a first step is not counted."""
+    """Seconds of each step, from the first start to the last end of all processes, without a first step."""
     plan = case.plan
     executor = Executor(
         compile_program(plan),

@@ -1,4 +1,4 @@
-"""What autograd keeps, measured."""
+"""Measures the memory that autograd keeps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class SavedBytes:
-    """Counts the bytes of all tensors that autograd keeps for backwards, each memory once, parameters not.
+    """Counts the bytes of all tensors that autograd keeps for backwards: shared memory once, parameters not at all.
 
-    That is what a plan means by activation bytes. Not counted are tensors on their way between processes, temporary
-    results inside operators, and what the allocator keeps for later.
+    These are a plan's activation bytes. Tensors in transit between processes, temporary results inside operators, and
+    memory reserved by the allocator do not count.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -43,7 +43,7 @@ class SavedBytes:
 
 
 class Held:
-    """A saved tensor; its end is noticed."""
+    """A saved tensor whose release is recorded."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

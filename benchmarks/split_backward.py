@@ -1,4 +1,4 @@
-"""Splitting a stage's backward: times and memory, next to torch.distributed.pipelining's own split, in one run.
+"""Times and memory of a split backward, compared with torch.distributed.pipelining's own split, in one run.
 
     python benchmarks/split_backward.py [cpu | cuda]
 

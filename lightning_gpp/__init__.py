@@ -115,8 +115,8 @@ _ORIGINS: Final = {
     "training.loop": ("initialize",),
     "training.options": ("Options",),
 }
-"""Names by the module they come from, which is loaded at their first use: planning does not load torch, and nothing but
-the strategy loads Lightning."""
+"""Public names by module, which their first use loads: planning without torch, all but the strategy without Lightning.
+"""
 
 _MODULES: Final = {name: module for module, names in _ORIGINS.items() for name in names}
 

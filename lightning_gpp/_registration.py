@@ -1,4 +1,4 @@
-"""Registers `Trainer(strategy="gpp")` without loading Lightning: as soon as something else loads it.
+"""Registers `Trainer(strategy="gpp")` as soon as something loads Lightning, without loading it.
 
 Lightning takes seconds to import, and planning, simulating and the runtime do not need it.
 """

@@ -50,7 +50,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """The names that are close to a wrong one, and all there are, as the end of a message."""
+    """The end of a message: names that are close to a wrong one, and all existing ones."""
     known = list(known)
     close = get_close_matches(str(name), known, n=3, cutoff=0.5)
     guess = f" Did you mean {' or '.join(close)}?" if close else ""

@@ -1,4 +1,4 @@
-"""Reads the files of users: plans and clusters in YAML, graphs in JSON. What cannot be read ends in one sentence."""
+"""Reads the files of users: plans and clusters in YAML, graphs in JSON, with one-sentence errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from lightning_gpp.errors import GPPError
 
 MAX_BYTES: Final = 8 * 2**20
-"""Size of the largest YAML file that is read, which would take half a minute; a plan has about 2 KB per stage."""
+"""Size of the largest YAML file that is read, which takes half a minute; a plan has about 2 KB per stage."""
 
 MAX_DEPTH: Final = 64
 """Levels of the most deeply nested YAML that is read: the parser recurses."""
@@ -34,7 +34,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123
 
 
 def with_numbers(content: Any) -> Any:
-    """The content with numbers for texts such as "1e9", which other loaders of YAML leave."""
+    """The content with numbers in place of strings such as "1e9", which other loaders of YAML keep."""
     if isinstance(content, Mapping):
         return {key: with_numbers(value) for key, value in content.items()}
     if isinstance(content, list | tuple):

@@ -1,4 +1,4 @@
-"""An option of the strategy is defined once, as a field of a dataclass; all else that knows options derives from it.
+"""Options of the strategy: each is defined once, as a field of a dataclass, and everything else derives from it.
 
 The field's type, default, help text and allowed values become an argument of `GPPStrategy` and its documentation, a
 typed key of the configuration with a comment, a line of the commands' help, and the check of what a user gives.
@@ -28,7 +28,7 @@ Arguments = ParamSpec("Arguments")
 
 
 class Converted(Protocol[Given, Kept]):
-    """The type of an option that a user gives in one form and that is kept in another, as type checkers see it."""
+    """The type, for type checkers, of an option that is given in one form and kept in another."""
 
     def __get__(self, instance: object, owner: Any = None, /) -> Kept: ...
 
@@ -40,14 +40,14 @@ class Option:
     """The definition of one option.
 
     Args:
-        name: the argument, and the key of the configuration.
-        kind: the type of what a user may give.
-        default: of the argument.
+        name: name of the argument and of the configuration's key.
+        kind: type of the values that a user may give.
+        default: default of the argument.
         help: what the option does; one text for the documentation of the argument and the comment of the key.
-        section: heading under which this option and those after it stand.
+        section: heading of this option and those after it.
         allowed: the allowed values in words; by default the words for the type.
-        convert: from what a user gives to what is kept. Raises GPPError for a value that is not allowed; without it a
-            value is checked against the type.
+        convert: converts a given value to the kept one, or raises GPPError if it is not allowed; without it a value is
+            checked against the type.
     """
 
     name: str

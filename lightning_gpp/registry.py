@@ -33,7 +33,7 @@ class Registry(Generic[Entry]):
     entries: dict[str, Entry] = field(default_factory=dict)
 
     def adding(self, name: str, entry: Callable[[Decorated], Entry]) -> Callable[[Decorated], Decorated]:
-        """A decorator that registers what `entry` makes of the decorated object, and leaves that as it is."""
+        """A decorator that registers the result of `entry` for the decorated object, which it does not change."""
 
         def add(decorated: Decorated) -> Decorated:
             if name in (*self.entries, *self.built_in):
@@ -48,7 +48,7 @@ class Registry(Generic[Entry]):
         return tuple(sorted(self.entries))
 
     def get(self, name: str) -> Entry:
-        """The implementation with this name; where there is none, an error that lists the names."""
+        """The implementation with this name; if there is none, raises an error that lists the names."""
         if name not in self.entries:
             allowed = ", ".join((*self.built_in, *self.names()))
             raise self.error(

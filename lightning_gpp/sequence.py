@@ -91,11 +91,12 @@ class _Observer(_Slice):
 
 
 _current: _Slice | None = None
-"""A process computes one slice at a time."""
+"""The current slice; a process computes one at a time."""
 
 
 def carry(tensor: Tensor, dim: int = 1) -> Tensor:
-    """Put the tensor of all earlier tokens in front: used for what tokens need of earlier ones, as keys and values.
+    """Put the tensor of all earlier tokens in front. Use it for tensors that later tokens need, such as keys and
+    values.
 
     Args:
         tensor: values of the tokens that are computed.
@@ -151,7 +152,7 @@ def positions(tensor: Tensor, dim: int = 1) -> Tensor:
 
 @contextmanager
 def computing(start: int, total: int, earlier: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Inside, modules compute the slice from token `start` of `total`; yields the list of what they carry on."""
+    """Inside, modules compute the slice from token `start` of `total`; yields the list of tensors carried on."""
     part = _Slice(start, total, earlier)
     with _in(part):
         yield part.kept

@@ -31,7 +31,7 @@ COSTS: Final = tuple(entry.name for entry in fields(Figures) if entry.type == "A
 def part_of(name: str, cost: Affine, share: float, work: float) -> Affine:
     """The figure of a slice that has a share of the tokens and a part of the work.
 
-    Seconds that do not depend on samples are those of calling operators; every slice has all of them.
+    Seconds that do not depend on samples are those of calling operators; every slice has them all.
     """
     is_seconds = name.endswith("seconds") or name in ("forward", "backward", "weight")
     if is_seconds or name == "flops":

@@ -1,4 +1,4 @@
-"""Values checked against types; messages name the place, the key, the value and what is allowed there."""
+"""Checks values against types; messages name the place, the key, the value and the allowed values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN.maxstring = _SHOWN.maxother = 80
 
 
 def shown(value: object) -> str:
-    """The value as code, shortened where it is long or nested."""
+    """The value as code, shortened if it is long or nested."""
     return _SHOWN.repr(value)
 
 
@@ -42,10 +42,10 @@ def validated(
     Args:
         kind: a dataclass, whose fields may be dataclasses.
         content: mappings, lists and scalars, as YAML and JSON have them.
-        error: what is raised.
+        error: type of the error to raise.
         place: the file that the content is from; messages begin with it.
         key: the key whose value the content is; it leads the keys that messages name.
-        extra: what becomes of unknown keys.
+        extra: treatment of unknown keys.
         remedy: a sentence that ends messages.
 
     Raises:
@@ -63,7 +63,7 @@ def validated(
 
 @cache
 def _wrapped(kind: Any, extra: Extra) -> TypeAdapter[Any]:
-    """The type in a tuple, which hands its configuration on to dataclasses, as dataclasses do not take one."""
+    """The type in a tuple, which passes its configuration on to dataclasses; dataclasses take none themselves."""
     return TypeAdapter(tuple[kind], config=ConfigDict(strict=True, extra=extra, allow_inf_nan=False))
 
 
@@ -125,7 +125,7 @@ def _keys(kind: Any, path: Sequence[int | str]) -> list[str]:
 
 
 def _dataclass_in(kind: Any) -> Any:
-    """The type itself, or that of its alternatives, which is a dataclass."""
+    """The dataclass among a type and its alternatives."""
     return next((item for item in (kind, *get_args(kind)) if isinstance(item, type) and is_dataclass(item)), None)
 
 
@@ -145,7 +145,7 @@ _ALLOWED: Mapping[str, str] = {
     "too_short": "a list of at least {min_length}",
     "tuple_type": "a list",
 }
-"""Demands behind each kind of error of pydantic."""
+"""Allowed values in words, by pydantic's kinds of errors."""
 
 
 def _allowed(error: Any) -> str:

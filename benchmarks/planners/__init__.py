@@ -1,1 +1,1 @@
-"""What the partitioners find, how fast, and how good: the figures of the GraphPipe paper, and ours."""
+"""Plans, speed and quality of the partitioners: the figures of the GraphPipe paper, and ours."""

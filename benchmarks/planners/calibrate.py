@@ -1,16 +1,16 @@
-"""What the GraphPipe paper leaves open about its machine, chosen by the throughputs of PipeDream that it shows.
+"""Chooses the machine that the GraphPipe paper leaves open, by its throughputs of PipeDream.
 
     python -m benchmarks.planners.calibrate [--machines 4]
 
 One machine for all cells (a model on a number of devices), and a mini-batch for each cell: the paper has a table of
 these, which is an image. Its text says that they grow with the devices, that they are close to the memory limit, and
-that mmt has 128 samples on 8 devices. So they are powers of two, and twice the devices have as large a mini-batch or
-one twice as large: their memory is no more than doubled. Of all such mini-batches those count whose throughputs are
-nearest to the published ones, to 1 %; of those alike the largest, as it is close to the limit.
+that mmt has 128 samples on 8 devices. So they are powers of two, and twice the devices have the same mini-batch or one
+twice as large, as their memory is only doubled. Of all such mini-batches the ones with throughputs nearest to the
+published ones, to 1 %, are chosen; of equal ones the largest, which is closest to the limit.
 
-Machines are listed by the root mean square of the logarithms of PipeDream's throughput over the paper's, all cells
-together. GraphPipe's throughputs have no part in it. mmt is planned by layers here, which is quicker. The first machine
-takes about a quarter of an hour, four take half an hour.
+Machines are sorted by the root mean square of the logarithms of PipeDream's throughput over the paper's, over all
+cells. GraphPipe's throughputs are not used. mmt is planned by layers here, which is quicker. The first machine takes
+about a quarter of an hour, four take half an hour.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.planners.paper import LAYERS, NUM_DEVICES, THROUGHPUT
 from benchmarks.workloads import graph
 
 FLOPS: Final = (15e12, 20e12, 30e12, 40e12, 50e12)
-"""Up to the peak of float32 arithmetic, 15.7, and beyond it, where tensor cores do the products."""
+"""FLOP/s: up to the peak of float32 arithmetic, 15.7e12, and beyond, as with tensor cores."""
 
 SECONDS_PER_OPERATOR: Final = (10e-6, 20e-6, 40e-6)
 
@@ -38,28 +38,28 @@ NETWORK: Final = tuple(
     for shared, sharers in (("node", 1), ("device", 4))
     for total in (3.125e9, 6.25e9, 12.5e9, 25e9)
 )
-"""Bytes per second, and who shares them: nodes have from a quarter of an EDR port to two ports, as many as Summit's."""
+"""Bytes per second, and who shares them: from a quarter of an EDR port per node to two ports, as on Summit."""
 
 STATED: Final = {(8, "mmt"): 128}
 
 SMALLEST: Final = {"mmt": (16, 32, 64, 128), "dlrm": (128, 256, 512, 1024, 2048, 4096)}
-"""Mini-batches on 4 devices; those of candle_uno as of dlrm. There twice the largest is hardly any faster."""
+"""Mini-batches on 4 devices; candle_uno has dlrm's. Twice the largest is hardly any faster."""
 
 EQUAL: Final = 0.01
-"""Throughputs whose logarithms differ by no more are taken for equal."""
+"""Throughputs whose logarithms differ by at most this much count as equal."""
 
 FARTHEST: Final = len(THROUGHPUT) * len(NUM_DEVICES) * log(1.15) ** 2
-"""Squares of a machine that is 15 % off; machines farther off are left out."""
+"""Sum of squares of a machine that is 15 % off; machines farther off are left out."""
 
 Path = tuple[float, tuple[int, ...]]
-"""Mini-batches of a model on the first numbers of devices, and how far they are off: squares of logarithms."""
+"""Sum of squared logarithms, and the mini-batches of a model on the first numbers of devices."""
 
 
 @dataclass(order=True, slots=True)
 class Fit:
-    """A machine, and the best paths of each model to every mini-batch on the last number of devices looked at.
+    """A machine, and the best paths of each model to every mini-batch on the last number of devices visited.
 
-    `squares`: of the best paths of all models together.
+    `squares`: sum over the best paths of all models.
     """
 
     squares: float
@@ -76,7 +76,7 @@ class Fit:
 
     @property
     def next_cell(self) -> tuple[int, str] | None:
-        """The number of devices, and the model, to be looked at; the quick cells first."""
+        """The number of devices and the model of the next cell; quick cells come first."""
         lengths = {model: len(best(self.paths[model])[1]) if model in self.paths else 0 for model in THROUGHPUT}
         least = min(lengths.values())
         if least == len(NUM_DEVICES):
@@ -85,7 +85,7 @@ class Fit:
 
 
 def best(paths: tuple[Path, ...]) -> Path:
-    """The nearest one; of several the largest mini-batches."""
+    """The nearest path; of equal ones that with the largest mini-batches."""
     return min(paths, key=lambda path: (path[0], [-size for size in path[1]]))
 
 
@@ -95,7 +95,7 @@ def machines() -> Iterator[Hardware]:
 
 
 def best_machines() -> Iterator[Fit]:
-    """All machines, the best first: the search goes on with the one that is off least so far."""
+    """All machines, the best first: the search continues with the one that is nearest so far."""
     fits = [Fit(0.0, machine) for machine in machines()]
     heapify(fits)
     while fits:
@@ -112,7 +112,7 @@ def _with_cell(fit: Fit, number: int, model: str) -> Fit:
 
 
 def extended(machine: Hardware, model: str, number: int, paths: tuple[Path, ...]) -> tuple[Path, ...]:
-    """The best path to every mini-batch on so many devices, unless it is too far off."""
+    """The best path to every mini-batch on this number of devices, unless it is too far off."""
     found: dict[int, list[Path]] = {}
     for squares, sizes in paths or ((0.0, ()),):
         for size in choices(model, number, sizes):
@@ -129,7 +129,7 @@ def choices(model: str, number: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def alike(machine: Hardware, num_devices: int) -> Hardware:
-    """Machines that differ in the network alone are one on a single node."""
+    """The machine without its network on a single node, where machines that differ only in it are the same."""
     return replace(machine, network=NETWORK[0][0], shared=NETWORK[0][1]) if num_devices <= 4 else machine
 
 

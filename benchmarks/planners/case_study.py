@@ -1,4 +1,4 @@
-"""What branches gain: the GraphPipe paper's case study, more and more branches, and micro-batches in flight.
+"""The gain of branches: the GraphPipe paper's case study, rising numbers of branches, and micro-batches in flight.
 
 python -m benchmarks.planners.case_study [--seconds 10]
 """
@@ -23,11 +23,11 @@ from lightning_gpp.planning.problem.prediction import simulated
 from lightning_gpp.schedules.one_f_one_b import in_flight_samples
 
 MINI_BATCH = 64
-"""Of the case study, where the paper gives none."""
+"""Samples of the case study, for which the paper states none."""
 
 
 BY_LAYERS = (7, 5, 3, 1, 6, 4, 2, 0)
-"""Devices of the case study's stages by which the join is inside a node, and every layer of both branches too."""
+"""Devices of the case study's stages with which the join, and each layer of both branches, is inside a node."""
 
 
 def draft_of(
@@ -45,7 +45,7 @@ def draft_of(
 
 
 def layer_of_case_study(module: str) -> int:
-    """Branch 1 first, then branch 0, whose last layer shares its stage with the head."""
+    """The stage of a module: branch 1 first, then branch 0, whose last layer shares its stage with the head."""
     if not module.startswith("branches."):
         return 7
     _, branch, layer, *_ = module.split(".")
@@ -53,9 +53,9 @@ def layer_of_case_study(module: str) -> int:
 
 
 def case_study() -> Iterator[str]:
-    """Section 7.5: two branches of four layers, one layer per device; the partition is the same throughout.
+    """Section 7.5: two branches of four layers, one layer per device; the partition is always the same.
 
-    A chain is laid out in its order, so that one of its edges leaves the node; the graph by layers.
+    A chain is laid out in its order, so that one of its edges leaves the node, the graph by layers.
     """
     problem = HARDWARE.problem(graph("case_study"), 8, MINI_BATCH)
     rows: list[list[object]] = []
@@ -141,7 +141,7 @@ def _problem(built: Built, num_devices: int, batch_size: int) -> Problem:
 
 
 def _stage_of_candle(module: str) -> int:
-    """Towers 1 to 4; tower 0 with the first layer of the trunk, which joins; the rest of the trunk."""
+    """The stage of a module: towers 1 to 4, tower 0 with the first layer of the trunk, the rest of the trunk."""
     part, *rest = module.split(".")
     if part == "towers":
         return int(rest[0]) - 1 if rest[0] != "0" else 4

@@ -1,4 +1,4 @@
-"""What the commands share: problems with the choices that the GraphPipe paper left open, runs, and tables."""
+"""Common parts of the commands: problems with the choices that the GraphPipe paper left open, runs, and tables."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_gpp.planning.problem.prediction import best_trial, simulated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What the paper does not say about its machine.
+    """The properties of the machine that the paper leaves open.
 
     Args:
-        flops: what a V100 reaches, per second.
-        seconds_per_operator: to call one.
+        flops: FLOP/s that a V100 reaches.
+        seconds_per_operator: seconds to call an operator.
         network: bytes per second between nodes.
-        shared: who shares them; see `Link`.
+        shared: the sharing of the network; see `Link`.
         in_place: whether every device has its samples already, as in FlexFlow, whose random data are loaded once;
-            else the device of the user's step sends them, as in our runtime.
+            otherwise the device of the user's step sends them, as in our runtime.
     """
 
     flops: float
@@ -52,24 +52,24 @@ class Hardware:
         return replace(base, devices=(device,) * base.num_devices, levels=(inside, *slower)).subset(range(num_devices))
 
     def problem(self, graph: OperatorGraph, num_devices: int, batch_size: int, num_pieces: float = inf) -> Problem:
-        """On so many of its devices; see `problem_on`."""
+        """The problem on this number of devices; see `problem_on`."""
         return problem_on(graph, self.cluster(num_devices), batch_size, num_pieces, in_place=self.in_place)
 
 
 def powers_of_two(batch_size: int) -> tuple[int, ...]:
-    """Micro-batch sizes that the paper searches, as far as they divide the mini-batch."""
+    """Micro-batch sizes that the paper searches and that divide the mini-batch."""
     return tuple(1 << power for power in range(batch_size.bit_length()) if batch_size % (1 << power) == 0)
 
 
 def problem_of(model: str, cluster: Cluster, batch_size: int, num_pieces: float = inf) -> Problem:
-    """Of a workload; see `problem_on`."""
+    """The problem of a workload; see `problem_on`."""
     return problem_on(graph(model), cluster, batch_size, num_pieces)
 
 
 def problem_on(
     graph: OperatorGraph, cluster: Cluster, batch_size: int, num_pieces: float = inf, *, in_place: bool = False
 ) -> Problem:
-    """As in the paper: float32, SGD, no recomputation, micro-batches of a power of two samples."""
+    """A problem as in the paper: float32, SGD, no recomputation, micro-batches of a power of two samples."""
     request = Request(
         cluster=cluster,
         batch_size=batch_size,
@@ -83,7 +83,7 @@ def problem_on(
 
 
 def without_data(graph: OperatorGraph) -> OperatorGraph:
-    """The same operators, whose samples weigh nothing when they are sent; costs need the graph with its data."""
+    """The same operators with samples of 0 bytes; costs need the graph with its data."""
     light = replace(graph, nx=graph.nx.copy())
     for operator in graph:
         if operator.target == "input":
@@ -123,13 +123,13 @@ def run(partitioner: str, problem: Problem, seconds: float = 10.0) -> Run:
 
 
 def search(partitioner: str, problem: Problem, seconds: float = 10.0) -> tuple[Answer, float]:
-    """The answer, and the seconds it took."""
+    """The answer, and the seconds of the search."""
     control = SearchControl(seconds=seconds)
     return partitioner_of(partitioner)(problem, control), control.elapsed
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Markdown."""
+    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 

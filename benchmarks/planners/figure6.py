@@ -2,8 +2,8 @@
 
     python -m benchmarks.planners.figure6 [models ...] [--seconds 10]
 
-What the paper leaves open is in `benchmarks.planners.paper`. PipeDream and Piper run their stages as a chain. All
-throughputs are simulated, of the program that would run.
+`benchmarks.planners.paper` has the choices that the paper leaves open. PipeDream and Piper run their stages as a chain.
+All throughputs are those of the simulated program that would run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Cell:
         return THROUGHPUT[self.model].get(name, (0.0,) * 4)[NUM_DEVICES.index(self.num_devices)]
 
     def ratios(self, base: str) -> tuple[float, float]:
-        """GraphPipe's throughput over another one's: ours, the paper's."""
+        """GraphPipe's throughput over another partitioner's: ours, the paper's."""
         ours, theirs = self.throughput(base), self.published(base)
         return self.throughput("graphpipe") / ours, self.published("graphpipe") / theirs
 
@@ -70,7 +70,7 @@ def _beside(ours: float, theirs: float) -> str:
 
 
 def comparisons(cells: list[Cell]) -> Iterator[tuple[Cell, str, float, float]]:
-    """All pairs of ratios: cell, what GraphPipe is compared to, ours, the paper's."""
+    """All pairs of ratios: cell, partitioner compared with GraphPipe, our ratio, the paper's."""
     for entry in cells:
         for base in ("pipedream", "piper"):
             if entry.throughput(base) and entry.published(base):
@@ -78,7 +78,7 @@ def comparisons(cells: list[Cell]) -> Iterator[tuple[Cell, str, float, float]]:
 
 
 def agrees(ours: float, theirs: float) -> bool:
-    """The same one is faster, and by about as much; a ratio within 2 % of 1 is on neither side."""
+    """True if the same partitioner is faster, by about as much; a ratio within 2 % of 1 counts for either."""
     same_side = (ours - 1) * (theirs - 1) > 0 or abs(ours - 1) < 0.02
     return same_side and abs(ours / theirs - 1) <= CLOSE
 
@@ -114,7 +114,7 @@ def deviations(cells: list[Cell]) -> Iterator[str]:
 
 
 def refusals(cells: list[Cell]) -> Iterator[str]:
-    """What Piper says where it has no plan."""
+    """Piper's notes for models without a plan."""
     said: dict[str, str] = {}
     for c in cells:
         if c.runs["piper"].prediction is None:

@@ -1,4 +1,4 @@
-"""How good the partitioners are where the best answer can be found by trying everything.
+"""Quality of the partitioners on problems whose best answer can be found by trying everything.
 
     python -m benchmarks.planners.optimality [--problems 500] [--seconds 10]
 
@@ -23,14 +23,14 @@ from tests.planning.test_graphpipe import Judge, trees_of
 from tests.planning.test_graphpipe import random_problem as random_series_parallel
 
 SAME = 1e-6
-"""Relative difference of two steps that are the same."""
+"""Relative difference up to which two steps count as equal."""
 
 OPTIMAL, WORST = 0.99, 1.02
 """Share of problems, and ratio to the best plan."""
 
 
 def against_exhaustive(number: int, seconds: float) -> Iterator[str]:
-    """`auto` and the best of all plans, by the simulated step."""
+    """Compare `auto` with the best of all plans, by the simulated step."""
     ratios: list[float] = []
     took = {"auto": 0.0, "exhaustive": 0.0}
     hopeless = agreed = 0
@@ -53,7 +53,7 @@ def against_exhaustive(number: int, seconds: float) -> Iterator[str]:
 
 
 def _step(name: str, problem: Problem, seconds: float, took: dict[str, float]) -> float:
-    """Of the plan found; infinite where nothing fits."""
+    """Step time of the plan found; infinite if nothing fits."""
     answer, elapsed = search(name, problem, inf if name == "exhaustive" else seconds)
     took[name] += elapsed
     evaluation = Evaluator(problem)(answer.draft) if answer.draft is not None else None
@@ -61,10 +61,10 @@ def _step(name: str, problem: Problem, seconds: float, took: dict[str, float]) -
 
 
 def graphpipe_in_its_space(number: int, seconds: float) -> Iterator[str]:
-    """The bottleneck that it finds, and that of the best of all strategies of its space, by plain loops.
+    """Compare GraphPipe's bottleneck with that of the best of all strategies of its space, by plain loops.
 
-    Where branches outnumber devices there are several orders of the units, with branches in bundles. They compete by
-    the simulated step, so the answer has to be the best one of one of the orders.
+    If there are many branches, there are several orders of the units, with branches in bundles. They compete by the
+    simulated step, so the answer has to be the best one of any of the orders.
     """
     ratios: list[float] = []
     bundled = refused = wrong = num_strategies = 0
@@ -90,12 +90,12 @@ def graphpipe_in_its_space(number: int, seconds: float) -> Iterator[str]:
 
 
 def _least_above(found: float, best: Sequence[float]) -> float:
-    """The ratio to the largest of the values that it does not fall below; to the least where it is below all."""
+    """The ratio to the largest of the values that it is not below; if it is below all, to the least."""
     return found / max((value for value in best if found >= value * (1 - SAME)), default=min(best))
 
 
 def fewest_in_flight(number: int, seconds: float) -> Iterator[str]:
-    """Our rule for warm-ups, and the fewest with which a balanced step is as short as without any limit."""
+    """Compare our warm-ups with the fewest for which a balanced step is as short as without any limit."""
     rows = []
     for name, ratio in (("backwards as long as forwards", 1), ("backwards twice as long", 2)):
         random = Random(0)
@@ -129,9 +129,9 @@ def random_graph(random: Random) -> list[list[int]]:
 
 
 def fewest(sizes: Sequence[int], successors: Sequence[Sequence[int]], ratio: float, batch_size: int) -> list[int]:
-    """The warm-ups, in samples, with the least sum whose step is as short as without a limit.
+    """The warm-ups, in samples, with the least sum for which the step is as short as without a limit.
 
-    Tried are all up to one micro-batch more than the rule has, on every stage.
+    All warm-ups are tried, up to one micro-batch more than the rule's on every stage.
     """
     rule = samples_in_flight(sizes, successors)
     shortest = step_seconds(sizes, successors, [batch_size] * len(sizes), ratio, batch_size)
@@ -145,14 +145,14 @@ def fewest(sizes: Sequence[int], successors: Sequence[Sequence[int]], ratio: flo
 def step_seconds(
     sizes: Sequence[int], successors: Sequence[Sequence[int]], warm_ups: Sequence[int], ratio: float, batch_size: int
 ) -> float:
-    """Of 1F1B in plain loops: a sample takes 1 second forward and `ratio` back on every stage; sending is free.
+    """Step time of 1F1B in plain loops: on every stage a sample takes 1 second forward and `ratio` seconds back.
 
-    Infinite where the stages wait for each other forever.
+    Messages take no time. Infinite if the stages deadlock.
     """
     stages = range(len(sizes))
     predecessors = [[src for src in stages if stage in successors[src]] for stage in stages]
     orders = [_order(size, warm_up, batch_size) for size, warm_up in zip(sizes, warm_ups, strict=True)]
-    ends: list[tuple[list[float], list[float]]] = [([], []) for _ in stages]  # of forwards, of backwards
+    ends: list[tuple[list[float], list[float]]] = [([], []) for _ in stages]  # of forwards and of backwards
     clock, waiting = [0.0] * len(sizes), set(stages)
     while waiting:
         stage = waiting.pop()
@@ -170,13 +170,13 @@ def step_seconds(
 
 
 def _order(size: int, warm_up: int, batch_size: int) -> list[bool]:
-    """For every pass whether it is a backward: warm-up forwards, one backward and one forward in turn, backwards."""
+    """Flags of backwards in a stage's order: warm-up forwards, one backward and one forward in turn, backwards."""
     number, first = batch_size // size, min(warm_up, batch_size) // size
     return [False] * first + [True, False] * (number - first) + [True] * first
 
 
 def _when(ends: Sequence[float], size: int, samples: int) -> float:
-    """When a stage has done so many samples; infinite where it has not yet."""
+    """Time at which a stage has processed this many samples; infinite if it has not yet."""
     needed = -(-samples // size)
     return ends[needed - 1] if needed <= len(ends) else inf
 

@@ -3,10 +3,10 @@
 **Stated:** Summit, four V100 of a node, NVLink and one EDR InfiniBand port per node; float32; synchronous 1F1B;
 micro-batch sizes are powers of two; mmt has 128 samples on 8 devices (section 7.3); mini-batches grow with the devices.
 
-**Not stated, calibrated:** what a V100 reaches, what an operator costs to call, what the network reaches and who shares
-it, whether the samples are in place, and all other mini-batches. `python -m benchmarks.planners.calibrate` chooses them
-from a coarse grid by the throughputs of PipeDream alone. Everything else that the commands print for this machine
-follows from them.
+**Not stated, calibrated:** the speed of a V100, the cost of calling an operator, the speed and sharing of the network,
+whether the samples are in place, and all other mini-batches. `python -m benchmarks.planners.calibrate` chooses them
+from a coarse grid by the throughputs of PipeDream alone. All other figures that the commands print for this machine
+follow from them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ THROUGHPUT: Final[dict[str, dict[str, tuple[float, ...]]]] = {
     "dlrm": {"pipedream": (4080, 7220, 9410, 9440), "graphpipe": (4930, 10110, 12220, 13900)},
     "candle_uno": {"pipedream": (11450, 15150, 16890, 17940), "graphpipe": (10550, 18550, 20740, 22280)},
 }
-"""Samples per second by `NUM_DEVICES`, read off figure 6: good to about 5 (mmt), 60 (dlrm) and 80 (candle_uno).
+"""Samples per second by `NUM_DEVICES`, read off figure 6, accurate to about 5 (mmt), 60 (dlrm) and 80 (candle_uno).
 
 Piper found no strategy for the last two.
 """
@@ -37,7 +37,7 @@ BATCH_SIZES: Final[dict[str, tuple[int, ...]]] = {
 """Samples of the mini-batch by `NUM_DEVICES`."""
 
 SAMPLES_PER_DEVICE: Final = {"mmt": 16, "dlrm": 64, "candle_uno": 128}
-"""Of the mini-batch where only the time of a search counts."""
+"""Samples of the mini-batch per device, for measurements of search time."""
 
 LAYERS: Final = {"mmt": 32, "mmt2": 16}
-"""`num_pieces` with which units are whole Transformer layers, for Piper: operators have too many downsets."""
+"""`num_pieces` with which units are entire Transformer layers, for Piper: operators have too many downsets."""

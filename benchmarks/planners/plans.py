@@ -1,12 +1,12 @@
-"""Step times of the plans of many requests, to be compared between two versions of the planner.
+"""Step times of the plans of many requests, for comparisons between two versions of the planner.
 
     python -m benchmarks.planners.plans [examples] [paper] [random] [--output now.json] [--against before.json]
 
 `tests/planning/step_times.json` has the step times of an earlier version (`--against`).
 
-The three examples on clusters of CPUs and GPUs, the GraphPipe paper's workloads on its machine, and 200 random
-requests; with schedules of all layouts. Searches are limited by evaluations instead of seconds, so a version has the
-same plans on every machine. Requests without a plan have no step time.
+The requests are the three examples on clusters of CPUs and GPUs, the GraphPipe paper's workloads on its machine, and
+200 random ones, with schedules of all layouts. Searches are limited by evaluations instead of seconds, so a version
+finds the same plans on every machine. Requests without a plan have no step time.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from lightning_gpp.schedules import schedule_names
 from tests.planning.graphs import Builder
 
 Case = tuple[str, OperatorGraph, Request]
-"""The partitioner, the model, and what is asked."""
+"""The partitioner, the model and the request."""
 
 NUM_RANDOM: Final = 200
 MAX_EVALUATIONS: Final = 2_000
-"""Of drafts, in each search."""
+"""Limit of evaluated drafts in each search."""
 
 SCHEDULES: Final = ("1f1b", "gpipe", "zero_bubble", "interleaved", "zbv", "chimera")
 """One or two of every layout."""
 
 
 def examples() -> Iterator[tuple[str, Case]]:
-    """All partitioners' default, with every schedule, on four GPUs; and the example's own machine."""
+    """The examples with the default partitioner and every schedule on four GPUs, and on the example's own machine."""
     for name in EXAMPLES:
         module, batch = model_and_batch(name)
         captured = capture_step(module, batch)
@@ -63,7 +63,7 @@ def examples() -> Iterator[tuple[str, Case]]:
 
 
 def paper() -> Iterator[tuple[str, Case]]:
-    """As figure 6, and two schedules that need another layout on the smallest machine."""
+    """The requests of figure 6, and two schedules that need another layout on the smallest machine."""
     for model, batch_sizes in BATCH_SIZES.items():
         for num_devices, batch_size in zip(NUM_DEVICES, batch_sizes, strict=True):
             others = (("auto", "interleaved"), ("auto", "chimera"), ("auto", "zero_bubble")) if num_devices == 4 else ()
@@ -86,7 +86,7 @@ def random_requests(number: int = NUM_RANDOM) -> Iterator[tuple[str, Case]]:
 
 
 def random_case(random: Random) -> Case:
-    """Three to eight modules that form any DAG, on two to four devices, some of them with little memory."""
+    """A random request: three to eight modules that form any DAG, on two to four devices, some with little memory."""
     model = random_graph(random)
     memory = random.choice((1e9, 1e9, 3e5))
     device = Device(name="slow", memory_bytes=memory, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e11)
@@ -115,7 +115,7 @@ def random_graph(random: Random) -> OperatorGraph:
 
 
 def step_seconds(case: Case) -> float | None:
-    """The simulated step of the best plan; None where there is none."""
+    """The simulated step of the best plan; None if there is none."""
     name, model, request = case
     try:
         return best_plan(name, model, request).seconds
@@ -144,7 +144,7 @@ def recorded(names: list[str]) -> tuple[dict[str, float | None], dict[str, float
 
 
 def compared(before: Mapping[str, float | None], now: Mapping[str, float | None]) -> Iterator[str]:
-    """How many steps are shorter, the same or longer, and those that are longer."""
+    """Numbers of steps that are shorter, equal or longer, and the longer ones."""
     ratios = {label: ratio(before[label], now[label]) for label in now if label in before}
     shorter = sum(value < 1 - 1e-5 for value in ratios.values())
     longer = {label: value for label, value in ratios.items() if value > 1 + 1e-5}
@@ -156,7 +156,7 @@ def compared(before: Mapping[str, float | None], now: Mapping[str, float | None]
 
 
 def ratio(before: float | None, now: float | None) -> float:
-    """Of two step times; no plan counts as an infinite one."""
+    """The ratio of two step times; no plan counts as an infinite one."""
     if before is None or now is None:
         return 1.0 if before is now else (0.0 if before is None else inf)
     return now / before

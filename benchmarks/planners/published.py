@@ -1,8 +1,8 @@
-"""The chain planners' recurrences as they are published: plain loops, one transition at a time.
+"""The chain planners' recurrences as published: plain loops, one transition at a time.
 
-Tables of costs, tie-breaks, and what is made of the solution are those of the package's `pipedream` and `piper`,
-which hold the recurrences; so all answers are the same. These tables are made by numpy before the loops begin,
-and a transition is no more than two comparisons: a planner that prices each stage when it tries it takes longer.
+Tables of costs, tie-breaks, and the use of the solution are those of the package's `pipedream` and `piper`, so all
+answers are the same. numpy makes the tables before the loops, so a transition is only two comparisons: a planner that
+computes a stage's costs whenever it tries it takes longer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def piper_in_loops(problem: Problem, control: SearchControl) -> Answer:
 
 
 class LoopLevel(pipedream.HierarchyLevel):
-    """All cells of A[., ., number] for a last stage on `last` groups."""
+    """Fills all cells of A[., ., number] for a last stage on `last` groups."""
 
     def extend(self, number: int, last: int, seconds: Array, starts: range) -> None:
         stages, num_units = seconds.T.tolist(), self.spans.num_units
@@ -43,7 +43,7 @@ class LoopLevel(pipedream.HierarchyLevel):
 
 
 class LoopDownsets(piper.PiperSearch):
-    """A[D, .] for first stages with as many replicas."""
+    """Fills A[D, .] for first stages with one number of replicas."""
 
     def extend(self, row: Array, before: Array, seconds: Array) -> None:
         least, width = row.tolist(), before.shape[1]

@@ -3,9 +3,9 @@
     git clone https://github.com/msr-fiddle/pipedream && pip install graphviz
     python -m benchmarks.planners.released pipedream [--models mmt2 dlrm ...]
 
-The release plans for one micro-batch size, so it runs once for each of those that our partitioners try. It gets the
-units as a chain, with the seconds, bytes and bandwidths of the same problem, for 4 devices in each of 8 nodes. Writing
-files is not counted. Of our planners the quickest of five runs counts.
+The release plans for one micro-batch size, so it runs once for each size that our partitioners try. It gets the units
+as a chain, with the seconds, bytes and bandwidths of the same problem, for 4 devices in each of 8 nodes. Writing files
+is not counted. For our planners the quickest of five runs counts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def release(clone: Path) -> ModuleType:
 
 
 def profile(problem: Problem, size: int) -> str:
-    """The units one after another, as the release reads them: milliseconds and bytes of a micro-batch."""
+    """The units as a chain in the release's format: milliseconds and bytes of a micro-batch."""
     seconds, parameters = problem.seconds(size), problem.parameter_bytes
     sent = [0.0] * problem.num_units
     for value in problem.units.values:

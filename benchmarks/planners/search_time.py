@@ -1,4 +1,4 @@
-"""Seconds and states of searches: GraphPipe's partitioner against those for chains, and `auto` on all workloads.
+"""Seconds and states of searches: GraphPipe's partitioner compared with those for chains, and `auto` on all workloads.
 
     python -m benchmarks.planners.search_time [published chains auto large ...] [--seconds 10] [--models mmt2 dlrm ...]
 
@@ -38,7 +38,7 @@ MODELS: Final = (("mmt", inf), ("mmt", LAYERS["mmt"]), ("mmt2", inf), ("mmt2", L
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Seconds of each search of `auto`; those of MODELS that are wanted."""
+    """Seconds of each search of `auto`, and the wanted ones of MODELS."""
 
     seconds: float
     models: tuple[tuple[str, float], ...] = MODELS
@@ -59,8 +59,8 @@ CLUSTERS: Final[dict[str, tuple[str, int, tuple[int, ...]]]] = {
     "mixture_of_experts": ("dgx_a100", 2, (1024,)),
     "unet": ("dgx_a100", 1, (64,)),
 }
-"""For every workload a cluster, its nodes, and mini-batches: 8 to 128 images or sequences per device, 2,048 to 65,536
-rows of features. The smaller it is, the more of a step is warm-up and summing gradients: a looser bound.
+"""The cluster, nodes and mini-batches of every workload: 8 to 128 images or sequences per device, 2,048 to 65,536 rows
+of features. The smaller they are, the more of a step is warm-up and reduction of gradients, and the looser the bound.
 """
 
 
@@ -84,7 +84,7 @@ def published(options: Options) -> Iterator[str]:
 
 
 def chains(options: Options) -> Iterator[str]:
-    """CPU time of PipeDream's partitioner, in plain loops and as it ships, and of GraphPipe's, on the same problems."""
+    """CPU time of PipeDream's partitioner, in plain loops and as shipped, and of GraphPipe's, on the same problems."""
     planners = {"loops": pipedream_in_loops, **{name: partitioner_of(name) for name in ("pipedream", "graphpipe")}}
     rows, ratios = [], []
     for model, num_pieces in options.models:
@@ -110,7 +110,7 @@ def chains(options: Options) -> Iterator[str]:
 
 
 PIPERS: Final = ("mmt2", LAYERS["mmt2"])
-"""The only one of MODELS whose transitions of Piper are few enough for plain loops."""
+"""The only one of MODELS for which Piper has few enough transitions for plain loops."""
 
 NUM_RUNS: Final = 5
 
@@ -124,7 +124,7 @@ class Spent(NamedTuple):
 
 
 def least(planner: Partitioner, model: str, num_pieces: float) -> Spent:
-    """The quickest of some runs, each on a new problem, which remembers no costs."""
+    """The quickest of some runs, each on a new problem without cached costs."""
     name = getattr(planner, "__name__", "")
     print(f"{model}, {num_pieces} pieces: {name}", file=sys.stderr, flush=True)
     return min(_spent(planner, model, num_pieces) for _ in range(NUM_RUNS))
@@ -138,7 +138,7 @@ def _spent(planner: Partitioner, model: str, num_pieces: float) -> Spent:
 
 
 def problem_for(model: str, num_pieces: float) -> Problem:
-    """A new one, which remembers no costs, on the paper's machine."""
+    """A new problem, without cached costs, on the paper's machine."""
     batch_size = NUM_DEVICES * SAMPLES_PER_DEVICE[_family(model)]
     return problem_of(model, HARDWARE.cluster(NUM_DEVICES), batch_size, num_pieces)
 
@@ -182,7 +182,7 @@ def _search_gap(prediction: Prediction) -> float:
 
 
 def _figures(prediction: Prediction) -> list[str]:
-    """Of `FIGURES`. The bound knows nothing of messages, so the program's gap has their time in it too."""
+    """The columns `FIGURES`. The bound ignores messages, so the program's gap includes their time."""
     gap = prediction.seconds / prediction.lower_bound - 1
     size = f"{prediction.num_pipelines}, {len(prediction.plan.stages)}"
     return [
@@ -195,7 +195,7 @@ def _figures(prediction: Prediction) -> list[str]:
 
 
 def large(options: Options) -> Iterator[str]:
-    """About 2,500 operators on 1,024 devices; memory is the peak of this whole process, torch included."""
+    """About 2,500 operators on 1,024 devices; memory is the peak of this process, torch included."""
     model, batch_size = "vision_audio_language", 8192
     num_operators = len(list(graph(model)))
     request = Request(cluster=preset_cluster("dgx_h100", num_nodes=128), batch_size=batch_size, seconds=options.seconds)

@@ -1,11 +1,11 @@
-"""Every schedule on devices that sleep for as long as they would compute: executed against simulated steps.
+"""Executed and simulated steps of every schedule, on devices that sleep instead of computing.
 
     python benchmarks/schedules/emulated.py [--devices 8] [--milliseconds 20]
 
 Four or eight gloo processes run a chain, and a model of two towers that join, with as many stages per device as the
 schedule is made for. A forward, the gradients of the inputs and those of the parameters take 40 ms each on every stage.
-The stage graph of the towers runs as it is and as a chain of the same stages. Best and median of the repetitions;
-messages are small. The technique shows what order and communication cost, not memory bandwidth or cores.
+The stage graph of the towers also runs as a chain of the same stages. The table has best and median of the repetitions;
+messages are small. The technique shows costs of order and communication, not of memory bandwidth or cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sleeping import WIDTH, Layer  # noqa: E402
 
 
 class SleepingStage:
-    """Adds up what it receives, and sleeps."""
+    """Sums its inputs, and sleeps."""
 
     uses_random = False
 
@@ -107,7 +107,7 @@ def both_ways(plan: Plan, num_devices: int) -> Plan:
 
 
 def case(model: str, plan: Plan) -> Case:
-    """A stage that needs nobody's tensors computes all its gradients at once."""
+    """The measurement of a plan. A stage without inputs from others computes all its gradients at once."""
     fed = {edge.dst for edge in plan.edges if not edge.artificial}
     seconds = [stage.figures.forward_seconds for stage in plan.stages]
     stages = tuple(
@@ -166,7 +166,7 @@ def executor_of(rank: int, program: Program) -> Executor:
 
 
 def check_peaks(executor: Executor, timeline: Timeline, label: str) -> None:
-    """Stop if a stage held more or fewer micro-batches than the simulator says."""
+    """Stop if a stage held more or fewer micro-batches than simulated."""
     peaks = executor.peak_in_flight
     expected = {stage: timeline.peak_in_flight[stage] for stage in peaks}
     if peaks != expected:

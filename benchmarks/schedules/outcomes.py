@@ -1,4 +1,4 @@
-"""What became of random cases, and the table of it."""
+"""Outcomes of random cases, and their table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of one case: `refusal` by an error for users, or `failure`; both empty where all is well."""
+    """The outcome of one case: `refusal` by an error for users, or `failure`; both are empty if it passed."""
 
     number: int
     schedule: str
@@ -19,7 +19,7 @@ class Outcome:
 
 
 def report(outcomes: Iterable[Outcome], what: str) -> bool:
-    """Print a row for each schedule, the reasons of refusals, and every failure; whether there was none."""
+    """Print a row for each schedule, the reasons of refusals, and every failure. Returns True if there was none."""
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         groups[outcome.schedule].append(outcome)
@@ -44,6 +44,6 @@ def _texts(outcome: Outcome) -> tuple[str, str]:
 
 
 def _reason(refusal: str) -> str:
-    """Without names and numbers, so that the same reasons count together."""
+    """The refusal without names and numbers, so that equal reasons count together."""
     words = (word for word in refusal.split() if not any(c.isdigit() for c in word))
     return " ".join(words)

@@ -1,14 +1,14 @@
-"""Every schedule on random plans: none may hang, break a promise, or raise anything but an error that explains itself.
+"""Every schedule on random plans: none may deadlock, break a promise, or raise an unexplained error.
 
     python -m benchmarks.schedules.random_cases                 10,000 cases compiled, verified and simulated
     python -m benchmarks.schedules.random_cases --run 200       and 200 cases run by real processes
-    python -m benchmarks.schedules.random_cases --case 4711     one case: its plan, and what becomes of it
+    python -m benchmarks.schedules.random_cases --case 4711     one case: its plan, and its outcome
 
-A case draws a graph of stages, where they are, micro-batch sizes, slices, replicas, recomputation, sharding, copies of
-the pipeline, memory, and seconds that the plan knows or not. It must compile, which verifies it; keep in flight what
-the schedule promised; give back all memory; and take no less time than its busiest device works, or than its longest
-path of dependencies.
-Real processes must compute the losses and all gradients of one process, to 1e-12. Cases are reproducible by number.
+A case draws a graph of stages, their devices, micro-batch sizes, slices, replicas, recomputation, sharding, pipeline
+replicas, memory limits, and known or unknown seconds. It must compile, which verifies it; keep in flight what the
+schedule promised; free all memory; and take no less time than its busiest device works, or than its longest path of
+dependencies. Real processes must compute the losses and all gradients of one process, to 1e-12. Cases are reproducible
+by number.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from lightning_gpp.simulation import StageCosts, Timeline, simulate
 from lightning_gpp.simulation.simulator import changes
 
 SECONDS_PER_CASE = 60
-"""A case that takes longer counts as one that hangs."""
+"""A case that takes longer counts as hanging."""
 
 CLOSE = 1 - 1e-9
 
 
 def played(number: int) -> Outcome:
-    """Make, compile and simulate a case; no exception gets out."""
+    """Make, compile and simulate a case; exceptions become outcomes."""
     start = time.perf_counter()
     case = case_of(number)
     done = partial(Outcome, number=number, schedule=case.plan.schedule)
@@ -119,7 +119,7 @@ _OWN = {
     Kind.INPUT: (Kind.FORWARD, Kind.RECOMPUTE),
     Kind.WEIGHT: (Kind.INPUT,),
 }
-"""What an action needs of its own micro-batch."""
+"""The kinds of actions of the same micro-batch that an action needs."""
 
 
 def _arrivals(
@@ -140,7 +140,7 @@ def _seconds(program: Program, costs: StageCosts, device: int, instruction: Inst
 
 
 def simulated(numbers: Sequence[int], num_processes: int) -> list[Outcome]:
-    """Cases by number, in several processes."""
+    """Outcomes of cases by number, simulated in several processes."""
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
         return list(pool.imap_unordered(played, numbers, chunksize=20))
 

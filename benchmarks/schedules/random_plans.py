@@ -1,4 +1,4 @@
-"""Random plans by number: any graph of stages on any devices, for any schedule. The same number gives the same plan."""
+"""Random plans by number: any graph of stages on any devices, for any schedule. Equal numbers give equal plans."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ Pairs = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What random plans may have. `uncut`: edges whose tensors cannot be cut, which most plans cannot serve. `sliced`:
-    part of the plans in which stages are cut along the sequence."""
+    """Limits of random plans.
+
+    `uncut`: edges with tensors that cannot be cut, which most plans do not support. `sliced`: fraction of the plans
+    with sliced stages.
+    """
 
     max_stages: int = 9
     max_devices: int = 6
@@ -36,9 +39,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A plan and what else decides a program.
+    """A plan and the other arguments of a program.
 
-    `batch_size` of one copy of the pipeline may differ from the plan's. `reduce`: an optimizer step follows.
+    `batch_size` of one pipeline replica may differ from the plan's. `reduce`: an optimizer step follows.
     """
 
     number: int
@@ -124,12 +127,12 @@ def _chain(draw: random.Random, number: int) -> Pairs:
 
 
 def _skips(draw: random.Random, number: int) -> Pairs:
-    """A chain whose first half hands each of its outputs to the mirrored stage of the second, too."""
+    """A chain with skips: stages of the first half also feed the mirrored stages of the second."""
     return sorted({*_chain(draw, number), *((i, number - 1 - i) for i in range(number // 2))})
 
 
 def _towers(draw: random.Random, number: int) -> Pairs:
-    """Two to four chains that join in a head, of unequal lengths."""
+    """Two to four chains of different lengths that join in a head."""
     towers: list[list[int]] = [[] for _ in range(draw.randint(2, 4))]
     for stage in range(number - 1):
         draw.choice(towers).append(stage)
@@ -153,7 +156,7 @@ GRAPHS: Final[Sequence[Callable[[random.Random, int], Pairs]]] = (
 
 
 def _placed(draw: random.Random, plan: Plan, limits: Limits) -> Plan:
-    """Stages folded over devices, as the schedule wants or the other way; in both directions; or anywhere."""
+    """Stages laid out over devices as the schedule requires or the other way, in both directions, or anywhere."""
     method = method_of(plan.schedule)
     placement = method.layout if draw.random() < 0.7 else draw.choice(("looped", "zigzag"))
     kind = draw.random()
@@ -169,7 +172,7 @@ def _placed(draw: random.Random, plan: Plan, limits: Limits) -> Plan:
 
 
 def _both_ways(plan: Plan) -> Plan:
-    """A second replica of every stage on the mirrored device; a stage that is the step alone has one."""
+    """A second replica of every stage on the mirrored device, except for a stage with the step alone."""
     last = plan.num_devices - 1
 
     def mirrored(stage: Stage) -> Stage:
@@ -226,7 +229,7 @@ def _figures(draw: random.Random) -> Figures:
 
 
 def _edges(draw: random.Random, plan: Plan, timed: bool, cut: bool) -> list[Edge]:
-    """Those of the plan, a few through which no gradients flow; data for all stages that nothing feeds, and others."""
+    """The plan's edges, a few without gradients, and data for stages without predecessors and some others."""
     fed = {edge.dst for edge in plan.edges}
     read = {stage for stage in range(len(plan.stages)) if stage not in fed or draw.random() < 0.1}
     data = [Edge(src=SOURCE, dst=stage, bytes=Affine(4, 0), differentiable=False) for stage in sorted(read)]
@@ -239,7 +242,7 @@ def _edges(draw: random.Random, plan: Plan, timed: bool, cut: bool) -> list[Edge
 
 
 def _memory(draw: random.Random, plan: Plan) -> tuple[float, ...]:
-    """None, or from less than one micro-batch of each stage takes to more than all take."""
+    """Memory limits: none, or between less than one micro-batch of each stage and more than all."""
     if draw.random() < 0.6:
         return ()
     most = max(plan.batch_size * stage.figures.activation_bytes.per_sample for stage in plan.stages)
@@ -247,7 +250,7 @@ def _memory(draw: random.Random, plan: Plan) -> tuple[float, ...]:
 
 
 def _costs(draw: random.Random, plan: Plan) -> StageCosts:
-    """What the plan says, where it says something, or something else."""
+    """The plan's costs, if it has any, or others."""
     told = draw.random() < 0.5
     link = draw.choice((Link(), Link(latency=draw.uniform(0, 3), bytes_per_second=draw.uniform(1, 100))))
     summed = draw.random() < 0.5

@@ -1,4 +1,4 @@
-"""Random cases by real processes: four of them run many cases in turn; one that hangs is reported, and replaced."""
+"""Random cases in real processes: four processes run many cases in turn; hanging ones are reported and replaced."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _PRELOADED = ["torch.distributed", "torch.fx.experimental.symbolic_shapes", __na
 
 
 def real_case(number: int) -> Case:
-    """Case `number`, in training, with as many copies of its pipeline as there are processes for.
+    """Case `number`, in training, with as many pipeline replicas as there are processes for.
 
-    Every third accumulates two mini-batches; every fourth has a parameter that the first and the last stage share,
-    where that can be. The stages here are modules of their own, whose parameters cannot be shared and sharded: plans
-    with slices are not.
+    Every third accumulates two mini-batches; every fourth has, if possible, a parameter that the first and the last
+    stage share. The stages here are separate modules, whose parameters cannot be both shared and sharded, so plans with
+    slices are not sharded.
     """
     case = case_of(number, LIMITS)
     plan = case.plan
@@ -79,7 +79,7 @@ def executed(numbers: Iterable[int], seconds_per_case: float = 60.0) -> Iterator
 
 
 def run_on_rank(rank: int, case: Case, program: Program) -> cases.Outcome:
-    """One rank's part of a case; parameters are gathered and gradients are summed where the program says so."""
+    """Run one rank's part of a case; the program's collectives unshard parameters and reduce gradients."""
     plan = case.plan
     mesh = Mesh(plan.num_devices, case.num_pipelines, rank)
     stages = make_stages(plan, case.tied)
@@ -110,7 +110,7 @@ def run_on_rank(rank: int, case: Case, program: Program) -> cases.Outcome:
 
 
 def sync_of(case: Case, stages: list[Mixer], mesh: Mesh) -> StageSync:
-    """Replicas with whole parameters, or with shards of them. ZeRO-1 sums gradients as replicas without it do."""
+    """The `StageSync` of unsharded or sharded replicas. ZeRO-1 reduces gradients like replicas without it."""
     plan = case.plan
     parameters = local_parameters(plan, stages, mesh.device)
     holders = holders_of(plan, stages, case.num_pipelines)
@@ -125,8 +125,7 @@ def sync_of(case: Case, stages: list[Mixer], mesh: Mesh) -> StageSync:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One replica's rows of a gradient. Only the caller puts them together: DTensors remember process groups of earlier
-    cases."""
+    """One replica's rows of a gradient; the caller joins them, as DTensors refer to groups of earlier cases."""
 
     rows: Tensor
 
@@ -136,7 +135,7 @@ def shard_of(gradient: Tensor | None) -> Tensor | Shard | None:
 
 
 def check(case: Case, program: Program, outcomes: Sequence[cases.Outcome]) -> None:
-    """Losses, gradients and their norm against one process; micro-batches in flight against the program."""
+    """Compare losses, gradients and their norm with one process, and micro-batches in flight with the program."""
     cases.check(case, [replace(outcome, gradients=_whole(case, outcome, outcomes)) for outcome in outcomes])
     for rank, outcome in enumerate(outcomes):
         counted = flights_of(program, rank % case.plan.num_devices)
@@ -144,7 +143,7 @@ def check(case: Case, program: Program, outcomes: Sequence[cases.Outcome]) -> No
 
 
 def _whole(case: Case, outcome: cases.Outcome, outcomes: Sequence[cases.Outcome]) -> dict[str, Tensor | None]:
-    """The gradients of a rank, with the rows that other ranks have."""
+    """The gradients of a rank, with the rows of other ranks."""
 
     def joined(name: str, gradient: Tensor | Shard | None) -> Tensor | None:
         if not isinstance(gradient, Shard):
@@ -155,7 +154,7 @@ def _whole(case: Case, outcome: cases.Outcome, outcomes: Sequence[cases.Outcome]
 
 
 def flights_of(program: Program, device: int) -> dict[int, int]:
-    """For every stage of a device the most micro-batches in flight of which it has samples."""
+    """The most micro-batches in flight with samples on a device, by stage."""
     plan = program.plan
     samples = {stage: samples_of(plan, stage, device, program.batch_size) for stage in plan.stages_on(device)}
     now: Counter[int] = Counter()
@@ -168,7 +167,7 @@ def flights_of(program: Program, device: int) -> dict[int, int]:
 
 
 class Workers:
-    """Processes that form a new gloo group for every call, of as many ranks as it needs."""
+    """Processes that form a new gloo group, of any number of ranks, for every call."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -187,8 +186,8 @@ class Workers:
         """Call `function(rank, *arguments)` on the first processes; their results, by rank.
 
         Raises:
-            RuntimeError: a rank failed, with its traceback, or did not end in time, with its stack. All processes are
-                replaced then.
+            RuntimeError: a rank failed, with its traceback, or did not end in time, with its stack. Then all processes
+                are replaced.
         """
         payload = pickle.dumps((function, arguments))
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Random plans with stages cut along the sequence, as `planning.assignment.slices` cuts those of a model."""
+"""Random plans with sliced stages, like those that `planning.assignment.slices` makes of a model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LENGTH: Final = 12
 
 
 def in_slices(draw: random.Random, plan: Plan) -> Plan:
-    """The plan with two to four slices of all stages, or of some, but never of the user's step.
+    """The plan with two to four slices of all or some stages, but never of the user's step.
 
-    Slices of different stages meet as they do in a model; most stages carry something from a slice to the next.
+    Slices of different stages are joined as in a model; most stages carry something from a slice to the next.
     """
     tokens = list(pairwise([0, *sorted(draw.sample(range(1, LENGTH), draw.randint(1, 3))), LENGTH]))
     share = draw.choice((0.6, 1.0))
@@ -47,7 +47,7 @@ def _part(stage: Stage, tokens: tuple[int, int]) -> Stage:
 
 
 def _edges(edge: Edge, numbers: Mapping[int, Sequence[int]]) -> Iterator[Edge]:
-    """Slices meet the same slices; a stage that is whole meets all."""
+    """Edges between slices of the same tokens; an unsliced stage has one to or from every slice."""
     above, below = numbers[edge.src], numbers[edge.dst]
     for part in range(max(len(above), len(below))):
         yield replace(edge, src=above[part % len(above)], dst=below[part % len(below)])

@@ -1,4 +1,4 @@
-"""Layers that sleep for as long as they would compute: the forward, and the two kinds of gradients apart."""
+"""Layers that sleep instead of computing, separately for the forward and for both kinds of gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH: Final = 16
 
 
 class Sleep(torch.autograd.Function):
-    """The identity, whose backward takes time."""
+    """The identity, with a backward that sleeps."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, tensor: Tensor, seconds: float) -> Tensor:
@@ -26,7 +26,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A product with its parameter; forward, gradients of the input and of the parameter each sleep so long."""
+    """A product with a parameter; the forward, the input gradient and the weight gradient each sleep."""
 
     def __init__(self, number: int, seconds: float) -> None:
         super().__init__()

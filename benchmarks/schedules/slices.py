@@ -1,11 +1,11 @@
-"""Sequence slices: executed against simulated steps, and what a device keeps, by the number of slices.
+"""Executed and simulated steps and memory by the number of sequence slices.
 
     python benchmarks/schedules/slices.py
 
 Four gloo processes train a causal transformer in four stages, micro-batches of one sample. Attention, its cache and all
 gradients are real; stages also sleep, 160 ms per micro-batch in the forward and 320 ms in the backward, each slice its
-part, so that two cores are enough for four "devices". Kept is what autograd keeps on the device that needs most,
-simulated from the capture and measured (`saved_bytes`).
+part, so that two cores are enough for four "devices". The memory is the one that autograd keeps on the device that
+needs most, simulated from the capture and measured (`saved_bytes`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Prediction with and without a flush between mini-batches, on devices that sleep for as long as they would compute.
+"""Prediction with and without a flush between mini-batches, on devices that sleep instead of computing.
 
     python benchmarks/schedules/streamed.py [--devices 8] [--milliseconds 20]
 
-A chain, and two towers that join, are evaluated by an `Engine` in a plain loop: capture, data, messages and what ranks
-tell each other included. A figure is the time between two ends of mini-batches on the rank that runs the step, far
-enough from fill and drain, divided by the mini-batches in between. Simulated are the makespan of one mini-batch with a
-flush, and the period without one. (M + D - 1) / M is the ratio of the two for M micro-batches and a depth of D.
+A chain, and two towers that join, are evaluated by an `Engine` in a plain loop: including capture, data, messages and
+communication between ranks. A figure is the time between two ends of mini-batches on the rank that runs the step, far
+enough from fill and drain, divided by the mini-batches in between. Simulated figures are the step time of one
+mini-batch with a flush, and the period without one. (M + D - 1) / M is the ratio of the two for M micro-batches and a
+depth of D.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ STEP_NAME = "validation_step"
 
 
 class Sleeping(nn.Module):
-    """A product with a parameter that takes so long."""
+    """A product with a parameter that sleeps."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ def paces(case: Case, *, streaming: bool) -> tuple[list[float], Plan, int]:
     stages[-1]["modules"] = [f"layers.{num_devices - 1}", STEP]
     options = Options(stages=stages, micro_batch_size=1, streaming=streaming, self_check=False)
     with initialize(module, optimizer, batch, step=loss_of, options=options) as engine, torch.no_grad():
-        list(ends(engine, [batch, batch]))  # captures, and makes the programs
+        list(ends(engine, [batch, batch]))  # captures and makes the programs
         found = [pace(engine, [batch] * case.mini_batches) for _ in range(case.repetitions)]
         assert engine.current is not None
         return found, engine.current.plan, engine.ahead(STEP_NAME)

@@ -1,12 +1,12 @@
-"""Schedules side by side with torch.distributed.pipelining: same stages, same micro-batches, same processes.
+"""Schedules of this library and of torch.distributed.pipelining: same stages, micro-batches and processes.
 
     python benchmarks/schedules/torch_pipelining.py
 
-Four gloo processes are four devices whose stages sleep for as long as they would compute: a forward, the gradients of
-the inputs and those of the parameters take 20 ms each on every device, divided by its stages. All variants run in turn
-in the same processes; medians over the repetitions. Gradients of both libraries are compared. For the memory, fresh
-processes run one step without sleeping, on tensors of 16 MiB: the peak of the resident memory above that before the
-step, on the device that needs most.
+Four gloo processes are four devices whose stages sleep instead of computing: a forward, the gradients of the inputs and
+those of the parameters take 20 ms each on every device, divided by its stages. All variants run in turn in the same
+processes; medians over the repetitions. Gradients of both libraries are compared. For the memory, fresh processes run
+one step without sleeping, on tensors of 16 MiB: the peak of the resident memory above that before the step, on the
+device that needs most.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A schedule in both libraries; `zigzag` and `num_chunks` say which stages a device has."""
+    """A schedule in both libraries; `zigzag` and `num_chunks` determine the stages of a device."""
 
     ours: str
     torch: str
@@ -96,7 +96,7 @@ class OurStage:
 
 def data_of(num_micro_batches: int, rows: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    if rows == LARGE:  # one sample that all micro-batches share: the data are not what is measured
+    if rows == LARGE:  # one sample that all micro-batches share, because data are not measured
         return torch.ones(1, rows, WIDTH).expand(num_micro_batches, -1, -1), torch.zeros(num_micro_batches, 1, 1)
     x, target = torch.randn(2, num_micro_batches, rows, WIDTH, generator=generator)
     return x, target
@@ -208,7 +208,7 @@ def peaks(rank: int, pair: Pair, library: str, num: int, path: str) -> None:
 
 
 def resident(key: str) -> float:
-    """MiB of this process, from the kernel: its largest resident memory since the last reset."""
+    """Peak resident memory of this process since the last reset, in MiB, from the kernel."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) / 1024
 
@@ -229,7 +229,7 @@ def memory(num: int, pairs: list[Pair]) -> None:
 
 
 def runs_in_torch(pair: Pair) -> bool:
-    """torch 2.10 connects every device with its neighbours, and where that is itself, gloo refuses."""
+    """False if torch fails: torch 2.10 connects a device with itself for zigzag layouts, which gloo refuses."""
     try:
         run(NUM_DEVICES, one_step, pair)
     except Exception as error:

@@ -1,12 +1,12 @@
-"""1F1B with and without a flush between mini-batches, on devices that sleep for as long as they would compute.
+"""1F1B with and without a flush between mini-batches, on devices that sleep instead of computing.
 
     python benchmarks/schedules/unflushed.py [--devices 8] [--milliseconds 20]
 
 The models and stages are those of `emulated.py`. Both programs train mini-batches in a row without a barrier; a figure
 is the time between two ends of mini-batches on one rank, far enough from fill and drain, divided by the mini-batches in
-between. Simulated figures are the makespan of one mini-batch with a flush, and without one the difference between the
-makespans of two runs of which one is a mini-batch longer. (M + D - 1) / M is the published ratio of the two for M
-micro-batches and a pipeline of depth D. There are no optimizer steps.
+between. Simulated figures are the step time of one mini-batch with a flush, and without one the difference between two
+runs, one of which is a mini-batch longer. (M + D - 1) / M is the published ratio of the two for M micro-batches and a
+pipeline of depth D. There are no optimizer steps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """The length of a measurement: mini-batches in a row, and repetitions of that."""
+    """The length of a measurement: mini-batches in a row, and repetitions."""
 
     mini_batches: int
     repetitions: int

@@ -1,4 +1,4 @@
-"""Models to plan for: those of the GraphPipe paper, and branching models of today. Real, but built without memory.
+"""Models to plan for: those of the GraphPipe paper, and current branching models. They are real, but use no memory.
 
 `graph("mmt")` is the captured operator graph of `WORKLOADS["mmt"]`.
 """
@@ -45,5 +45,5 @@ def build(name: str) -> Built:
 
 @cache
 def graph(name: str) -> OperatorGraph:
-    """The operators of a workload's training step; the same object every time, so leave it as it is."""
+    """The operators of a workload's training step; the same object every time, so do not change it."""
     return capture_step(*build(name)).graph

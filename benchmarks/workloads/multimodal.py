@@ -1,4 +1,4 @@
-"""A language model that reads images and speech: two encoders of their own, whose results join its input sequence."""
+"""A language model that reads images and speech: the results of two encoders join its input sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a workload is: how its model and an example batch are built, and where its sizes come from."""
+"""Workloads: a model and an example batch to build, and the source of their sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Workload:
     """A model to plan for.
 
     `build` makes the model and an example batch of `batch_size` samples; under `torch.device("meta")` neither takes
-    memory. `source` tells where its sizes come from.
+    memory. `source` states the origin of its sizes.
     """
 
     name: str

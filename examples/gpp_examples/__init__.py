@@ -1,1 +1,1 @@
-"""Examples on real data: ordinary Lightning modules and data modules that know nothing of pipelines."""
+"""Examples on real data: ordinary Lightning modules and data modules, written without pipelines in mind."""

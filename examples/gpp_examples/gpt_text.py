@@ -1,7 +1,7 @@
 """A byte-level GPT whose head shares its weight with the embedding, on the documentation that comes with CPython.
 
-The stage graph is a chain; the tied weight is a skip from its first stage to its last. The model says what later bytes
-need of earlier ones, so `strategy.slices=4` cuts it along the sequence, too.
+The stage graph is a chain; the tied weight is a skip from its first stage to its last. The model declares what later
+bytes need from earlier ones, so `strategy.slices=4` cuts it along the sequence, too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NUM_BYTES = 256
 
 
 def windows(text: bytes, length: int) -> TensorDataset:
-    """Consecutive windows of `length + 1` bytes, `[windows, length + 1]` int64; a rest is dropped."""
+    """Consecutive windows of `length + 1` bytes, `[windows, length + 1]` int64; the remainder is dropped."""
     values = torch.tensor(list(text))
     return TensorDataset(values.unfold(0, length + 1, length).contiguous())
 
 
 class PythonTopics(L.LightningDataModule):
-    """Samples `(bytes [context + 1] int64,)` of the texts in `pydoc_data.topics`; the last 5 % validate."""
+    """Samples `(bytes [context + 1] int64,)` of the texts in `pydoc_data.topics`; the last 5 % are for validation."""
 
     def __init__(self, batch_size: int = 16, context: int = 64) -> None:
         super().__init__()

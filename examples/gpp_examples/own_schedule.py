@@ -1,9 +1,9 @@
-"""A schedule of one's own: GPipe with its backwards in reverse, so that the freshest activations come first.
+"""Your own schedule: GPipe with its backwards in reverse, so that the newest activations come first.
 
     import gpp_examples.own_schedule
     trainer = L.Trainer(strategy=GPPStrategy(schedule="last_first"), ...)
 
-On the command line, import it in the module of your LightningModule, and say `strategy.schedule=last_first`.
+On the command line, import it in the module of your LightningModule, and set `strategy.schedule=last_first`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_gpp.schedules import Action, Kind, register_schedule
 
 @register_schedule("last_first")
 def last_first(plan: Plan, batch_size: int) -> dict[int, tuple[Action, ...]]:
-    """For every stage the order of its forwards and backwards; several stages of a device are interleaved for us."""
+    """The order of every stage's forwards and backwards; a common pass interleaves several stages of a device."""
     return {stage: _order(stage, len(plan.intervals(stage, batch_size))) for stage in range(len(plan.stages))}
 
 

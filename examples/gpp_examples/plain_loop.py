@@ -35,7 +35,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def batches(count: int = 20, size: int = 32) -> list[Batch]:
-    """Points whose label tells which of three sums is the largest."""
+    """Points labelled with the largest of three sums."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(count, size, width, generator=generator, dtype=torch.float64) for width in (4, 3))
     labels = torch.stack([a[..., 0] + b[..., 0], a[..., 1] + b[..., 1], a[..., 2] + b[..., 2]]).argmax(0)

@@ -14,7 +14,7 @@ import torch
 from lightning_gpp._compat.torch import pytree
 
 LAUNCHER: Final = "GPP_LAUNCHER_PID"
-"""Environment variable that tells the processes which the launcher started the process id of their parent."""
+"""Environment variable with the parent's process id, for processes that the launcher started."""
 
 
 def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) -> Any:
@@ -49,7 +49,7 @@ def default_backend(device: torch.device) -> str:
 def install_automatic_optimization(trainer: Any) -> None:
     """Replace the optimization loop of `trainer` by one that zeroes gradients before the step instead of after it.
 
-    A pipelined step computes gradients, so what Lightning does between step and backward would erase them.
+    A pipelined step computes gradients, so Lightning's zeroing between step and backward would erase them.
     """
     from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 
@@ -113,10 +113,10 @@ def deliver_prepared(module: Any, is_prepared: Callable[[], bool]) -> None:
 
 
 def read_ahead(trainer: Any, over: Callable[[Any], Iterator[Any]]) -> None:
-    """Let the loop that runs iterate over `over(loader)` instead of its combined loader.
+    """Make the current loop iterate over `over(loader)` instead of its combined loader.
 
-    The loop has its first iterator by now, which goes on: another one would draw random numbers, and begin anew what a
-    checkpoint resumed. Of a loader without a length the loop has fetched a mini-batch, too.
+    The loop's first iterator continues: a new one would draw random numbers, and restart loaders that a checkpoint
+    resumed. From a loader without a length, the loop has also fetched a mini-batch by now.
     """
     fetcher = trainer._active_loop._data_fetcher
     fetched = getattr(fetcher, "batches", [])
@@ -127,7 +127,7 @@ def read_ahead(trainer: Any, over: Callable[[Any], Iterator[Any]]) -> None:
 
 
 def _rest_of(iterator: Any) -> Iterator[Any]:
-    """Yield the rest of an iterator; combined loaders begin anew if they are asked for an iterator."""
+    """Yield the rest of an iterator; combined loaders would restart if asked for an iterator."""
     while True:
         try:
             yield next(iterator)
@@ -136,9 +136,9 @@ def _rest_of(iterator: Any) -> Iterator[Any]:
 
 
 def load_loader_states(trainer: Any) -> None:
-    """Let the fit loop's loaders go on where a checkpoint says.
+    """Resume the fit loop's loaders at the positions in a checkpoint.
 
-    The loop does so when it sets up its data; for the first batch that happens before it knows the checkpoint.
+    The loop does so when it sets up its data, which for the first batch is before it knows the checkpoint.
     """
     loop = trainer.fit_loop
     if loop.restarting and loop._combined_loader_states_to_load:
@@ -147,18 +147,18 @@ def load_loader_states(trainer: Any) -> None:
 
 
 def active_loaders(trainer: Any) -> list[Any]:
-    """The loaders of the loop that runs."""
+    """The loaders of the current loop."""
     return list(trainer._active_loop._combined_loader.flattened)
 
 
 def loader_states(trainer: Any) -> list[dict[str, Any]]:
-    """The present states of the fit loop's loaders that have some."""
+    """The current states of the fit loop's stateful loaders."""
     combined = trainer.fit_loop._combined_loader
     return list(type(combined)._state_dicts(combined))
 
 
 def report_loader_states(trainer: Any, states: list[dict[str, Any]]) -> None:
-    """Let checkpoints have these states of the fit loop's loaders, in the order of `loader_states`."""
+    """Make checkpoints contain these states of the fit loop's loaders, in the order of `loader_states`."""
     trainer.fit_loop._combined_loader._state_dicts = lambda: states
 
 
@@ -208,7 +208,7 @@ def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:
 
 
 def set_rank_zero(rank: int) -> None:
-    """Lightning's `rank_zero_*` functions keep the rank as an attribute of a function, in two packages."""
+    """Set the rank of Lightning's `rank_zero_*` functions, an attribute of a function in two packages."""
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning_utilities.core.rank_zero import rank_zero_only as shared
 
@@ -219,7 +219,7 @@ def set_rank_zero(rank: int) -> None:
 def on_epoch_end_reached(trainer: Any, function: Callable[[], None]) -> None:
     """Call `function` before Lightning computes the values of an epoch.
 
-    In evaluation this happens before any hook, so that a callback would come too late.
+    In evaluation this happens before any hook, so a callback would be too late.
     """
     connector = trainer._logger_connector
     plain = type(connector).epoch_end_reached
@@ -250,16 +250,16 @@ def uses_dataloader_iter(step: Callable[..., Any]) -> bool:
 
 
 def keep_sigterm_handler(trainer: Any) -> None:
-    """Let Lightning leave SIGTERM's handler as it is now, instead of the one it found when the run started."""
+    """Make Lightning keep the current handler of SIGTERM, instead of the one it found when the run started."""
     handlers = trainer._signal_connector._original_handlers
     if signal.SIGTERM in handlers:
         handlers[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
 
 
 def disable_sigterm_broadcast(trainer: Any) -> None:
-    """Take the broadcast out of Lightning's SIGTERM handler: inside a handler it waits for ranks that wait elsewhere.
+    """Remove the broadcast from Lightning's SIGTERM handler, where it would wait for ranks that wait elsewhere.
 
-    The handler that was there before is still called; only the connector decides which functions that are.
+    The previous handler is still called; only the connector knows which functions belong to it.
     """
     trainer._signal_connector._sigterm_notifier_fn = lambda number, frame: None
 

@@ -1,9 +1,9 @@
 """Continuous programs: pipelines that never flush between mini-batches.
 
 The order of a schedule over many mini-batches has a fill, a steady state that repeats, and a drain. One repetition is
-the *period*: what a device does between two of its optimizer steps. In period t it completes mini-batch t, and already
-starts mini-batches t + 1, t + 2, ...; how many depends on its distance to the sink, so a graph of stages is less far
-ahead, and trains with fresher weights, than the chain of the same stages.
+the *period*: the work of a device between two of its optimizer steps. In period t it completes mini-batch t, and
+already starts mini-batches t + 1, t + 2, ...; their number depends on its distance to the sink, so a graph of stages is
+less far ahead, and trains with newer weights, than the chain of the same stages.
 
     1F1B, 3 stages, 2 micro-batches per mini-batch: the period of each device; ' is the next mini-batch
 
@@ -11,9 +11,9 @@ ahead, and trains with fresher weights, than the chain of the same stages.
     stage 1   F1  B0  F0' B1        1 ahead
     stage 2   F0  B0  F1  B1        none ahead
 
-Fill and drain are the same period with the actions left out that belong to no mini-batch, so nothing else is needed to
-start, to stop, or to flush in between. `unrolled` writes this out as an ordinary program for a few mini-batches, which
-is what the verifier proves and the simulator plays. Inference streams in the same way (`streaming.py`).
+Fill and drain are the same period without actions that belong to no mini-batch, so nothing else is needed to start, to
+stop, or to flush in between. `unrolled` writes this out as an ordinary program for a few mini-batches, which the
+verifier checks and the simulator runs. Inference streams in the same way (`streaming.py`).
 
 Source: PipeDream (Narayanan et al., SOSP 2019) for the steady state of 1F1B on a chain.
 """
@@ -50,9 +50,9 @@ def continuous_program(plan: Plan, batch_size: int | None = None, *, num_pipelin
     """The period of training under the plan's schedule, verified for any number of mini-batches.
 
     Args:
-        plan: names the schedule.
+        plan: the plan, which names the schedule.
         batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
-        num_pipelines: copies of the pipeline, which sum their gradients.
+        num_pipelines: number of pipeline replicas, which reduce their gradients.
 
     Raises:
         ScheduleError: the schedule has no steady state, or micro-batches do not divide the mini-batch.
@@ -70,7 +70,7 @@ def streaming_program(plan: Plan, batch_size: int | None = None) -> Program:
     """The period of inference, verified for any number of mini-batches. It is the same for all schedules.
 
     Args:
-        plan: of the evaluation step.
+        plan: the plan of the evaluation step.
         batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
 
     Raises:
@@ -90,8 +90,8 @@ def check_continuous(plan: Plan, total: int) -> None:
             raise ScheduleError(
                 f"Stage {stage.name!r} has {len(stage.devices)} replicas that take micro-batches of "
                 f"{stage.micro_batch_size} samples in turn: without a flush each must take the same number of them, "
-                f"which a mini-batch of {total} samples does not allow. Choose strategy.micro_batch_size so that all "
-                "replicas get equally many."
+                f"which a mini-batch of {total} samples does not allow. Choose a strategy.micro_batch_size with which "
+                "all replicas get equally many."
             )
     if plan.is_sliced:
         raise ScheduleError(
@@ -100,19 +100,19 @@ def check_continuous(plan: Plan, total: int) -> None:
         )
     if plan.sharding == "fsdp":
         raise ScheduleError(
-            "strategy.sharding=fsdp gathers parameters for one mini-batch at a time, and a pipeline that does not flush"
-            " works on several. Use strategy.sharding=zero1 or none, or flush (strategy.weights=synchronous; in "
+            "strategy.sharding=fsdp unshards parameters for one mini-batch at a time, but a pipeline that does not "
+            "flush works on several. Use strategy.sharding=zero1 or none, or flush (strategy.weights=synchronous; in "
             "evaluation strategy.streaming=false)."
         )
 
 
 def unrolled(program: Program, num_batches: int) -> Program:
-    """The program of `num_batches` mini-batches, from an empty pipeline to an empty pipeline, as one that flushes."""
+    """The program of `num_batches` mini-batches, from an empty pipeline to an empty one, as a program that flushes."""
     return _Unrolling(program, num_batches).program()
 
 
 def forwards_ahead(program: Program) -> dict[Action, int]:
-    """For every forward by how many mini-batches it is ahead of its backward, in the steady state."""
+    """Number of mini-batches by which every forward is ahead of its backward, in the steady state."""
     return {
         instruction.action: program.ahead[device][position] if program.ahead else 0
         for device, instructions in enumerate(program.devices)
@@ -122,7 +122,7 @@ def forwards_ahead(program: Program) -> dict[Action, int]:
 
 
 def delays_of(program: Program) -> dict[int, int]:
-    """For every stage the largest number of updates between a forward and its backward, in the steady state."""
+    """The largest number of updates between a forward and its backward on every stage, in the steady state."""
     delays: dict[int, int] = {}
     for action, ahead in forwards_ahead(program).items():
         delays[action.stage] = max(delays.get(action.stage, 0), ahead)
@@ -132,7 +132,7 @@ def delays_of(program: Program) -> dict[int, int]:
 def prove(program: Program) -> None:
     """Verify a continuous program for any number of mini-batches.
 
-    Every number up to that at which fill and drain no longer overlap is proven, and then one more: from there on,
+    Every number is verified up to the one at which fill and drain no longer overlap, and then one more: from there on,
     another mini-batch adds a period between two equal states.
 
     Raises:
@@ -170,14 +170,14 @@ def _many(plan: Plan, total: int, number: int) -> list[Row]:
 
 
 def _with_sums(plan: Plan, rows: Sequence[Row], replicated: set[int]) -> list[Row]:
-    """Sum gradients over replicas after the last backward of a stage in each period."""
+    """Insert reductions of gradients after the last backward of a stage in each period."""
     schedule = Schedule(tuple(actions_of([instruction for instruction, _ in row]) for row in rows))
     summed = with_collectives(plan, schedule, replicated)
     return [tuple(_woven(row, actions)) for row, actions in zip(rows, summed.devices, strict=True)]
 
 
 def _woven(row: Row, actions: Sequence[Action]) -> Iterator[tuple[Instruction, int]]:
-    """The row with the sums that `actions` has besides; each goes behind the sends of the action before it."""
+    """The row with the additional reductions of `actions`; each goes behind the sends of the action before it."""
     waiting = list(actions)
     for index, (instruction, ahead) in enumerate(row):
         if instruction.op is not Op.SEND:

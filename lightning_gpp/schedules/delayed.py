@@ -1,11 +1,11 @@
-"""The program of all devices on one: a pipeline's order and delays without the pipeline.
+"""The program of all devices on a single one: a pipeline's order and delays without the pipeline.
 
-In period t no device waits for anything that another one does in a later period. So one device can do the periods of
-all devices in turn, and then one optimizer step: every forward and backward then sees the weights that it would see in
-the pipeline. That is what asynchronous training is tested against, and a way to try a pipeline's staleness on a laptop.
+In period t no device waits for work of another one in a later period. So one device can run the periods of all devices
+in turn, and then one optimizer step: every forward and backward sees the same weights as in the pipeline. This is the
+reference in tests of asynchronous training, and a way to try a pipeline's staleness on a laptop.
 
-Every replica of a stage has micro-batches of its own: those that r replicas share are r micro-batches each. The program
-knows the device of each, so that their gradients can be summed as those of devices are.
+Every replica of a stage has micro-batches of its own: one that r replicas share becomes r micro-batches. The program
+knows the device of each, so that their gradients can be summed like those of devices.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def _stage(plan: Plan, index: int, total: int) -> Stage:
 
 
 def _shares(plan: Plan, stage: int, total: int) -> list[tuple[int, int]]:
-    """The samples that each replica of the stage computes at a time: the micro-batches of one device."""
+    """The samples that each replica of a stage computes at a time, which are the micro-batches of the single device."""
     devices, whole = plan.stages[stage].devices, plan.intervals(stage, total)
     shares = [plan.share(stage, device, interval) for interval in whole for device in devices]
     return sorted((start, stop) for start, stop in shares if start < stop)
 
 
 def _order(program: Program) -> list[tuple[Action, int, Origin]]:
-    """The actions of one period of all devices, in an order in which one device can run them; without the data.
+    """The actions of one period of all devices, without data actions, in an order in which one device can run them.
 
-    Each with the mini-batches by which it is ahead, and whose work it is.
+    Each comes with the mini-batches by which it is ahead, and the replica whose work it is.
     """
     period, written_out = 0, program
     if program.ahead:
@@ -96,7 +96,7 @@ def _order(program: Program) -> list[tuple[Action, int, Origin]]:
 
 
 def _on_one_device(program: Program, device: int, position: int) -> Iterator[tuple[Action, int, Origin]]:
-    """The work of an instruction, if there is any that one device has to do."""
+    """The work of an instruction, if the single device has any to do."""
     action = program.devices[device][position].action
     if action is None or action.kind in (*COLLECTIVES, Kind.DATA):
         return
@@ -110,7 +110,7 @@ def _on_one_device(program: Program, device: int, position: int) -> Iterator[tup
 
 
 def _with_data(plan: Plan, batch_size: int, actions: list[tuple[Action, int]]) -> Iterator[tuple[Action, int]]:
-    """Data are read right before they are needed first. In a pipeline the device that reads them may be ahead."""
+    """Insert data actions right before their first readers. In a pipeline the device that reads data may be ahead."""
     needed: dict[Action, list[Action]] = {}
     for message in derive_messages(plan, batch_size, training=False):
         if message.producer.kind is Kind.DATA:

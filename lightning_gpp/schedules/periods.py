@@ -1,7 +1,7 @@
-"""The period of an order: a repetition of its steady state, found in the order of many mini-batches in a row.
+"""Finds the period of an order, a repetition of its steady state, in the order of many consecutive mini-batches.
 
 The row of a device is written out with all its messages, and cut into one piece for each mini-batch. Pieces in the
-middle are equal once each instruction says by how many mini-batches it is ahead; such a piece is the period.
+middle are equal if each instruction is labelled with the mini-batches by which it is ahead; such a piece is the period.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lightning_gpp.schedules.lowering import derive_messages, lower, split_of
 from lightning_gpp.schedules.program import Instruction, Message, Op
 
 Row = tuple[tuple[Instruction, int], ...]
-"""Instructions of a device, and the mini-batch of each: its number, or in a period by how many it is ahead."""
+"""Instructions of a device, each with the number of its mini-batch or, in a period, the number by which it is ahead."""
 
 FOR_UPDATE: Final = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-"""Kinds of actions that make, or help to make, gradients of parameters."""
+"""Kinds of actions that contribute to gradients of parameters."""
 
 SETTLED: Final = 3
-"""Periods of the steady state that are compared."""
+"""Number of periods of the steady state to compare."""
 
 
 class Unsettled(Exception):
@@ -35,7 +35,7 @@ def actions_of(row: Sequence[Instruction]) -> tuple[Action, ...]:
 
 
 def number_of_micro_batches(plan: Plan, stage: int, total: int) -> int:
-    """The micro-batches of a stage in a mini-batch of `total` samples."""
+    """Number of micro-batches of a stage in a mini-batch of `total` samples."""
     return len(plan.intervals(stage, total))
 
 
@@ -46,7 +46,7 @@ def local(action: Action, plan: Plan, total: int) -> tuple[Action, int]:
 
 
 def messages_of(plan: Plan, total: int, schedule: Schedule, training: bool) -> tuple[Message, ...]:
-    """The messages of one mini-batch of a schedule, which may be for several."""
+    """The messages of one mini-batch; the schedule may be for several."""
     split = frozenset(
         (stage, number) for stage, number in split_of(schedule) if number < number_of_micro_batches(plan, stage, total)
     )
@@ -54,13 +54,13 @@ def messages_of(plan: Plan, total: int, schedule: Schedule, training: bool) -> t
 
 
 def written_out(plan: Plan, total: int, schedule: Schedule, number: int, training: bool) -> list[Row]:
-    """For every device its instructions for `number` mini-batches in a row, and of which mini-batch each is.
+    """The instructions of every device for `number` consecutive mini-batches, each with the number of its mini-batch.
 
     Args:
-        plan: with `period`, the samples of a mini-batch.
+        plan: the plan, with the samples of a mini-batch as `period`.
         total: samples of a mini-batch.
         schedule: the order of all mini-batches.
-        number: of mini-batches.
+        number: number of mini-batches.
         training: whether there are backwards.
     """
     program = lower(plan, schedule, number * total, training)
@@ -87,7 +87,7 @@ def _ends(message: Message, plan: Plan, total: int) -> tuple[tuple[object, ...],
 
 
 def by_update(row: Sequence[Action], plan: Plan, total: int) -> Iterator[Action]:
-    """The row with every backward behind those of all earlier mini-batches: an optimizer step comes in between.
+    """The row with every backward behind those of all earlier mini-batches, because an optimizer step comes in between.
 
     Weight gradients that would come too late are computed earlier; on devices with several stages, backwards may have
     to wait.
@@ -112,8 +112,8 @@ def by_update(row: Sequence[Action], plan: Plan, total: int) -> Iterator[Action]
 def _weights_in_time(row: Sequence[Action], plan: Plan, total: int) -> Iterator[Action]:
     """The row with the weight gradients of a mini-batch no later than right after its last input gradients.
 
-    Where a pipeline flushes they fill the bubble at its end; without a flush there is none, and the later the optimizer
-    steps, the older are the weights of the forwards before it.
+    With a flush they fill the bubble at the end; without one there is no bubble, and the later the optimizer steps, the
+    older are the weights of the forwards before it.
     """
     left = Counter(local(action, plan, total)[1] for action in row if action.kind is Kind.INPUT)
     late = [action for action in row if action.kind is Kind.WEIGHT]
@@ -132,7 +132,7 @@ def _weights_in_time(row: Sequence[Action], plan: Plan, total: int) -> Iterator[
 
 
 def after_backwards(row: Row, number: int) -> list[int]:
-    """For every mini-batch the number of instructions up to the last that its backwards need, sends included."""
+    """Number of instructions up to the last that the backwards of each mini-batch need, sends included."""
     ends = [0] * number
     for position, (instruction, batch) in enumerate(row):
         if instruction.action is not None and instruction.action.kind in RELEASES:
@@ -151,11 +151,11 @@ def steady(row: Row, ends: Sequence[int]) -> Row:
     """The period that the middle of a device's row repeats.
 
     Args:
-        row: says of which mini-batch each instruction is.
-        ends: for every mini-batch the number of instructions up to the end of its period.
+        row: instructions, each with the number of its mini-batch.
+        ends: number of instructions up to the end of each mini-batch's period.
 
     Raises:
-        Unsettled: it does not repeat.
+        Unsettled: the row does not repeat.
     """
     middle = range(len(ends) // 2, len(ends) // 2 + SETTLED)
     found = [tuple((what, batch - t) for what, batch in row[ends[t - 1] : ends[t]]) for t in middle]
@@ -167,6 +167,6 @@ def steady(row: Row, ends: Sequence[int]) -> Row:
 
 
 def _in_place(instruction: Instruction, ahead: int) -> bool:
-    """True if nothing is late, and no gradient arrives early, which the next optimizer step would use."""
+    """True if nothing is late, and no gradient arrives so early that the next optimizer step would use it."""
     action = instruction.action
     return ahead == 0 if action is not None and action.kind in FOR_UPDATE else ahead >= 0

@@ -1,8 +1,8 @@
 """The period of inference: forwards of mini-batch after mini-batch, without a bubble in between.
 
-Nothing comes back from the sink, so nothing but data makes a device wait. The order of forwards follows from their
-nominal times: samples leave the source one per unit of time, and a stage starts on a micro-batch when its inputs have
-had the time to be computed and sent. All periods end when the sink ends a mini-batch.
+Nothing comes back from the sink, so devices wait only for data. The order of forwards follows from their nominal times:
+one sample leaves the source per unit of time, and a stage starts on a micro-batch after the time that its inputs need
+to be computed and sent. All periods end when the sink ends a mini-batch.
 
     4 stages, 2 micro-batches per mini-batch; ' is the next mini-batch
 
@@ -64,7 +64,7 @@ class _Times:
 
 
 def _offsets(plan: Plan, total: int) -> dict[int, float]:
-    """For every stage the time between a sample's turn at the source and its turn there: longest paths."""
+    """The time between a sample's turn at the source and its turn at every stage, from longest paths."""
     offsets: dict[int, float] = dict.fromkeys((SOURCE, *range(len(plan.stages))), 0.0)
     messages = derive_messages(plan, total, training=False)
     for message in sorted(messages, key=lambda message: plan.edges[message.edge].dst):
@@ -74,8 +74,10 @@ def _offsets(plan: Plan, total: int) -> dict[int, float]:
 
 
 def _gap(plan: Plan, total: int, message: Message) -> float:
-    """Between the turns at the ends of a message: the producer has to end (data take no time), and the message to
-    travel, as long as it has samples."""
+    """Time between the turns at the ends of a message, in which the producer ends and the message travels.
+
+    Both take as long as they have samples; data take no time.
+    """
     edge = plan.edges[message.edge]
     begin, end = plan.intervals(edge.src, total)[message.producer.micro_batch]
     reads, _ = plan.intervals(edge.dst, total)[message.consumer.micro_batch]
@@ -84,8 +86,10 @@ def _gap(plan: Plan, total: int, message: Message) -> float:
 
 
 def _order(plan: Plan, times: _Times, device: int, number: int) -> tuple[Action, ...]:
-    """The actions of a device in `number` mini-batches by time; at the same time the earlier mini-batch first, and of
-    one mini-batch those that others read."""
+    """The actions of a device in `number` mini-batches by time.
+
+    At equal times, the earlier mini-batch comes first, and inside a mini-batch actions whose results others read.
+    """
 
     def key(action: Action) -> tuple[float, ...]:
         here, batch = local(action, plan, times.total)
@@ -95,7 +99,7 @@ def _order(plan: Plan, times: _Times, device: int, number: int) -> tuple[Action,
 
 
 def _ends(row: Row, times: _Times, number: int) -> list[int]:
-    """For every mini-batch the number of instructions before the first action that starts after its end."""
+    """Number of instructions before the first action that starts after the end of each mini-batch."""
     places = [(times.of(what.action, batch), index) for index, (what, batch) in enumerate(row) if what.action]
     starts = [time for time, _ in places]
     counts = [bisect_right(starts, times.end + batch * times.total) for batch in range(number)]

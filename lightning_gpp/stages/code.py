@@ -6,8 +6,8 @@ def forward(values, b):
     v9_0 = cat__0([v3_0, v7_0], 1)
     return {"v9_0": v9_0}
 
-Names of values have one underscore before the number, names of the user's modules and functions two. What a user wrote
-becomes source only as an identifier in ASCII or as the literal of a string; all else is bound to a name.
+Names of values have one underscore before the number, names of the user's modules and functions two. A user's words
+become source only as identifiers in ASCII or as string literals; everything else is bound to a name.
 """
 
 from __future__ import annotations

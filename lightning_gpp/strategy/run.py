@@ -172,13 +172,13 @@ class Run:
     # -- loops --------------------------------------------------------------------------------------------------------
 
     def begin_training(self) -> None:
-        """Go on where loaders were; let mini-batches be read before their turn, if stages start them before it."""
+        """Resume loaders at their positions; read mini-batches before their turn if stages start them before it."""
         _compat.load_loader_states(self.trainer)
         if self.engine is not None and self.job.options.weights != SYNCHRONOUS:
             self.reading.train(self.engine.ahead)
 
     def begin_evaluation(self, step: str) -> None:
-        """Let mini-batches be read before their turn; the engine may be set up at the first one."""
+        """Read mini-batches before their turn; the engine may be set up at the first one."""
         self.reading.evaluate(lambda: 0 if self.engine is None else self.engine.ahead(step))
 
     # -- optimizers ---------------------------------------------------------------------------------------------------

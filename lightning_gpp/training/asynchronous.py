@@ -39,7 +39,7 @@ class Asynchronous:
 
     Attributes:
         policy: policy for the weights with which actions compute.
-        gradients: of the devices whose work this one does; None if it does its own.
+        gradients: gradients of the devices that this one imitates; None if it does only its own work.
         ahead: number of mini-batches that have to be known before their turn.
     """
 
@@ -119,7 +119,7 @@ class Asynchronous:
         return segment
 
     def _until_flush(self, step: int, lead: int) -> int | None:
-        """Mini-batches until the next flush that the options want; what is not known in advance cannot be ahead."""
+        """Number of mini-batches until the next flush that the options want; unknown ones cannot be ahead."""
         if step < self._options.synchronous_steps or lead > self.ahead:
             return 1
         every = self._options.flush_every

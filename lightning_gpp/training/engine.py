@@ -251,7 +251,7 @@ class Engine:
     def _train_ahead(
         self, asynchronous: Asynchronous, arguments: Sequence[Any], weight: float, accumulated: int
     ) -> Outputs:
-        """A period of a pipeline that trains without a flush."""
+        """Run a period of a pipeline that trains without a flush."""
         if self._incoming.anew:
             self._give_up(asynchronous)
         self._trained = session = self._session(TRAINING, arguments)

@@ -1,4 +1,4 @@
-"""A pass of an evaluation over data, in which mini-batches follow each other without a flush."""
+"""Evaluation passes over data, in which mini-batches follow each other without a flush."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class EvaluationPass:
 
     Args:
         incoming: announces the mini-batches.
-        first: number of the first one.
+        first: number of the first mini-batch.
 
     Attributes:
-        number: of the next mini-batch.
+        number: number of the next mini-batch.
     """
 
     def __init__(self, incoming: Incoming, first: int) -> None:
@@ -26,20 +26,20 @@ class EvaluationPass:
 
     @property
     def is_over(self) -> bool:
-        """True if the mini-batch that was announced comes from another feed."""
+        """True if the announced mini-batch comes from another feed."""
         return self._incoming.feed is not self._feed
 
     def segment(self, session: Session, *, alone: bool) -> range:
-        """The segment of the next mini-batch, which was announced. What is not known in advance cannot be ahead.
+        """The segment of the next mini-batch, which was announced. Unknown mini-batches cannot be ahead.
 
-        `alone`: the feed is not of this evaluation, so what comes next is not known.
+        `alone`: the feed is not that of this evaluation, so the next mini-batches are unknown.
         """
         incoming, self._session = self._incoming, session
         known_ahead = session.lead(incoming.batch_size) <= incoming.feed.ahead()
         return self._segments.enter(self.number, incoming.facts, None if known_ahead and not alone else 1)
 
     def end(self) -> None:
-        """Let go of the mini-batches on their way: there are some if a loop was left before its end."""
+        """Drop the mini-batches in the pipeline, which exist if a loop was left before its end."""
         if self._session is None or self._session.latest is None:
             return
         program = self._session.latest.program

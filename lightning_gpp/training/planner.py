@@ -35,7 +35,7 @@ from lightning_gpp.training.options import DEFAULT, Context, Options, StageSpec,
 TRAINING = "training_step"
 
 WHOLE = 1 << 30
-"""A micro-batch size that no mini-batch exceeds: an evaluation step runs once per mini-batch."""
+"""A micro-batch size that no mini-batch exceeds, for evaluation steps, which run once per mini-batch."""
 
 
 def captured_step(

@@ -1,7 +1,7 @@
 """Segments: mini-batches between two flushes of a pipeline.
 
-Mini-batches of one form that follow each other are a segment. At its first one the pipeline fills, at its last one it
-is empty again; in between every rank works on several mini-batches.
+Consecutive mini-batches of one form are a segment. At its first one the pipeline fills, at its last one it drains; in
+between every rank works on several mini-batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Facts:
 
 
 class Segments:
-    """Divides the mini-batches of a run, or of a pass over data, into segments. All ranks do so alike.
+    """Divides the mini-batches of a run, or of a pass over data, into segments, equally on all ranks.
 
     Args:
         first: number of the first mini-batch.
@@ -43,9 +43,9 @@ class Segments:
         """The segment of a mini-batch, as far as it is known.
 
         Args:
-            number: of the mini-batch.
-            facts: of this mini-batch and those that follow.
-            most: mini-batches until the next flush, this one included; None leaves it to their forms.
+            number: number of the mini-batch.
+            facts: facts about this mini-batch and those that follow.
+            most: mini-batches until the next flush, this one included; None lets their forms decide.
         """
         alike = next((i for i, other in enumerate(facts) if other != facts[0]), len(facts))
         first = number if self.begins_at(number) else self.current.start
@@ -53,12 +53,12 @@ class Segments:
         return self.current
 
     def on_their_way(self, number: int, lead: int) -> range:
-        """The mini-batches that some device has started, where `number` is the next one."""
+        """The mini-batches that any device has started, if `number` is the next one."""
         return range(number, min(number + lead, max(number, self.current.stop)))
 
 
 def flushed_if_need_be(same_size: bool, continuous: Callable[[], Program], flushed: Callable[[], Program]) -> Program:
-    """A program that does not flush; for mini-batches of another size than usual one that does if there is no other.
+    """A program that does not flush; for mini-batches of an unusual size, if there is none, one that flushes.
 
     Raises:
         ScheduleError: mini-batches of the usual size need a flush.
@@ -72,7 +72,7 @@ def flushed_if_need_be(same_size: bool, continuous: Callable[[], Program], flush
 
 
 def later(arguments: Sequence[Any], number: int) -> list[Any]:
-    """The arguments of the user's step, without the mini-batch, for one that comes `number` mini-batches later."""
+    """The arguments of the user's step, except the mini-batch, for the one that comes `number` mini-batches later."""
     rest = list(arguments)
     if number and rest and isinstance(rest[0], int):
         rest[0] += number  # batch_idx

@@ -64,7 +64,7 @@ class Altered(Mixer):
     [
         (
             lambda rows: rows[:1],
-            r"'stage0' \(micro-batch 1\) returned 'stage0.rows' with shape \(1, 3\).*agreed.*\(2, 3\)",
+            r"'stage0' \(micro-batch 1\) returned 'stage0.rows' with shape \(1, 3\).*expected.*\(2, 3\)",
         ),
         (lambda rows: rows.float(), r"torch.float32; expected are \(2, 3\) and torch.float64"),
         (lambda rows: None, r"did not return 'stage0.rows'; it returned \['stage0.columns'"),

@@ -325,7 +325,7 @@ def test_settings_that_cannot_work(settings: dict[str, Any], match: str) -> None
         ({"slices": 13}, "strategy.slices=13 is more than the 12 tokens"),
         ({"slices": [4, 4]}, r"strategy.slices=\[4, 4\] are 8 tokens in total, a sample has 12"),
         ({"slices": 2, "slice_modules": ["heads"]}, r"strategy.slice_modules lists \['heads'\], which the training"),
-        ({"slices": 2, "slice_modules": ["picture"]}, "no stage can be cut"),
+        ({"slices": 2, "slice_modules": ["picture"]}, "no stage can be sliced"),
     ],
 )
 def test_settings_that_do_not_fit_the_model(settings: dict[str, Any], match: str) -> None:
