@@ -17,29 +17,6 @@ from lightning_gpp.planning.assignment.assign import assign, make_plan
 from lightning_gpp.planning.assignment.modules import ModuleNode, module_tree, stage_names
 from lightning_gpp.planning.problem.problem import Problem
 
-Devices = list[tuple[int, ...]]
-"""Devices of every stage, in topological order."""
-
-
-def side_by_side(replicas: Sequence[int]) -> Devices:
-    """Devices with a stage's replicas side by side: all-reduces stay inside a node. The last stage is on device 0."""
-    stops = list(accumulate(reversed(replicas)))
-    starts = [0, *stops][: len(stops)]
-    return [tuple(range(start, stop)) for start, stop in zip(starts, stops, strict=True)][::-1]
-
-
-def copies(num_stages: int, num_copies: int) -> Devices:
-    """Devices with pipeline replicas one after the other, so that stages that exchange tensors are neighbours."""
-    return [tuple(range(num_stages - 1 - stage, num_stages * num_copies, num_stages)) for stage in range(num_stages)]
-
-
-def layouts(replicas: Sequence[int]) -> list[Devices]:
-    """All layouts that these numbers of replicas allow."""
-    found = [side_by_side(replicas)]
-    if len(set(replicas)) == 1 and replicas[0] > 1:
-        found.append(copies(len(replicas), replicas[0]))
-    return found
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStage:
@@ -164,6 +141,30 @@ def in_topological_order(problem: Problem, draft: Draft) -> Draft:
         cycle = " -> ".join(str(src) for src, _ in nx.find_cycle(nx.DiGraph(pairs)))
         raise PlanError(f"The stages {cycle} of the draft form a cycle: each needs a result of the next.") from None
     return replace(draft, stages=tuple(draft.stages[index] for index in order))
+
+
+Devices = list[tuple[int, ...]]
+"""Devices of every stage, in topological order."""
+
+
+def side_by_side(replicas: Sequence[int]) -> Devices:
+    """Devices with a stage's replicas side by side: all-reduces stay inside a node. The last stage is on device 0."""
+    stops = list(accumulate(reversed(replicas)))
+    starts = [0, *stops][: len(stops)]
+    return [tuple(range(start, stop)) for start, stop in zip(starts, stops, strict=True)][::-1]
+
+
+def copies(num_stages: int, num_copies: int) -> Devices:
+    """Devices with pipeline replicas one after the other, so that stages that exchange tensors are neighbours."""
+    return [tuple(range(num_stages - 1 - stage, num_stages * num_copies, num_stages)) for stage in range(num_stages)]
+
+
+def layouts(replicas: Sequence[int]) -> list[Devices]:
+    """All layouts that these numbers of replicas allow."""
+    found = [side_by_side(replicas)]
+    if len(set(replicas)) == 1 and replicas[0] > 1:
+        found.append(copies(len(replicas), replicas[0]))
+    return found
 
 
 def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]:
