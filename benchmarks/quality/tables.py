@@ -51,9 +51,9 @@ def rates_of(setting: Setting) -> Sequence[float]:
 
 
 def settings(losses: Losses) -> list[Setting]:
-    """Those with runs of at least two seeds."""
+    """Those with all runs of at least one seed."""
     every = [(name, optimizer) for name, task in TASKS.items() for optimizer in task.rates]
-    return [setting for setting in every if len(losses.seeds(setting)) > 1]
+    return [setting for setting in every if losses.seeds(setting)]
 
 
 def late_methods(task: str) -> list[str]:
@@ -98,7 +98,9 @@ def seeds_of(losses: Losses) -> str:
 
 
 def mean(losses: Sequence[float]) -> str:
-    return f"{fmean(losses):.3f} ± {stdev(losses):.3f}" if isfinite(sum(losses)) else "diverges"
+    if not isfinite(sum(losses)):
+        return "diverges"
+    return f"{fmean(losses):.3f}" + (f" ± {stdev(losses):.3f}" if len(losses) > 1 else "")
 
 
 def delays() -> str:

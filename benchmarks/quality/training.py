@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -54,13 +53,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Final losses of a run: of all samples for validation, and the mean of the last mini-batches.
-
-    Both are infinite if one is not a number.
-    """
+    """The final loss of a run, of all samples for validation; infinite if one of a mini-batch was not a number."""
 
     validation: float
-    training: float
 
 
 @cache
@@ -85,13 +80,9 @@ def train(run: Run, method: Method) -> Outcome:
     """Train from the seed's weights on the seed's mini-batches."""
     task, (samples, validation) = TASKS[run.task], samples_of(run.task)
     modules = task.modules(run.seed)
-    losses = []
-    for loss in Training(run, method, modules).steps(samples):
-        losses.append(loss)
-        if not math.isfinite(loss):
-            return Outcome(validation=math.inf, training=math.inf)
-    last = losses[-(len(losses) // 20) :]
-    return Outcome(validation=_loss_of(task, modules, validation), training=fmean(last))
+    if not all(map(math.isfinite, Training(run, method, modules).steps(samples))):
+        return Outcome(validation=math.inf)
+    return Outcome(validation=_loss_of(task, modules, validation))
 
 
 class Training:
