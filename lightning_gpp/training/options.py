@@ -21,8 +21,8 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.option import Converted, option
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.complete import check_sharded_slices
-from lightning_gpp.planning.assignment.placement import StagesSpec, read
 from lightning_gpp.planning.assignment.slices import Slicing
+from lightning_gpp.planning.assignment.stages_spec import StagesSpec, read
 from lightning_gpp.planning.request import Count, SearchOptions, check_one_given, check_replicas
 from lightning_gpp.schedules.registry import method_of, schedule_names
 from lightning_gpp.training.option_values import (

@@ -19,9 +19,9 @@ from lightning_gpp.planning import Prediction, Request, best_order, best_plan, c
 from lightning_gpp.planning.assignment.assign import assign, make_plan, mixing_stages
 from lightning_gpp.planning.assignment.complete import completed, slice_again, slicing_of
 from lightning_gpp.planning.assignment.layout import lay_out_by_hand
-from lightning_gpp.planning.assignment.placement import read
 from lightning_gpp.planning.assignment.rebuild import rebuilt, separated
 from lightning_gpp.planning.assignment.slices import kept_together
+from lightning_gpp.planning.assignment.stages_spec import read
 from lightning_gpp.planning.problem.partitioner import Progress
 from lightning_gpp.planning.request import SEARCHED, STANDARD, SearchOptions
 from lightning_gpp.schedules.registry import method_of

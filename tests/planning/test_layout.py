@@ -83,7 +83,7 @@ def test_both_ways() -> None:
     assert program.reduced == {0, 1, 2, 3}
 
 
-def test_stages_by_hand_are_folded_as_the_schedule_wants() -> None:
+def test_stages_by_hand_are_laid_out_as_the_schedule_wants() -> None:
     graph = graphs.chain(4)
     names = blocks(graph)
     plan = manual(graph, [{"modules": [name]} for name in names], batch_size=8, num_micro_batches=4)
@@ -101,12 +101,12 @@ def test_a_partitioner_cuts_for_so_many_stages_per_device(number: int) -> None:
     assert found.plan.stages[0].figures.forward_seconds.at(1) > 0
 
 
-def test_replicas_and_folded_stages_exclude_each_other() -> None:
+def test_replicas_and_laid_out_stages_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"every stage on one device.*strategy.max_replicas=4.*num_pipelines"):
         best_plan("auto", graphs.chain(12), request(2, stages_per_device=2, max_replicas=4))
 
 
-def test_copies_of_a_folded_pipeline() -> None:
+def test_copies_of_a_laid_out_pipeline() -> None:
     found = best_plan("auto", graphs.chain(4), request(8, stages_per_device=2, num_pipelines=None, seconds=2.0))
     assert found.num_pipelines * found.plan.num_devices == 8
     assert found.num_pipelines >= 4  # 4 blocks are 2 devices with 2 stages each, at most

@@ -19,7 +19,7 @@ from lightning_gpp.planning.partitioners.series_parallel import (
     critical_path,
     decompose,
     describe,
-    fold_broadcasts,
+    inline_broadcasts,
     leaves,
     make_series_parallel,
     num_ordered,
@@ -166,8 +166,8 @@ def weighted(draw: st.DrawFn, most: int = 24) -> tuple[nx.DiGraph, dict[TreeNode
     return graph, {node: draw(st.sampled_from([0.0, 0.1, 1.0, 1.5, 4.0])) for node in graph}
 
 
-def ordered(graph: nx.DiGraph, folded: tuple[TreeNode, ...]) -> Pairs:
-    return {pair for pair in closure(graph) if not set(pair) & set(folded)}
+def ordered(graph: nx.DiGraph, inlined: tuple[TreeNode, ...]) -> Pairs:
+    return {pair for pair in closure(graph) if not set(pair) & set(inlined)}
 
 
 def heaviest(graph: nx.DiGraph, weights: dict[TreeNode, float]) -> float:
@@ -189,18 +189,18 @@ def test_conversions_contain_the_order_at_no_more_than_the_price_of_strata(
 ) -> None:
     graph, weights = case
     found = make_series_parallel(graph, weights)
-    kept = graph.subgraph(set(graph) - set(found.folded))
+    kept = graph.subgraph(set(graph) - set(found.inlined))
     order = closure(order_of(found.tree))
     assert set(leaves(found.tree)) == set(kept)
     assert decompose(order_of(found.tree)) is not None
-    assert ordered(graph, found.folded) <= order
-    assert not set(found.added) & ordered(graph, found.folded)
+    assert ordered(graph, found.inlined) <= order
+    assert not set(found.added) & ordered(graph, found.inlined)
     assert closure(graph_of(*kept.edges, *found.added)) == order
     assert found.price >= 1
     after = critical_path(found.tree, weights)
     assert after == pytest.approx(found.price * heaviest(kept, weights))
     assert after <= naive(kept, weights) * (1 + 1e-9)
-    assert (decompose(graph) is not None) <= (found == Conversion(tree=found.tree, added=(), price=1.0, folded=()))
+    assert (decompose(graph) is not None) <= (found == Conversion(tree=found.tree, added=(), price=1.0, inlined=()))
 
 
 def lightest(graph: nx.DiGraph, weights: dict[TreeNode, float]) -> float:
@@ -263,34 +263,34 @@ def masked(mask: float = 0.001) -> tuple[nx.DiGraph, dict[TreeNode, float]]:
     return graph, {node: mask if str(node).startswith("mask") else 1.0 for node in graph}
 
 
-def test_broadcasts_are_folded_into_their_readers() -> None:
+def test_broadcasts_are_inlined_into_their_readers() -> None:
     graph, weights = masked()
     assert decompose(graph) is None
     found = make_series_parallel(graph, weights)
     assert describe(found.tree) == "S(embed, layer.0, layer.1, layer.2)"
-    assert found == Conversion(tree=found.tree, added=(), price=1.0, folded=("mask", "mask.0", "mask.1", "mask.2"))
+    assert found == Conversion(tree=found.tree, added=(), price=1.0, inlined=("mask", "mask.0", "mask.1", "mask.2"))
 
 
 @pytest.mark.parametrize(
-    ("mask", "keep", "folded"), [(0.5, [], 0), (0.001, ["mask"], 0), (0.001, ["mask.1"], 3), (0.001, ["embed"], 4)]
+    ("mask", "keep", "inlined"), [(0.5, [], 0), (0.001, ["mask"], 0), (0.001, ["mask.1"], 3), (0.001, ["embed"], 4)]
 )
-def test_heavy_and_kept_nodes_are_not_folded(mask: float, keep: list[TreeNode], folded: int) -> None:
+def test_heavy_and_kept_nodes_are_not_inlined(mask: float, keep: list[TreeNode], inlined: int) -> None:
     graph, weights = masked(mask)
     found = make_series_parallel(graph, weights, keep=keep)
-    assert len(found.folded) == folded
-    assert set(leaves(found.tree)) == set(graph) - set(found.folded)
+    assert len(found.inlined) == inlined
+    assert set(leaves(found.tree)) == set(graph) - set(found.inlined)
 
 
 def test_a_light_node_with_one_reader_is_no_broadcast() -> None:
     graph = graph_of(*path("ids", "embedding", "layer"))
-    rest, folded = fold_broadcasts(graph, {"ids": 0.0, "embedding": 0.001, "layer": 1.0})
-    assert folded == ()
+    rest, inlined = inline_broadcasts(graph, {"ids": 0.0, "embedding": 0.001, "layer": 1.0})
+    assert inlined == ()
     assert set(rest) == set(graph)
 
 
-def test_series_parallel_graphs_are_not_folded() -> None:
+def test_series_parallel_graphs_are_not_inlined() -> None:
     graph = graph_of(*path(0, 2, 3), (1, 2), (1, 3))
-    assert make_series_parallel(graph, {0: 1.0, 1: 0.0, 2: 1.0, 3: 1.0}).folded == ()
+    assert make_series_parallel(graph, {0: 1.0, 1: 0.0, 2: 1.0, 3: 1.0}).inlined == ()
 
 
 @pytest.mark.parametrize("name", ["chain", "two_towers", "feature_towers", "encoder_decoder", "unet", "gpt"])

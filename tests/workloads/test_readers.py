@@ -111,7 +111,7 @@ def test_times_can_be_in_seconds(tmp_path: Path) -> None:
     assert costs.operators["head_out"].forward.at(1) == pytest.approx(2.0)
 
 
-def test_backward_layers_are_folded_onto_their_forward(tmp_path: Path) -> None:
+def test_backward_layers_are_paired_with_their_forward(tmp_path: Path) -> None:
     graph, costs = read_graph(write(tmp_path, LAYERS))
     assert [(o.name, o.target) for o in graph] == [
         ("n1", "input"),
@@ -293,7 +293,7 @@ def test_own_graphs_must_not_be_cyclic_and_must_be_in_order(tmp_path: Path) -> N
         read_graph(write(tmp_path, content))
     content = json.loads(graph.to_json())
     content["operators"].reverse()
-    with pytest.raises(PlanError, match=r"'op3' stands before 'op2', which it reads\. List operators"):
+    with pytest.raises(PlanError, match=r"'op3' comes before 'op2', which it reads\. List operators"):
         read_graph(write(tmp_path, content))
 
 

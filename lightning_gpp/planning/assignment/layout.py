@@ -51,7 +51,7 @@ def lay_out_by_hand(plan: Plan, graph: OperatorGraph, stages_per_device: int | N
     return both_ways(graph, plan) if method.bidirectional else plan
 
 
-def laid_out(plan: Plan, num_devices: int, placement: str) -> Plan:
+def laid_out(plan: Plan, num_devices: int, layout: str) -> Plan:
     """The plan with its stages, each on one device, laid over `num_devices` devices.
 
     A stage with nothing but the user's step is left out of the line, and runs on device 0.
@@ -65,8 +65,8 @@ def laid_out(plan: Plan, num_devices: int, placement: str) -> Plan:
             f"{len(line)} stages cannot be laid out over {num_devices} devices. Give more stages (strategy.stages, or "
             "strategy.stages_per_device with a partitioner), or fewer devices."
         )
-    folded = {stage: _fold(position, num_devices, placement) for position, stage in enumerate(line)}
-    device = _renumbered(folded, folded.get(plan.step_stage, 0), num_devices)
+    devices = {stage: _device_at(position, num_devices, layout) for position, stage in enumerate(line)}
+    device = _renumbered(devices, devices.get(plan.step_stage, 0), num_devices)
     stages = tuple(replace(stage, devices=(device.get(i, 0),)) for i, stage in enumerate(plan.stages))
     return replace(plan, stages=stages)
 
@@ -102,14 +102,14 @@ def _line(plan: Plan) -> list[int]:
     return sorted(stages, key=lambda stage: (-depths[stage], stage))
 
 
-def _fold(position: int, num_devices: int, placement: str) -> int:
+def _device_at(position: int, num_devices: int, layout: str) -> int:
     lap, place = divmod(position, num_devices)
-    back = placement == "zigzag" and lap % 2
+    back = layout == "zigzag" and lap % 2
     return num_devices - 1 - place if back else place
 
 
-def _renumbered(folded: dict[int, int], first: int, num_devices: int) -> dict[int, int]:
+def _renumbered(devices: dict[int, int], first: int, num_devices: int) -> dict[int, int]:
     """Device numbers after reversing or rotating the line so that `first` is device 0; neighbours stay neighbours."""
     if first == num_devices - 1:
-        return {stage: num_devices - 1 - device for stage, device in folded.items()}
-    return {stage: (device - first) % num_devices for stage, device in folded.items()}
+        return {stage: num_devices - 1 - device for stage, device in devices.items()}
+    return {stage: (device - first) % num_devices for stage, device in devices.items()}

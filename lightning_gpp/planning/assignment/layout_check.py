@@ -55,10 +55,10 @@ def _both_ways(plan: Plan, stage: Stage) -> bool:
     return stage.round_robin and len(stage.devices) == 2 and sum(stage.devices) == last
 
 
-def _has_layout(plan: Plan, placement: str) -> bool:
+def _has_layout(plan: Plan, layout: str) -> bool:
     """True if the plan has this layout under any numbering of devices; stages of equal depth may be exchanged."""
     try:
-        wanted = laid_out(plan, plan.num_devices, placement)
+        wanted = laid_out(plan, plan.num_devices, layout)
     except GPPError:
         return False
     single = all(len(stage.devices) == 1 for stage in plan.stages)

@@ -12,14 +12,14 @@ from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign, make_plan, owner_of
 from lightning_gpp.planning.assignment.devices import count_pipelines, number_devices
 from lightning_gpp.planning.assignment.modules import around, module_tree, some, stage_names
-from lightning_gpp.planning.assignment.placement import Entry, StagesSpec, read
+from lightning_gpp.planning.assignment.stages_spec import Entry, StagesSpec, read
 from lightning_gpp.planning.problem.units import step_owner
 from lightning_gpp.planning.request import resolve_size
 
 
 def manual(
     graph: OperatorGraph,
-    placement: StagesSpec,
+    spec: StagesSpec,
     *,
     batch_size: int,
     num_devices: int | None = None,
@@ -32,7 +32,7 @@ def manual(
 
     Args:
         graph: the captured operators.
-        placement: `{module path: stage number}`, `{stage name: keys}`, or a list of keys: `name`, `modules`, `devices`,
+        spec: `{module path: stage number}`, `{stage name: keys}`, or a list of keys: `name`, `modules`, `devices`,
             `micro_batch_size`, `recompute`, `round_robin`; all but `modules` may be left out. The module "@step" is the
             user's step; without it the step joins the stage that makes most of what it reads.
         batch_size: samples of the mini-batch of one pipeline replica.
@@ -47,7 +47,7 @@ def manual(
         PlanError: a module does not exist or is listed twice, a parameter is left without a stage, stages form a
             cycle, or the devices do not suffice.
     """
-    entries = _with_step(graph, _checked(graph, read(placement)))
+    entries = _with_step(graph, _checked(graph, read(spec)))
     names = stage_names([entry.modules for entry in entries])
     stages = [
         Stage(

@@ -51,7 +51,7 @@ from lightning_gpp.planning.readers.entries import (
     read_by_step,
     unique_names,
 )
-from lightning_gpp.planning.readers.folding import Profile, ProfileNode, folded, profile_of, read_by_loss
+from lightning_gpp.planning.readers.pairing import Profile, ProfileNode, paired, profile_of, read_by_loss
 from lightning_gpp.validation import validated
 
 
@@ -89,7 +89,7 @@ def read(content: Mapping[str, Any], file: str, time_unit: float) -> tuple[Opera
     names = unique_names({number: name_of(node) for number, node in listed.items()})
     nodes = {number: _node(node, names[number], time_unit) for number, node in listed.items()}
     profile = profile_of(nodes, _graph(edges_of(checked.edges, nodes, file), nodes))
-    backward, step_backward = folded(profile)
+    backward, step_backward = paired(profile)
     entries = {number: _entry(profile, number, backward) for number in profile.operators}
     pairs = list(profile.graph.subgraph(profile.operators).edges)
     for number in read_by_loss(profile) or read_by_step(entries, pairs):

@@ -2,7 +2,7 @@
 
 from lightning_gpp.planning.partitioners.series_parallel.convert import (
     Conversion,
-    fold_broadcasts,
+    inline_broadcasts,
     make_series_parallel,
 )
 from lightning_gpp.planning.partitioners.series_parallel.tree import (
@@ -33,7 +33,7 @@ __all__ = [
     "decompose",
     "describe",
     "evaluate",
-    "fold_broadcasts",
+    "inline_broadcasts",
     "leaves",
     "make_series_parallel",
     "num_ordered",

@@ -39,16 +39,16 @@ class Conversion:
     """A series-parallel order that contains the order of a graph.
 
     Args:
-        tree: all nodes that were not folded.
+        tree: all nodes that were not inlined.
         added: pairs of nodes that the graph leaves unordered; together with its edges they give the tree's order.
         price: the tree's critical path divided by the graph's, at least 1.
-        folded: nodes that are computed again by each of their readers, in topological order.
+        inlined: nodes that are computed again by each of their readers, in topological order.
     """
 
     tree: Tree
     added: tuple[tuple[TreeNode, TreeNode], ...]
     price: float
-    folded: tuple[TreeNode, ...]
+    inlined: tuple[TreeNode, ...]
 
 
 def make_series_parallel(
@@ -63,7 +63,7 @@ def make_series_parallel(
     Args:
         graph: an acyclic graph.
         weights: seconds of all nodes, not negative; 1 each by default.
-        fraction, keep: see `fold_broadcasts`.
+        fraction, keep: see `inline_broadcasts`.
 
     Raises:
         networkx.NetworkXUnfeasible: the graph has a cycle.
@@ -73,14 +73,14 @@ def make_series_parallel(
     order = order_from(graph)
     tree = expand(order, order.everything, lambda part: None)
     if tree is not None:
-        return Conversion(tree=tree, added=(), price=1.0, folded=())
-    graph, folded = fold_broadcasts(graph, weights, fraction=fraction, keep=keep)
+        return Conversion(tree=tree, added=(), price=1.0, inlined=())
+    graph, inlined = inline_broadcasts(graph, weights, fraction=fraction, keep=keep)
     order = order_from(graph)
     tree = _convert(order, _integers([weights[node] for node in order.nodes]))
-    return Conversion(tree=tree, added=_added(order, tree), price=_price(order, tree, weights), folded=folded)
+    return Conversion(tree=tree, added=_added(order, tree), price=_price(order, tree, weights), inlined=inlined)
 
 
-def fold_broadcasts(
+def inline_broadcasts(
     graph: nx.DiGraph,
     weights: Mapping[TreeNode, float],
     *,
@@ -90,17 +90,17 @@ def fold_broadcasts(
     """The graph without the nodes that each of their readers may compute again: masks, positions, constants.
 
     They cost next to nothing, have no predecessors except such nodes, and are read by several other nodes, directly or
-    through each other. Nodes that cost next to nothing and have only folded predecessors are folded, too. All other
-    nodes keep their order, because no folded node is between two of them.
+    through each other. Nodes that cost next to nothing and have only inlined predecessors are inlined, too. All other
+    nodes keep their order, because no inlined node is between two of them.
 
     Args:
         graph: an acyclic graph.
         weights: seconds of all nodes.
         fraction: a node below this fraction of the mean weight costs next to nothing.
-        keep: nodes never to fold, such as those with parameters.
+        keep: nodes never to inline, such as those with parameters.
 
     Returns:
-        The graph of the other nodes, and the folded nodes in topological order.
+        The graph of the other nodes, and the inlined nodes in topological order.
     """
     limit = fraction * sum(weights[node] for node in graph) / max(1, len(graph))
     light: dict[TreeNode, None] = {}
@@ -108,12 +108,12 @@ def fold_broadcasts(
         if weights[node] < limit and node not in keep and all(other in light for other in graph.pred[node]):
             light[node] = None
     readers = _readers(graph, light)
-    folded: dict[TreeNode, None] = {}
+    inlined: dict[TreeNode, None] = {}
     for node in light:
         sources = graph.pred[node]
-        if len(readers[node]) > 1 or (sources and all(other in folded for other in sources)):
-            folded[node] = None
-    return graph.subgraph([node for node in graph if node not in folded]), tuple(folded)
+        if len(readers[node]) > 1 or (sources and all(other in inlined for other in sources)):
+            inlined[node] = None
+    return graph.subgraph([node for node in graph if node not in inlined]), tuple(inlined)
 
 
 def _readers(graph: nx.DiGraph, light: Mapping[TreeNode, None]) -> dict[TreeNode, set[TreeNode]]:

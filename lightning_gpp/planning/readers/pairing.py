@@ -56,7 +56,7 @@ def profile_of(nodes: Mapping[int, ProfileNode], graph: nx.DiGraph) -> Profile:
     return Profile(nodes=nodes, graph=graph, parameters=parameters, operators=operators, classes=classes)
 
 
-def folded(profile: Profile) -> tuple[dict[int, float], float]:
+def paired(profile: Profile) -> tuple[dict[int, float], float]:
     """Backward seconds of every forward operator that has a backward, and of the user's step."""
     seconds: dict[int, float] = {}
     step = 0.0

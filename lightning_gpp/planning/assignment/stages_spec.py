@@ -26,33 +26,33 @@ class Entry:
     round_robin: bool = False
 
 
-def read(placement: StagesSpec) -> list[Entry]:
+def read(spec: StagesSpec) -> list[Entry]:
     """The stages that a user wrote.
 
     Raises:
         ConfigError: the spec has none of the forms.
     """
-    if not placement:
+    if not spec:
         raise ConfigError("strategy.stages is empty; give module paths and stage numbers, or leave it out.")
-    if not isinstance(placement, Mapping):
-        return [_entry(f"strategy.stages[{index}]", keys) for index, keys in enumerate(placement)]
-    numbers = [number for number in placement.values() if isinstance(number, int)]
-    if len(numbers) == len(placement):
-        return _numbered(placement)
+    if not isinstance(spec, Mapping):
+        return [_entry(f"strategy.stages[{index}]", keys) for index, keys in enumerate(spec)]
+    numbers = [number for number in spec.values() if isinstance(number, int)]
+    if len(numbers) == len(spec):
+        return _numbered(spec)
     if numbers:
         raise ConfigError(
             "strategy.stages mixes module paths with numbers and stage names with modules: "
-            f"{dict(placement)}. Write all entries in one form."
+            f"{dict(spec)}. Write all entries in one form."
         )
-    return [_entry(f"strategy.stages.{name}", _named(name, keys)) for name, keys in placement.items()]
+    return [_entry(f"strategy.stages.{name}", _named(name, keys)) for name, keys in spec.items()]
 
 
-def _numbered(placement: Mapping[str, int]) -> list[Entry]:
-    count = 1 + max(placement.values())
-    modules = [tuple(path for path, number in placement.items() if number == stage) for stage in range(count)]
-    if not all(modules) or min(placement.values()) < 0:
+def _numbered(spec: Mapping[str, int]) -> list[Entry]:
+    count = 1 + max(spec.values())
+    modules = [tuple(path for path, number in spec.items() if number == stage) for stage in range(count)]
+    if not all(modules) or min(spec.values()) < 0:
         raise ConfigError(
-            f"strategy.stages must number the stages 0..n-1 without gaps, got {sorted(set(placement.values()))}."
+            f"strategy.stages must number the stages 0..n-1 without gaps, got {sorted(set(spec.values()))}."
         )
     return [Entry(modules=paths) for paths in modules]
 
