@@ -25,7 +25,7 @@ def slicing_of(plan: Plan) -> Slicing | None:
 
 
 def unslice(plan: Plan, graph: OperatorGraph) -> Plan:
-    """The plan without slices. It is rebuilt, because summing the figures of slices would overestimate memory."""
+    """The plan without slices. It is rebuilt, because figures of slices do not add up to those of unsliced stages."""
     return plan if not plan.is_sliced else rebuilt(unsliced(plan).plan, graph, plan.batch_size)
 
 

@@ -58,7 +58,7 @@ def _edge_seconds(plan: Plan, edge: Edge, costs: StageCosts) -> Affine:
 
 
 def _room(plan: Plan, costs: StageCosts, device: int, limit: float) -> float:
-    """Bytes that the stages of a device leave free besides their parameters."""
+    """Bytes of a device that the parameters of its stages leave free."""
     held = sum(costs.replica(stage, device).parameter_bytes for stage in plan.stages_on(device))
     return max(0.0, limit - held * costs.parameter_copies)
 

@@ -154,7 +154,7 @@ def memory_limits(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
 
 
 def simulated(problem: Problem, draft: Draft) -> Prediction:
-    """The prediction for a draft's plan, without changes.
+    """The prediction for the plan that a draft becomes.
 
     Raises:
         PlanError: the stages form a cycle.
