@@ -3,10 +3,11 @@ module does not load it."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
-import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -178,11 +179,6 @@ class _AheadOf:
         return getattr(self._loader, name)
 
 
-def skip_step_broadcast(trainer: Any) -> None:
-    """Skip the broadcast by which Lightning shares SIGTERM in every training step: rank 0 would wait in it."""
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
-
-
 def restore_batch_hooks(module: Any) -> None:
     """Undo `bypass_batch_hooks` and `deliver_prepared`."""
     vars(module).pop("_on_before_batch_transfer", None)
@@ -249,19 +245,76 @@ def uses_dataloader_iter(step: Callable[..., Any]) -> bool:
     return bool(is_param_in_hook_signature(step, "dataloader_iter", explicit=True))
 
 
-def keep_sigterm_handler(trainer: Any) -> None:
-    """Make Lightning keep the current handler of SIGTERM, instead of the one it found when the run started."""
-    handlers = trainer._signal_connector._original_handlers
-    if signal.SIGTERM in handlers:
-        handlers[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
+def leave_signals_alone(trainer: Any) -> None:
+    """Keep Lightning from handling signals: its handlers wait for other ranks, which wait elsewhere."""
+    trainer._signal_connector.register_signal_handlers = lambda: None
 
 
-def disable_sigterm_broadcast(trainer: Any) -> None:
-    """Remove the broadcast from Lightning's SIGTERM handler, where it would wait for ranks that wait elsewhere.
+def handle_signals_again(trainer: Any) -> None:
+    """Undo `leave_signals_alone`."""
+    vars(trainer._signal_connector).pop("register_signal_handlers", None)
 
-    The previous handler is still called; only the connector knows which functions belong to it.
+
+def before_steps(trainer: Any, function: Callable[[], None]) -> None:
+    """Call `function` between two training steps, before the next mini-batch is fetched.
+
+    It takes the place of the broadcast by which Lightning shares SIGTERM there. The first step after a checkpoint was
+    restored is left out: until then the loops' counters are those of the checkpoint, not of a run.
     """
-    trainer._signal_connector._sigterm_notifier_fn = lambda number, frame: None
+    loop = trainer.fit_loop.epoch_loop
+    plain = type(loop).advance
+    loop._broadcast_sigterm_tensor = lambda: None
+
+    def advance(data_fetcher: Any) -> None:
+        if not loop.restarting:
+            function()
+        plain(loop, data_fetcher)
+
+    loop.advance = advance
+
+
+def restore_steps(trainer: Any) -> None:
+    """Undo `before_steps`."""
+    for name in ("advance", "_broadcast_sigterm_tensor"):
+        vars(trainer.fit_loop.epoch_loop).pop(name, None)
+
+
+def accumulates(trainer: Any) -> bool:
+    """True between the mini-batches of one optimizer step, whose gradients no checkpoint has."""
+    return bool(trainer.fit_loop.epoch_loop._should_accumulate())
+
+
+@contextmanager
+def counters_to_resume_from(trainer: Any) -> Iterator[None]:
+    """Set the loops' counters, for a checkpoint, so that Lightning goes on from here.
+
+    In a validation: it begins anew, as half of its values would be missing. Before a step: Lightning takes one at which
+    a validation is due for the end of that validation, and counts the step before it twice.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    steps, progress = loop._batches_that_stepped, copy.deepcopy(loop.val_loop.batch_progress)
+    if trainer.validating:
+        loop.val_loop.batch_progress.reset()
+        loop.val_loop.batch_progress.increment_ready()
+        loop.val_loop.batch_progress.increment_started()
+    elif loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+        loop._batches_that_stepped -= 1
+    try:
+        yield
+    finally:
+        loop._batches_that_stepped, loop.val_loop.batch_progress = steps, progress
+
+
+def begin_validation_anew(trainer: Any) -> None:
+    """Forget a validation that a checkpoint interrupted; the loop runs it now."""
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    if validation.restarted_mid_evaluation:
+        validation.batch_progress.reset()
+
+
+def preemption_path(trainer: Any) -> str:
+    """The path of the next checkpoint of a run that is preempted, which Lightning resumes from in a SLURM job."""
+    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
 
 
 def reset_metric(metric: Any, value: Any, count: int) -> None:

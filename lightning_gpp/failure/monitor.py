@@ -30,6 +30,8 @@ from lightning_gpp.failure.links import Address, Listener, PeerLink, connect, ex
 from lightning_gpp.failure.processes import ProcessIdentity, exit_now
 from lightning_gpp.failure.watch import EXIT_CODE, Cause, Watcher
 
+INTERRUPTED: Final = 130
+"""The exit code after Ctrl-C."""
 _CONSEQUENCE_GRACE: Final = 2.0
 """Seconds that a communication error waits for its cause to arrive."""
 _CONSEQUENCES: Final = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "gloo")
@@ -70,6 +72,7 @@ class FailureMonitor:
         self._exit_grace = exit_grace
         self._patience = patience
         self._watcher: Watcher | None = None
+        self._stop_signal = 0
         self._process = ProcessIdentity.current()
         self._excepthook = sys.excepthook
 
@@ -101,6 +104,8 @@ class FailureMonitor:
             exit_grace=self._exit_grace,
         )
         self._watcher.start()
+        if self._stop_signal:
+            self._watcher.ask_to_stop(self._stop_signal)
         self._excepthook, sys.excepthook = sys.excepthook, self._on_uncaught
         return self
 
@@ -113,7 +118,9 @@ class FailureMonitor:
         watcher = self._watcher
         if watcher is None or not watcher.is_alive() or os.getpid() != self._process.pid:
             return
-        if not (_is_consequence(error) and watcher.known.wait(_CONSEQUENCE_GRACE)):
+        if isinstance(error, KeyboardInterrupt):
+            self.fail("was interrupted", code=INTERRUPTED)
+        elif not (_is_consequence(error) and watcher.known.wait(_CONSEQUENCE_GRACE)):
             explains_itself = isinstance(error, GPPError)  # and its own rank shows the traceback as Python does
             trace = "" if explains_itself else "".join(traceback.format_exception(error, limit=-_SHORT))
             self.fail(f"raised {type(error).__name__}: {error}", trace)
@@ -124,8 +131,25 @@ class FailureMonitor:
         if isinstance(error, SystemExit) and not error.code:
             exit_now(EXIT_CODE)
 
-    def fail(self, event: str, trace: str = "") -> None:
-        """Tell the others that this rank fails by `event`, a verb phrase, not an exception. Returns when they know."""
+    def ask_to_stop(self, number: int) -> None:
+        """Tell rank 0, without waiting, that this rank has received a signal that asks the job to stop.
+
+        Before the start it is kept until then.
+        """
+        self._stop_signal = max(self._stop_signal, number)
+        if self._watcher is not None:
+            self._watcher.ask_to_stop(number)
+
+    @property
+    def stop_signal(self) -> int:
+        """The signal that asks the job to stop, 0 if there is none; on rank 0 that of any rank, elsewhere its own."""
+        return max(self._stop_signal, self._watcher.stop_signal if self._watcher is not None else 0)
+
+    def fail(self, event: str, trace: str = "", code: int = EXIT_CODE) -> None:
+        """Tell the others that this rank fails by `event`, a verb phrase, not an exception. Returns when they know.
+
+        `code`: the exit code of all other ranks.
+        """
         watcher = self._watcher
         if watcher is None or not watcher.is_alive():
             return
@@ -137,6 +161,7 @@ class FailureMonitor:
                 event=event,
                 reported=True,
                 traceback=trace,
+                code=code,
             )
         )
         watcher.known.wait(self._exit_grace)

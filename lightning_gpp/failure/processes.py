@@ -11,10 +11,11 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 _PR_SET_PDEATHSIG: Final = 1
 _STATE, _START_TIME, _EXIT_STATUS = 0, 19, 49
@@ -136,6 +137,30 @@ def _set_parent_death_signal(number: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+class Forgetful(Protocol):
+    """An owner of sockets that a forked worker must not keep."""
+
+    def forget(self) -> None:
+        """Close them in this process."""
+        ...
+
+
+_forgetful: weakref.WeakSet[Forgetful] = weakref.WeakSet()
+
+
+def forget_in_workers(owner: Forgetful) -> None:
+    """Let `owner` forget its sockets in every worker that is forked from now on, as long as it lives."""
+    _forgetful.add(owner)
+
+
+def _forget() -> None:
+    for owner in list(_forgetful):
+        owner.forget()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def say(text: str) -> None:

@@ -12,13 +12,14 @@ import os
 import signal
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+
+from lightning_gpp.failure.processes import forget_in_workers
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -27,8 +28,10 @@ class StopFlag:
     """A context manager in which `signals` only set a flag. Main thread only; ValueError elsewhere.
 
     A main thread that waits in a receive runs no Python handlers, and if its peer never sends, no rank reaches the
-    point at which the flag is read. So a signal that no call of `agreed` has answered within `patience` seconds is
-    passed to `overdue`, in a thread. Forked workers keep the default behaviour of `signals`.
+    point at which the flag is read. So a thread learns of signals, too: it passes each to `heard` at once, also those
+    that keep their handlers, and to `overdue` one of `signals` that nobody has answered within `patience` seconds.
+    One that comes too late to be answered takes effect at the end of the context. Forked workers keep the default
+    behaviour of `signals`.
     """
 
     def __init__(
@@ -37,15 +40,16 @@ class StopFlag:
         *,
         signals: Iterable[signal.Signals] = STOP_SIGNALS,
         patience: float = 30.0,
+        heard: Callable[[int], object] = lambda number: None,
     ) -> None:
         self.signals = tuple(signals)
         self.received: signal.Signals | None = None
         """The signal that this rank has received; the one with the highest number if there are several."""
-        self._overdue = overdue
+        self._overdue, self._heard = overdue, heard
         self._patience = patience
         self._answered = threading.Event()
         self._previous: dict[signal.Signals, Any] = {}
-        self._installed = False
+        self._installed = self._expecting = False
 
     def __enter__(self) -> StopFlag:
         self._process, self._installed = os.getpid(), True
@@ -55,13 +59,13 @@ class StopFlag:
         self._wake.setblocking(False)
         self._previous_wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="gpp-stop-flag", daemon=True).start()
-        forget = weakref.WeakMethod(self._forget_in_worker)
-        os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
+        forget_in_workers(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        answered = self._answered.is_set()
         self._answered.set()
         self._installed = False
         signal.set_wakeup_fd(self._previous_wakeup)
@@ -69,6 +73,8 @@ class StopFlag:
             signal.signal(each, handler if handler is not None else signal.SIG_DFL)
         self._previous.clear()
         self._wake.close()
+        if self.received and not answered and error is None:
+            signal.raise_signal(self.received)
 
     def agreed(
         self, group: dist.ProcessGroup | None = None, device: torch.device | None = None
@@ -85,6 +91,11 @@ class StopFlag:
         self._answered.set()
         return signal.Signals(number)
 
+    def handler_before(self, number: signal.Signals) -> Callable[[int, FrameType | None], Any] | None:
+        """The handler in Python that a signal had before; None if it had none."""
+        handler = self._previous.get(number)
+        return handler if callable(handler) else None
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._process and self._installed:
             self.received = signal.Signals(max(self.received or 0, number))
@@ -96,11 +107,13 @@ class StopFlag:
     def _listen(self) -> None:
         """Read signals, which arrive as bytes even while the main thread waits."""
         with self._woken:
-            while number := self._woken.recv(1):
-                if number[0] in self.signals:
-                    return self._expect_answer(signal.Signals(number[0]))
-                self._pass_on(number)
-        return None
+            while byte := self._woken.recv(1):
+                self._heard(byte[0])
+                if byte[0] not in self.signals:
+                    self._pass_on(byte)
+                elif not self._expecting:
+                    self._expecting = True
+                    threading.Thread(target=self._expect_answer, args=(signal.Signals(byte[0]),), daemon=True).start()
 
     def _expect_answer(self, number: signal.Signals) -> None:
         if not self._answered.wait(self._patience):
@@ -111,8 +124,8 @@ class StopFlag:
             with contextlib.suppress(OSError):
                 os.write(self._previous_wakeup, number)
 
-    def _forget_in_worker(self) -> None:
-        """Forget the socket in a forked worker, whose copy of it would report the worker's signals to this rank."""
+    def forget(self) -> None:
+        """Close the socket in a forked worker, whose copy of it would report the worker's signals to this rank."""
         with contextlib.suppress(ValueError):
             if self._installed:
                 signal.set_wakeup_fd(-1)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import selectors
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
 
 from lightning_gpp.failure.links import PeerLink, PeerMessage
-from lightning_gpp.failure.processes import ProcessIdentity, exit_now, say
+from lightning_gpp.failure.processes import ProcessIdentity, exit_now, forget_in_workers, say
 
 EXIT_CODE: Final = 1
 
@@ -37,6 +35,8 @@ class Cause:
     reported: bool = False
     """True if the rank reported it itself, and so ends by itself."""
     traceback: str = ""
+    code: int = EXIT_CODE
+    """The exit code of all ranks."""
 
     @classmethod
     def of(cls, message: dict[str, Any]) -> Cause:
@@ -64,6 +64,8 @@ class Watcher(threading.Thread):
         self.cause: Cause | None = None
         self.known = threading.Event()
         """Set after `cause` is known and printed."""
+        self.stop_signal = 0
+        """On rank 0 the highest signal that asks the job to stop, received by any rank; 0 if there is none."""
         self._links = links
         self._timeout = timeout
         self._describe = describe
@@ -77,6 +79,10 @@ class Watcher(threading.Thread):
     def submit(self, cause: Cause) -> None:
         """Report a failure of this rank, from another thread."""
         self._post(partial(self._submit, cause))
+
+    def ask_to_stop(self, number: int) -> None:
+        """Tell rank 0 of a signal that asks the job to stop, from another thread."""
+        self._post(partial(self._ask, number))
 
     def finish(self, patience: float) -> None:
         """Report the regular end of this rank, from another thread. Returns when all peers end, or after `patience`."""
@@ -110,6 +116,11 @@ class Watcher(threading.Thread):
             return self._adopt(cause)
         return self._links[0].send({"cause": asdict(cause)})
 
+    def _ask(self, number: int) -> None:
+        self.stop_signal = max(self.stop_signal, number)
+        if self.rank != 0 and self._links:
+            self._links[0].send({"stop": number})
+
     def _finish(self, patience: float) -> None:
         self._end_by = time.monotonic() + patience
         if self.rank != 0:
@@ -131,6 +142,7 @@ class Watcher(threading.Thread):
     def _hear(self, link: PeerLink, message: PeerMessage) -> None:
         link.action = message.get("action", link.action)
         link.done = link.done or "done" in message
+        self.stop_signal = max(self.stop_signal, message.get("stop", 0))
         if "cause" in message:
             self._adopt(Cause.of(message["cause"]))
 
@@ -212,7 +224,7 @@ class Watcher(threading.Thread):
         alone = not self._links and self.cause.rank != self.rank
         if alone or now >= self._end_by:
             self._kill_left_behind(self.cause)
-            exit_now(EXIT_CODE)
+            exit_now(self.cause.code)
 
     def _kill_left_behind(self, cause: Cause) -> None:
         for link in self._links.values():
@@ -235,15 +247,14 @@ class Watcher(threading.Thread):
         self._selector.register(self._woken, selectors.EVENT_READ, self._obey)
         for link in self._links.values():
             self._selector.register(link.socket, selectors.EVENT_READ, partial(self._read, link))
-        forget = weakref.WeakMethod(self._forget)
-        os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
+        forget_in_workers(self)
 
     def _close(self) -> None:
         for link in self._links.values():
             link.send({"done": True})
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Close the sockets in a forked worker: while it has copies, other ranks do not notice the end of this one."""
         for link in self._links.values():
             link.close()

@@ -61,7 +61,6 @@ class ReadAhead:
 
     def train(self, ahead: Callable[[], int]) -> None:
         """Take part in the loop of training, for the rest of the run."""
-        _compat.skip_step_broadcast(self._trainer)
         self._begin(Feed(ahead, self._prepared, self._left), self._position)
 
     def evaluate(self, ahead: Callable[[], int]) -> None:

@@ -1,49 +1,123 @@
-"""The failure guard: replaces Lightning's reactions to failures, which would wait for other ranks."""
+"""The guard: replaces Lightning's reactions to failures and signals, which would wait for other ranks."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
 
 import lightning.pytorch as pl
 
-from lightning_gpp._compat.lightning import disable_sigterm_broadcast
+from lightning_gpp._compat import lightning as _compat
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import exit_now
-from lightning_gpp.failure.stop_flag import StopFlag
+from lightning_gpp.failure.stop_flag import STOP_SIGNALS, StopFlag
+from lightning_gpp.strategy.preemption import SIGNALLED, Preempted, Preemption
+
+_INTERRUPT_GRACE: Final = 2.0
+"""Seconds for a main thread to raise KeyboardInterrupt; it cannot while it waits in a receive."""
 
 
-class FailureGuard(pl.Callback):
-    """Guards one run of a trainer, from the guard's creation to `remove`.
+class Guard(pl.Callback):
+    """Guards one run of a trainer, from the guard's creation, before the process group exists, to `remove`.
 
     * Exceptions are reported before other callbacks see them: a callback that saves a checkpoint would wait for ranks
       that wait for this one, and the failure would never be reported.
-    * SIGTERM to any rank ends all ranks; Lightning's handler would wait for a broadcast for ever.
+    * Signals that ask the job to stop set a flag, on which all ranks act between two steps.
+    * Ctrl-C ends all ranks, also one that waits in a receive.
     """
 
-    def __init__(self, trainer: pl.Trainer, monitor: FailureMonitor) -> None:
-        self._trainer = trainer
-        self._monitor = monitor
+    def __init__(self, trainer: pl.Trainer, monitor: FailureMonitor, grace: timedelta) -> None:
+        self._trainer, self._monitor, self._grace = trainer, monitor, grace.total_seconds()
+        self._preemption: Preemption | None = None
         self._flag: StopFlag | None = None
+        self._raised = threading.Event()
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         callbacks.insert(0, self)
         if threading.current_thread() is threading.main_thread():
-            disable_sigterm_broadcast(trainer)
-            self._flag = StopFlag(self._terminate, signals=(signal.SIGTERM,), patience=0.0).__enter__()
+            _compat.leave_signals_alone(trainer)
+            self._flag = self._install(STOP_SIGNALS)
+
+    def _install(self, signals: tuple[signal.Signals, ...]) -> StopFlag:
+        flag = StopFlag(self._give_up, signals=signals, patience=self._grace, heard=self._hear)
+        return flag.__enter__()
+
+    def stops_for(self, preemption: Preemption) -> None:
+        """Let the run stop between two steps from now on, as there are processes that can agree on it."""
+        self._preemption = preemption
+        _compat.before_steps(self._trainer, self.boundary)
+
+    def boundary(self, *, ended: bool = False) -> None:
+        """Stop here if any rank was asked to. All ranks call this together.
+
+        Args:
+            ended: the run is complete, no step follows.
+
+        Raises:
+            Preempted: on all ranks, after they saved.
+        """
+        preemption = self._preemption
+        if preemption is None or not preemption.possible:
+            return
+        received = None if self._flag is None else self._flag.received
+        number = preemption.asked(received or 0, ended=ended)
+        if number is None:
+            return
+        if self._flag is not None:
+            self._flag.answer(number)
+        preemption.save(number, ended=ended)
+        self._hand_on(number)
+        self._trainer.strategy.barrier()
+        raise Preempted(number)
+
+    def _hand_on(self, number: signal.Signals) -> None:
+        """Call the handler that was there before the run, such as that of submitit, which requeues the job."""
+        handler: Callable[..., Any] | None = None if self._flag is None else self._flag.handler_before(number)
+        if handler is not None:
+            try:
+                handler(number, None)
+            except SystemExit:  # other ranks are not ready yet
+                return
+
+    def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
+        """Between two steps of a validation the run can stop, too."""
+        self.boundary()
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Let the strategy report the exception now; Lightning's later call of the strategy does nothing more."""
+        self._raised.set()
         trainer.strategy.on_exception(exception)
 
-    def remove(self) -> None:
-        """Restore Lightning's reactions."""
+    def remove(self, error: BaseException | None) -> None:
+        """Restore Lightning's reactions. A signal after the last boundary takes effect now if there is no error."""
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         if self in callbacks:
             callbacks.remove(self)
+        _compat.restore_steps(self._trainer)
         if self._flag is not None:
-            self._flag.__exit__(None, None, None)
+            _compat.handle_signals_again(self._trainer)
+            self._flag.__exit__(None, error, None)
             self._flag = None
 
-    def _terminate(self, number: signal.Signals) -> None:
-        self._monitor.fail(f"received {number.name}")
-        exit_now(128 + number)
+    # -- in the thread that hears of signals
+
+    def _hear(self, number: int) -> None:
+        if number in STOP_SIGNALS:
+            self._monitor.ask_to_stop(number)
+        elif number == signal.SIGINT:
+            threading.Thread(target=self._interrupt, daemon=True).start()
+
+    def _interrupt(self) -> None:
+        if not self._raised.wait(_INTERRUPT_GRACE):
+            self._end("was interrupted", signal.SIGINT)
+
+    def _give_up(self, number: signal.Signals) -> None:
+        self._end(f"received {number.name}, and no step ended within {self._grace:g} s (strategy.grace)", number)
+
+    def _end(self, event: str, number: signal.Signals) -> None:
+        self._monitor.fail(event, code=SIGNALLED + number)
+        exit_now(SIGNALLED + number)

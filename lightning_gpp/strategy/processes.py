@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -13,9 +12,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_gpp._compat.lightning import LAUNCHER, default_backend, init_process_group
-from lightning_gpp.failure.monitor import FailureMonitor
-from lightning_gpp.failure.processes import bind_to_parent, release_from_parent
-from lightning_gpp.training.control import Control
+from lightning_gpp.failure.processes import bind_to_parent
 
 
 def tie_to_launcher(environment: ClusterEnvironment) -> None:
@@ -43,14 +40,6 @@ def leave() -> None:
     """Destroy the process group, if there is one: Lightning does so only for NCCL."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def watch(control: Control, limit: timedelta, describe: Callable[[], str]) -> FailureMonitor:
-    """Start to monitor all ranks; after a failure they end within about `limit`."""
-    monitor = FailureMonitor.within(limit, rank=control.rank, world_size=control.world_size, describe=describe)
-    monitor.start()
-    release_from_parent()
-    return monitor
 
 
 def given_seed() -> int | None:

@@ -174,6 +174,7 @@ class Run:
     def begin_training(self) -> None:
         """Resume loaders at their positions; read mini-batches before their turn if stages start them before it."""
         _compat.load_loader_states(self.trainer)
+        _compat.begin_validation_anew(self.trainer)
         if self.engine is not None and self.job.options.weights != SYNCHRONOUS:
             self.reading.train(self.engine.ahead)
 

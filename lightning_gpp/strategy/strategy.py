@@ -20,22 +20,24 @@ from torch.optim import Optimizer
 from lightning_gpp._compat.lightning import (
     current_hook,
     gather_over,
-    keep_sigterm_handler,
     layer_sync,
     reduce_over,
     set_rank_zero,
     subprocess_launcher,
 )
 from lightning_gpp.errors import ConfigError, PlanError
-from lightning_gpp.failure.monitor import FailureMonitor
+from lightning_gpp.failure.monitor import INTERRUPTED, FailureMonitor
+from lightning_gpp.failure.processes import release_from_parent
 from lightning_gpp.option import documents, takes_fields_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.simulation import Timeline
 from lightning_gpp.strategy.arguments import Arguments
+from lightning_gpp.strategy.checkpoint_file import AtomicCheckpointIO
 from lightning_gpp.strategy.checks import check_layer_sync
 from lightning_gpp.strategy.data import Placeholder, distribute
-from lightning_gpp.strategy.guard import FailureGuard
-from lightning_gpp.strategy.processes import start_process_group, tie_to_launcher, watch
+from lightning_gpp.strategy.guard import Guard
+from lightning_gpp.strategy.preemption import Preempted, Preemption
+from lightning_gpp.strategy.processes import start_process_group, tie_to_launcher
 from lightning_gpp.strategy.run import Run
 from lightning_gpp.training.checkpoint import KEY, entry, load_state
 from lightning_gpp.training.control import Control
@@ -65,18 +67,18 @@ class GPPStrategy(ParallelStrategy):
             given.accelerator,
             given.parallel_devices,
             given.cluster_environment,
-            given.checkpoint_io,
+            given.checkpoint_io or AtomicCheckpointIO(),
             given.precision_plugin,
         )
         self.options: Options = given
         self._num_nodes = 1
         self._control: Control | None = None
         self._monitor: FailureMonitor | None = None
-        self._guard: FailureGuard | None = None
+        self._guard: Guard | None = None
         self._run: Run | None = None
         self._known: Plan | None = None
         self._resumed: dict[str, Any] = {}
-        self._failed = False
+        self._end: BaseException | None = None
         self._accumulating = False
 
     # -- processes ----------------------------------------------------------------------------------------------------
@@ -140,21 +142,33 @@ class GPPStrategy(ParallelStrategy):
         self.set_world_ranks()
         if self.cluster_environment is None:
             raise ConfigError("The strategy has no cluster environment yet; it gets one from the trainer.")
+        self._end = None
+        self._monitor = FailureMonitor.within(
+            self.options.failure_timeout, rank=self.global_rank, world_size=self.world_size, describe=self._describe
+        )
+        if self.lightning_module is not None:
+            self._guard = Guard(self.lightning_module.trainer, self._monitor, self.options.grace)
         start_process_group(
             self.cluster_environment, self.options.process_group_backend, self.root_device, self.options.timeout
         )
         if self._control is None:
             self._control = join(self.options, self.global_rank, self.world_size)
-        self._failed = False
-        self._monitor = watch(self._control, self.options.failure_timeout, self._describe)
-        if self.world_size > 1 and self.lightning_module is not None:
-            self._guard = FailureGuard(self.lightning_module.trainer, self._monitor)
+        self._monitor.start()
+        release_from_parent()
+        if self._guard is not None and self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            self._guard.stops_for(Preemption(trainer, self._control, self._monitor, self.cluster_environment))
 
     def _describe(self) -> str:
         engine = self._engine
         return "set-up" if engine is None else engine.describe()
 
     # -- what ranks tell each other -----------------------------------------------------------------------------------
+
+    @property
+    def _failed(self) -> bool:
+        """True if this rank has failed. A rank that was asked to stop has not: all stop together."""
+        return self._end is not None and not isinstance(self._end, Preempted)
 
     @property
     def _alone(self) -> bool:
@@ -217,25 +231,32 @@ class GPPStrategy(ParallelStrategy):
         self.setup_precision_plugin()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report the exception to the other ranks; from now on this rank waits for nobody."""
-        self._failed = True
-        if self._monitor is not None:
+        """Report the exception to the other ranks; from now on this rank waits for nobody, unless all stop together."""
+        self._end = exception
+        if self._monitor is not None and not isinstance(exception, Preempted):
             self._monitor.report(exception)
 
     def teardown(self) -> None:
-        """Detach from the module; after a normal end rank 0's module is complete again."""
+        """Detach from the module; after a normal end rank 0's module is complete again.
+
+        Raises:
+            SystemExit: for a signal that came after the last step, or with the exit code of Ctrl-C.
+        """
+        if self._end is None and self._guard is not None:
+            self._guard.boundary(ended=True)
         if self._run is not None:
-            self._run.detach(complete=not self._failed)
+            self._run.detach(complete=self._end is None)
         self.precision_plugin.teardown()
         for part in (self.cluster_environment, self.accelerator, self.checkpoint_io):
             if part is not None:
                 part.teardown()
         if self._monitor is not None:
             self._monitor.stop()
-        if self._guard is not None and self.lightning_module is not None:
-            self._guard.remove()
-            keep_sigterm_handler(self.lightning_module.trainer)
+        if self._guard is not None:
+            self._guard.remove(self._end)
         self._monitor = self._guard = None
+        if isinstance(self._end, KeyboardInterrupt):
+            raise SystemExit(INTERRUPTED)
 
     def model_to_device(self) -> None:
         """Move this rank's part of the module to its device."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -50,7 +51,7 @@ class Control:
         The step's rank does not wait for the others, which may be behind.
         """
         if self.num_devices > 1 and self.runs_step:
-            self._tell(numbers.clone())
+            self._tell(numbers.clone(), self._others, self._pipeline_group)
         elif self.num_devices > 1:
             dist.recv(numbers, src=self.step_rank, group=self._pipeline_group)
         return numbers
@@ -78,9 +79,18 @@ class Control:
         received = self.share(pickled if self.runs_step else torch.empty(int(length), dtype=torch.uint8))
         return value if self.runs_step else pickle.loads(received.numpy().tobytes())
 
-    def _tell(self, numbers: Tensor) -> None:
-        """Send numbers to the other ranks of the pipeline, and keep them until they have arrived."""
-        works = [dist.isend(numbers, rank, group=self._pipeline_group) for rank in self._others]
+    def relay(self, number: int) -> int:
+        """The number of global rank 0, on every rank; a rank that has it does not wait for those that have not."""
+        numbers, (_, *heads) = torch.tensor([number]), self.mesh.replica_ranks(0)
+        if self.rank == 0 and heads:
+            self._tell(numbers, heads, self.world)
+        elif self.runs_step and heads:
+            dist.recv(numbers, src=0, group=self.world)
+        return int(self.share(numbers))
+
+    def _tell(self, numbers: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+        """Send numbers to other ranks, and keep them until they have arrived."""
+        works = [dist.isend(numbers, rank, group=group) for rank in ranks]
         self._told.append((numbers, works))
         if len(self._told) > UNDERWAY:
             for work in self._told.popleft()[1]:

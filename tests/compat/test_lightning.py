@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -16,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only as shared_rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -79,6 +80,7 @@ def fit(module: L.LightningModule, data: Any = None, **hooks: Callable[[L.Traine
 
 LAUNCHED = """
 import os, pathlib, sys
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning_gpp._compat.lightning import LAUNCHER, subprocess_launcher
 
@@ -450,52 +452,95 @@ def test_restore_epoch_end() -> None:
 # --- signals
 
 
-@pytest.fixture
-def received() -> Iterator[list[int]]:
-    """Signals that the process gets, in a handler installed before the run."""
-    numbers: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: numbers.append(number))
-    yield numbers
-    signal.signal(signal.SIGTERM, before)
-
-
-def test_disable_sigterm_broadcast(received: list[int]) -> None:
-    told: list[bool] = []
-
-    def terminate(trainer: L.Trainer) -> None:
-        signal.raise_signal(signal.SIGTERM)
-        told.append(trainer.received_sigterm)
-
-    trainer = L.Trainer(**QUIET, callbacks=[At(on_train_start=terminate)])
-    compat.disable_sigterm_broadcast(trainer)
+def test_leave_signals_alone() -> None:
+    handlers: list[Any] = []
+    options = {**QUIET, "callbacks": [At(on_train_start=lambda _: handlers.append(signal.getsignal(signal.SIGTERM)))]}
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = L.Trainer(**options)
+    compat.leave_signals_alone(trainer)
     trainer.fit(Line(), loader())
-    assert received == [signal.SIGTERM], "the handler from before is still called"
-    assert told == [False], "Lightning's own, which broadcasts, is not"
+    assert handlers == [before]
 
 
-@pytest.mark.usefixtures("no_group_left")
-def test_skip_step_broadcast() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def test_handle_signals_again() -> None:
     trainer = L.Trainer(**QUIET)
-    trainer._signal_connector.received_sigterm = True
-    loop = trainer.fit_loop.epoch_loop
-    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(loop).advance)
-    with pytest.raises(SIGTERMException):
-        loop._broadcast_sigterm_tensor()
-    compat.skip_step_broadcast(trainer)
-    loop._broadcast_sigterm_tensor()
+    compat.leave_signals_alone(trainer)
+    compat.handle_signals_again(trainer)
+    assert "register_signal_handlers" not in vars(trainer._signal_connector)
+    assert callable(trainer._signal_connector.register_signal_handlers)
 
 
-@pytest.mark.usefixtures("received")
-def test_keep_sigterm_handler() -> None:
-    def mine(number: int, frame: Any) -> None: ...
+def test_before_steps() -> None:
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
+    seen: list[int] = []
+    trainer = L.Trainer(**QUIET)
+    compat.before_steps(trainer, lambda: seen.append(trainer.global_step))
+    trainer.fit(Line(), loader(3))
+    assert seen == [0, 1, 2]
 
-    def keep(trainer: L.Trainer) -> None:
-        signal.signal(signal.SIGTERM, mine)
-        compat.keep_sigterm_handler(trainer)
 
-    fit(Line(), on_train_end=keep)
-    assert signal.getsignal(signal.SIGTERM) is mine
+def test_restore_steps() -> None:
+    trainer = L.Trainer(**QUIET)
+    compat.before_steps(trainer, lambda: None)
+    compat.restore_steps(trainer)
+    assert not {"advance", "_broadcast_sigterm_tensor"} & set(vars(trainer.fit_loop.epoch_loop))
+
+
+def test_accumulates() -> None:
+    seen: list[bool] = []
+    trainer = L.Trainer(**QUIET, accumulate_grad_batches=2)
+    compat.before_steps(trainer, lambda: seen.append(compat.accumulates(trainer)))
+    trainer.fit(Line(), loader(3))
+    assert seen == [False, True, False]
+
+
+def test_preemption_path(tmp_path: Path) -> None:
+    trainer = L.Trainer(**QUIET, default_root_dir=tmp_path)
+    assert compat.preemption_path(trainer) == str(tmp_path / "hpc_ckpt_1.ckpt")
+    (tmp_path / "hpc_ckpt_1.ckpt").touch()
+    assert compat.preemption_path(trainer) == str(tmp_path / "hpc_ckpt_2.ckpt")
+
+
+VALIDATING = {**QUIET, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+
+
+class Evaluated(Line):
+    """Notes the mini-batches that it validates."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.events.append(batch_idx)
+
+
+def saved_in_validation(path: Path) -> tuple[int, int]:
+    """Batches that are ready and completed at the end of a run that was saved at the beginning of its validation."""
+
+    def save(trainer: L.Trainer) -> None:
+        with compat.counters_to_resume_from(trainer):
+            trainer.save_checkpoint(path)
+
+    return validated_batches(L.Trainer(**VALIDATING, callbacks=[At(on_validation_epoch_start=save)]), Evaluated())
+
+
+def validated_batches(trainer: L.Trainer, module: L.LightningModule, **options: Any) -> tuple[int, int]:
+    trainer.fit(module, loader(), loader(), **options)
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+    return progress.ready, progress.completed
+
+
+def test_counters_to_resume_from(tmp_path: Path) -> None:
+    """A run goes on with its own counters, a resumed one runs the validation from its beginning."""
+    assert saved_in_validation(tmp_path / "saved.ckpt") == (2, 2)
+    module = Evaluated()
+    validated_batches(L.Trainer(**VALIDATING), module, ckpt_path=tmp_path / "saved.ckpt")
+    assert module.events == [0, 1]
+
+
+def test_begin_validation_anew(tmp_path: Path) -> None:
+    """Without it a later checkpoint would say that a validation was interrupted."""
+    saved_in_validation(tmp_path / "saved.ckpt")
+    begin = At(on_train_start=compat.begin_validation_anew)
+    trainer = L.Trainer(**VALIDATING, callbacks=[begin])
+    assert validated_batches(trainer, Evaluated(), ckpt_path=tmp_path / "saved.ckpt") == (2, 2)
 
 
 # --- metrics

@@ -25,7 +25,6 @@ SAID = {
     "raise": r"raised ValueError: the injected fault",
     "kill": r"was killed",
     "stop": r"stopped answering [\d.]+ s ago",
-    "terminate": r"received SIGTERM",
     "exit": r"(exited with code 0|was killed or exited) without finishing",
 }
 BOUND = {"stop": FAILURE_TIMEOUT / 5 + 5.0}
@@ -97,18 +96,6 @@ def test_a_checkpoint_on_exception_does_not_wait_for_other_ranks(tmp_path: Path,
     assert all(running.codes), running.codes
     assert names(running.output(1), rank, "raise")
     assert not list(tmp_path.rglob("*.ckpt"))
-
-
-@pytest.mark.parametrize("rank", range(WORLD_SIZE))
-def test_sigterm_ends_all_ranks(tmp_path: Path, rank: int) -> None:
-    arguments = (str(tmp_path), fault("terminate", rank, "steady"))
-    with processes_running(tmp_path, WORLD_SIZE, fit_as_torchrun_would, *arguments) as running:
-        running.wait(50)
-    assert time.monotonic() - began(running.output(rank)) < 5.0
-    assert running.codes[rank] == 128 + signal.SIGTERM
-    assert all(running.codes), running.codes
-    for each in range(WORLD_SIZE):
-        assert names(running.output(each), rank, "terminate"), running.output()
 
 
 LAUNCHERS = {

@@ -1,0 +1,115 @@
+"""A signal to any rank, at any time: all ranks save and end together, and a new job goes on to the same values."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import re
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.failure.pipeline_rank import Job, processes_running
+from tests.failure.preempted import as_torchrun_would
+
+WORLD_SIZE = 3
+TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
+
+
+def start(folder: Path, *asked: Any, **more: Any) -> Any:
+    return processes_running(folder, WORLD_SIZE, as_torchrun_would, str(folder), asked, more)
+
+
+def told(running: Job) -> list[str]:
+    """The values that rank 0 printed, in all runs in this folder."""
+    return re.findall("^(?:trained|validated) .*$", running.output(0), re.MULTILINE)
+
+
+@functools.cache
+def undisturbed(**more: Any) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder, start(Path(folder), **more) as running:
+        running.wait(50)
+        assert running.codes == [0] * WORLD_SIZE, running.output()
+        return told(running)
+
+
+def resumed(folder: Path, **more: Any) -> list[str]:
+    with start(folder, **more) as running:
+        running.wait(50)
+        assert running.codes == [0] * WORLD_SIZE, running.output()
+        return told(running)
+
+
+@pytest.mark.parametrize(
+    ("moment", "rank", "number"),
+    [
+        ("set-up", 1, USR1),
+        ("step 2", 2, USR1),
+        ("validation 3 1", 0, TERM),
+        ("step 6", 0, USR2),
+        ("epoch 0", 1, TERM),
+        ("end", 2, USR1),
+    ],
+)
+def test_a_stopped_run_goes_on_to_the_same_values(tmp_path: Path, moment: str, rank: int, number: int) -> None:
+    with start(tmp_path, rank, number, moment) as running:
+        running.wait(50)
+    assert running.codes == [128 + number] * WORLD_SIZE, running.output()
+    assert "Traceback" not in running.output()
+    assert running.output(0).count("All ranks end with exit code") == 1
+    assert (number == USR2) == all("handed on" in running.output(each) for each in range(WORLD_SIZE))
+    assert resumed(tmp_path) == undisturbed()
+
+
+def test_gradients_of_an_unfinished_optimizer_step_are_not_lost(tmp_path: Path) -> None:
+    more = {"accumulate_grad_batches": 3}
+    with start(tmp_path, 1, USR1, "step 1", **more) as running:
+        running.wait(50)
+    assert running.codes == [128 + USR1] * WORLD_SIZE, running.output()
+    assert resumed(tmp_path, **more) == undisturbed(**more)
+
+
+def asked_at_random(folder: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    with start(folder) as running:
+        running.wait_for("started")
+        time.sleep(chance.uniform(0, 4))
+        number, ranks = chance.choice([TERM, USR1]), chance.choice([[0], [1], [2], [0, 1, 2], [2, 2]])
+        for rank in ranks:
+            os.kill(running.pids[rank], number)
+        running.wait(50)
+    assert set(running.codes) in ({0}, {128 + number}, {-number}), running.output()
+    assert resumed(folder)[-1:] == undisturbed()[-1:] or 0 in running.codes
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("seed", range(50))
+def test_at_any_moment(tmp_path: Path, seed: int) -> None:
+    asked_at_random(tmp_path, seed)
+
+
+def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path: Path) -> None:
+    with start(tmp_path, 1, signal.SIGINT, "step 2") as running:
+        running.wait(50)
+    assert running.codes == [130] * WORLD_SIZE, running.output()
+    assert "Traceback" not in running.output()
+    for rank in range(WORLD_SIZE):
+        assert re.search(r"First cause: rank 1 \(.*\) was interrupted", running.output(rank))
+
+
+def test_a_step_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
+    with start(tmp_path, 1, signal.SIGSTOP, "step 2", grace=1.0) as running:
+        running.wait_for("started")
+        deadline = time.monotonic() + 30
+        while "trained 0 1" not in running.output(0) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        os.kill(running.pids[2], TERM)
+        running.wait(50)
+    assert running.codes == [128 + TERM, -signal.SIGKILL, 128 + TERM], running.output()
+    assert "received SIGTERM, and no step ended within 1 s (strategy.grace)" in running.output(0)
