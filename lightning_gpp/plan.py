@@ -5,7 +5,7 @@ Device numbers are positions inside one pipeline replica: a plan for 4 devices r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -267,6 +267,15 @@ def _check_figures(plan: Plan, place: str) -> None:
             least = value["per_sample"] if isinstance(value, dict) else value
             if least < 0:
                 raise PlanError(f"{place}: stages[{index}].figures.{name} is {value}; it must not be below 0.")
+
+
+def shared_parameter(name: str, stages: Sequence[str]) -> PlanError:
+    """The error for a parameter that several stages use, so that it cannot be sharded."""
+    return PlanError(
+        f"strategy.sharding=fsdp: parameter {name!r} is used by the stages {' and '.join(stages)} and cannot be "
+        "sharded over the replicas of one. Put the modules that share it into one stage (strategy.stages), or use "
+        "strategy.sharding=zero1."
+    )
 
 
 def check(plan: Plan) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.plan import STEP, Plan, shared_parameter
 from lightning_gpp.planning.assignment.assign import assign
 from lightning_gpp.planning.assignment.rebuild import rebuilt, with_own_step_stage
 from lightning_gpp.planning.assignment.slices import Slicing, sequence_length, sliced
@@ -110,12 +110,7 @@ def check_sharding(plan: Plan, graph: OperatorGraph) -> None:
             users.setdefault(name, set()).update(assignment[operator.name])
     for name, stages in users.items():
         if len(stages) > 1:
-            names = " and ".join(repr(plan.stages[stage].name) for stage in sorted(stages))
-            raise PlanError(
-                f"strategy.sharding=fsdp: parameter {name!r} is used by the stages {names} and cannot be sharded over "
-                "the replicas of one. Put the modules that share it into one stage (strategy.stages), or use "
-                "strategy.sharding=zero1."
-            )
+            raise shared_parameter(name, [repr(plan.stages[stage].name) for stage in sorted(stages)])
 
 
 def check_sharded_slices(sharding: str, is_sliced: bool) -> None:

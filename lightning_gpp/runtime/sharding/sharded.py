@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import share_comm_ctx
 from torch.nn import Parameter
 
-from lightning_gpp.errors import PlanError
+from lightning_gpp.plan import shared_parameter
 from lightning_gpp.runtime.gradients import GradientSync
 from lightning_gpp.runtime.mesh import CONTROL_BACKEND, Mesh
 from lightning_gpp.runtime.norms import norm_over_ranks
@@ -190,8 +190,4 @@ def _check_not_shared(holders: Mapping[str, Sequence[int]], stages: Mapping[str,
     for name in holders:
         used = stages.get(name, ())
         if len(used) > 1:
-            raise PlanError(
-                f"Parameter {name!r} is used by stages {sorted(used)} and cannot be sharded over the replicas of one "
-                "(strategy.sharding=fsdp). Put the modules that share it into one stage (strategy.stages), or use "
-                "strategy.sharding=zero1."
-            )
+            raise shared_parameter(name, [str(stage) for stage in sorted(used)])
