@@ -23,10 +23,11 @@ from types import TracebackType
 from typing import Final
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_gpp.errors import GPPError, PeerFailure
-from lightning_gpp.failure.links import Address, Listener, PeerLink, connect, exchange_through
+from lightning_gpp.failure import torchrun
+from lightning_gpp.failure.handshake import Exchange, Listener, connect, exchange_through
+from lightning_gpp.failure.links import PeerLink
 from lightning_gpp.failure.processes import ProcessIdentity, exit_now
 from lightning_gpp.failure.watch import EXIT_CODE, Cause, Watcher
 
@@ -35,6 +36,10 @@ INTERRUPTED: Final = 130
 _CONSEQUENCE_GRACE: Final = 2.0
 """Seconds that a communication error waits for its cause to arrive."""
 _CONSEQUENCES: Final = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "gloo")
+_START: Final = 300.0
+"""Seconds for all ranks to start: imports from a busy file server take minutes."""
+_END: Final = 60.0
+"""Seconds for which rank 0 waits for the others at the end."""
 _HEARTBEATS: Final = 5
 """The time limit for the end of all ranks, divided by this, is the silence after which a rank counts as stopped."""
 _SHORT: Final = 8
@@ -47,10 +52,8 @@ class FailureMonitor:
     `timeout`: seconds without a heartbeat after which a rank counts as stopped. It must exceed the longest time for
     which no thread of a rank runs (a C call that holds the interpreter's lock). None or 0: silence is not a failure
     (for debuggers), but exceptions and ends of processes are. `describe` returns this rank's activity (`2F1,
-    training`); it is called from a thread and must be cheap. `exchange` makes rank 0's address known to all; default: a
-    broadcast in the default process group. `exit_grace`: seconds for a failed rank to print its traceback and end by
-    itself, before it is ended. `patience`: seconds for all ranks to connect at the start, and for rank 0 to wait for
-    the others at the end.
+    training`); it is called from a thread and must be cheap. `exit_grace`: seconds for a failed rank to print its
+    traceback and end by itself, before it is ended. `patience`: seconds for all ranks to connect at the start.
     """
 
     def __init__(
@@ -60,7 +63,6 @@ class FailureMonitor:
         world_size: int,
         timeout: float | None = 12.0,
         describe: Callable[[], str] = str,
-        exchange: Callable[[Address | None], Address] | None = None,
         exit_grace: float = 5.0,
         patience: float = 60.0,
     ) -> None:
@@ -68,9 +70,8 @@ class FailureMonitor:
         self.world_size = world_size
         self.timeout = timeout or 0.0
         self._describe = describe
-        self._exchange = exchange or exchange_through()
         self._exit_grace = exit_grace
-        self._patience = patience
+        self.patience = patience
         self._watcher: Watcher | None = None
         self._stop_signal = 0
         self._process = ProcessIdentity.current()
@@ -88,17 +89,20 @@ class FailureMonitor:
             timeout=seconds / _HEARTBEATS,
             describe=describe,
             exit_grace=min(5.0, seconds / _HEARTBEATS),
-            patience=max(60.0, seconds),
+            patience=max(_START, seconds),
         )
 
-    def start(self) -> FailureMonitor:
-        """Connect and watch. All ranks call it at the same point. Raises PeerFailure if a rank cannot be reached."""
+    def start(self, exchange: Exchange | None = None) -> FailureMonitor:
+        """Connect and watch. All ranks call it at the same point. Raises PeerFailure if a rank cannot be reached.
+
+        `exchange` makes rank 0's address known to all; default: a broadcast in the default process group.
+        """
         if self.world_size == 1:
             return self
         self._process = ProcessIdentity.current()
         self._watcher = Watcher(
             rank=self.rank,
-            links=self._connect(),
+            links=self._connect(exchange or exchange_through()),
             timeout=self.timeout,
             describe=self._describe,
             exit_grace=self._exit_grace,
@@ -125,9 +129,8 @@ class FailureMonitor:
             trace = "" if explains_itself else "".join(traceback.format_exception(error, limit=-_SHORT))
             self.fail(f"raised {type(error).__name__}: {error}", trace)
         if watcher.cause is not None and watcher.cause.rank != self.rank:
-            _record_for_torchrun(PeerFailure(str(watcher.cause)))
             self._wait_for_the_end()
-        _record_for_torchrun(error)
+        torchrun.record(error)
         if isinstance(error, SystemExit) and not error.code:
             exit_now(EXIT_CODE)
 
@@ -167,7 +170,7 @@ class FailureMonitor:
         watcher.known.wait(self._exit_grace)
 
     def stop(self) -> None:
-        """End the watch. Ranks may do so at different times: rank 0 waits up to `patience` seconds for the others.
+        """End the watch. Ranks may do so at different times: rank 0 waits up to a minute for the others.
 
         Does nothing after a failure of this rank, so that the error can be raised. After a failure of another rank the
         process ends here.
@@ -178,7 +181,7 @@ class FailureMonitor:
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._excepthook
         if watcher.cause is None and watcher.is_alive():
-            watcher.finish(self._patience if self.rank == 0 else 1.0)
+            watcher.finish(_END if self.rank == 0 else 1.0)
         if watcher.cause is not None and watcher.cause.rank != self.rank:
             self._wait_for_the_end()
 
@@ -197,12 +200,12 @@ class FailureMonitor:
             self.report(error)
         self.stop()
 
-    def _connect(self) -> dict[int, PeerLink]:
+    def _connect(self, exchange: Exchange) -> dict[int, PeerLink]:
         if self.rank != 0:
-            return connect(self._exchange(None), self.rank, self._patience)
+            return connect(exchange(None), self.rank, self.patience)
         listener = Listener()
-        self._exchange(listener.address)
-        return listener.accept(self.world_size, self._patience)
+        exchange(listener.address)
+        return listener.accept(self.world_size, self.patience)
 
     def _wait_for_the_end(self) -> None:
         """Wait for the watcher to end the process: this thread must not communicate with dead ranks."""
@@ -221,8 +224,3 @@ def _is_consequence(error: BaseException | None) -> bool:
         return True
     told = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _CONSEQUENCES)
     return told or _is_consequence(error.__cause__ or error.__context__)
-
-
-def _record_for_torchrun(error: BaseException) -> None:
-    """Let torchrun's summary name the first cause instead of the process that ended first."""
-    get_error_handler().record_exception(error)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
 
+from lightning_gpp.failure import torchrun
 from lightning_gpp.failure.links import PeerLink, PeerMessage
 from lightning_gpp.failure.processes import ProcessIdentity, exit_now, forget_in_workers, say
 
@@ -20,6 +21,12 @@ EXIT_CODE: Final = 1
 
 _OTHERS_GRACE: Final = 1.0
 """Seconds for other ranks to end by themselves before rank 0 kills those on its host and ends, too."""
+
+_STOPPED: Final = ("T", "t")
+_STARVED: Final = ("R", "S", "D")
+"""States of a process that is there, and silent: it waits for a processor, for memory or for a disk."""
+_LENIENCE: Final = 5
+"""Times the timeout that such a process may be silent: the time in which all ranks must have ended after a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +185,14 @@ class Watcher(threading.Thread):
 
     def _judge(self, now: float) -> None:
         for link in self._links.values():
-            if not link.done and now - link.heard > self._timeout and self.cause is None:
-                stopped = " (it is stopped)" if link.process.state() in ("T", "t") else ""
-                self._adopt(self._found(link, f"stopped answering {now - link.heard:.1f} s ago{stopped}"))
+            silence = now - link.heard
+            if link.done or self.cause is not None or silence <= self._timeout:
+                continue
+            state = link.process.state()
+            if state in _STARVED and silence <= _LENIENCE * self._timeout:
+                continue
+            stopped = " (it is stopped)" if state in _STOPPED else ""
+            self._adopt(self._found(link, f"stopped answering {silence:.1f} s ago{stopped}"))
 
     def _action(self) -> str:
         try:
@@ -224,6 +236,8 @@ class Watcher(threading.Thread):
         alone = not self._links and self.cause.rank != self.rank
         if alone or now >= self._end_by:
             self._kill_left_behind(self.cause)
+            if self.cause.rank != self.rank:
+                torchrun.record_consequence(str(self.cause))
             exit_now(self.cause.code)
 
     def _kill_left_behind(self, cause: Cause) -> None:

@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # they have no types
+from torch.distributed.rendezvous import rendezvous
 
 from lightning_gpp._compat.lightning import LAUNCHER, default_backend, init_process_group
+from lightning_gpp.errors import PeerFailure
 from lightning_gpp.failure.processes import bind_to_parent
 
 
@@ -21,17 +24,46 @@ def tie_to_launcher(environment: ClusterEnvironment) -> None:
         bind_to_parent(int(os.environ[LAUNCHER]))
 
 
+def meeting_point(environment: ClusterEnvironment, patience: timedelta) -> Store | None:
+    """The store in which ranks find each other before there is a process group; None if there is one already.
+
+    Each restart by torchrun has its own part of the store: in the old one are the addresses of processes that ended.
+    """
+    if dist.is_initialized():
+        return None
+    attempt = f"gpp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, _, _ = next(rendezvous("env://", timeout=patience))
+        return PrefixStore(attempt, store)
+    rank, world_size = environment.global_rank(), environment.world_size()
+    address, port = environment.main_address, environment.main_port
+    try:
+        store = TCPStore(address, port, world_size, rank == 0, patience, wait_for_workers=False, multi_tenant=True)
+    except dist.DistError as error:
+        raise PeerFailure(
+            f"Rank {rank} cannot reach rank 0 at {address}:{port} (MASTER_ADDR, MASTER_PORT): {error}. Its process has "
+            "ended, or has not come so far: look at its output."
+        ) from error
+    return PrefixStore(attempt, store)
+
+
 def start_process_group(
-    environment: ClusterEnvironment, backend: str | None, device: torch.device, timeout: timedelta
+    environment: ClusterEnvironment,
+    backend: str | None,
+    device: torch.device,
+    timeout: timedelta,
+    store: Store | None,
 ) -> None:
     """Initialise torch.distributed if necessary; it is destroyed when the interpreter exits."""
-    if dist.is_initialized():
+    if store is None:
         return
+    store.set_timeout(timeout)
     init_process_group(
         environment,
         backend or default_backend(device),
         timeout=timeout,
         device_id=None if device.type == "cpu" else device,
+        store=store,
     )
     atexit.register(leave)
 

@@ -6,12 +6,14 @@ import logging
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -26,6 +28,7 @@ from lightning_gpp._compat.lightning import (
     subprocess_launcher,
 )
 from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.failure.handshake import exchange_through_store
 from lightning_gpp.failure.monitor import INTERRUPTED, FailureMonitor
 from lightning_gpp.failure.processes import release_from_parent
 from lightning_gpp.option import documents, takes_fields_of
@@ -37,7 +40,7 @@ from lightning_gpp.strategy.checks import check_layer_sync
 from lightning_gpp.strategy.data import Placeholder, distribute
 from lightning_gpp.strategy.guard import Guard
 from lightning_gpp.strategy.preemption import Preempted, Preemption
-from lightning_gpp.strategy.processes import start_process_group, tie_to_launcher
+from lightning_gpp.strategy.processes import meeting_point, start_process_group, tie_to_launcher
 from lightning_gpp.strategy.run import Run
 from lightning_gpp.training.checkpoint import KEY, entry, load_state
 from lightning_gpp.training.control import Control
@@ -143,21 +146,29 @@ class GPPStrategy(ParallelStrategy):
         if self.cluster_environment is None:
             raise ConfigError("The strategy has no cluster environment yet; it gets one from the trainer.")
         self._end = None
-        self._monitor = FailureMonitor.within(
-            self.options.failure_timeout, rank=self.global_rank, world_size=self.world_size, describe=self._describe
-        )
+        self._monitor = self._monitored()
         if self.lightning_module is not None:
             self._guard = Guard(self.lightning_module.trainer, self._monitor, self.options.grace)
-        start_process_group(
-            self.cluster_environment, self.options.process_group_backend, self.root_device, self.options.timeout
-        )
-        if self._control is None:
-            self._control = join(self.options, self.global_rank, self.world_size)
-        self._monitor.start()
-        release_from_parent()
+        control = self._meet(self.cluster_environment, self._monitor)
         if self._guard is not None and self.lightning_module is not None:
             trainer = self.lightning_module.trainer
-            self._guard.stops_for(Preemption(trainer, self._control, self._monitor, self.cluster_environment))
+            self._guard.stops_for(Preemption(trainer, control, self._monitor, self.cluster_environment))
+
+    def _monitored(self) -> FailureMonitor:
+        return FailureMonitor.within(
+            self.options.failure_timeout, rank=self.global_rank, world_size=self.world_size, describe=self._describe
+        )
+
+    def _meet(self, environment: ClusterEnvironment, monitor: FailureMonitor) -> Control:
+        """Start the watch, then what would wait for a rank that has ended: process group and mesh."""
+        options = self.options
+        store = meeting_point(environment, timedelta(seconds=monitor.patience))
+        monitor.start(None if store is None else exchange_through_store(store))
+        release_from_parent()
+        start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)
+        if self._control is None:
+            self._control = join(options, self.global_rank, self.world_size)
+        return self._control
 
     def _describe(self) -> str:
         engine = self._engine

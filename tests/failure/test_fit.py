@@ -113,6 +113,7 @@ LAUNCHERS = {
         ("lightning", "exit", 1, "warm-up"),
         ("torchrun", "raise", 1, "steady"),
         ("torchrun", "stop", 0, "warm-up"),
+        ("torchrun", "kill", 1, "steady"),
     ],
 )
 def test_launchers_leave_nothing_behind(tmp_path: Path, launcher: str, kind: str, rank: int, phase: str) -> None:
@@ -126,6 +127,8 @@ def test_launchers_leave_nothing_behind(tmp_path: Path, launcher: str, kind: str
     assert names(text, rank, kind), text
     assert len(pids(text)) == 2
     assert not left
+    if launcher == "torchrun" and kind != "stop":  # a stopped process ends last, when torchrun has its summary
+        assert re.search(rf"Root Cause.*?rank +: {rank} ", text, re.DOTALL), text
     if kind == "raise":
         assert "ValueError: the injected fault" in text.partition("Root Cause")[2], text
 

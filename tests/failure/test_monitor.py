@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from lightning_gpp.errors import PeerFailure
-from lightning_gpp.failure.links import Address, connect
+from lightning_gpp.failure.handshake import Address, Listener, connect
 from lightning_gpp.failure.monitor import FailureMonitor, _is_consequence
 from lightning_gpp.failure.processes import ProcessIdentity
 from tests.failure.pipeline_rank import Rank, free_port, job
@@ -183,18 +185,58 @@ def test_ranks_that_do_not_come_are_named() -> None:
         return address
 
     with pytest.raises(PeerFailure, match=r"ranks \[1, 2\] did not connect to rank 0 within 0 s"):
-        FailureMonitor(rank=0, world_size=3, exchange=exchange, patience=0.1).start()
+        FailureMonitor(rank=0, world_size=3, patience=0.1).start(exchange)
+
+
+JUNK = {
+    "nothing": b"",
+    "guess": b"0" * 32 + b'{"rank": 1, "process": {}}\n',
+    "not ASCII": "é".encode() * 100 + b"\n",
+    "nested": b"[" * 100_000,
+    "lines": b"\n" * 100_000,
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+}
+
+
+def throw(address: Address, junk: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", address.port))
+    with contextlib.suppress(OSError):
+        connection.sendall(junk)
+    return connection
+
+
+def test_strangers_do_not_delay_the_start() -> None:
+    """Silent, slow and malformed connections stand before the ranks in the queue; those with the token come in."""
+    listener = Listener()
+    strangers = [throw(listener.address, junk) for junk in JUNK.values() for _ in range(20)]
+    strangers += [throw(listener.address, listener.address.token.encode() + junk) for junk in JUNK.values()]
+    with ThreadPoolExecutor() as ranks:
+        answers = [ranks.submit(connect, listener.address, rank, 10.0) for rank in (1, 2)]
+        began = time.monotonic()
+        links = listener.accept(3, patience=20.0)
+        assert time.monotonic() - began < 4.0
+    assert set(links) == {1, 2}
+    for link in (*links.values(), *(answer.result()[0] for answer in answers), *strangers):
+        link.close()
 
 
 def test_strangers_are_not_let_in() -> None:
-    def stranger(address: Address | None) -> Address:
-        assert address is not None
-        with socket.create_connection(("127.0.0.1", address.port)) as connection:
-            connection.sendall(b'{"rank": 1, "token": "guessed", "process": {}}\n')
-        return address
-
+    listener = Listener()
+    strangers = [throw(listener.address, junk) for junk in JUNK.values()]
     with pytest.raises(PeerFailure, match=r"ranks \[1\] did not connect"):
-        FailureMonitor(rank=0, world_size=2, exchange=stranger, patience=0.3).start()
+        listener.accept(2, patience=0.5)
+    for each in strangers:
+        each.close()
+
+
+def test_a_rank_does_not_take_a_stranger_for_rank_0() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as ranks:
+        address = Address(host="127.0.0.1", port=server.getsockname()[1], token="0" * 32)
+        answer = ranks.submit(connect, address, 1, 5.0)
+        connection, _ = server.accept()
+        connection.sendall(b"1" * 32 + b"{}\n")
+        with connection, pytest.raises(PeerFailure, match="wrong token"):
+            answer.result()
 
 
 # --- processes
