@@ -123,6 +123,7 @@ class Plan:
         memory_bytes: limit of every device for activations, which some schedules respect; empty if unknown.
         period: samples after which micro-batches start anew, where several mini-batches are written out in a row; 0 if
             there is only one.
+        unused: devices that compute nothing, because the others are faster without them.
         sequence_dim: the dimension of tensors between stages that counts tokens, if stages are slices.
         notes: remarks by name, for people.
 
@@ -138,6 +139,7 @@ class Plan:
     sharding: str = "none"
     memory_bytes: tuple[float, ...] = ()
     period: int = 0
+    unused: tuple[int, ...] = ()
     sequence_dim: int = 1
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -151,7 +153,7 @@ class Plan:
 
     @property
     def num_devices(self) -> int:
-        return 1 + max(device for stage in self.stages for device in stage.devices)
+        return 1 + max(device for devices in (self.unused, *(s.devices for s in self.stages)) for device in devices)
 
     @property
     def step_stage(self) -> int:
@@ -377,7 +379,10 @@ def _check_edges(plan: Plan) -> None:
 
 def _check_devices(plan: Plan) -> None:
     used = {device for stage in plan.stages for device in stage.devices}
-    if used != set(range(len(used))):
+    if used & set(plan.unused):
+        raise PlanError(f"unused names devices {sorted(used & set(plan.unused))}, which have stages.")
+    present = used | set(plan.unused)
+    if present != set(range(len(present))):
         raise PlanError(f"Devices must be numbered 0..n-1 without gaps; the stages use {sorted(used)}.")
 
 

@@ -304,13 +304,14 @@ def evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
 
 def _evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
     stages = _whole_micro_batches(unsliced(plan).plan.stages, captured.graph)
+    made = partial(
+        make_plan, captured.graph, batch_size=captured.batch_size, schedule=plan.schedule, unused=plan.unused
+    )
     if isinstance(captured, Capture):
-        apart = make_plan(
-            captured.graph, separated(stages, WHOLE), batch_size=captured.batch_size, schedule=plan.schedule
-        )
+        apart = made(separated(stages, WHOLE))
         if all(edge.sliceable for edge in apart.edges if edge.src == SOURCE or edge.dst == apart.step_stage):
             return apart
-    return make_plan(captured.graph, stages, batch_size=captured.batch_size, schedule=plan.schedule)
+    return made(stages)
 
 
 def _whole_micro_batches(stages: Sequence[Stage], graph: OperatorGraph) -> list[Stage]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_gpp import GPPStrategy
+from lightning_gpp import Cluster, Device, GPPStrategy, Link
+from lightning_gpp.cluster import Node
 from lightning_gpp.errors import ConfigError
 from tests.strategy import harness
 
@@ -158,3 +159,30 @@ def test_validation_in_between(weights: str) -> None:
 def test_fsdp_is_refused_where_streaming_is_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"streaming=true cannot be combined with strategy.sharding=fsdp.*=auto"):
         GPPStrategy(streaming=True, sharding="fsdp")
+
+
+def with_a_slow_device(rank: int) -> dict[str, Any]:
+    """Training and prediction on stages of `edgepipe` where one of three devices is not worth its transfers."""
+    fast, slow = (
+        Device(name=name, memory_bytes=1e9, peak_flops={"float32": flops}, peak_bytes_per_second=flops)
+        for name, flops in (("fast", 1e9), ("slow", 1e3))
+    )
+    nodes = [Node(device=fast, count=1), Node(device=slow, count=1), Node(device=fast, count=1)]
+    cluster = Cluster.of_nodes("edge", nodes, Link(bytes_per_second=1e9))
+    torch.manual_seed(0)
+    module = harness.make_module()
+    strategy = GPPStrategy(
+        partitioner="edgepipe", cluster=cluster, num_micro_batches=2, failure_timeout=20.0, timeout=40.0
+    )
+    trainer = harness.trainer(strategy, devices=3)
+    trainer.fit(module, harness.loader())
+    unused = strategy.plan.unused if strategy.plan is not None else None
+    predictions = trainer.predict(module, harness.loader())
+    return {"unused": unused, "losses": module.losses, "predictions": [p is not None for p in predictions or []]}
+
+
+def test_a_device_that_is_not_worth_it_stays_unused() -> None:
+    results = harness.run(3, with_a_slow_device)
+    assert [result["unused"] for result in results] == [(1,)] * 3
+    assert results[0]["predictions"] == [True] * 3
+    assert results[1]["losses"] == pytest.approx(results[0]["losses"])

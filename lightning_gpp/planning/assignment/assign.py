@@ -196,7 +196,13 @@ def crossing(graph: OperatorGraph, assignment: Assignment) -> dict[tuple[int, in
 
 
 def make_plan(
-    graph: OperatorGraph, stages: Sequence[Stage], *, batch_size: int, schedule: str = "1f1b", model: str = ""
+    graph: OperatorGraph,
+    stages: Sequence[Stage],
+    *,
+    batch_size: int,
+    schedule: str = "1f1b",
+    model: str = "",
+    unused: tuple[int, ...] = (),
 ) -> Plan:
     """Make a plan of stages: edges, bytes and figures come from the graph, stages are in topological order.
 
@@ -211,7 +217,7 @@ def make_plan(
     edges = tuple(_edge(graph, pair, values) for pair, values in sorted(crossing(graph, assignment).items()))
     figures = _figures(graph, assignment, len(stages))
     complete = tuple(replace(stage, figures=figures[index]) for index, stage in enumerate(stages))
-    return Plan(stages=complete, edges=edges, batch_size=batch_size, schedule=schedule, model=model)
+    return Plan(stages=complete, edges=edges, batch_size=batch_size, schedule=schedule, model=model, unused=unused)
 
 
 def _order(stages: Sequence[Stage], pairs: list[tuple[int, int]]) -> list[int]:

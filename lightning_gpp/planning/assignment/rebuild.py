@@ -18,7 +18,7 @@ def rebuilt(plan: Plan, graph: OperatorGraph, batch_size: int, stages: Sequence[
     Edges and sizes come from the graph, seconds from the plan's stages with the same names.
     """
     stages = stages or unsliced(plan).plan.stages
-    made = make_plan(graph, stages, batch_size=batch_size, schedule=plan.schedule, model=plan.model)
+    made = make_plan(graph, stages, batch_size=batch_size, schedule=plan.schedule, model=plan.model, unused=plan.unused)
     fresh = replace(with_figures_of(plan, made), notes=plan.notes)
     return fresh.chained() if any(edge.artificial for edge in plan.edges) else fresh
 

@@ -199,8 +199,20 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
     ]
     batch_size = problem.batch_size // num_pipelines
     drafts = list(_with_one_step(drafts))
-    plan = make_plan(problem.graph, drafts, batch_size=batch_size, schedule=draft.schedule, model=model)
+    plan = make_plan(
+        problem.graph,
+        drafts,
+        batch_size=batch_size,
+        schedule=draft.schedule,
+        model=model,
+        unused=_unused(problem, draft) if num_pipelines == 1 else (),
+    )
     return plan.chained() if draft.chained else plan, num_pipelines
+
+
+def _unused(problem: Problem, draft: Draft) -> tuple[int, ...]:
+    used = {device for stage in draft.stages for device in stage.devices}
+    return tuple(device for device in range(problem.num_devices) if device not in used)
 
 
 def unreplicated(problem: Problem, draft: Draft) -> tuple[Draft, int]:

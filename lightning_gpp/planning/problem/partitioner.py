@@ -110,18 +110,21 @@ def checked(name: str, problem: Problem, answer: object) -> Answer:
     """The answer of a partitioner, perhaps a user's own, checked.
 
     Raises:
-        PlanError: it is not an Answer, or its draft leaves out or repeats units or devices.
+        PlanError: it is not an Answer, or its draft leaves out or repeats units, or repeats devices.
     """
     if not isinstance(answer, Answer):
         raise PlanError(f"The partitioner {name!r} returned {type(answer).__name__}; it must return an Answer.")
     stages = answer.draft.stages if answer.draft else ()
-    for what, found, number in (
-        ("unit", [unit for stage in stages for unit in stage.units], problem.num_units),
-        ("device", [device for stage in stages for device in stage.devices], problem.num_devices),
-    ):
-        if answer.draft and sorted(found) != list(range(number)):
-            raise PlanError(
-                f"The partitioner {name!r} returned a draft with {what}s {sorted(found)}; each {what} from 0 to "
-                f"{number - 1} must be in one stage."
-            )
+    units = sorted(unit for stage in stages for unit in stage.units)
+    if answer.draft and units != list(range(problem.num_units)):
+        raise PlanError(
+            f"The partitioner {name!r} returned a draft with units {units}; each unit from 0 to "
+            f"{problem.num_units - 1} must be in one stage."
+        )
+    devices = sorted(device for stage in stages for device in stage.devices)
+    if len(set(devices)) < len(devices) or not set(devices) <= set(range(problem.num_devices)):
+        raise PlanError(
+            f"The partitioner {name!r} returned a draft with devices {devices}; each device from 0 to "
+            f"{problem.num_devices - 1} may be in one stage, or in none."
+        )
     return answer
