@@ -165,7 +165,7 @@ def cut_on_one_device(rank: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         harness.trainer(harness.strategy(stages=stages), max_epochs=1).fit(Whole().double(), loader(8))
-    return [str(warning.message) for warning in caught if "the plan cuts through" in str(warning.message)]
+    return [str(warning.message) for warning in caught if "cut by the plan" in str(warning.message)]
 
 
 def test_a_cut_through_a_compiled_module_is_told() -> None:
