@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -81,10 +82,14 @@ def asked_at_random(folder: Path, seed: int) -> None:
         time.sleep(chance.uniform(0, 4))
         number, ranks = chance.choice([TERM, USR1]), chance.choice([[0], [1], [2], [0, 1, 2], [2, 2]])
         for rank in ranks:
-            os.kill(running.pids[rank], number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(running.pids[rank], number)
         running.wait(50)
-    assert set(running.codes) in ({0}, {128 + number}, {-number}), running.output()
-    assert resumed(folder)[-1:] == undisturbed()[-1:] or 0 in running.codes
+    if -number in running.codes:  # before `trainer.fit`, or after its end, the signal does what it does to any process
+        assert all(running.codes) or "complete" in running.output(), running.output()
+    else:
+        assert set(running.codes) in ({0}, {128 + number}), running.output()
+    assert resumed(folder)[-1:] == undisturbed()[-1:]
 
 
 @pytest.mark.acceptance
