@@ -35,6 +35,7 @@ class Asynchronous:
         plan: the plan of training, on the devices that determine the delays.
         num_pipelines: number of pipeline replicas.
         optimizers: optimizers of this rank.
+        written: parameters that an optimizer step may change, including those that another rank steps (zero1).
         num_steps: number of mini-batches that were trained earlier.
 
     Attributes:
@@ -44,9 +45,16 @@ class Asynchronous:
     """
 
     def __init__(
-        self, options: Options, plan: Plan, num_pipelines: int, optimizers: Sequence[Optimizer], num_steps: int
+        self,
+        options: Options,
+        plan: Plan,
+        *,
+        num_pipelines: int,
+        optimizers: Sequence[Optimizer],
+        written: Sequence[Parameter],
+        num_steps: int,
     ) -> None:
-        self._options, self._optimizers, self._plan = options, optimizers, plan
+        self._options, self._optimizers, self._plan, self._written = options, optimizers, plan, written
         self._num_pipelines = num_pipelines
         self._programs: list[tuple[Plan, int, Program]] = []
         program = self.program(plan, plan.batch_size)
@@ -159,7 +167,7 @@ class Asynchronous:
         self.policy.before_update()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        context = kept_version_counters(_parameters([optimizer]))
+        context = kept_version_counters({*self._written, *_parameters([optimizer])})
         context.__enter__()
         self._preserved.append(context)
 

@@ -354,12 +354,21 @@ def _check_weights(options: Options) -> None:
 
 
 def _check_without_flush(options: Options) -> None:
-    if options.schedule == AUTO or options.sharding != "none":
-        name, value = ("schedule", AUTO) if options.schedule == AUTO else ("sharding", options.sharding)
-        instead = "strategy.schedule=1f1b" if name == "schedule" else "strategy.sharding=none"
+    """Refuse what needs a flush, with the nearest that does not."""
+    refused = {
+        "schedule=auto": (options.schedule == AUTO, "strategy.schedule=1f1b"),
+        "sharding=fsdp": (options.sharding == "fsdp", "strategy.sharding=zero1"),
+    }
+    for given, (found, instead) in refused.items():
+        if found:
+            raise ConfigError(
+                f"strategy.{given} cannot be combined with strategy.weights={options.weights}, which does not flush "
+                f"the pipeline. Use {instead}, or strategy.weights={SYNCHRONOUS}."
+            )
+    if options.weights == "predicted" and options.sharding == "zero1":
         raise ConfigError(
-            f"strategy.{name}={value} cannot be combined with strategy.weights={options.weights}, which does not flush "
-            f"the pipeline. Use {instead}, or strategy.weights={SYNCHRONOUS}."
+            "strategy.weights=predicted cannot be combined with strategy.sharding=zero1: a replica predicts by the "
+            "state of its optimizer, of which it has a part. Use strategy.sharding=none, or strategy.weights=stash."
         )
 
 

@@ -90,7 +90,14 @@ def set_up(
     incoming.follow()
     asynchronous = gradients = None
     if step == TRAINING and job.options.weights != SYNCHRONOUS:
-        asynchronous = Asynchronous(job.options, found, job.control.num_pipelines, optimizers, num_steps)
+        asynchronous = Asynchronous(
+            job.options,
+            found,
+            num_pipelines=job.control.num_pipelines,
+            optimizers=optimizers,
+            written=[parameter for parameter in job.module.parameters() if not parameter.is_meta],
+            num_steps=num_steps,
+        )
         gradients = StageGradients(job.module, layout, job.control, job.options.clip_norm)
         ahead = asynchronous.ahead
         incoming.feed = Feed(lambda: ahead)

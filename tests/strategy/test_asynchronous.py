@@ -105,7 +105,7 @@ def fit(
 ) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     module = module or Towers(**model)
-    strategy = GPPStrategy(**{"num_micro_batches": 2, "failure_timeout": 20.0, "timeout": 40.0, "seed": 5, **settings})
+    strategy = GPPStrategy(**{"num_micro_batches": 2, "failure_timeout": 60.0, "timeout": 60.0, "seed": 5, **settings})
     options: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, **trainer}
     checkpoint = options.pop("ckpt_path", None)
     run = harness.trainer(strategy, devices=devices, **options)
@@ -231,6 +231,30 @@ def test_a_checkpoint_after_an_epoch_resumes_exactly(weights: str, tmp_path: Pat
     assert first["again"]["state"] == first["undisturbed"]["state"]
 
 
+REPLICATED = [
+    {"name": "left", "modules": ["left"], "devices": [1, 2]},
+    {"name": "right", "modules": ["right"], "devices": [1, 2]},
+    {"name": "head", "modules": ["head", "@step"], "devices": [0]},
+]
+
+
+def sharded(rank: int, weights: list[str]) -> list[dict[str, Any]]:
+    trainer = {"max_epochs": 1, "gradient_clip_val": 0.5}
+    return [
+        fit({"stages": REPLICATED, "weights": policy, "sharding": sharding}, 3, {"optimizer": "AdamW"}, trainer)
+        for policy in weights
+        for sharding in ("none", "zero1")
+    ]
+
+
+@pytest.mark.timeout(150)
+def test_replicas_may_share_the_state_of_optimizers() -> None:
+    first, *_ = harness.run(3, sharded, ["stash", "corrected"], timeout=140)
+    for whole, split in zip(first[::2], first[1::2], strict=True):
+        assert split["losses"] == whole["losses"]
+        assert split["state"] == whole["state"]
+
+
 def test_hooks_see_every_mini_batch_once() -> None:
     settings = {"stages": STAGES, "weights": "stash", "delayed_devices": 3}
     (found,) = harness.run(1, on_rank, settings, 1, {}, {"max_epochs": 1})
@@ -244,7 +268,8 @@ def test_hooks_see_every_mini_batch_once() -> None:
         ({"weights": "stash", "weight_options": {"sync": 1}}, r"weight_options has \['sync'\]"),
         ({"flush_every": 3}, r"strategy.flush_every=3 is for asynchronous training.*strategy.weights=stash"),
         ({"delayed_devices": 3}, r"strategy.delayed_devices=3 is for asynchronous"),
-        ({"weights": "stash", "sharding": "fsdp"}, r"sharding=fsdp cannot be combined with strategy.weights=stash"),
+        ({"weights": "stash", "sharding": "fsdp"}, r"sharding=fsdp cannot be combined with.*strategy.sharding=zero1"),
+        ({"weights": "predicted", "sharding": "zero1"}, r"predicts by the state of its optimizer.*weights=stash"),
         ({"weights": "stash", "schedule": "auto"}, r"schedule=auto cannot be combined.*schedule=1f1b"),
     ],
 )

@@ -46,8 +46,8 @@ def on_rank(rank: int, folder: str, checked: bool) -> None:
         num_micro_batches=1,
         self_check=False,
         check_gradients=checked,
-        failure_timeout=20.0,
-        timeout=40.0,
+        failure_timeout=60.0,
+        timeout=60.0,
     )
     trainer = harness.trainer(strategy, devices=3, max_epochs=1)
     trainer.fit(Poisoned(rank, folder), DataLoader(samples(80), batch_size=8))

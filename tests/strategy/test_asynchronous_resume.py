@@ -16,6 +16,8 @@ from lightning_gpp import GPPStrategy
 from tests.strategy import harness
 from tests.strategy.test_asynchronous import CHAIN, STAGES, Towers, samples
 
+pytestmark = pytest.mark.timeout(150)  # a test trains several times
+
 
 class Resumable:
     """A loader that can go on from a position, and says how far it was read."""
@@ -43,7 +45,7 @@ class Resumable:
 def fit(settings: dict[str, Any], model: dict[str, Any], devices: int, **trainer: Any) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     module = Towers(**model)
-    strategy = GPPStrategy(**{"num_micro_batches": 2, "failure_timeout": 20.0, "timeout": 40.0, "seed": 5, **settings})
+    strategy = GPPStrategy(**{"num_micro_batches": 2, "failure_timeout": 60.0, "timeout": 60.0, "seed": 5, **settings})
     checkpoint = trainer.pop("ckpt_path", None)
     run = harness.trainer(strategy, devices=devices, max_epochs=2, num_sanity_val_steps=0, **trainer)
     run.fit(module, Resumable(DataLoader(samples(), batch_size=8)), ckpt_path=checkpoint)
@@ -85,7 +87,7 @@ CASES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_from_anywhere_resumes_exactly(name: str, tmp_path: Path) -> None:
-    first, *_ = harness.run(3, interrupted, CASES[name], str(tmp_path))
+    first, *_ = harness.run(3, interrupted, CASES[name], str(tmp_path), timeout=140)
     for (settings, _), (undisturbed, again) in zip(CASES[name], first, strict=True):
         assert len(undisturbed["losses"]) == 14
         assert again["losses"] == undisturbed["losses"][10:], settings
