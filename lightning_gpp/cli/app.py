@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_gpp.cli import schema
 from lightning_gpp.cli.help import ASKED, help_text
 from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
-from lightning_gpp.errors import GPPError
+from lightning_gpp.errors import GPPError, did_you_mean
 
 
 def config_folder() -> Path:
@@ -134,12 +134,18 @@ def explain(error: BaseException) -> str:
     """The messages of an error and its causes, and for a key that does not exist, those that do."""
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} is not KEY=VALUE, for example trainer.devices=4. --help lists groups and keys."
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra has one that is both
         return f"{error.filename}: {error.strerror}. hydra.run.dir=FOLDER chooses another run folder."
     if isinstance(error, GPPError):
         return str(error)
-    lines = (line for cause in _causes(error) for line in (str(cause).split("\n    full_key")[0], _keys(cause)))
+    lines = (line for cause in _causes(error) for line in (*_message(cause), _keys(cause)))
     return "\n".join(dict.fromkeys(filter(None, lines)))
+
+
+def _message(error: BaseException) -> list[str]:
+    """The lines of a message that help. Of Hydra's, a key that does not exist cannot be appended either."""
+    lines = str(error).split("\n    full_key")[0].split("\nConfig search path")[0].splitlines()
+    return [line for line in lines if not line.startswith("To append to your config")]
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -153,4 +159,5 @@ def _keys(error: BaseException) -> str:
     if not isinstance(parent, DictConfig) or getattr(error, "key", None) in parent:
         return ""
     group = str(getattr(error, "full_key", None) or "").rpartition(".")[0] or "the configuration"
-    return f"Keys of {group}: {', '.join(sorted(str(key) for key in parent if not str(key).startswith('_')))}."
+    names = did_you_mean(getattr(error, "key", ""), (str(key) for key in parent if not str(key).startswith("_")))
+    return f"Keys of {group}:{names}"

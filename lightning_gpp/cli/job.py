@@ -86,12 +86,11 @@ def build_trainer(config: DictConfig, strategy: Strategy) -> L.Trainer:
     try:
         trainer: L.Trainer = built(config.trainer, strategy=strategy, **parts)
     except InstantiationException as error:
-        if not isinstance(error.__cause__, MisconfigurationException):
+        if not isinstance(error.__cause__, MisconfigurationException | TypeError | ValueError):
             raise
         settings = ", ".join(f"trainer.{key}={config.trainer[key]}" for key in ("accelerator", "devices", "precision"))
-        raise ConfigError(
-            f"Lightning refuses {settings}: {' '.join(str(error.__cause__).split())} trainer=cpu runs on any machine."
-        ) from error
+        remedy = " trainer=cpu runs on any machine." if config.trainer.accelerator != "cpu" else ""
+        raise ConfigError(f"Lightning refuses {settings}: {' '.join(str(error.__cause__).split())}{remedy}") from error
     return trainer
 
 

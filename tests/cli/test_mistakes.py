@@ -29,6 +29,23 @@ PROJECT = {
 TWO_TOWER = "experiment=two_tower"
 
 MISTAKES: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "no experiment": ("train", ("experiment=two_towers",), r"(?s)Could not find 'experiment/two_towers'.*two_tower"),
+    "no strategy": ("plan", (TWO_TOWER, "strategy=pipedreams"), r"(?s)Could not find 'strategy/pipedreams'.*pipedream"),
+    "devices in words": (
+        "train",
+        (TWO_TOWER, "trainer.devices=two"),
+        r"Lightning refuses .*trainer\.devices=two.*int > 0",
+    ),
+    "key": (
+        "plan",
+        (TWO_TOWER, "strategy.num_microbatches=4"),
+        r"(?s)Did you mean num_micro_batches",
+    ),
+    "stage as a string": (
+        "plan",
+        (TWO_TOWER, "+strategy.stages={head: '0'}"),
+        r"strategy\.stages\.head is '0', a str",
+    ),
     "no module": ("train", (TWO_TOWER, "model._target_=nowhere.Model"), r"model\._target_=nowhere\.Model .* no module"),
     "no class": (
         "train",

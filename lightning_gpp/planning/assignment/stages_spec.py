@@ -36,6 +36,9 @@ def read(spec: StagesSpec) -> list[Entry]:
         raise ConfigError("strategy.stages is empty; give module paths and stage numbers, or leave it out.")
     if not isinstance(spec, Mapping):
         return [_entry(f"strategy.stages[{index}]", keys) for index, keys in enumerate(spec)]
+    for path, number in spec.items():
+        if isinstance(number, str) and number.isdigit():
+            raise ConfigError(f"strategy.stages.{path} is {number!r}, a string; stages are whole numbers: {number}.")
     numbers = [number for number in spec.values() if isinstance(number, int)]
     if len(numbers) == len(spec):
         return _numbered(spec)
