@@ -98,6 +98,7 @@ class Request(SearchOptions):
         slicing: how micro-batches are cut along the sequence; None for unsliced stages.
         num_pieces: modules are divided until none costs more than 1 / `num_pieces` of the model.
         chained: run the stages one after the other, even if they do not need each other.
+        continuous: the pipeline does not flush, so plans are judged by their period instead of their step.
         num_pipelines: pipeline replicas that share devices and mini-batch; None leaves it to the search.
         seconds: time limit of all searches together, for partitioners that can stop at any time.
         progress: called during the search.
@@ -113,6 +114,7 @@ class Request(SearchOptions):
     slicing: Slicing | None = None
     num_pieces: float = inf
     chained: bool = False
+    continuous: bool = False
     num_pipelines: int | None = None
     seconds: float = 10.0
     progress: Progress | None = None
@@ -159,6 +161,7 @@ class Request(SearchOptions):
             recompute=self.recompute if self.recompute is None or isinstance(self.recompute, bool) else False,
             max_replicas=inf if self.max_replicas is None else self.max_replicas,
             replicable=self.num_pipelines is None,
+            continuous=self.continuous,
         )
 
     def _sizes(self) -> tuple[int, ...]:

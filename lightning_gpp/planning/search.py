@@ -65,7 +65,17 @@ def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines
     for schedule in request.schedules:
         scheduled = replace(plan, schedule=schedule)
         try:
-            predictions.append(predicted(scheduled, graph, request.cluster, costs, request.footprint, num_pipelines))
+            predictions.append(
+                predicted(
+                    scheduled,
+                    graph,
+                    request.cluster,
+                    costs,
+                    request.footprint,
+                    num_pipelines,
+                    continuous=request.continuous,
+                )
+            )
         except GPPError as error:
             failures.append(error)
     if not predictions:
@@ -200,7 +210,9 @@ class PlanSearch:
         )
         plan = replace(plan, notes={"partitioner": self.name})
         number *= candidate.num_pipelines or 1
-        return predicted(plan, self.graph, request.cluster, self.costs, request.footprint, number)
+        return predicted(
+            plan, self.graph, request.cluster, self.costs, request.footprint, number, continuous=request.continuous
+        )
 
     # -- the outcome --------------------------------------------------------------------------------------------------
 
@@ -231,11 +243,12 @@ class PlanSearch:
     def _lower_bound(self, outcomes: Sequence[_Outcome], *, quick: bool) -> float:
         """Seconds that no plan of these candidates can go below; 0 if no bound is known, as for slices.
 
-        For schedules that partitioners do not know, it is the time of a step in which all devices are always busy.
+        For schedules that partitioners do not know, and without a flush, it is the time in which all devices are always
+        busy.
         """
         if self.request.slicing is not None:
             return 0.0
-        if quick or not all(outcome.candidate.is_searched for outcome in outcomes):
+        if quick or self.request.continuous or not all(outcome.candidate.is_searched for outcome in outcomes):
             return min(_busy_bound(outcome) for outcome in outcomes)
         return min(self._bound_of(outcome.search) for outcome in outcomes)
 

@@ -29,7 +29,7 @@ from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.declared import Declared, declare, is_declared
 from lightning_gpp.stages.whole_inputs import with_whole_inputs
 from lightning_gpp.training.machine import Machine, first, resolved
-from lightning_gpp.training.option_values import AUTO, without_inputs
+from lightning_gpp.training.option_values import AUTO, SYNCHRONOUS, without_inputs
 from lightning_gpp.training.options import DEFAULT, Context, Options, StageSpec, schedules_of
 
 TRAINING = "training_step"
@@ -255,6 +255,7 @@ def request_of(
         recompute=recompute if recompute is None or isinstance(recompute, bool) else tuple(recompute),
         slicing=options.slicing,
         chained=options.chain_baseline,
+        continuous=options.weights != SYNCHRONOUS,
         num_pipelines=num_pipelines,
         seconds=options.search_seconds,
         progress=progress,

@@ -48,7 +48,7 @@ class Evaluation:
     """The evaluation of a draft.
 
     Args:
-        seconds: step time; infinite if the stages form a cycle.
+        seconds: step time, or the period of a pipeline that does not flush; infinite if the stages form a cycle.
         excess_bytes: the most bytes by which a device exceeds its memory; 0 if all fit.
         peak_bytes: peak memory of a device of each stage.
         in_flight: micro-batches in flight on each stage.
@@ -155,14 +155,25 @@ class Evaluator:
         limits = [min(self._memory[device] for device in stage.devices) for stage in stages]
         place = sorted(range(len(order)), key=order.__getitem__)
         return Evaluation(
-            seconds=max(
-                number * busiest,
-                _step_seconds(pipeline, counts, number, [entry.all_reduce for entry in figures], limit),
-            ),
+            seconds=max(number * busiest, self._seconds(pipeline, counts, number, figures, limit)),
             excess_bytes=float(max(0.0, *(peak - room for peak, room in zip(peaks, limits, strict=True)))),
             peak_bytes=tuple(peaks[index] for index in place),
             in_flight=tuple(counts[index] for index in place),
         )
+
+    def _seconds(
+        self,
+        pipeline: ClockedStages,
+        counts: Sequence[int],
+        number: int,
+        figures: Sequence[StageFigures],
+        limit: float,
+    ) -> float:
+        """Seconds of a mini-batch: without a flush those of the busiest stage or link, else of the whole step."""
+        all_reduce = [entry.all_reduce for entry in figures]
+        if self.problem.continuous:
+            return _period_seconds(pipeline, number, all_reduce)
+        return _step_seconds(pipeline, counts, number, all_reduce, limit)
 
     def _pipeline(
         self,
@@ -256,6 +267,13 @@ def _step_seconds(
     if least >= limit:
         return least
     return max(end + last for end, last in zip(end_times(pipeline, counts, number), all_reduce, strict=True))
+
+
+def _period_seconds(pipeline: ClockedStages, number: int, all_reduce: Sequence[float]) -> float:
+    links = (*pipeline.sent.values(), *pipeline.returned.values(), *pipeline.data)
+    stages = zip(pipeline.forward, pipeline.again, pipeline.backward, strict=True)
+    computing = (number * sum(stage) + last for stage, last in zip(stages, all_reduce, strict=True))
+    return max(*computing, number * max(links, default=0.0))
 
 
 def topological_order(edges: Iterable[tuple[int, int]], num_stages: int) -> list[int]:

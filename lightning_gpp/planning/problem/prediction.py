@@ -20,7 +20,8 @@ from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import Timeline, simulate
+from lightning_gpp.schedules.continuous import continuous_program
+from lightning_gpp.simulation import Timeline, simulate, steady_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,7 @@ class Prediction:
         alternatives: runners-up of the search.
         search: how the plan was found; None if the user gave it.
         note: a remark to show below tables.
+        period: seconds from one mini-batch to the next without a flush; None if the pipeline flushes.
     """
 
     plan: Plan
@@ -73,11 +75,12 @@ class Prediction:
     alternatives: tuple[Alternative, ...] = ()
     search: SearchFigures | None = None
     note: str = ""
+    period: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Step time."""
-        return self.timeline.makespan
+        """Step time; without a flush the period."""
+        return self.timeline.makespan if self.period is None else self.period
 
     @property
     def samples_per_second(self) -> float:
@@ -123,7 +126,14 @@ class Trial:
 
 
 def predicted(
-    plan: Plan, graph: OperatorGraph, cluster: Cluster, costs: CostModel, footprint: Footprint, num_pipelines: int = 1
+    plan: Plan,
+    graph: OperatorGraph,
+    cluster: Cluster,
+    costs: CostModel,
+    footprint: Footprint,
+    num_pipelines: int = 1,
+    *,
+    continuous: bool = False,
 ) -> Prediction:
     """Time the actions and messages of a plan, and simulate its program.
 
@@ -134,9 +144,11 @@ def predicted(
         costs: seconds of operators.
         footprint: what a device keeps per byte of parameters.
         num_pipelines: pipeline replicas.
+        continuous: the pipeline does not flush.
 
     Raises:
         PlanError: the plan's schedule cannot order its stages.
+        ScheduleError: it has no steady state, and the pipeline does not flush.
     """
     stage_costs = estimate(graph, plan, cluster, costs, footprint=footprint, num_pipelines=num_pipelines)
     limits = memory_limits(plan, cluster)
@@ -144,7 +156,10 @@ def predicted(
     timeline = simulate(compile_program(plan, copies=num_pipelines), stage_costs)
     notes = {"cluster": cluster.name, "simulated_step": f"{timeline.makespan:.6g} s"}
     plan = replace(plan, notes={**plan.notes, **notes})
-    return Prediction(plan=plan, num_pipelines=num_pipelines, timeline=timeline, memory_bytes=limits)
+    period = None
+    if continuous:
+        period = steady_seconds(continuous_program(plan, num_pipelines=num_pipelines), stage_costs)
+    return Prediction(plan=plan, num_pipelines=num_pipelines, timeline=timeline, memory_bytes=limits, period=period)
 
 
 def memory_limits(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
@@ -160,7 +175,15 @@ def simulated(problem: Problem, draft: Draft) -> Prediction:
         PlanError: the stages form a cycle.
     """
     plan, number = realise(problem, draft)
-    return predicted(plan, problem.graph, problem.cluster, problem.costs, problem.footprint, number)
+    return predicted(
+        plan,
+        problem.graph,
+        problem.cluster,
+        problem.costs,
+        problem.footprint,
+        number,
+        continuous=problem.continuous,
+    )
 
 
 def best_trial(problem: Problem, answer: Answer, predict: Callable[[Draft], Prediction]) -> Trial:

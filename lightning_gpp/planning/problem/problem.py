@@ -51,6 +51,7 @@ class Problem:
         recompute: whether stages may recompute their activations: None leaves it to the partitioner.
         max_replicas: the most devices that a stage may have.
         replicable: whether r equal replicas of every stage may be r pipeline replicas.
+        continuous: the pipeline does not flush, so the time of a mini-batch is its period.
         num_slices: slices per sample, each of which counts as a sample of the mini-batch; a pipeline gets all slices of
             one.
         single_step: the user's step has to run on one device, so a last stage with replicas gives it to a stage of its
@@ -68,6 +69,7 @@ class Problem:
     recompute: bool | None = None
     max_replicas: float = inf
     replicable: bool = True
+    continuous: bool = False
     num_slices: int = 1
     single_step: bool = True
     _seconds: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict, init=False)
