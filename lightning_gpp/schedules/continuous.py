@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
@@ -37,7 +38,7 @@ from lightning_gpp.schedules.periods import (
     by_update,
     messages_of,
     number_of_micro_batches,
-    steady,
+    settled,
     written_out,
 )
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
@@ -74,11 +75,18 @@ def streaming_program(plan: Plan, batch_size: int | None = None) -> Program:
         batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
 
     Raises:
-        ScheduleError: stages are slices or sharded, or micro-batches do not divide the mini-batch.
+        ScheduleError: stages are slices or sharded, micro-batches do not divide the mini-batch, or nothing repeats.
     """
     total = plan.batch_size if batch_size is None else batch_size
     check_continuous(plan, total)
-    program = assembled(plan, total, streaming_period(plan, total), training=False)
+    try:
+        period = streaming_period(plan, total)
+    except Unsettled:
+        raise ScheduleError(
+            f"The forwards of these stages do not settle into a period that repeats with every mini-batch of {total} "
+            "samples, so evaluation cannot run without a flush. Use strategy.streaming=false."
+        ) from None
+    program = assembled(plan, total, period, training=False)
     prove(program)
     return program
 
@@ -150,23 +158,26 @@ def prove(program: Program) -> None:
 
 def _training_period(plan: Plan, total: int) -> list[Row]:
     """The instructions of every device between two optimizer steps, once the pipeline is full."""
-    number = 2 * SETTLED
-    while number <= 4 * (plan.depth + SETTLED):
-        try:
-            return [steady(row, after_backwards(row, number)) for row in _many(plan, total, number)]
-        except Unsettled:
-            number *= 2
-    raise ScheduleError(
-        f"strategy.schedule={plan.schedule} does not settle into a period that repeats with every mini-batch of {total}"
-        " samples, so it cannot run without a flush. Use strategy.schedule=1f1b, or strategy.weights=synchronous."
-    )
+    try:
+        return settled(2 * SETTLED, 4 * (plan.depth + SETTLED), partial(_many, plan, total), after_backwards)
+    except Unsettled:
+        raise ScheduleError(
+            f"strategy.schedule={plan.schedule} does not settle into a period that repeats with every mini-batch of "
+            f"{total} samples, so it cannot run without a flush. Use strategy.schedule=1f1b, or "
+            "strategy.weights=synchronous."
+        ) from None
 
 
 def _many(plan: Plan, total: int, number: int) -> list[Row]:
     plan = replace(plan, period=total)
-    found = make_schedule(plan, number * total)
+    found = make_schedule(_held_back(plan), number * total)
     schedule = Schedule(tuple(tuple(by_update(row, plan, total)) for row in found.devices))
     return written_out(plan, total, schedule, number, training=True)
+
+
+def _held_back(plan: Plan) -> Plan:
+    """The plan with gradients on all edges: without them a stage that is not trained would run ahead without limit."""
+    return replace(plan, edges=tuple(replace(edge, differentiable=True) for edge in plan.edges))
 
 
 def _with_sums(plan: Plan, rows: Sequence[Row], replicated: set[int]) -> list[Row]:

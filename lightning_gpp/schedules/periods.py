@@ -7,7 +7,8 @@ middle are equal if each instruction is labelled with the mini-batches by which 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 from lightning_gpp.plan import Plan
@@ -145,6 +146,28 @@ def with_sends(row: Row, end: int) -> int:
     while end < len(row) and row[end][0].op is Op.SEND:
         end += 1
     return end
+
+
+def settled(
+    first: int, most: int, written: Callable[[int], list[Row]], ends: Callable[[Row, int], Sequence[int]]
+) -> list[Row]:
+    """The periods of all devices, from the order of as few mini-batches as it takes until it repeats.
+
+    Args:
+        first: number of mini-batches to begin with, which is doubled as long as the order does not repeat.
+        most: limit of that number.
+        written: returns the rows of a number of mini-batches.
+        ends: returns the ends of a row's periods, see `steady`.
+
+    Raises:
+        Unsettled: the order does not repeat.
+    """
+    number = first
+    while number <= most:
+        with suppress(Unsettled):
+            return [steady(row, ends(row, number)) for row in written(number)]
+        number *= 2
+    raise Unsettled
 
 
 def steady(row: Row, ends: Sequence[int]) -> Row:

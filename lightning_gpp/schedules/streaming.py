@@ -20,18 +20,25 @@ from dataclasses import dataclass, field, replace
 from lightning_gpp.plan import SOURCE, Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.lowering import derive_messages, reads_data, required_actions
-from lightning_gpp.schedules.periods import SETTLED, Row, local, steady, with_sends, written_out
+from lightning_gpp.schedules.periods import SETTLED, Row, local, settled, with_sends, written_out
 from lightning_gpp.schedules.program import Message
 
 
 def streaming_period(plan: Plan, total: int) -> list[Row]:
-    """The instructions of every device between the ends of two mini-batches of `total` samples."""
+    """The instructions of every device between the ends of two mini-batches of `total` samples.
+
+    Raises:
+        Unsettled: the order does not repeat.
+    """
     times = _Times(plan, total)
-    number = 2 * (times.lead + SETTLED + 1)
     many = replace(plan, period=total)
-    schedule = Schedule(tuple(_order(many, times, device, number) for device in range(plan.num_devices)))
-    rows = written_out(many, total, schedule, number, training=False)
-    return [steady(row, _ends(row, times, number)) for row in rows]
+
+    def written(number: int) -> list[Row]:
+        schedule = Schedule(tuple(_order(many, times, device, number) for device in range(plan.num_devices)))
+        return written_out(many, total, schedule, number, training=False)
+
+    number = 2 * (times.lead + SETTLED + 1)
+    return settled(number, 8 * number, written, lambda row, number: _ends(row, times, number))
 
 
 @dataclass(slots=True)

@@ -24,6 +24,10 @@ REPLICATED = plan_of([(0, 1), (1, 2)], [2, 2, 2], 8, devices=[(2, 3), (1,), (0,)
 SHARED_DEVICES = plan_of([(0, 1), (1, 2), (2, 3)], [1] * 4, 4, devices=[(1,), (0,), (1,), (0,)], data=True)
 SIZES = plan_of([(0, 1), (1, 2)], [1, 2, 4], 8, data=True)
 
+FROZEN = plan_of([(0, 1)], [4, 4], 16, devices=[(1, 2), (0,)], data=True)
+FROZEN = replace(FROZEN, edges=tuple(replace(edge, differentiable=False) for edge in FROZEN.edges))
+"""Its two replicas take half as long as the other stage, and wait for no gradients."""
+
 PLANS = {
     "chain": chain([1] * 4, 4),
     "one micro-batch": chain([1] * 4, 1),
@@ -32,6 +36,7 @@ PLANS = {
     "replicas": REPLICATED,
     "several stages per device": SHARED_DEVICES,
     "micro-batches of other sizes": SIZES,
+    "a stage that is not trained": FROZEN,
     "a last micro-batch that is smaller": plan_of([(0, 1), (1, 2), (0, 2)], [3, 3, 3], 8, data=True),
 }
 

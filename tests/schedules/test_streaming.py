@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
@@ -22,6 +22,16 @@ WHOLE = 1 << 30
 WHOLE_STEP = plan_of([(0, 1), (1, 2), (2, 3)], [1, 1, 1, WHOLE], 4, devices=[(2,), (1,), (0,), (0,)], data=True)
 LOOPED = plan_of([(0, 1), (1, 2), (2, 3)], [1] * 4, 4, devices=[(0,), (1,), (1,), (0,)], data=True)
 STREAMED = {**PLANS, "the step once per mini-batch": WHOLE_STEP, "there and back": LOOPED, "wide": towers(4, 1, 2)}
+
+
+LATE = plan_of(
+    [(0, 1), (0, 3), (0, 4), (1, 2), (2, 3), (3, 4), (4, 5)],
+    [5, 5, 3, 1, 3, 2],
+    11,
+    devices=[(1,), (2, 0, 3), (2, 3, 1), (0, 1, 4), (3, 2), (0, 1, 2)],
+    data=True,
+)
+"""Takes longer than other plans until its order repeats."""
 
 
 def pace(plan: Plan) -> float:
@@ -57,6 +67,7 @@ def test_every_plan(name: str) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(plans(max_stages=6, detached=False))
+@example(LATE)
 def test_random_graphs(plan: Plan) -> None:
     size = max(stage.micro_batch_size for stage in plan.stages)
     plan = replace(plan, batch_size=2 * size + (size > 1))

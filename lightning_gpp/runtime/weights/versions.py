@@ -109,7 +109,7 @@ class Versioned(Counting):
         return needed
 
     def _swap(self, stage: int, version: int) -> None:
-        if version == self._in_place:
+        if version == self._in_place or not self.weights.parameters[stage]:
             return
         kept = self._kept[version]
         self._newest = [(parameter, parameter.data) for parameter in self.weights.parameters[stage]]
