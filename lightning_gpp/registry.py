@@ -8,12 +8,12 @@ from typing import Generic, TypeVar
 
 from lightning_gpp.errors import GPPError
 
-Entry = TypeVar("Entry")
+Implementation = TypeVar("Implementation")
 Decorated = TypeVar("Decorated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Registry(Generic[Entry]):
+class Registry(Generic[Implementation]):
     """Implementations by name.
 
     Args:
@@ -30,9 +30,9 @@ class Registry(Generic[Entry]):
     decorator: str
     error: type[GPPError]
     built_in: tuple[str, ...] = ()
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, Implementation] = field(default_factory=dict)
 
-    def adding(self, name: str, entry: Callable[[Decorated], Entry]) -> Callable[[Decorated], Decorated]:
+    def adding(self, name: str, entry: Callable[[Decorated], Implementation]) -> Callable[[Decorated], Decorated]:
         """A decorator that registers the result of `entry` for the decorated object, which it does not change."""
 
         def add(decorated: Decorated) -> Decorated:
@@ -47,7 +47,7 @@ class Registry(Generic[Entry]):
         """All registered names, in alphabetical order."""
         return tuple(sorted(self.entries))
 
-    def get(self, name: str) -> Entry:
+    def get(self, name: str) -> Implementation:
         """The implementation with this name; if there is none, raises an error that lists the names."""
         if name not in self.entries:
             allowed = ", ".join((*self.built_in, *self.names()))

@@ -30,7 +30,7 @@ def streaming_period(plan: Plan, total: int) -> list[Row]:
     Raises:
         Unsettled: the order does not repeat.
     """
-    times = _Times(plan, total)
+    times = _Turns(plan, total)
     many = replace(plan, period=total)
 
     def written(number: int) -> list[Row]:
@@ -42,7 +42,7 @@ def streaming_period(plan: Plan, total: int) -> list[Row]:
 
 
 @dataclass(slots=True)
-class _Times:
+class _Turns:
     """Nominal times of forwards and data actions, in samples of the mini-batch that leave the source.
 
     Attributes:
@@ -92,7 +92,7 @@ def _gap(plan: Plan, total: int, message: Message) -> float:
     return (begin if edge.src == SOURCE else end) + travels - reads
 
 
-def _order(plan: Plan, times: _Times, device: int, number: int) -> tuple[Action, ...]:
+def _order(plan: Plan, times: _Turns, device: int, number: int) -> tuple[Action, ...]:
     """The actions of a device in `number` mini-batches by time.
 
     At equal times, the earlier mini-batch comes first, and inside a mini-batch actions whose results others read.
@@ -105,7 +105,7 @@ def _order(plan: Plan, times: _Times, device: int, number: int) -> tuple[Action,
     return tuple(sorted(required_actions(plan, device, number * times.total, training=False), key=key))
 
 
-def _ends(row: Row, times: _Times, number: int) -> list[int]:
+def _ends(row: Row, times: _Turns, number: int) -> list[int]:
     """Number of instructions before the first action that starts after the end of each mini-batch."""
     places = [(times.of(what.action, batch), index) for index, (what, batch) in enumerate(row) if what.action]
     starts = [time for time, _ in places]

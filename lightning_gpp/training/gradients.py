@@ -46,7 +46,7 @@ class _Sum:
         return self.squares
 
 
-Group = tuple[int, ...]
+UserStages = tuple[int, ...]
 """The stages that use a parameter."""
 
 
@@ -127,7 +127,7 @@ class StageGradients:
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
-    def _squares(self, counted: bool = False) -> dict[Group, Tensor]:
+    def _squares(self, counted: bool = False) -> dict[UserStages, Tensor]:
         """The squared norm of every group with gradients. `counted`: only of parameters that no earlier device has."""
         squares = {}
         for group, parameters in self._by_group(counted).items():
@@ -136,8 +136,8 @@ class StageGradients:
                 squares[group] = torch.stack(norms).pow(2).sum()
         return squares
 
-    def _by_group(self, counted: bool = False) -> dict[Group, list[nn.Parameter]]:
-        groups: dict[Group, list[nn.Parameter]] = {}
+    def _by_group(self, counted: bool = False) -> dict[UserStages, list[nn.Parameter]]:
+        groups: dict[UserStages, list[nn.Parameter]] = {}
         for name, parameter in self._parameters().items():
             first = min(self._layout.placement.devices[name]) == self._control.device
             if first or not counted:

@@ -43,7 +43,7 @@ def test_the_number_of_nodes_can_be_overridden(name: str) -> None:
 
 
 def test_the_comments_of_the_host_are_its_figures() -> None:
-    comment = (CONFIGS / "cpu_host.yaml").read_text().partition("stands for:\n")[2]
+    comment = (CONFIGS / "cpu_host.yaml").read_text().partition("The preset means:\n")[2]
     lines = [line.removeprefix("#   ") for line in comment.splitlines() if line.startswith("#")]
     written_out = cluster_of({"name": "cpu_host", **yaml.safe_load("\n".join(lines)), "num_nodes": 2})
     source = {"source": DEVICES["cpu"].source}

@@ -18,7 +18,6 @@ from lightning_gpp.planning.problem.units import UnitGraph, Value
 from tests.planning.problems import DEVICE, problem_of
 
 SPEEDS = (1.0, 2.0, 4.0)
-CONTROL = SearchControl(seconds=60)
 
 
 def kind(speed: float, memory: float = 1e9) -> Device:
@@ -115,7 +114,7 @@ def check(seeds: range) -> None:
     unused = 0
     for seed in seeds:
         problem = random_problem(seed, chain=seed % 2 == 0)
-        answer = edgepipe(problem, CONTROL)
+        answer = edgepipe(problem, SearchControl(seconds=60))
         assert answer.objective == pytest.approx(by_hand(problem)), seed
         if answer.draft is not None:
             stages = [(set(stage.units), stage.devices[0]) for stage in answer.draft.stages]
@@ -150,10 +149,10 @@ def edge_problem() -> Problem:
 
 def test_the_ratio_to_planners_that_take_all_devices_for_alike() -> None:
     problem = edge_problem()
-    answer = edgepipe(problem, CONTROL)
+    answer = edgepipe(problem, SearchControl(seconds=60))
     assert answer.draft is not None
     even = [(set(range(0, 4)), 2), (set(range(4, 8)), 1), (set(range(8, 12)), 0)]
-    alike = partitioner_of("pipedream")(problem, CONTROL).draft
+    alike = partitioner_of("pipedream")(problem, SearchControl(seconds=60)).draft
     assert alike is not None
     homogeneous = [(set(stage.units), stage.devices[0]) for stage in alike.stages]
     periods = [_period(problem, stages, 1) / answer.objective for stages in (even, homogeneous)]

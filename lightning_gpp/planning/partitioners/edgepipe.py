@@ -49,7 +49,7 @@ def edgepipe(problem: Problem, control: SearchControl) -> Answer:
     best, period, states = None, inf, 0
     notes: tuple[str, ...] = ()
     for size in problem.sizes:
-        table = _Table(problem, size)
+        table = _StageTable(problem, size)
         seconds, stages = table.solve(control)
         states += table.states
         total = seconds * -(-problem.batch_size // size)
@@ -83,7 +83,7 @@ def _alike(problem: Problem, one: int, other: int) -> bool:
 
 
 @dataclass(slots=True, kw_only=True)
-class Cost:
+class StageOnDevice:
     """The cost of a stage on a device of a kind: seconds per micro-batch, and the most micro-batches in
     flight that its memory has room for."""
 
@@ -97,9 +97,9 @@ class StageCosting:
     def __init__(self, problem: Problem, size: int) -> None:
         self.problem, self.size = problem, size
         self.number = -(-problem.batch_size // size)
-        self._known: dict[tuple[int, int], Cost] = {}
+        self._known: dict[tuple[int, int], StageOnDevice] = {}
 
-    def cost(self, units: int, device: int) -> Cost:
+    def cost(self, units: int, device: int) -> StageOnDevice:
         """The cost of a stage on a device; data come from device 0."""
         kind = self.problem.cluster.kind(device)
         if (units, kind) not in self._known:
@@ -107,10 +107,10 @@ class StageCosting:
         found, data = self._known[units, kind], self.data_bytes(units)
         if device and data:
             sent = self.problem.cluster.link(0, device).seconds(data)
-            return Cost(seconds=max(found.seconds, sent), most=found.most)
+            return StageOnDevice(seconds=max(found.seconds, sent), most=found.most)
         return found
 
-    def _cost(self, units: int, kind: int) -> Cost:
+    def _cost(self, units: int, kind: int) -> StageOnDevice:
         members, problem = members_of(units), self.problem
         table = problem.seconds(self.size, kind)
         again = problem.recompute is True
@@ -120,7 +120,7 @@ class StageCosting:
         buffers = BUFFERS * (received + self.crossing(units, units)[0])
         room = problem.cluster.kinds[kind].memory_bytes - float(problem.static_bytes[members].sum()) - working - buffers
         most = -1.0 if room < 0 else inf if not kept else room // kept
-        return Cost(seconds=seconds, most=inf if most >= self.number else most)
+        return StageOnDevice(seconds=seconds, most=inf if most >= self.number else most)
 
     def data_bytes(self, units: int) -> float:
         """Bytes that a stage receives of the user's step."""
@@ -157,7 +157,7 @@ def members_of(units: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class _Table:
+class _StageTable:
     """The table h for one micro-batch size."""
 
     problem: Problem
