@@ -4,7 +4,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test acceptance check lint types contracts format clean
+.PHONY: demo test acceptance check lint types contracts format pictures clean
 
 demo: $(READY) ## train the two-tower example as a pipeline of 4 processes
 	$(BIN)/gpp-train experiment=two_tower
@@ -31,10 +31,13 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+pictures: $(READY) ## write docs/pictures anew
+	$(BIN)/python -m benchmarks.pictures
+
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,hf,examples]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,hf,examples,slurm]"
 	touch $(READY)
 
 clean: ## remove the environment and everything that was built; run folders stay

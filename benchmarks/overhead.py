@@ -169,13 +169,13 @@ MAKERS = {
 
 @dataclass(frozen=True)
 class Variant:
-    library: str
+    runner: str
     schedule: str
     num_micro_batches: int
 
     @property
     def flushes(self) -> bool:
-        return "no flush" not in self.library
+        return "no flush" not in self.runner
 
 
 VARIANTS = [
@@ -189,7 +189,7 @@ def measure(rank: int, port: int, repetitions: int, steps: int, best: bool) -> N
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    made = {v: MAKERS[v.library](rank, v.schedule, v.num_micro_batches) for v in VARIANTS}
+    made = {v: MAKERS[v.runner](rank, v.schedule, v.num_micro_batches) for v in VARIANTS}
     run_all_once(made)
     wall: dict[Variant, list[float]] = {variant: [] for variant in VARIANTS}
     cpu: dict[Variant, list[float]] = {variant: [] for variant in VARIANTS}
@@ -253,7 +253,7 @@ def table(wall: Mapping[Variant, float], cpu: Mapping[Variant, float], compute: 
         figures[variant] = overhead
         busy = cpu[variant] / actions
         ratio = overhead / figures[Variant("torch", variant.schedule, variant.num_micro_batches)]
-        name = f"| {variant.schedule} | {variant.num_micro_batches} | {variant.library} "
+        name = f"| {variant.schedule} | {variant.num_micro_batches} | {variant.runner} "
         rows.append(f"{name}| {step * 1e3:.2f} | {overhead * 1e6:.0f} | {ratio:.2f} | {busy * 1e6:.0f} |")
     return "\n".join([f"A forward and a backward of one stage alone: {compute * 1e6:.0f} us.\n", *rows])
 

@@ -13,6 +13,7 @@ from lightning_gpp.errors import (
     CaptureError,
     CheckpointError,
     ConfigError,
+    ForeignTensorError,
     GPPError,
     PeerFailure,
     PlanError,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
         register_partitioner,
     )
     from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, register_schedule
-    from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
+    from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate, trace_of
     from lightning_gpp.strategy import GPPStrategy
     from lightning_gpp.training.engine import Engine
     from lightning_gpp.training.loop import initialize
@@ -63,6 +64,7 @@ __all__ = [
     "Engine",
     "Evaluator",
     "Figures",
+    "ForeignTensorError",
     "GPPError",
     "GPPStrategy",
     "Kind",
@@ -97,6 +99,7 @@ __all__ = [
     "register_schedule",
     "sequence",
     "simulate",
+    "trace_of",
 ]
 
 _ORIGINS: Final = {
@@ -109,7 +112,7 @@ _ORIGINS: Final = {
         *("best_plan", "estimate", "register_partitioner"),
     ),
     "schedules": ("Action", "Kind", "Schedule", "compile_program", "register_schedule"),
-    "simulation": ("StageCost", "StageCosts", "Timeline", "simulate"),
+    "simulation": ("StageCost", "StageCosts", "Timeline", "simulate", "trace_of"),
     "strategy": ("GPPStrategy",),
     "training.engine": ("Engine",),
     "training.loop": ("initialize",),

@@ -1,6 +1,6 @@
 """Errors that a user can cause: subclasses of one class, so that a caller can catch them together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -13,7 +13,15 @@ class ConfigError(GPPError):
 
 
 class CaptureError(GPPError):
-    """The user's step or module cannot be captured. Names the user's line, the reason and the ways out."""
+    """The user's step or module cannot be captured. Names the user's line, the reason and the ways out.
+
+    Attributes:
+        modules: paths of the called modules in which it happened, the innermost first.
+        reason: the reason alone.
+    """
+
+    modules: Sequence[str] = ()
+    reason: str = ""
 
 
 class PlanError(GPPError):
@@ -38,6 +46,10 @@ class ShapeError(GPPError):
 
 class SelfCheckError(GPPError):
     """The split model does not compute what the unsplit model computes."""
+
+
+class ForeignTensorError(GPPError):
+    """User code needs the values of a parameter or buffer that other ranks hold."""
 
 
 class PeerFailure(GPPError):

@@ -1,4 +1,4 @@
-"""What holds for every test: it runs on one thread, and leaves no process group behind.
+"""What holds for every test: it runs on one thread, with wide lines, and leaves no process group behind.
 
 Several tests fit on a small machine that way; processes that tests start inherit the number of threads.
 """
@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["COLUMNS"] = "300"  # tables are printed whole, wherever the tests run
 
 import pytest  # noqa: E402
 import torch  # noqa: E402  reads OMP_NUM_THREADS when it is imported

@@ -152,6 +152,11 @@ def active_loaders(trainer: Any) -> list[Any]:
     return list(trainer._active_loop._combined_loader.flattened)
 
 
+def evaluation_lengths(trainer: Any) -> list[float]:
+    """The numbers of batches of the current evaluation loop, by data loader."""
+    return list(trainer._active_loop.max_batches)
+
+
 def loader_states(trainer: Any) -> list[dict[str, Any]]:
     """The current states of the fit loop's stateful loaders."""
     combined = trainer.fit_loop._combined_loader
@@ -315,6 +320,25 @@ def begin_validation_anew(trainer: Any) -> None:
 def preemption_path(trainer: Any) -> str:
     """The path of the next checkpoint of a run that is preempted, which Lightning resumes from in a SLURM job."""
     return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
+@contextmanager
+def resuming_from(trainer: Any, choose: Callable[[], str | None]) -> Iterator[None]:
+    """Inside, `choose` decides which checkpoint a run resumes from, after its processes are connected.
+
+    The trainer decides before there are processes, so `ckpt_path` cannot be something that they agree on.
+    """
+    connector = trainer._checkpoint_connector
+    plain = type(connector).resume_start
+
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        plain(connector, choose(), weights_only=weights_only)
+
+    connector.resume_start = resume_start
+    try:
+        yield
+    finally:
+        del connector.resume_start
 
 
 def reset_metric(metric: Any, value: Any, count: int) -> None:

@@ -12,6 +12,7 @@ import torch.utils.checkpoint as _checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # torch.export stands on it; no public name yet
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -30,6 +31,23 @@ FLASH_ATTENTION_FOR_CPU: Final = torch.ops.aten._scaled_dot_product_flash_attent
 _COMPILED_IN_PLACE: Final = "_compiled_call_impl"
 
 # --- tensors and modules
+
+
+def wrapper(kind: type, outline: Tensor, device: torch.device) -> Any:
+    """A tensor of a subclass, without memory, that has the sizes of `outline` and seems to be on a device."""
+    make = Tensor._make_wrapper_subclass
+    return make(kind, outline.shape, strides=outline.stride(), dtype=outline.dtype, device=device)
+
+
+def schema_arguments(operator: Any) -> Sequence[Any]:
+    """The arguments of an operator by its schema: `name`, and `alias_info` if they are changed."""
+    arguments: Sequence[Any] = operator._schema.arguments
+    return arguments
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Inside, functions of torch do not call `__torch_function__` of tensors' classes."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def version(tensor: Tensor) -> int:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_gpp.capture.batch import batch_size_of
+from lightning_gpp.capture.batch import batch_size_of, cut_of
 from lightning_gpp.capture.isolate import add_sizes
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.mixing import mark_mixing
@@ -30,7 +30,11 @@ OTHER_RUN_TIME = RunTime(batch_idx=1_000_003, current_epoch=1_000_033, global_st
 
 @dataclass(slots=True)
 class Capture:
-    """The computation of the user's step in its modules, for any number of samples."""
+    """The computation of the user's step in its modules, for any number of samples.
+
+    `uncut`: reasons why modules are called whole and never cut, by path. `cut`: the parts of the batch that are cut
+    into micro-batches, and those that every micro-batch gets.
+    """
 
     graph: OperatorGraph
     network: Network
@@ -38,6 +42,20 @@ class Capture:
     inputs: list[TensorSpec]
     step: str
     batch_size: int
+    uncut: Mapping[str, str] = field(default_factory=dict)
+    cut: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks for people: how mini-batches are cut, and modules that are never cut."""
+        cut, passed = (", ".join(parts) for parts in self.cut)
+        batch = f"Samples are counted by the first dimension. Cut into micro-batches: {cut}."
+        if passed:
+            batch += f" Given to every micro-batch: {passed}."
+        return [
+            batch,
+            *(f"Module {path!r} is called whole and never cut. {reason}" for path, reason in self.uncut.items()),
+        ]
 
     @property
     def fingerprint(self) -> str:
@@ -57,6 +75,8 @@ def capture_step(
 ) -> Capture:
     """Capture the computation of `module.<step>(batch, batch_idx)`.
 
+    A module that cannot be recorded becomes one operator, which calls it: the smallest one that solves the problem.
+
     The model takes no memory and computes nothing: only shapes and dtypes of parameters and batch matter, so both may
     be on the meta device. The module and the random number generators do not change.
 
@@ -69,8 +89,34 @@ def capture_step(
     Raises:
         CaptureError: something cannot be captured; names the line, the reason and the ways out.
     """
-    total = batch_size_of(batch)
     _check_module(module, step)
+    uncut: dict[str, str] = {}
+    while True:
+        try:
+            return _capture(module, batch, step, batch_idx, context, torch.device(device), uncut)
+        except CaptureError as error:
+            path = next((path for path in error.modules if path not in uncut), "")
+            if not path or _holds_all(module, path):
+                raise
+            uncut = {inner: reason for inner, reason in uncut.items() if not inner.startswith(f"{path}.")}
+            uncut[path] = error.reason
+
+
+def _holds_all(module: nn.Module, path: str) -> bool:
+    """True if a submodule has all parameters: what is in one piece needs no pipeline."""
+    return len({*module.parameters()} - {*module.get_submodule(path).parameters()}) == 0
+
+
+def _capture(
+    module: nn.Module,
+    batch: Any,
+    step: str,
+    batch_idx: int,
+    context: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+    uncut: Mapping[str, str],
+) -> Capture:
+    total = batch_size_of(batch)
 
     def run(num_samples: int, run_time: RunTime) -> Network:
         recording, recorder = record(
@@ -81,7 +127,8 @@ def capture_step(
             num_samples=num_samples,
             run_time=run_time,
             context=context,
-            device=torch.device(device),
+            device=device,
+            uncut=uncut,
         )
         return extract(recording, recorder)
 
@@ -90,7 +137,7 @@ def capture_step(
     inputs = input_specs(base, other_size)
     specs = mark_mixing(network, specs, inputs)
     graph = _graph(module, network, specs, inputs)
-    return Capture(graph=graph, network=network, specs=specs, inputs=inputs, step=step, batch_size=total)
+    return Capture(graph, network, specs, inputs, step=step, batch_size=total, uncut=dict(uncut), cut=cut_of(batch))
 
 
 def _check_module(module: nn.Module, step: str) -> None:

@@ -42,7 +42,13 @@ def merge(base: Network, other_run: Network, other_size: Network) -> tuple[Netwo
     _same_structure(base, other_run, "`batch_idx`, `current_epoch` or `global_step`")
     _same_structure(base, other_size, "the number of samples in the batch")
     sizes = (base.recording.num_samples, other_size.recording.num_samples)
-    calls = [_merge_call(*triple, sizes) for triple in zip(base.calls, other_run.calls, other_size.calls, strict=True)]
+    calls = []
+    for triple in zip(base.calls, other_run.calls, other_size.calls, strict=True):
+        try:
+            calls.append(_merge_call(*triple, sizes))
+        except CaptureError as error:
+            error.modules = base.called(triple[0].scope)
+            raise
     modules = [
         _merge_module(*triple, sizes)
         for triple in zip(base.modules, other_run.modules, other_size.modules, strict=True)
@@ -82,7 +88,10 @@ def _same_structure(base: Network, other: Network, what: str) -> None:
     number = next(differing, min(len(first), len(second)) - 1)
     line = base.calls[number].line if base.calls else "its first line"
     raise refusal(
-        line, f"what the modules compute depends on {what}", "make it the same for all, or pass it as a tensor"
+        line,
+        f"what the modules compute depends on {what}",
+        "make it the same for all, or pass it as a tensor",
+        base.called(base.calls[number].scope) if base.calls else (),
     )
 
 

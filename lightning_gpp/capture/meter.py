@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,21 @@ if TYPE_CHECKING:
 
 
 class Meter(TorchDispatchMode):
-    """Adds the cost of every kernel to the call that is being recorded."""
+    """Adds the cost of every kernel to the call that is being recorded.
+
+    Autograd's graph owns its hooks and what they pack, unseen by the garbage collector. So a graph that the recorder
+    keeps alive must not own the recorder, nor a tensor whose gradient it computes, after the recording.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
+        self._recorder: Recorder = weakref.proxy(recorder)
+        self._packed: list[list[torch.Tensor]] = []
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        for packed in self._packed:
+            packed.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -31,8 +42,12 @@ class Meter(TorchDispatchMode):
             call.random = call.random or torch.Tag.nondeterministic_seeded in func.tags
         return result
 
-    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Hook for tensors that autograd keeps: notes their memory, except for states and in checkpointed regions."""
+    def saved(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Hook for tensors that autograd keeps: notes their memory, except for states and in checkpointed regions.
+
+        Returns:
+            The tensor in a list, which is empty after the recording.
+        """
         recorder = self._recorder
         call, storage = recorder.current, storage_id(tensor)
         if call is not None and call.checkpoint is None and storage not in recorder.state_storages:
@@ -42,7 +57,8 @@ class Meter(TorchDispatchMode):
                 call.saved[storage] = tensor.untyped_storage().nbytes()
             else:
                 call.saved[id(holder)] = _addressed_bytes(holder)
-        return tensor
+        self._packed.append([tensor])
+        return self._packed[-1]
 
 
 def _holder(tensor: torch.Tensor, sources: Iterable[torch.Tensor]) -> torch.Tensor | None:

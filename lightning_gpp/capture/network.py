@@ -38,6 +38,10 @@ class Network:
     def network_calls(self) -> list[ModuleCall]:
         return [call for call in self.modules if call.parent == -1]
 
+    def called(self, scope: int) -> list[str]:
+        """Paths of a module call and of those around it, the innermost first."""
+        return self.recording.called(scope)
+
 
 def extract(recording: Recording, recorder: Recorder) -> Network:
     """Cut the network out of a recording.
@@ -68,6 +72,7 @@ class _Extraction:
         calls = [self._renumber(self.recording.calls[index], positions.get(index, -1)) for index in self.number]
         after = [c for c in self.recording.calls if c.index not in self.number]
         self._check_source(after)
+        self._check_changes()
         return Network(
             inputs=[key for _, key in self.inputs.values()],
             input_outputs=[self.recording.calls[ref.call].outputs[ref.output] for ref in self.inputs],
@@ -199,6 +204,17 @@ class _Extraction:
                         "the step uses a parameter before its first module call",
                         "use the parameter inside a module's forward",
                     )
+
+    def _check_changes(self) -> None:
+        """The step runs once per micro-batch, on one rank, and its beginning twice."""
+        used = {name for call in self.recording.calls if call.scope != -1 for name in call.states()}
+        for name, scope, line in self.recording.state_changes:
+            if scope == -1 and name in used:
+                raise refusal(
+                    line,
+                    f"the step changes {name!r}, which a module reads, and would do so once per micro-batch",
+                    "change it in a hook such as on_train_batch_end, or in the forward of the module that reads it",
+                )
 
 
 def _refs(tree: Any) -> list[Ref]:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from lightning_gpp.capture.isolate import isolated_copy
 from lightning_gpp.capture.meter import Meter
 from lightning_gpp.capture.recorder import Recorder, is_user_code, refusal, user_line
 from lightning_gpp.capture.recording import Recording
+from lightning_gpp.capture.uncut import keep_uncut
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import undisturbed
 
@@ -71,8 +72,11 @@ def record(
     run_time: RunTime,
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
+    uncut: Mapping[str, str],
 ) -> tuple[Recording, Recorder]:
     """Record `module.<step>(batch, batch_idx)` with the batch resized from `total` to `num_samples` samples.
+
+    `uncut`: paths of modules that are recorded as one call.
 
     Raises:
         CaptureError: the network part of the step cannot be recorded.
@@ -85,6 +89,7 @@ def record(
     with torch.set_grad_enabled(step == "training_step"), context():
         recorder = Recorder(num_samples)
         recorder.watch(replica)
+        keep_uncut(replica, module, uncut, recorder)
         _observe(replica, trainer_of(module), run_time, recorder)
         fake = _fake_batch(batch, total, num_samples, mode, device)
         with _recording(recorder, mode):
@@ -103,12 +108,14 @@ def _run(replica: nn.Module, step: str, batch: Any, run_time: RunTime, recorder:
             result = function(batch, *step_arguments(function, run_time.batch_idx))
         recorder.use(result)
         recording.result = recorder.refs(result)
-    except CaptureError:
+    except CaptureError as error:
+        error.modules = error.modules or recorder.recording.called(recorder.scope)
         raise
     except Exception as error:
         recording.complete, recording.stopped = False, _line_of(error)
         if recorder.scope != -1 or not recording.network_calls() or _uncalled(replica, recorder):
-            raise refusal(recording.stopped, f"{type(error).__name__}: {error}", _remedy(error)) from error
+            modules = recording.called(recorder.scope)
+            raise refusal(recording.stopped, f"{type(error).__name__}: {error}", _remedy(error), modules) from error
 
 
 def _remedy(error: Exception) -> str:
@@ -183,8 +190,8 @@ def _fake_batch(batch: Any, total: int, num_samples: int, mode: FakeTensorMode, 
     def sized(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty((num_samples, *tensor.shape[1:]), device="meta")
 
-    def listed(items: list[Any]) -> list[Any]:
-        return [items[i % len(items)] for i in range(num_samples)]
+    def listed(items: Any) -> Any:
+        return type(items)(items[i % len(items)] for i in range(num_samples))
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -203,7 +210,7 @@ def _recording(recorder: Recorder, mode: FakeTensorMode) -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(mode)
         meter = stack.enter_context(Meter(recorder))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(meter.saved, lambda tensor: tensor))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(meter.saved, lambda packed: packed[0]))
         stack.enter_context(autograd_function_calls(recorder.apply))
         stack.enter_context(checkpoint_regions(recorder.enter_region, recorder.leave_region))
         yield

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 import torchmetrics
 from torch import nn
@@ -84,12 +86,13 @@ class Recorder(TorchFunctionMode):
         self._alive: list[torch.Tensor] = []
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._scopes: list[int | None] = []
+        self._drawn: list[tuple[int, int]] = []
         self._regions: list[int] = []
         self._num_regions = 0
         self._paused = False
         self.uses: list[Ref] = []
         self.network: list[bool] = []
-        self.state_storages: set[int] = set()
+        self.state_storages: dict[int, str] = {}
         self.sources: dict[int, list[torch.Tensor]] = {}
 
     # --- modules
@@ -98,17 +101,47 @@ class Recorder(TorchFunctionMode):
         for tensor, name in names_of(module):
             self._states[id(tensor)] = name
             self.keep(tensor)  # a forward may replace its buffer, and another tensor would get the id of the freed one
-            self.state_storages.add(storage_id(tensor))
+            self.state_storages[storage_id(tensor)] = name
         for path, child in module.named_modules():
             self._paths[id(child)] = path
             child.register_forward_pre_hook(functools.partial(self._enter, path), with_kwargs=True, prepend=True)
             child.register_forward_hook(functools.partial(self._leave, path), with_kwargs=True)
 
     @property
+    def paused(self) -> bool:
+        """True inside of a recorded call, whose own calls are not recorded."""
+        return self._paused
+
+    def add_states(self, module: nn.Module) -> None:
+        """Take the memory of another module's parameters for that of states, which autograd keeps anyway."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.keep(tensor)
+            self.state_storages.setdefault(storage_id(tensor), "")
+
+    def states_of(self, module: nn.Module) -> tuple[str, ...]:
+        """Names of the parameters and buffers of a watched module."""
+        return tuple(self._states[id(tensor)] for tensor in (*module.parameters(), *module.buffers()))
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[list[Exception]]:
+        """Catch an error inside, and forget what the recorded call has cost so far. Yields a list for the error."""
+        depth, failed = len(self._scopes), list[Exception]()
+        try:
+            yield failed
+        except Exception as error:  # whatever torch raises where a fake tensor lacks a value
+            failed.append(error)
+            del self._scopes[depth:]
+            if self.current is not None:
+                self.current.flops, self.current.saved = 0, {}
+
+    @property
     def scope(self) -> int:
         return next((scope for scope in reversed(self._scopes) if scope is not None), -1)
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.paused:
+            self._scopes.append(None)
+            return
         if self.scope == -1 and not _has_state(module):
             self._scopes.append(None)
             return
@@ -128,6 +161,7 @@ class Recorder(TorchFunctionMode):
         )
         self.recording.modules.append(call)
         self._scopes.append(number)
+        self._drawn.append(_positions())
 
     def _leave(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         number = self._scopes.pop()
@@ -136,6 +170,13 @@ class Recorder(TorchFunctionMode):
             call.last = len(self.recording.calls)
             register_dataclasses(output)
             call.result = self.refs(output)
+            if self._drawn.pop() != _positions():
+                raise refusal(
+                    call.line,
+                    f"{type(module).__name__} draws random numbers by other means than torch, which would be frozen",
+                    "draw them by torch, and compute with tensors",
+                    [path, *self.recording.called(self.scope)],
+                )
 
     def _refuse_late_network(self, path: str) -> None:
         for _, line in self.recording.value_reads:
@@ -170,8 +211,11 @@ class Recorder(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run: Callable[[], Any],
+        held: tuple[str, ...] = (),
     ) -> Any:
+        """Run a call and record it. `held`: parameters and buffers that it uses besides its arguments."""
         call = self._begin(function, target, args, kwargs)
+        call.held = held
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [version(tensor) for tensor in tensors]
         outer, self.current, paused, self._paused = self.current, call, self._paused, True
@@ -203,6 +247,8 @@ class Recorder(TorchFunctionMode):
     def _finish(self, call: Recorded, result: Any, changed: list[torch.Tensor]) -> None:
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         aliases = self._aliases(changed, outputs)
+        states = [self.state_storages[storage_id(t)] for t in changed if storage_id(t) in self.state_storages]
+        self.recording.state_changes.extend((name, call.scope, call.line) for name in states)
         if not outputs and not changed:
             return
         call.mutated = [self._values[id(alias)] for alias in aliases]
@@ -283,6 +329,11 @@ class Recorder(TorchFunctionMode):
         self._regions.pop()
 
 
+def _positions() -> tuple[int, int]:
+    """The positions of Python's and NumPy's streams of random numbers, which every draw moves."""
+    return random.getstate()[1][-1], np.random.get_state()[2]  # type: ignore[index]
+
+
 def _has_state(module: nn.Module) -> bool:
     if isinstance(module, torchmetrics.Metric | torchmetrics.MetricCollection):
         return False
@@ -301,8 +352,6 @@ def target_of(func: Callable[..., Any], name: str) -> str:
 
 def _plausible(name: str, tensor: torch.Tensor) -> Any:
     """A value with which the step can continue; no captured value may depend on it."""
-    import numpy as np
-
     ones = np.ones(tuple(tensor.shape))
     if name in ("tolist", "numpy", "__array__"):
         return ones.tolist() if name == "tolist" else ones
@@ -322,10 +371,12 @@ def register_dataclasses(output: Any) -> None:
             torch.export.register_dataclass(kind)
 
 
-def refusal(line: str, reason: str, remedy: str) -> CaptureError:
-    """A CaptureError in the common form: line, reason, two ways out."""
-    return CaptureError(
+def refusal(line: str, reason: str, remedy: str, modules: Sequence[str] = ()) -> CaptureError:
+    """A CaptureError in the common form: line, reason, two ways out. `modules`: see there."""
+    error = CaptureError(
         f"Cannot capture the step at {line}: {reason}.\n"
         f"Ways out: (1) {remedy}; or (2) declare the stages yourself, as modules and the edges between them "
         "(strategy.stages with `inputs:`, see docs/capture.md): they run eagerly, and nothing is captured."
     )
+    error.modules, error.reason = modules, f"{line}: {reason}"
+    return error

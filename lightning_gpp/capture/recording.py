@@ -78,6 +78,8 @@ class Recorded:
     saved_bytes: float = 0
     """Bytes of the storages that no earlier call keeps."""
     random: bool = False
+    held: tuple[str, ...] = ()
+    """Parameters and buffers that it uses besides its arguments."""
     step_number: int = -1
     """Index among the step's own calls on network values; -1 inside modules."""
 
@@ -86,7 +88,8 @@ class Recorded:
         return [leaf for leaf in leaves if isinstance(leaf, Ref)] + self.mutated
 
     def states(self) -> list[str]:
-        return [leaf.name for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, StateRef)]
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return [*(leaf.name for leaf in leaves if isinstance(leaf, StateRef)), *self.held]
 
 
 @dataclass(slots=True)
@@ -128,8 +131,18 @@ class Recording:
     """Reads of a tensor's value at the level of the step: (number of module calls before, line)."""
     state_reads: list[tuple[str, int, str]] = field(default_factory=list)
     """Reads of run-time values such as `current_epoch`: (attribute, scope, line)."""
+    state_changes: list[tuple[str, int, str]] = field(default_factory=list)
+    """Parameters and buffers that a call changes in place: (name, scope, line)."""
     logged: list[tuple[int, str]] = field(default_factory=list)
     """Calls of `self.log`: (scope, line)."""
+
+    def called(self, scope: int) -> list[str]:
+        """Paths of a module call and of those around it, the innermost first."""
+        paths = []
+        while scope != -1:
+            paths.append(self.modules[scope].path)
+            scope = self.modules[scope].parent
+        return paths
 
     def network_calls(self) -> list[ModuleCall]:
         return [call for call in self.modules if call.parent == -1]

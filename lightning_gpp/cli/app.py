@@ -43,14 +43,14 @@ class Command:
         config: the configuration file that it composes.
         about: its description, in a sentence or two.
         examples: command lines with their purposes.
-        task: called with the composed configuration.
+        task: called with the composed configuration; a sweeper gets its result.
     """
 
     name: str
     config: str
     about: str
     examples: Sequence[tuple[str, str]]
-    task: Callable[[DictConfig], None]
+    task: Callable[[DictConfig], float | None]
 
     @property
     def help(self) -> str:
@@ -85,7 +85,7 @@ def _prepare() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # makes Hydra raise instead of printing a shortened traceback
     # a warning of Lightning 2.6 on newer torch that users cannot change, from every process
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
-    sys.argv.extend(quiet_overrides(os.environ))
+    sys.argv.extend(quiet_overrides(os.environ, sys.argv))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # modules of the user's project; an installed command has only its own folder
     schema.register()
@@ -110,21 +110,28 @@ class _HydraTask:
         self.failed = False
         update_wrapper(self, command.task)
 
-    def __call__(self, config: DictConfig) -> None:
+    def __call__(self, config: DictConfig) -> float | None:
         self.started = True
         try:
-            self.command.task(config)
+            return self.command.task(config)
         except GPPError as error:
             if HydraConfig.get().mode is RunMode.MULTIRUN:
                 raise
             print(f"{self.command.name}: {error}", file=sys.stderr)
             self.failed = True
+            return None
 
 
-def quiet_overrides(environment: Mapping[str, str]) -> list[str]:
-    """Overrides for all but the first process of torchrun or srun: only the first keeps a run folder."""
-    if environment.get("RANK", environment.get("SLURM_PROCID", "0")) == "0":
+def quiet_overrides(environment: Mapping[str, str], arguments: Sequence[str] = ()) -> list[str]:
+    """Overrides for all but the first process of torchrun or srun: only the first keeps a run folder.
+
+    A run folder that the user names is that of all: there they find the checkpoint that the run goes on from.
+    """
+    rank = environment.get("RANK", environment.get("SLURM_PROCID", "0"))
+    if rank == "0":
         return []
+    if any(argument.startswith("hydra.run.dir=") for argument in arguments):
+        return [f"hydra.job.name=rank{rank}", "hydra.output_subdir=null"]
     folder = tempfile.mkdtemp(prefix="gpp-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.output_subdir=null"]

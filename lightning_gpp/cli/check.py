@@ -68,22 +68,6 @@ def arguments(target: Any) -> set[str]:
     return {"**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name for parameter in parameters}
 
 
-def refuse_multirun(devices: Any, num_nodes: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse a sweep whose processes start each other: every child would start the sweep again.
-
-    Args:
-        devices: `trainer.devices`; a value that is not a number may mean several.
-        num_nodes: `trainer.num_nodes`.
-        environment: environment variables.
-
-    Raises:
-        ConfigError: it is such a sweep.
-    """
-    if (str(devices) == "1" and num_nodes == 1) or any(name in environment for name in EXTERNAL_LAUNCHERS):
-        return
-    raise ConfigError(
-        f"--multirun with trainer.devices={devices}, trainer.num_nodes={num_nodes}: processes that start each other "
-        "would each start the sweep again. Start one run per command, or start the processes with a launcher: "
-        "torchrun --nproc-per-node N -m lightning_gpp.cli.train --multirun ..., or hydra/launcher=submitit_slurm "
-        "hydra.launcher.tasks_per_node=N."
-    )
+def has_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+    """True if a launcher other than Lightning has started this process and those beside it."""
+    return any(name in environment for name in EXTERNAL_LAUNCHERS)

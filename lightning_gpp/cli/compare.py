@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from lightning_gpp.cli.planning import Task, applied, task_of
+from lightning_gpp.cli.planning import Task, applied, check_outputs, predict, task_of
 from lightning_gpp.cli.stopping import TimeIsUp, check_interrupted, interruptible, time_limit, uninterrupted
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, Request, best_plan, each_schedule, partitioner_names
 from lightning_gpp.planning.assignment.layout_check import layout_mismatch
 from lightning_gpp.planning.problem.partitioner import partitioner_of
-from lightning_gpp.reports import Compared, partitioners_table, schedules_table, search_progress
+from lightning_gpp.reports import (
+    Compared,
+    chain_and_graph_svg,
+    partitioners_table,
+    schedules_table,
+    search_progress,
+    terminal_width,
+)
 from lightning_gpp.reports.progress import SearchBar
 from lightning_gpp.schedules import schedule_names
 from lightning_gpp.training.machine import first
@@ -44,17 +52,30 @@ def compare(config: DictConfig) -> None:
             "schedule. Give one of them; strategy.partitioner plans for all schedules, strategy.schedule is used by "
             "all partitioners."
         )
+    check_outputs(config, ("svg",))
     with interruptible():
-        (_compare_partitioners if config.schedules is None else _compare_schedules)(config)
+        task = task_of(config)
+        check_interrupted()
+        (_compare_partitioners if config.schedules is None else _compare_schedules)(config, task)
+        if config.svg:
+            Path(config.svg).write_text(_chain_and_graph(task))
+
+
+def _chain_and_graph(task: Task) -> str:
+    """The picture of the task's plan as a chain and as a graph."""
+    chain, graph = (
+        predict(replace(task, options=replace(task.options, chain_baseline=chained))) for chained in (True, False)
+    )
+    heading = f"One mini-batch of {graph.plan.batch_size} samples on {task.machine.cluster.name}, simulated"
+    return chain_and_graph_svg(chain, graph, heading)
 
 
 # -- partitioners -----------------------------------------------------------------------------------------------------
 
 
-def _compare_partitioners(config: DictConfig) -> None:
+def _compare_partitioners(config: DictConfig, task: Task) -> None:
     names = PARTITIONERS if config.partitioners is None else tuple(map(str, config.partitioners))
-    task, rows = task_of(config), list[ComparedRow]()
-    check_interrupted()
+    rows: list[ComparedRow] = []
     for name in names:
         partitioner_of(name)  # after the model's module was imported, which may register one
     if task.options.plan is not None or task.options.stages is not None:
@@ -70,10 +91,10 @@ def _compare_partitioners(config: DictConfig) -> None:
         _show(rows, partitioners_table)
 
 
-def _show(rows: list[ComparedRow], table: Callable[[list[ComparedRow]], str]) -> None:
+def _show(rows: list[ComparedRow], table: Callable[[list[ComparedRow], int], str]) -> None:
     if rows:
         with uninterrupted():
-            print(table(rows))
+            print(table(rows, terminal_width()))
 
 
 def _partitioned(name: str, task: Task, seconds: float) -> Compared:
@@ -105,9 +126,8 @@ def _late(seconds: float) -> str:
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
-def _compare_schedules(config: DictConfig) -> None:
-    task, rows = task_of(config), list[ComparedRow]()
-    check_interrupted()
+def _compare_schedules(config: DictConfig, task: Task) -> None:
+    rows: list[ComparedRow] = []
     names, seconds = schedules_wanted(config.schedules), float(config.compare_seconds)
     given = task.options.plan is not None or task.options.stages is not None
     try:

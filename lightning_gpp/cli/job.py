@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,10 @@ from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 
+from lightning_gpp.checkpoints.folder import is_folder
 from lightning_gpp.cli.check import check
+from lightning_gpp.cli.resume import AUTO, resuming_by_itself
+from lightning_gpp.cli.sweep import METRICS
 from lightning_gpp.cli.target import built
 from lightning_gpp.errors import ConfigError
 
@@ -27,26 +32,47 @@ class Job:
     datamodule: L.LightningDataModule
 
 
-def run_job(config: DictConfig) -> None:
-    """Train, test, and print where the results are.
+def run_job(config: DictConfig) -> dict[str, float]:
+    """Train, test, and print where the results are. Returns the last value of every logged metric.
 
     Raises:
         ConfigError: the configuration names something that does not exist.
     """
-    _check_checkpoint(config.ckpt_path)
+    _check_checkpoint(config.ckpt_path, config.train)
     job = build(config)
+    metrics: dict[str, float] = {}
     if config.train:
-        job.trainer.fit(job.model, datamodule=job.datamodule, ckpt_path=config.ckpt_path)
+        _fit(job, config)
+        metrics |= _metrics(job.trainer)
     if config.test and not job.trainer.interrupted:
         _test(job, None if config.train else config.ckpt_path)
-    _finish(config)
+        metrics |= _metrics(job.trainer)
+    _finish(config, metrics)
+    return metrics
 
 
-def _check_checkpoint(path: str | None) -> None:
-    """Refuse a checkpoint that is not there, before anything is built. Remote files are left to Lightning."""
-    if path is None or "://" in path or path in ("best", "last", "hpc") or Path(path).is_file():
+def _fit(job: Job, config: DictConfig) -> None:
+    if config.ckpt_path != AUTO:
+        job.trainer.fit(job.model, datamodule=job.datamodule, ckpt_path=config.ckpt_path)
         return
-    what = "is a folder" if Path(path).is_dir() else "does not exist"
+    with resuming_by_itself(job.trainer, config.paths.output_dir):
+        job.trainer.fit(job.model, datamodule=job.datamodule)
+
+
+def _metrics(trainer: L.Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _check_checkpoint(path: str | None, train: bool) -> None:
+    """Refuse a checkpoint that is not there, before anything is built. Remote files are left to Lightning."""
+    if path == AUTO and train:
+        return
+    if path == AUTO:
+        raise ConfigError("ckpt_path=auto goes on with training, and train=false. Give the checkpoint to test.")
+    named = path is None or "://" in path or path in ("best", "last", "hpc")
+    if path is None or named or Path(path).is_file() or is_folder(path):
+        return
+    what = "is a folder, but not a whole checkpoint" if Path(path).is_dir() else "does not exist"
     raise ConfigError(f"ckpt_path={path} {what}. Give a checkpoint: runs/<name>/<date_time>/checkpoints/....ckpt.")
 
 
@@ -57,7 +83,10 @@ def _test(job: Job, ckpt_path: str | None) -> None:
 
 
 @rank_zero_only
-def _finish(config: DictConfig) -> None:
+def _finish(config: DictConfig, metrics: Mapping[str, float]) -> None:
+    folder = Path(config.paths.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / METRICS).write_text(f"{json.dumps(metrics, indent=2)}\n")
     print(f"Run folder: {config.paths.output_dir}")
 
 

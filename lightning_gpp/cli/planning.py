@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, count_pipelines, devices_per_pipeline
 from lightning_gpp.planning.assignment.layout_check import layout_mismatch
 from lightning_gpp.planning.problem.prediction import memory_limits
-from lightning_gpp.reports import graph_svg, period_text, prediction_text, search_progress, timeline_svg
-from lightning_gpp.runtime.weights import copies_of
+from lightning_gpp.reports import graph_svg, prediction_text, search_progress, timeline_svg
+from lightning_gpp.reports.page import report_html
+from lightning_gpp.reports.terminal import show as show_text
+from lightning_gpp.reports.terminal import terminal_width, wrapped
+from lightning_gpp.simulation import trace_of
 from lightning_gpp.strategy import GPPStrategy
 from lightning_gpp.training.machine import Machine, resolved
-from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.planner import check_devices, devices_wanted, planned
 from lightning_gpp.training.predicted import simulated, without_flush
@@ -57,29 +59,28 @@ def show(config: DictConfig) -> None:
             f"schedules={config.schedules} is for gpp-plan compare, which has one row per schedule. Use gpp-plan "
             "compare schedules=..., or strategy.schedule=... for the schedule of one plan."
         )
-    _check_outputs(config)
+    check_outputs(config, _OUTPUTS)
     task = task_of(config)
     prediction = predict(task)
-    period = _without_flush(task, prediction)
-    print(prediction_text(prediction), *period, *_advice(prediction), *task.subject.notes, sep="\n")
+    width, notes = terminal_width(), (*_advice(prediction), *task.subject.notes)
+    below = (f"\n{wrapped(note, width, 0)}" for note in notes)
+    show_text("\n".join([prediction_text(prediction, width), *below]), prediction.plan)
     _write(config, prediction)
+    if config.report:
+        title = f"{config.name} on {task.machine.cluster.name}"
+        Path(config.report).write_text(report_html(prediction, title=title, notes=notes), encoding="utf-8")
 
 
-def _without_flush(task: Task, prediction: Prediction) -> list[str]:
-    """For asynchronous training: the period, and the delay and weight copies of every stage."""
-    name, plan = task.options.weights, prediction.plan
-    if name == SYNCHRONOUS:
-        return []
-    period = without_flush(plan, task.subject.step.graph, task.machine, prediction.num_pipelines)
-    return ["", period_text(plan, period, partial(copies_of, name))]
+_OUTPUTS = ("output", "timeline", "trace", "svg", "graph_svg", "report")
 
 
-_OUTPUTS = ("output", "timeline", "svg", "graph_svg")
+def check_outputs(config: DictConfig, keys: Sequence[str]) -> None:
+    """Refuse files that cannot be written, before a long search.
 
-
-def _check_outputs(config: DictConfig) -> None:
-    """Refuse files that cannot be written, before a long search."""
-    for key in filter(config.get, _OUTPUTS):
+    Raises:
+        ConfigError: the file that one of the keys names cannot be written.
+    """
+    for key in filter(config.get, keys):
         path = Path(config[key])
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +97,8 @@ def _write(config: DictConfig, prediction: Prediction) -> None:
         prediction.plan.save(config.output)
     if config.timeline:
         prediction.timeline.save(config.timeline)
+    if config.trace:
+        trace_of(prediction.timeline).save(config.trace)
     if config.svg:
         Path(config.svg).write_text(timeline_svg(prediction.timeline))
     if config.graph_svg:
@@ -127,12 +130,13 @@ def predict(task: Task) -> Prediction:
 
 def applied(task: Task, plan: Plan) -> Prediction:
     """The prediction for a given plan, with as many pipelines as the machine has devices for."""
-    number = count_pipelines(plan, task.machine.cluster.num_devices)
+    number, graph = count_pipelines(plan, task.machine.cluster.num_devices), task.subject.step.graph
     return Prediction(
         plan=plan,
         num_pipelines=number,
-        timeline=simulated(plan, task.subject.step.graph, task.machine, number),
+        timeline=simulated(plan, graph, task.machine, number),
         memory_bytes=memory_limits(plan, task.machine.cluster),
+        period=without_flush(plan, graph, task.machine, number, task.options.weights),
     )
 
 
@@ -141,12 +145,12 @@ def _advice(prediction: Prediction) -> list[str]:
     number, plan = prediction.num_pipelines, prediction.plan
     reason = layout_mismatch(plan, plan.schedule)
     idle = idle_sharding(plan, number)
-    notes = [*([f"\n{plan.schedule}: {reason}"] if reason else []), *([f"\n{idle}"] if idle else [])]
+    notes = [*([f"{plan.schedule}: {reason}"] if reason else []), *([idle] if idle else [])]
     if number == 1:
         return notes
     return [
         *notes,
-        f"\n{number} pipelines of {plan.num_devices} devices each share the work: train with "
+        f"{number} pipelines of {plan.num_devices} devices each share the work: train with "
         f"strategy.num_pipelines={number}. A data loader's batch is that of one pipeline: {plan.batch_size} samples, "
         f"{number * plan.batch_size} in total.",
     ]
@@ -173,7 +177,7 @@ def task_of(config: DictConfig) -> Task:
     return Task(
         subject=subject,
         options=options,
-        machine=Machine(cluster=whole, footprint=subject.footprint, costs=costs),
+        machine=Machine(cluster=whole.with_headroom(options.memory_headroom), footprint=subject.footprint, costs=costs),
         num_devices=per_pipeline,
         num_pipelines=None if replicable else whole.num_devices // per_pipeline,
     )

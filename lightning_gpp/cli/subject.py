@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -117,6 +119,8 @@ class Step:
 def captured(config: DictConfig, options: Options) -> Step:
     """The training step on the first mini-batch, under the configured precision.
 
+    The module has no memory for its parameters, unless its costs are measured or its code needs their values.
+
     Raises:
         ConfigError: a batch size is given beside the data.
     """
@@ -125,13 +129,29 @@ def captured(config: DictConfig, options: Options) -> Step:
             f"batch_size={config.batch_size} is for a graph from a file (graph=...); with a model it is the data's "
             "(data.batch_size in the shipped examples)."
         )
+    if options.costs == "measured":
+        return _captured(config, options, nullcontext)
+    try:
+        return _captured(config, options, partial(torch.device, "meta"))
+    except Exception:  # the user's code computes with the values of its parameters, or it is wrong anyway
+        return _captured(config, options, nullcontext)
+
+
+def _captured(config: DictConfig, options: Options, placed: Callable[[], AbstractContextManager[Any]]) -> Step:
+    """The training step.
+
+    Args:
+        placed: context in which the module is built; on the meta device its parameters take no memory.
+    """
     trainer, datamodule = _quiet_trainer(config.trainer.precision), built(config.data)
-    model: L.LightningModule = built(config.model)
+    with placed():
+        model: L.LightningModule = built(config.model)
     trainer.precision_plugin.convert_module(model)
     attach_data(trainer, model, datamodule)
     batch = first_batch(datamodule) if options.example_batch is None else options.example_batch
-    model.setup("fit")
-    model.configure_model()
+    with placed():
+        model.setup("fit")
+        model.configure_model()
     batch = transferred(model, batch, CPU)
     context = trainer.precision_plugin.train_step_context
     step = captured_step(model, outline(batch), TRAINING, options, context, CPU)
@@ -142,7 +162,7 @@ def captured(config: DictConfig, options: Options) -> Step:
         batch=batch,
         precision=trainer.precision_plugin,
         footprint=footprint_of(optimizers, str(config.trainer.precision)),
-        notes=notes,
+        notes=(*notes, *(f"\n{note}" for note in step.notes)),
     )
 
 

@@ -50,7 +50,7 @@ def built(node: DictConfig, **arguments: Any) -> Any:
     """The object that a node of the configuration describes.
 
     Raises:
-        GPPError: it refuses its arguments.
+        GPPError: it refuses its arguments, or lacks a package.
         InstantiationException: its constructor failed in another way.
     """
     try:
@@ -58,6 +58,8 @@ def built(node: DictConfig, **arguments: Any) -> Any:
     except InstantiationException as error:
         if isinstance(error.__cause__, GPPError):
             raise error.__cause__ from None
+        if isinstance(error.__cause__, ImportError):
+            raise ConfigError(f"{node._target_} cannot be built: {' '.join(str(error.__cause__).split())}") from error
         raise
 
 

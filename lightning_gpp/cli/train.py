@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lightning_gpp.cli.app import Command, run
-from lightning_gpp.cli.check import refuse_multirun
+from lightning_gpp.cli.sweep import is_sweep, optimized, run_alone
 
 
 def main() -> None:
@@ -31,23 +29,27 @@ _EXAMPLES = (
     ("gpp-train experiment=two_tower debug=default", "A few batches only, to find mistakes."),
     ("gpp-train experiment=two_tower strategy.plan=plan.yaml", "With a plan that gpp-plan has written."),
     (
+        "gpp-train --multirun experiment=two_tower seed=1,2,3",
+        "A sweep: one run after the other; Hydra's launchers and sweepers work, too (optimized_metric).",
+    ),
+    (
         "gpp-train data=mine model=mine --config-dir=configs",
         "Your own configs/data/mine.yaml and configs/model/mine.yaml.",
     ),
 )
 
 
-def train(config: DictConfig) -> None:
-    """Train and test the configured model.
+def train(config: DictConfig) -> float | None:
+    """Train and test the configured model. Returns the metric that `optimized_metric` names, for sweepers.
 
     Raises:
         ConfigError: the configuration cannot work.
     """
-    if HydraConfig.get().mode is RunMode.MULTIRUN:
-        refuse_multirun(config.trainer.devices, config.trainer.num_nodes)
+    if is_sweep():
+        return optimized(run_alone(config), config.optimized_metric)
     from lightning_gpp.cli.job import run_job  # takes seconds to load, which refusals above should not wait for
 
-    run_job(config)
+    return optimized(run_job(config), config.optimized_metric)
 
 
 if __name__ == "__main__":

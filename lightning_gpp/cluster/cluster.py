@@ -285,6 +285,11 @@ class Cluster:
         number = self.num_devices
         return any(level.groups[src % number] == level.groups[dst % number] for level in self.levels)
 
+    def with_headroom(self, share: float) -> Cluster:
+        """The cluster with this share of every device's memory left out."""
+        devices = tuple(replace(device, memory_bytes=device.memory_bytes * (1 - share)) for device in self.devices)
+        return replace(self, devices=devices)
+
     def subset(self, devices: Sequence[int]) -> Cluster:
         """The cluster of these devices alone, renumbered from 0 in the order given; groups keep their numbers.
 

@@ -18,6 +18,13 @@ def memory_bytes(device: torch.device) -> int:
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _container_limit())
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU, or of the host, that nothing uses; a container's limit may allow less."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), _container_limit())
+
+
 def _container_limit() -> int:
     unlimited = 2**63
     try:

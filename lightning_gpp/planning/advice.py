@@ -63,13 +63,15 @@ def described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
     lacks = [peak - problem.memory_bytes[device] for peak, device in zip(evaluation.peak_bytes, limits, strict=True)]
     worst = max(range(len(lacks)), key=lacks.__getitem__)
     stage, device, peak = draft.stages[worst], limits[worst], evaluation.peak_bytes[worst]
-    static = float(problem.static_bytes[list(stage.units)].sum())
+    static, copied = float(problem.static_bytes[list(stage.units)].sum()), evaluation.copied_bytes[worst]
+    older = f"{_gb(copied)} older weights (strategy.weights), " if copied else ""
     return (
         f"The model does not fit the devices: stage {_name(problem, draft, worst)!r} needs {_gb(peak)} on device "
         f"{device} ({problem.cluster.devices[device].name}), which has {_gb(problem.memory_bytes[device])}: "
         f"{_gb(lacks[worst])} too much. {_gb(static)} are weights, gradients and the state of the optimizer "
-        f"({problem.footprint.optimizer}), {_gb(peak - static)} activations of {_batches(evaluation.in_flight[worst])} "
-        f"of {stage.share} samples in flight{' (recomputed)' if stage.recompute else ''}."
+        f"({problem.footprint.optimizer}), {older}{_gb(peak - static - copied)} activations of "
+        f"{_batches(evaluation.in_flight[worst])} of {stage.share} samples in flight"
+        f"{' (recomputed)' if stage.recompute else ''}."
     )
 
 

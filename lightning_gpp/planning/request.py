@@ -29,6 +29,7 @@ from lightning_gpp.planning.problem.partitioner import Progress
 from lightning_gpp.planning.problem.problem import Problem, operator_seconds
 from lightning_gpp.planning.problem.units import find_units
 from lightning_gpp.schedules.registry import method_of
+from lightning_gpp.simulation import WeightCopies
 
 Count = Annotated[int, Ge(1)]
 
@@ -98,7 +99,8 @@ class Request(SearchOptions):
         slicing: how micro-batches are cut along the sequence; None for unsliced stages.
         num_pieces: modules are divided until none costs more than 1 / `num_pieces` of the model.
         chained: run the stages one after the other, even if they do not need each other.
-        continuous: the pipeline does not flush, so plans are judged by their period instead of their step.
+        weight_copies: copies of a stage's weights by its delay, if the pipeline does not flush, so that plans are
+            judged by their period instead of their step; None: it flushes.
         num_pipelines: pipeline replicas that share devices and mini-batch; None leaves it to the search.
         seconds: time limit of all searches together, for partitioners that can stop at any time.
         progress: called during the search.
@@ -114,7 +116,7 @@ class Request(SearchOptions):
     slicing: Slicing | None = None
     num_pieces: float = inf
     chained: bool = False
-    continuous: bool = False
+    weight_copies: WeightCopies | None = None
     num_pipelines: int | None = None
     seconds: float = 10.0
     progress: Progress | None = None
@@ -126,6 +128,11 @@ class Request(SearchOptions):
         if not self.seconds > 0:
             raise ConfigError(f"strategy.search_seconds={self.seconds:g}; it must be more than 0 seconds.")
         resolve_size(self.batch_size, self.num_micro_batches, self.micro_batch_size, 1)
+
+    @property
+    def continuous(self) -> bool:
+        """True if the pipeline does not flush."""
+        return self.weight_copies is not None
 
     @property
     def num_slices(self) -> int:
@@ -161,7 +168,7 @@ class Request(SearchOptions):
             recompute=self.recompute if self.recompute is None or isinstance(self.recompute, bool) else False,
             max_replicas=inf if self.max_replicas is None else self.max_replicas,
             replicable=self.num_pipelines is None,
-            continuous=self.continuous,
+            weight_copies=self.weight_copies,
         )
 
     def _sizes(self) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines
                     costs,
                     request.footprint,
                     num_pipelines,
-                    continuous=request.continuous,
+                    weight_copies=request.weight_copies,
                 )
             )
         except GPPError as error:
@@ -211,7 +211,13 @@ class PlanSearch:
         plan = replace(plan, notes={"partitioner": self.name})
         number *= candidate.num_pipelines or 1
         return predicted(
-            plan, self.graph, request.cluster, self.costs, request.footprint, number, continuous=request.continuous
+            plan,
+            self.graph,
+            request.cluster,
+            self.costs,
+            request.footprint,
+            number,
+            weight_copies=request.weight_copies,
         )
 
     # -- the outcome --------------------------------------------------------------------------------------------------
@@ -325,4 +331,4 @@ def _reason(outcome: _Outcome, best: _Outcome) -> str:
     if outcome.prediction.excess_bytes:
         return f"{what} it needs more memory"
     slower = best.prediction.samples_per_second / outcome.prediction.samples_per_second - 1
-    return f"{what} the step takes {slower:.1%} longer"
+    return f"{what} the {best.search.problem.judged_by} takes {slower:.1%} longer"

@@ -9,7 +9,9 @@ from lightning_gpp.reports.period import period_text
 from lightning_gpp.reports.progress import search_progress
 from lightning_gpp.reports.schedule import DeviceFigures, Traffic, device_figures, schedule_figures, schedule_text
 from lightning_gpp.reports.search import alternatives_text, search_text
+from lightning_gpp.reports.side_by_side import chain_and_graph_svg
 from lightning_gpp.reports.table import plan_table
+from lightning_gpp.reports.terminal import terminal_width
 from lightning_gpp.reports.text import prediction_text, run_text
 from lightning_gpp.reports.timeline import timeline_text
 
@@ -20,6 +22,7 @@ __all__ = [
     "FigurePair",
     "Traffic",
     "alternatives_text",
+    "chain_and_graph_svg",
     "compare_timelines",
     "comparison_text",
     "device_figures",
@@ -36,6 +39,7 @@ __all__ = [
     "schedules_table",
     "search_progress",
     "search_text",
+    "terminal_width",
     "timeline_svg",
     "timeline_text",
 ]

@@ -7,7 +7,8 @@ from typing import Final
 
 from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.schedule import DeviceFigures, device_figures
-from lightning_gpp.reports.table import markdown
+from lightning_gpp.reports.table import chosen, kept_columns
+from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.reports.units import count, distance, duration, percent, size
 
 Compared = Prediction | str
@@ -30,7 +31,7 @@ PARTITIONERS: Final = (
 )
 """Stages, depth and micro-batch size (samples) are those of one pipeline, peak memory that of the device with the
 highest, "search" its duration. "of the best" is the throughput relative to the highest among those that fit the memory,
-"gap" the distance of the step time from the partitioner's lower bound.
+"gap" the distance of the step time from the partitioner's lower bound. Without a flush the period replaces the step.
 """
 
 SCHEDULES: Final = (
@@ -54,20 +55,43 @@ sent and received, with their bytes; all-gathers of parameters and reductions of
 """
 
 
-def partitioners_table(outcomes: Sequence[tuple[str, Compared]]) -> str:
-    """One row per partitioner; below, the reasons of those that found no plan."""
-    return _table(PARTITIONERS, outcomes, _partitioner)
+IMPORTANCE: Final = (
+    *("step", "of the best", "idle", "bubble", "peak memory", "samples/s", "gap", "micro-batch", "micro-batches"),
+    *("stages", "depth", "pipelines", "in flight", "stages per device", "search", "messages", "states"),
+    "unshards/reductions",
+)
+"""The columns of both, after the first, in the order in which they keep their place in a narrow table."""
 
 
-def schedules_table(outcomes: Sequence[tuple[str, Compared]]) -> str:
-    """One row per schedule; below, the reasons of those that have no plan, and notes on others."""
-    return _table(SCHEDULES, outcomes, _schedule)
+def partitioners_table(outcomes: Sequence[tuple[str, Compared]], width: int | None = None) -> str:
+    """One row per partitioner; below, the reasons of those that found no plan.
+
+    Args:
+        outcomes: names and predictions.
+        width: characters of a line; columns that have no place are left out, and named below.
+    """
+    return _table(PARTITIONERS, outcomes, _partitioner, width)
+
+
+def schedules_table(outcomes: Sequence[tuple[str, Compared]], width: int | None = None) -> str:
+    """One row per schedule; below, the reasons of those that have no plan, and notes on others.
+
+    Args:
+        outcomes: names and predictions.
+        width: characters of a line; columns that have no place are left out, and named below.
+    """
+    return _table(SCHEDULES, outcomes, _schedule, width)
 
 
 def _table(
-    header: Sequence[str], outcomes: Sequence[tuple[str, Compared]], cells: Callable[[Prediction, str], list[str]]
+    header: Sequence[str],
+    outcomes: Sequence[tuple[str, Compared]],
+    cells: Callable[[Prediction, str], list[str]],
+    width: int | None,
 ) -> str:
     predictions = [outcome for _, outcome in outcomes if isinstance(outcome, Prediction)]
+    if any(entry.period is not None for entry in predictions):
+        header = ["period" if name == "step" else name for name in header]
     best = max((entry.samples_per_second for entry in predictions if not entry.excess_bytes), default=0.0)
 
     def row(name: str, outcome: Compared) -> list[str]:
@@ -76,8 +100,13 @@ def _table(
         return [name, *cells(outcome, f"{outcome.samples_per_second / best:.3f}" if best else "-")]
 
     remarks = [(name, outcome if isinstance(outcome, str) else outcome.note) for name, outcome in outcomes]
+    rows = [row(*entry) for entry in outcomes]
+    kept = kept_columns(header, rows, [header[0], *(name for name in IMPORTANCE if name in header)], width)
+    left_out = ", ".join(name for column, name in enumerate(header) if column not in kept)
     below = [f"{name}: {remark}" for name, remark in remarks if remark]
-    return "\n".join([*markdown(header, [row(*entry) for entry in outcomes]), *([""] if below else []), *below])
+    below += [f"Left out at {width} columns (set COLUMNS for more): {left_out}."] if left_out else []
+    lines = below if width is None else [wrapped(line, width) for line in below]
+    return "\n".join([*chosen(header, rows, kept, width), *([""] if lines else []), *lines])
 
 
 def _partitioner(prediction: Prediction, ratio: str) -> list[str]:
@@ -90,7 +119,7 @@ def _partitioner(prediction: Prediction, ratio: str) -> list[str]:
         duration(prediction.seconds),
         f"{prediction.samples_per_second:.4g}",
         ratio,
-        percent(prediction.timeline.bubble_fraction),
+        percent(prediction.idle),
         _memory(prediction),
         duration(search.seconds) if search else "-",
         count(search.states) if search else "-",
@@ -108,7 +137,7 @@ def _schedule(prediction: Prediction, ratio: str) -> list[str]:
         f"{prediction.samples_per_second:.4g}",
         ratio,
         distance(prediction.gap),
-        percent(prediction.timeline.bubble_fraction),
+        percent(prediction.idle),
         _memory(prediction),
         *_most(device_figures(prediction)),
     ]
@@ -116,7 +145,7 @@ def _schedule(prediction: Prediction, ratio: str) -> list[str]:
 
 def _memory(prediction: Prediction) -> str:
     excess = prediction.excess_bytes
-    return size(max(prediction.timeline.peak_bytes)) + (f", {size(excess)} TOO MUCH" if excess else "")
+    return size(max(prediction.peak_bytes)) + (f", {size(excess)} TOO MUCH" if excess else "")
 
 
 def _most(figures: Sequence[DeviceFigures]) -> tuple[str, str, str]:

@@ -1,40 +1,119 @@
-"""A timeline as an SVG picture: one row per device, one colour per stage. Forwards are light, backwards and input
-gradients dark, weight gradients dark and hatched, recomputations light and hatched. Collectives are in a strip below
-their devices."""
+"""A timeline as an SVG picture: one row per device, one colour per stage, an axis of time below.
+
+Forwards are light, backwards and input gradients in full colour, weight gradients in full colour and hatched,
+recomputations light and hatched. Collectives are in a strip below their devices.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from lightning_gpp.reports import svg
 from lightning_gpp.reports.lanes import MEANINGS, PLAIN, CollectiveSpan, collectives, computes, kinds_of
+from lightning_gpp.reports.palette import HATCHED, NEUTRAL, action_color, stage_color, tint
 from lightning_gpp.reports.timeline import summary
-from lightning_gpp.reports.units import duration
+from lightning_gpp.reports.units import duration, ticks
 from lightning_gpp.schedules import Kind
 from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.simulation import Span, Timeline
 
-ROW, GAP, LEFT, MARGIN = 26, 8, 80, 16
-
-OPACITY = {
-    Kind.DATA: 0.2,
-    Kind.FORWARD: 0.45,
-    Kind.RECOMPUTE: 0.45,
-    Kind.BACKWARD: 0.9,
-    Kind.INPUT: 0.9,
-    Kind.WEIGHT: 0.9,
-    Kind.UNSHARD: 0.45,
-    Kind.RESHARD: 0.2,
-    Kind.REDUCE: 0.9,
-}
-
-HATCHED = (Kind.RECOMPUTE, Kind.WEIGHT)
+ROW, GAP, LEFT, MARGIN = 26, 6, 80, 16
 
 STRIP = 8
 """Height of the strip of collectives below each device, if there are any."""
 
+TICK = 90
+"""Least distance of two ticks of the axis."""
+
 NARROWEST_LABEL, LETTER, MARK = 16, 8, 2
 """Widths in pixels: a box with its micro-batch number, one more letter, and the least in the strip."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The axis of time: `seconds` in `width` pixels from `left` on."""
+
+    seconds: float
+    left: float
+    width: float
+
+    def x(self, time: float) -> float:
+        return self.left + (time * self.width / self.seconds if self.seconds else 0.0)
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        return ticks(self.seconds, int(self.width // TICK))
+
+    def lines(self, top: float, bottom: float) -> Iterator[str]:
+        """A line for each tick."""
+        for time, _ in self.ticks:
+            yield svg.line((self.x(time), top), (self.x(time), bottom))
+
+    def labels(self, bottom: float) -> Iterator[str]:
+        """The time of each tick, below it."""
+        for time, label in self.ticks:
+            yield svg.text(self.x(time), bottom + 13, label, "middle", "muted small")
+
+
+class DeviceRows:
+    """The rows of a timeline's devices, on an axis of time that begins with its first action."""
+
+    def __init__(self, timeline: Timeline, axis: Axis, bar: float = ROW, gap: float = GAP) -> None:
+        self.timeline, self.axis, self.kinds, self.bar = timeline, axis, kinds_of(timeline), bar
+        self.row = bar + gap + (STRIP if any(kind in COLLECTIVES for kind in self.kinds) else 0)
+        seen = {span.action.kind for spans in timeline.devices for span in spans if self._pixels(span) >= MARK}
+        self.shown = [kind for kind in self.kinds if kind in seen or kind in COLLECTIVES]
+        self.lettered = not set(self.kinds) <= set(PLAIN)
+
+    @property
+    def height(self) -> float:
+        return len(self.timeline.devices) * self.row
+
+    def elements(self, top: float) -> Iterator[str]:
+        """Lines of the axis, and labels, boxes and strips of all devices."""
+        tops = [top + device * self.row for device in range(len(self.timeline.devices))]
+        for y in tops:
+            yield svg.rectangle(self.axis.left, y, self.axis.width, self.bar, classes="panel")
+        yield from self.axis.lines(top, top + self.height)
+        for device, y in enumerate(tops):
+            yield from self._device(device, y)
+
+    def _device(self, device: int, top: float) -> Iterator[str]:
+        yield svg.text(self.axis.left - 8, self._baseline(top), f"device {device}", "end")
+        for span in self.timeline.devices[device]:
+            if computes(span.action):
+                yield from self._box(span, top)
+        for entry in collectives(self.timeline, device):
+            yield self._mark(entry, top + self.bar)
+
+    def _box(self, span: Span, top: float) -> Iterator[str]:
+        action, x, width = span.action, self._x(span.start), self._pixels(span)
+        title = f"{action} {self._title(action.stage, span.start, span.stop)}"
+        yield svg.rectangle(x, top, max(0.5, width - 0.7), self.bar, action_color(action.stage, action.kind), title)
+        if action.kind in HATCHED:
+            yield svg.rectangle(x, top, width, self.bar, "url(#hatch)", title)
+        letter = action.kind.value if self.lettered and width >= NARROWEST_LABEL + LETTER else ""
+        if width >= NARROWEST_LABEL:
+            yield svg.text(x + width / 2, self._baseline(top), f"{letter}{action.micro_batch}", "middle", "on")
+
+    def _mark(self, entry: CollectiveSpan, top: float) -> str:
+        title = f"{MEANINGS[entry.kind]}, {self._title(entry.stage, entry.start, entry.stop)}"
+        width = max(MARK, self._x(entry.stop) - self._x(entry.start))
+        return svg.rectangle(self._x(entry.start), top, width, STRIP, action_color(entry.stage, entry.kind), title)
+
+    def _baseline(self, top: float) -> float:
+        return top + self.bar / 2 + 4
+
+    def _pixels(self, span: Span) -> float:
+        return self.axis.x(span.stop) - self.axis.x(span.start)
+
+    def _x(self, time: float) -> float:
+        return self.axis.x(time - self.timeline.start)
+
+    def _title(self, stage: int, start: float, stop: float) -> str:
+        origin = self.timeline.start
+        return f"{self.timeline.stages[stage]}: {duration(start - origin)} to {duration(stop - origin)}"
 
 
 def timeline_svg(timeline: Timeline, width: int = 1000) -> str:
@@ -44,73 +123,30 @@ def timeline_svg(timeline: Timeline, width: int = 1000) -> str:
         timeline: simulated or measured.
         width: width in pixels.
     """
-    canvas = _Canvas(timeline, width)
-    elements = [svg.HATCH, *(element for device in range(len(timeline.devices)) for element in canvas.device(device))]
-    bottom = MARGIN + len(timeline.devices) * canvas.row
-    legend = [*_kinds(canvas.kinds, bottom + 26), *_stages(timeline, bottom + 46)]
-    elements += [svg.text(LEFT, bottom + 14, summary(timeline)), *legend]
-    return svg.document(width, bottom + 46 + 20 * len(timeline.stages) + MARGIN, elements)
+    axis = Axis(timeline.makespan, LEFT, width - LEFT - MARGIN)
+    rows = DeviceRows(timeline, axis)
+    bottom = MARGIN + rows.height
+    legend = [*kinds_legend(rows.shown, LEFT, bottom + 50), *_stages(timeline, bottom + 72)]
+    elements = [*rows.elements(MARGIN), *axis.labels(bottom), *legend]
+    elements.append(svg.text(LEFT, bottom + 38, summary(timeline)))
+    height = bottom + 72 + 20 * len(timeline.stages) + MARGIN
+    return svg.document(width, height, elements, label=summary(timeline))
 
 
-class _Canvas:
-    """Positions of times and devices in the picture."""
-
-    def __init__(self, timeline: Timeline, width: int) -> None:
-        self.timeline, self.kinds, self.origin = timeline, kinds_of(timeline), timeline.start
-        self.scale = (width - LEFT - MARGIN) / timeline.makespan if timeline.makespan else 0.0
-        self.row = ROW + GAP + (STRIP if any(kind in COLLECTIVES for kind in self.kinds) else 0)
-        self.lettered = not set(self.kinds) <= set(PLAIN)
-
-    def device(self, device: int) -> Iterator[str]:
-        """Label, boxes and strip of a device."""
-        top = MARGIN + device * self.row
-        yield svg.text(LEFT - 8, top + 17, f"device {device}", anchor="end")
-        for span in self.timeline.devices[device]:
-            if computes(span.action):
-                yield from self._box(span, top)
-        for entry in collectives(self.timeline, device):
-            yield self._mark(entry, top + ROW)
-
-    def _box(self, span: Span, top: float) -> Iterator[str]:
-        action, x, width = span.action, self._x(span.start), (span.stop - span.start) * self.scale
-        title = f"{action} {self._title(action.stage, span.start, span.stop)}"
-        yield svg.rectangle(x, top, width, ROW, _color(action.stage), title, OPACITY[action.kind])
-        if action.kind in HATCHED:
-            yield svg.rectangle(x, top, width, ROW, "url(#hatch)", title)
-        letter = action.kind.value if self.lettered and width >= NARROWEST_LABEL + LETTER else ""
-        if width >= NARROWEST_LABEL:
-            yield svg.text(x + width / 2, top + 17, f"{letter}{action.micro_batch}", anchor="middle")
-
-    def _mark(self, entry: CollectiveSpan, top: float) -> str:
-        title = f"{MEANINGS[entry.kind]}, {self._title(entry.stage, entry.start, entry.stop)}"
-        width = max(MARK, (entry.stop - entry.start) * self.scale)
-        return svg.rectangle(self._x(entry.start), top, width, STRIP, _color(entry.stage), title, OPACITY[entry.kind])
-
-    def _x(self, time: float) -> float:
-        return LEFT + (time - self.origin) * self.scale
-
-    def _title(self, stage: int, start: float, stop: float) -> str:
-        return f"{self.timeline.stages[stage]}: {duration(start)} to {duration(stop)}"
-
-
-def _color(stage: int) -> str:
-    return svg.COLORS[stage % len(svg.COLORS)]
-
-
-def _kinds(kinds: Sequence[Kind], top: float) -> Iterator[str]:
-    """Legend of the kinds of actions."""
-    x = float(LEFT)
+def kinds_legend(kinds: Sequence[Kind], left: float, top: float) -> Iterator[str]:
+    """The kinds of actions in a line: their boxes, letters and meanings."""
+    x = left
     for kind in kinds:
-        yield svg.rectangle(x, top, 12, 12, "#555", opacity=OPACITY[kind])
+        yield svg.rectangle(x, top, 12, 12, NEUTRAL if action_color(0, kind) == stage_color(0) else tint(NEUTRAL))
         if kind in HATCHED:
             yield svg.rectangle(x, top, 12, 12, "url(#hatch)")
         label = f"{kind.value} {MEANINGS[kind]}"
         yield svg.text(x + 18, top + 11, label)
-        x += 34 + 6.5 * len(label)
+        x += 34 + svg.LETTER * len(label)
 
 
 def _stages(timeline: Timeline, top: float) -> Iterator[str]:
     for stage, name in enumerate(timeline.stages):
         y = top + 20 * stage
-        yield svg.rectangle(LEFT, y, 12, 12, _color(stage))
+        yield svg.rectangle(LEFT, y, 12, 12, stage_color(stage))
         yield svg.text(LEFT + 20, y + 11, f"{stage} {name}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import networkx as nx
 
 from lightning_gpp.plan import SOURCE, Edge, Plan, Stage
 from lightning_gpp.reports import svg
+from lightning_gpp.reports.layers import GridPlace, Layers, layers
+from lightning_gpp.reports.palette import stage_color, tint
+from lightning_gpp.reports.terminal import together, wrapped
 from lightning_gpp.reports.units import count, size
 
-BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 240, 56, 70, 22, 20
+MARGIN = 16
 
 
 def levels(plan: Plan) -> list[list[int]]:
@@ -18,17 +23,23 @@ def levels(plan: Plan) -> list[list[int]]:
     return [sorted(level) for level in nx.topological_generations(plan.graph())]
 
 
-def graph_text(plan: Plan) -> str:
-    """One line per level of the stage graph, one arrow per edge: stages of one level can compute at the same time."""
+def graph_text(plan: Plan, width: int | None = None) -> str:
+    """One line per level of the stage graph, one arrow per edge: stages of one level can compute at the same time.
+
+    Args:
+        plan: the plan.
+        width: characters of a line, longer ones are broken; None: any number.
+    """
     lines = []
     for number, level in enumerate(levels(plan)):
-        lines.append(f"level {number}: " + " | ".join(_title(plan, stage) for stage in level))
+        line = f"level {number}: " + " | ".join(together(_title(plan, stage)) for stage in level)
+        lines.append(wrapped(line, width or len(line), indent=9))
         lines += [f"    {_arrow(plan, edge)}" for edge in plan.edges if edge.dst in level and edge.src != SOURCE]
     return "\n".join(lines)
 
 
 def _title(plan: Plan, stage: int) -> str:
-    return f"{stage} {plan.stages[stage].name} ({_where(plan.stages[stage])})"
+    return f"{stage} {plan.stages[stage].name} ({where(plan.stages[stage])})"
 
 
 def _arrow(plan: Plan, edge: Edge) -> str:
@@ -42,40 +53,117 @@ def _load(plan: Plan, edge: Edge) -> str:
 
 
 def graph_svg(plan: Plan) -> str:
-    """The stage graph from left to right. A box shows name, devices, replicas, recomputation, parameters and FLOPs."""
-    columns = levels(plan)
-    tallest = max(map(len, columns))
-    height = 2 * MARGIN + tallest * BOX_HEIGHT + (tallest - 1) * GAP_Y
-    width = 2 * MARGIN + len(columns) * BOX_WIDTH + (len(columns) - 1) * GAP_X
-    corners = {
-        stage: (MARGIN + column * (BOX_WIDTH + GAP_X), _top(row, len(level), height))
-        for column, level in enumerate(columns)
-        for row, stage in enumerate(level)
-    }
-    boxes = [element for stage, corner in corners.items() for element in _box(plan, stage, *corner)]
-    arrows = [_edge(corners, edge) for edge in plan.edges if edge.src != SOURCE]
-    return svg.document(width, height, [svg.ARROW_HEAD, *arrows, *boxes])
+    """The stage graph from left to right, in the colours of the stages; no edge crosses a box.
+
+    A box shows name, devices, replicas, recomputation, parameters and FLOPs, an edge its bytes per micro-batch.
+    """
+    return svg.document(*_detailed(plan), label=graph_text(plan))
 
 
-def _top(row: int, num_rows: int, height: float) -> float:
-    used = num_rows * BOX_HEIGHT + (num_rows - 1) * GAP_Y
-    return (height - used) / 2 + row * (BOX_HEIGHT + GAP_Y)
+def graph_picture(plan: Plan) -> str:
+    """The same for a page that has `svg.STYLE` and `svg.DEFINITIONS`."""
+    return svg.inline(*_detailed(plan), label=graph_text(plan))
 
 
-def _box(plan: Plan, stage: int, x: float, y: float) -> list[str]:
-    entry = plan.stages[stage]
-    flops = count(entry.figures.flops.at(entry.micro_batch_size))
-    lines = (
-        _clipped(f"{stage} {entry.name}"),
-        _clipped(_where(entry)),
-        f"{count(entry.figures.num_parameters)} parameters, {flops}FLOP",
-    )
-    color = svg.COLORS[entry.devices[0] % len(svg.COLORS)]
-    box = svg.rectangle(x, y, BOX_WIDTH, BOX_HEIGHT, color, title=", ".join(entry.modules), opacity=0.3)
-    return [box, *(svg.text(x + 8, y + 17 + 16 * row, line) for row, line in enumerate(lines))]
+def _detailed(plan: Plan) -> tuple[float, float, Iterator[str]]:
+    picture = GraphPicture(plan, DETAILED)
+    return picture.width + 2 * MARGIN, picture.height + 2 * MARGIN, picture.elements(MARGIN, MARGIN)
 
 
-def _where(stage: Stage) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxSize:
+    """Sizes in pixels, and whether there is room for details: devices, parameters and bytes."""
+
+    width: float
+    height: float
+    gap_x: float
+    gap_y: float
+    detailed: bool = True
+
+
+DETAILED: Final = BoxSize(width=178, height=58, gap_x=84, gap_y=22)
+
+
+def compact(plan: Plan, width: float) -> BoxSize:
+    """Small boxes, with which the stage graph fits a width if it has at most a dozen columns."""
+    gap = 24
+    wide = min(110, max(48, (width + gap) / plan.depth - gap))
+    return BoxSize(width=wide, height=24, gap_x=gap, gap_y=8, detailed=False)
+
+
+class GraphPicture:
+    """The elements of a stage graph, and the room that they need."""
+
+    def __init__(self, plan: Plan, box: BoxSize) -> None:
+        self.plan, self.box = plan, box
+        self.layers = layers(plan.graph())
+        self.columns = {node: column for column, nodes in enumerate(self.layers.columns) for node in nodes}
+        self.unit = box.height + box.gap_y
+        self.width = len(self.layers.columns) * (box.width + box.gap_x) - box.gap_x
+        self.height = self.unit * max(self.layers.heights.values()) + box.height
+        self.ports = _ports(plan, self.layers)
+
+    def elements(self, left: float, top: float) -> Iterator[str]:
+        """Edges, then boxes."""
+        for edge in self.plan.edges:
+            if edge.src != SOURCE:
+                yield from self._edge(edge, left, top)
+        for stage in range(len(self.plan.stages)):
+            x, y = self.corner(stage)
+            yield from self._box(stage, left + x, top + y)
+
+    def corner(self, node: GridPlace) -> svg.Point:
+        """The upper left corner of a stage's box, or of the place of an edge that passes."""
+        x = self.columns[node] * (self.box.width + self.box.gap_x)
+        return x, self.layers.heights[node] * self.unit
+
+    def route(self, src: int, dst: int) -> list[svg.Point]:
+        """The points of an edge: the beginnings and ends of its curves, which lie between columns."""
+        points: list[svg.Point] = []
+        for node in self.layers.routes[src, dst]:
+            x, y = self.corner(node)
+            middle = y + self.box.height * self.ports.get((node, src, dst), 0.5)
+            points += [(x, middle), (x + self.box.width, middle)]
+        return points[1:-1]
+
+    def _edge(self, edge: Edge, left: float, top: float) -> Iterator[str]:
+        points = [(left + x, top + y) for x, y in self.route(edge.src, edge.dst)]
+        yield svg.arrow(points, dashed=edge.artificial, title=_arrow(self.plan, edge))
+        if self.box.detailed:
+            label = "" if edge.artificial else size(edge.bytes.at(self.plan.stages[edge.dst].micro_batch_size))
+            beside = 14 if points[1][1] < points[0][1] - 1 else -5  # where the line bends away from it
+            yield svg.text(points[0][0] + 5, points[0][1] + beside, label, classes="small muted")
+
+    def _box(self, stage: int, x: float, y: float) -> Iterator[str]:
+        entry, box = self.plan.stages[stage], self.box
+        color = stage_color(stage)
+        yield svg.rectangle(x, y, box.width, box.height, tint(color), ", ".join(entry.modules))
+        yield svg.rectangle(x, y, 5, box.height, color)
+        letters = int((box.width - 14) / svg.LETTER)
+        title = _clipped(f"{stage} {entry.name}", letters)
+        if not box.detailed:
+            yield svg.text(x + 10, y + box.height / 2 + 4, title, classes="on small")
+        else:
+            yield svg.text(x + 12, y + 18, title, classes="on strong")
+            flops = count(entry.figures.flops.at(entry.micro_batch_size))
+            figures = f"{count(entry.figures.num_parameters)} params, {flops}FLOP"
+            yield svg.text(x + 12, y + 34, _clipped(where(entry), letters), classes="on small")
+            yield svg.text(x + 12, y + 49, _clipped(figures, letters), classes="on small")
+
+
+def _ports(plan: Plan, placed: Layers) -> dict[tuple[GridPlace, int, int], float]:
+    """The share of a box's height at which each edge (src, dst) leaves and enters it, so that lines end apart."""
+    ports: dict[tuple[GridPlace, int, int], float] = {}
+    for stage in range(len(plan.stages)):
+        for end, neighbour in ((0, 1), (-1, -2)):
+            touching = {route[neighbour]: pair for pair, route in placed.routes.items() if route[end] == stage}
+            for number, node in enumerate(sorted(touching, key=placed.heights.__getitem__), start=1):
+                src, dst = touching[node]
+                ports[stage, src, dst] = number / (len(touching) + 1)
+    return ports
+
+
+def where(stage: Stage) -> str:
     """Devices as ranges, the number of replicas if there are several, and whether the stage is recomputed."""
     shared = f", {len(stage.devices)} replicas" if len(stage.devices) > 1 else ""
     return f"device {_ranges(stage.devices)}{shared}{', recomputed' if stage.recompute else ''}"
@@ -93,10 +181,4 @@ def _ranges(devices: Sequence[int]) -> str:
 
 
 def _clipped(name: str, most: int = 36) -> str:
-    return name if len(name) <= most else f"{name[: most - 3]}..."
-
-
-def _edge(corners: Mapping[int, tuple[float, float]], edge: Edge) -> str:
-    (x1, y1), (x2, y2) = corners[edge.src], corners[edge.dst]
-    middle = BOX_HEIGHT / 2
-    return svg.arrow((x1 + BOX_WIDTH, y1 + middle), (x2, y2 + middle), dashed=edge.artificial)
+    return name if len(name) <= most else f"{name[: most - 1]}\u2026"

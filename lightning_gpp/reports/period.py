@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from lightning_gpp.plan import Plan
 from lightning_gpp.reports.units import duration, size
 from lightning_gpp.simulation import Period
 
 
-def period_text(plan: Plan, period: Period, copies: Callable[[int], int]) -> str:
+def period_text(plan: Plan, period: Period) -> str:
     """Seconds per mini-batch with and without a flush, and a line for every stage.
 
     Args:
         plan: the plan of the pipeline.
         period: its simulated period.
-        copies: number of copies of a stage's weights besides the newest, given its delay.
     """
     lines = [
         f"Without a flush: {duration(period.seconds)} per mini-batch, {duration(period.fill_and_drain)} to fill "
@@ -23,7 +20,7 @@ def period_text(plan: Plan, period: Period, copies: Callable[[int], int]) -> str
         "Delays, in optimizer steps between a forward and its backward:",
     ]
     for index, delay in period.delays.items():
-        stage, kept = plan.stages[index], copies(delay)
+        stage, kept = plan.stages[index], period.copies[index]
         memory = size(kept * stage.figures.parameter_bytes)
         copied = f"{kept} more {'copy' if kept == 1 else 'copies'} of its weights ({memory})" if kept else "no copy"
         lines.append(f"  {index} {stage.name}: {delay}, {copied}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from lightning_gpp.planning import Prediction
-from lightning_gpp.reports.table import markdown
+from lightning_gpp.reports.table import chosen, kept_columns
 from lightning_gpp.reports.units import percent, size
 from lightning_gpp.schedules import Action, Instruction, Kind, Program, compile_program
 from lightning_gpp.schedules.actions import RELEASES
@@ -66,7 +66,8 @@ class DeviceFigures:
 def device_figures(prediction: Prediction) -> tuple[DeviceFigures, ...]:
     """The figures of every device of a prediction. Compiles its program."""
     program = compile_program(prediction.plan, copies=prediction.num_pipelines)
-    return schedule_figures(program, prediction.timeline)
+    figures = schedule_figures(program, prediction.timeline)
+    return tuple(replace(entry, peak_bytes=prediction.peak_bytes[entry.device]) for entry in figures)
 
 
 def schedule_figures(program: Program, timeline: Timeline) -> tuple[DeviceFigures, ...]:
@@ -124,7 +125,7 @@ def _collectives(actions: Iterable[Action]) -> dict[str, int]:
 
 HEADER = (
     "devices",
-    "stages",
+    "holds",
     "bubble",
     "peak memory",
     "in flight",
@@ -134,23 +135,31 @@ HEADER = (
     "reshards",
     "reductions",
 )
-_ALWAYS = 5  # columns that are never left out
+IMPORTANCE = (
+    *("devices", "holds", "bubble", "peak memory", "in flight"),
+    *("sent", "received", "unshards", "reductions", "reshards"),
+)
+"""The columns in the order in which they keep their place in a narrow table."""
+
+_ALWAYS = 5  # columns that are left out only for their width
 
 
-def schedule_text(figures: Sequence[DeviceFigures]) -> str:
+def schedule_text(figures: Sequence[DeviceFigures], width: int | None = None) -> str:
     """A table with one row per device, for one mini-batch.
 
-    Neighbours that look the same share a row, and empty columns are left out.
+    Neighbours that look the same share a row. Empty columns are left out, and those that do not fit the width.
     """
     rows = [_joined(list(group)) for _, group in groupby(map(_row, figures), key=lambda row: row[1:])]
     used = [i for i in range(len(HEADER)) if i < _ALWAYS or any(row[i] not in ("-", "0") for row in rows)]
-    return "\n".join(markdown([HEADER[i] for i in used], [[row[i] for i in used] for row in rows]))
+    header, rows = [HEADER[i] for i in used], [[row[i] for i in used] for row in rows]
+    importance = [name for name in IMPORTANCE if name in header]
+    return "\n".join(chosen(header, rows, kept_columns(header, rows, importance, width), width))
 
 
 def _row(entry: DeviceFigures) -> list[str]:
     return [
         str(entry.device),
-        ",".join(map(str, entry.stages)) or "none",
+        _stages(entry.stages),
         percent(entry.bubble_fraction),
         size(entry.peak_bytes),
         str(entry.in_flight),
@@ -158,6 +167,11 @@ def _row(entry: DeviceFigures) -> list[str]:
         str(entry.received),
         *(str(number) for number in (entry.unshards, entry.reshards, entry.reductions)),
     ]
+
+
+def _stages(stages: Sequence[int]) -> str:
+    noun = "stage" if len(stages) == 1 else "stages"
+    return f"{noun} {', '.join(map(str, stages))}" if stages else "nothing"
 
 
 def _joined(rows: Sequence[list[str]]) -> list[str]:

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 from lightning_gpp.planning import Prediction
+from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.reports.units import distance, duration, percent
 
 
-def search_text(prediction: Prediction) -> str:
-    """Step time, throughput, effort of the search, lower bound and runners-up; empty without a search."""
+def search_text(prediction: Prediction, width: int | None = None) -> str:
+    """Step time or period, throughput, effort of the search, lower bound and runners-up; empty without a search.
+
+    Args:
+        prediction: the plan and its search.
+        width: characters of a line, longer ones are broken; None: any number.
+    """
     search = prediction.search
     if search is None:
         return ""
+    kind = "step" if prediction.period is None else "period"
     lines = (
-        f"step: {duration(prediction.seconds)} simulated, {prediction.samples_per_second:.4g} samples/s, "
-        f"idle {percent(prediction.timeline.bubble_fraction)}",
+        f"{kind}: {duration(prediction.seconds)} simulated, {prediction.samples_per_second:.4g} samples/s, "
+        f"idle {percent(prediction.idle)}",
         f"partitioner {search.partitioner}: objective {search.objective:.4g} ({search.objective_name}), "
         f"{search.states} states in {duration(search.seconds)}",
-        _bound(prediction),
+        _bound(prediction, kind),
         *search.notes,
         alternatives_text(prediction),
     )
-    return "\n".join(filter(None, lines))
+    text = "\n".join(filter(None, lines))
+    return text if width is None else "\n".join(wrapped(line, width) for line in text.splitlines())
 
 
-def _bound(prediction: Prediction) -> str:
+def _bound(prediction: Prediction, kind: str) -> str:
     if prediction.gap is None:
         return "lower bound: none is known for this plan"
     bound, gap = duration(prediction.lower_bound), distance(prediction.gap)
     spent = f" (computed in {duration(prediction.search.bound_seconds)})" if prediction.search else ""
     return (
-        f"lower bound under {prediction.plan.schedule}: {bound}{spent}; this step is at most {gap} longer than the "
+        f"lower bound under {prediction.plan.schedule}: {bound}{spent}; this {kind} is at most {gap} longer than the "
         "best possible one"
     )
 

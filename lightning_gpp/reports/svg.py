@@ -1,55 +1,98 @@
-"""SVG elements for the pictures."""
+"""SVG elements for the pictures. They follow the light or dark scheme of the reader through CSS classes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
-COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#76b7b2", "#edc948", "#e15759", "#9c755f")
-"""Colours of stages or devices, used in turn."""
+from lightning_gpp.reports.palette import DARK, LIGHT
+
+Point = tuple[float, float]
+
+FONT: Final = "-apple-system, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
+
+LETTER: Final = 6.6
+"""Width of a letter of 12 pixels, on average."""
 
 
-def document(width: float, height: float, elements: Iterable[str]) -> str:
-    """A complete picture on white; sizes in pixels."""
+def _rules(colors: Mapping[str, str]) -> str:
+    return (
+        f".page{{fill:{colors['page']}}}.panel{{fill:{colors['panel']};stroke:{colors['line']}}}"
+        f"text{{fill:{colors['text']}}}text.muted{{fill:{colors['muted']}}}text.bad{{fill:{colors['bad']}}}"
+        f".grid{{stroke:{colors['line']}}}.arrow{{stroke:{colors['arrow']};fill:none}}"
+        f".head{{fill:{colors['arrow']}}}.mark{{stroke:{colors['text']};fill:none}}"
+    )
+
+
+STYLE: Final = (
+    f"<style>text{{font:12px {FONT}}}text.strong{{font-weight:600}}text.title{{font-size:15px;font-weight:600}}"
+    f"text.small{{font-size:11px}}{_rules(LIGHT)}"
+    f"@media(prefers-color-scheme:dark){{{_rules(DARK)}}}text.on{{fill:#111}}</style>"
+)
+"""The classes of elements. `on` is text on the colour of a stage, `grid` a line behind the picture."""
+
+DEFINITIONS: Final = (
+    '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    '<path class="head" d="M 0 0 L 8 4 L 0 8 z"/></marker>'
+    '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<path d="M 0 0 L 0 5" stroke="white" stroke-width="2.5" stroke-opacity="0.55"/></pattern></defs>'
+)
+"""The head of arrows, and white stripes to draw over a box: fill="url(#hatch)"."""
+
+
+def document(width: float, height: float, elements: Iterable[str], *, label: str = "") -> str:
+    """A complete picture; sizes in pixels. `label` describes it to those who cannot see it."""
+    return inline(width, height, [STYLE, DEFINITIONS, _background(width, height), *elements], label=label) + "\n"
+
+
+def _background(width: float, height: float) -> str:
+    return f'<rect class="page" width="{width:g}" height="{height:g}" rx="6"/>'
+
+
+def inline(width: float, height: float, elements: Iterable[str], *, label: str = "") -> str:
+    """A picture inside a page that has `STYLE` and `DEFINITIONS`."""
     body = "\n".join(elements)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
-        f'viewBox="0 0 {width:g} {height:g}" font-family="sans-serif" font-size="12">\n'
-        f'<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
+        f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label={quoteattr(label)}>\n{body}\n</svg>'
     )
 
 
-def rectangle(x: float, y: float, width: float, height: float, fill: str, title: str = "", opacity: float = 1) -> str:
-    """A box that shows `title` under the mouse."""
-    return (
-        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" rx="2" fill="{fill}" '
-        f'fill-opacity="{opacity:g}" stroke="#333" stroke-width="0.5"><title>{escape(title)}</title></rect>'
-    )
+def rectangle(
+    x: float, y: float, width: float, height: float, fill: str = "", title: str = "", *, classes: str = ""
+) -> str:
+    """A box that shows `title` under the mouse, filled by a colour or by its classes."""
+    paint = f' fill="{fill}"' if fill else ""
+    named = f' class="{classes}"' if classes else ""
+    shape = f'<rect{named} x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" rx="2"{paint}'
+    return f"{shape}><title>{escape(title)}</title></rect>" if title else f"{shape}/>"
 
 
-def text(x: float, y: float, content: str, anchor: str = "start", fill: str = "#222") -> str:
-    return f'<text x="{x:.2f}" y="{y:.2f}" text-anchor={quoteattr(anchor)} fill="{fill}">{escape(content)}</text>'
+def text(x: float, y: float, content: str, anchor: str = "start", classes: str = "") -> str:
+    """A line of text. Its classes are some of strong, title, small, muted, bad and on."""
+    named = f" class={quoteattr(classes)}" if classes else ""
+    return f'<text x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}"{named}>{escape(content)}</text>'
 
 
-def arrow(start: tuple[float, float], end: tuple[float, float], dashed: bool = False) -> str:
-    """A curve from left to right with a head; needs `ARROW_HEAD` in the document."""
-    (x1, y1), (x2, y2) = start, end
-    middle = (x1 + x2) / 2
+def line(start: Point, end: Point, classes: str = "grid") -> str:
+    return f'<path class="{classes}" d="M {start[0]:.2f} {start[1]:.2f} L {end[0]:.2f} {end[1]:.2f}"/>'
+
+
+def arrow(points: Sequence[Point], *, dashed: bool = False, title: str = "") -> str:
+    """An arrow through the points: curves across gaps between columns, straight lines through columns.
+
+    Args:
+        points: alternately the beginnings and ends of curves; from one curve to the next the line is straight.
+        dashed: the line is dashed.
+        title: shown under the mouse.
+    """
+    (x, y), parts = points[0], [f"M {points[0][0]:.2f} {points[0][1]:.2f}"]
+    for number, (next_x, next_y) in enumerate(points[1:]):
+        middle = (x + next_x) / 2
+        curve = f"C {middle:.2f} {y:.2f}, {middle:.2f} {next_y:.2f}, {next_x:.2f} {next_y:.2f}"
+        parts.append(curve if number % 2 == 0 else f"L {next_x:.2f} {next_y:.2f}")
+        x, y = next_x, next_y
     dash = ' stroke-dasharray="4 3"' if dashed else ""
-    return (
-        f'<path d="M {x1:.2f} {y1:.2f} C {middle:.2f} {y1:.2f}, {middle:.2f} {y2:.2f}, {x2:.2f} {y2:.2f}" '
-        f'fill="none" stroke="#555" marker-end="url(#head)"{dash}/>'
-    )
-
-
-ARROW_HEAD = (
-    '<defs><marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-    '<path d="M 0 0 L 8 4 L 0 8 z" fill="#555"/></marker></defs>'
-)
-"""Defines the head of every arrow."""
-
-HATCH = (
-    '<defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<path d="M 0 0 L 0 5" stroke="white" stroke-width="2.5" stroke-opacity="0.7"/></pattern></defs>'
-)
-"""Defines white stripes to draw over a box: fill="url(#hatch)"."""
+    path = f'<path class="arrow" d="{" ".join(parts)}" marker-end="url(#head)"{dash}'
+    return f"{path}><title>{escape(title)}</title></path>" if title else f"{path}/>"

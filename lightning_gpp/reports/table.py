@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lightning_gpp.plan import SOURCE, Edge, Plan
+from lightning_gpp.plan import SOURCE, STEP, Edge, Plan
+from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.reports.units import count, counted, size
 from lightning_gpp.schedules import in_flight
 
@@ -24,10 +25,19 @@ HEADER = (
 "recomputed" are not kept: the stage computes them again for its backward.
 """
 
-LEFT_ALIGNED = ("stage", "modules", "in-edges", "out-edges", "partitioner", "schedule", "action")
+IMPORTANCE = (
+    *("stage", "devices", "parameters", "FLOPs", "activations", "in flight", "samples"),
+    *("modules", "in-edges", "out-edges"),
+)
+"""The columns in the order in which they keep their place in a narrow table."""
+
+LEFT_ALIGNED = ("stage", "modules", "in-edges", "out-edges", "partitioner", "schedule", "action", "holds")
+
+NARROWEST = 14
+"""Least width of a column whose cells may be cut."""
 
 
-def plan_table(plan: Plan, batch_size: int | None = None, modules_width: int = 44) -> str:
+def plan_table(plan: Plan, batch_size: int | None = None, modules_width: int = 44, width: int | None = None) -> str:
     """One row per stage, and a line that sums up the plan.
 
     Args:
@@ -35,25 +45,50 @@ def plan_table(plan: Plan, batch_size: int | None = None, modules_width: int = 4
             "data".
         batch_size: samples of the mini-batch; the plan's own by default.
         modules_width: characters after which a list of modules is cut.
+        width: characters of a line. Columns that have no place are left out; the modules of stages whose name does not
+            tell them are then below the table.
 
     Raises:
         ScheduleError: the plan's schedule is unknown or cannot run.
     """
     flights = in_flight(plan, batch_size)
     rows = [_row(plan, stage, flights[stage], modules_width) for stage in range(len(plan.stages))]
-    return "\n".join([*markdown(HEADER, rows), "", summary(plan, batch_size)])
+    kept = kept_columns(HEADER, rows, IMPORTANCE, width, cut="modules")
+    table = chosen(HEADER, rows, kept, width, cut="modules")
+    below = _footnotes(plan, width) if width is not None else []
+    total = summary(plan, batch_size)
+    return "\n".join([*table, "", *below, total if width is None else wrapped(total, width)])
+
+
+def _footnotes(plan: Plan, width: int) -> list[str]:
+    """The modules of each stage whose name is shorter than they are."""
+    lines = [
+        f"{index} {stage.name}: {_extent(stage.modules)}"
+        for index, stage in enumerate(plan.stages)
+        if tuple(module for module in stage.modules if module != STEP) != (stage.name,)
+    ]
+    return [*(wrapped(line, width) for line in lines), *([""] if lines else [])]
+
+
+def _extent(modules: Sequence[str]) -> str:
+    shown = [module or "(whole model)" for module in modules]
+    return ", ".join(shown) if len(shown) <= 3 else f"{shown[0]}, ..., {shown[-1]} ({len(shown)} modules)"
 
 
 def summary(plan: Plan, batch_size: int | None = None) -> str:
     """Numbers of stages and devices, depth, schedule, and the micro-batches of the mini-batch."""
     total = plan.batch_size if batch_size is None else batch_size
-    counts = sorted({len(plan.intervals(stage, total)) for stage in range(len(plan.stages))})
-    micro_batches = "/".join(map(str, counts))
     stages, devices = counted(len(plan.stages), "stage"), counted(plan.num_devices, "device")
     return (
         f"{stages} on {devices}, depth {plan.depth}, schedule {plan.schedule}, "
-        f"mini-batch of {total} samples in {micro_batches} micro-batches"
+        f"mini-batch of {total} samples in {micro_batches(plan, total)}"
     )
+
+
+def micro_batches(plan: Plan, batch_size: int) -> str:
+    """The number of micro-batches of a mini-batch; several numbers if stages have micro-batches of different sizes."""
+    counts = sorted({len(plan.intervals(stage, batch_size)) for stage in range(len(plan.stages))})
+    return "1 micro-batch" if counts == [1] else f"{'/'.join(map(str, counts))} micro-batches"
 
 
 def _row(plan: Plan, index: int, flight: int, modules_width: int) -> list[str]:
@@ -81,6 +116,39 @@ def _ends(edges: Iterable[tuple[int, Edge]], num_samples: int) -> str:
 def _end(other: int, edge: Edge, num_samples: int) -> str:
     name = "data" if other == SOURCE else str(other)
     return f"{name} ({'order' if edge.artificial else size(edge.bytes.at(num_samples))})"
+
+
+def kept_columns(
+    header: Sequence[str], rows: Sequence[Sequence[str]], importance: Sequence[str], width: int | None, cut: str = ""
+) -> list[int]:
+    """The columns that fit a width, at least the first: the least important are left out, `cut` counts as narrow."""
+    kept = list(range(len(header)))
+    for name in reversed(importance[1:]):
+        if width is None or _width(header, rows, kept, cut) <= width:
+            break
+        kept.remove(header.index(name))
+    return kept
+
+
+def _width(header: Sequence[str], rows: Sequence[Sequence[str]], kept: Sequence[int], cut: str) -> int:
+    widths = (max(len(row[column]) for row in (header, *rows)) for column in kept)
+    names = (header[column] for column in kept)
+    return 1 + sum(
+        3 + (min(NARROWEST, size) if name == cut else size) for name, size in zip(names, widths, strict=True)
+    )
+
+
+def chosen(
+    header: Sequence[str], rows: Sequence[Sequence[str]], kept: Sequence[int], width: int | None, cut: str = ""
+) -> list[str]:
+    """The table of some columns; the cells of the column `cut` are as long as the width allows."""
+    some = [[row[column] for column in kept] for row in (header, *rows)]
+    if width is not None and cut in some[0]:
+        column = some[0].index(cut)
+        rest = max(NARROWEST, width - 4 - _width(header, rows, [at for at in kept if header[at] != cut], cut) + 1)
+        for row in some:
+            row[column] = row[column] if len(row[column]) <= rest else f"{row[column][: rest - 3]}..."
+    return markdown(some[0], some[1:])
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.reports.lanes import MEANINGS, PLAIN, CollectiveSpan, collectives, computes, kinds_of
+from lightning_gpp.reports.terminal import together, wrapped
 from lightning_gpp.reports.units import duration, percent, size
 from lightning_gpp.schedules import Action, Kind
 from lightning_gpp.simulation import Span, Timeline
 
 IDLE = "."
 
-MIN_WIDTH = 40
+WIDTH, MIN_WIDTH = 110, 40
+"""Characters of a line by default, and at least."""
 
 
-def timeline_text(timeline: Timeline, width: int = 110) -> str:
+def timeline_text(timeline: Timeline, width: int = WIDTH) -> str:
     """A Gantt chart for the terminal.
 
     A forward is drawn as `F0` (micro-batch 0) and a backward as `B0`, stretched with `=` to its duration; if a device
@@ -41,7 +43,8 @@ def timeline_text(timeline: Timeline, width: int = 110) -> str:
         rows.append(f"{label.rjust(indent)} |{_bar(spans, origin, makespan, columns)}| {note}")
         lane = _lane(collectives(timeline, device), origin, makespan, columns)
         rows += [" " * indent + f" |{lane}|"] if lane.strip() else []
-    return "\n".join([*rows, *_axis(timeline, indent, columns), summary(timeline), *_legend(timeline)])
+    below = (summary(timeline, width), *(wrapped(line, width) for line in _legend(timeline)))
+    return "\n".join([*rows, *_axis(timeline, indent, columns), *below])
 
 
 def _lane(entries: Sequence[CollectiveSpan], origin: float, makespan: float, columns: int) -> str:
@@ -63,16 +66,22 @@ def _legend(timeline: Timeline) -> list[str]:
     return [", ".join(f"{kind.value} {MEANINGS[kind]}" for kind in kinds)]
 
 
-def summary(timeline: Timeline) -> str:
-    """Step time, idle fraction, and for each stage its warm-up and peak of micro-batches in flight."""
+def summary(timeline: Timeline, width: int | None = None) -> str:
+    """Step time, idle fraction, and for each stage its warm-up and peak of micro-batches in flight.
+
+    Args:
+        timeline: simulated or measured.
+        width: characters of a line, longer ones are broken; None: any number.
+    """
     flights, warm_up = timeline.peak_in_flight, timeline.warm_up
     stages = ", ".join(
-        f"{timeline.stages[stage]} {warm_up.get(stage, 0)}/{flights[stage]}" for stage in sorted(flights)
+        together(f"{timeline.stages[stage]} {warm_up.get(stage, 0)}/{flights[stage]}") for stage in sorted(flights)
     )
-    return (
+    line = (
         f"step {duration(timeline.makespan)}, idle {percent(timeline.bubble_fraction)}; "
         f"warm-up/peak in flight: {stages}"
     )
+    return wrapped(line, width or len(line))
 
 
 def _note(timeline: Timeline, device: int) -> str:

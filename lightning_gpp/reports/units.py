@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from math import floor, log10
+from typing import Final
+
+TIME_UNITS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+"""Units of seconds, the largest first."""
+
 
 def count(number: float) -> str:
     """1234567 -> 1.23M."""
@@ -15,10 +21,10 @@ def size(num_bytes: float) -> str:
 
 def duration(seconds: float) -> str:
     """0.0021 -> 2.1 ms."""
-    for factor, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+    if not seconds:
+        return "0 s"
+    factor, unit = next(((factor, unit) for factor, unit in TIME_UNITS if seconds >= factor), TIME_UNITS[-1])
+    return f"{seconds / factor:.3g} {unit}"
 
 
 def percent(fraction: float) -> str:
@@ -42,3 +48,15 @@ def _scaled(number: float, base: int, prefixes: tuple[str, ...]) -> str:
 def counted(number: int, noun: str) -> str:
     """`1 stage`, `2 stages`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def ticks(seconds: float, most: int) -> list[tuple[float, str]]:
+    """Round times from 0 on for an axis of this length, at most `most` of them besides 0, with their labels."""
+    if seconds <= 0:
+        return [(0.0, "0")]
+    least = seconds / max(1, most)
+    power = 10.0 ** floor(log10(least))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+    times = [step * number for number in range(1, int(seconds / step * (1 + 1e-9)) + 1)]
+    unit, name = next((entry for entry in TIME_UNITS if times[-1] >= entry[0] * (1 - 1e-9)), TIME_UNITS[-1])
+    return [(0.0, "0"), *((time, f"{time / unit:.6g} {name}") for time in times)]

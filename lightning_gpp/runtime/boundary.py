@@ -20,6 +20,7 @@ from lightning_gpp.errors import PlanError, ScheduleError, ShapeError
 from lightning_gpp.graph import Affine, TensorSpec
 from lightning_gpp.graph.operator_graph import DTYPE_BYTES
 from lightning_gpp.plan import SOURCE, Edge, Plan
+from lightning_gpp.runtime.codecs import Form
 from lightning_gpp.runtime.stage import Slot
 from lightning_gpp.schedules.program import Message, Program
 
@@ -198,7 +199,7 @@ def header_length(num_slots: int) -> int:
     return 1 + _ROW * num_slots
 
 
-def encode(tensors: Tensors) -> Tensor:
+def header_of(tensors: Tensors) -> Tensor:
     """The header: number of tensors; for each: present, dtype, requires_grad, number of dimensions, sizes.
 
     Raises:
@@ -220,8 +221,8 @@ def _row(tensor: Tensor) -> list[int]:
     return [1, _CODES[tensor.dtype], int(tensor.requires_grad), tensor.dim(), *tensor.shape, *padding]
 
 
-def decode(header: Tensor, device: torch.device) -> tuple[list[Tensor | None], list[bool]]:
-    """Empty buffers that the header describes, and whether each requires grad.
+def read_header(header: Tensor) -> tuple[list[Form | None], list[bool]]:
+    """The forms of the tensors that the header describes, and whether each requires grad.
 
     Raises:
         ShapeError: it is not a header.
@@ -230,9 +231,9 @@ def decode(header: Tensor, device: torch.device) -> tuple[list[Tensor | None], l
     if count * _ROW != len(numbers):
         raise ShapeError(f"A message on a dynamic edge announces {count} tensors, expected {len(numbers) // _ROW}.")
     rows = [numbers[i * _ROW : (i + 1) * _ROW] for i in range(count)]
-    return [_buffer(row, device) for row in rows], [bool(row[2]) for row in rows]
+    return [_form(row) for row in rows], [bool(row[2]) for row in rows]
 
 
-def _buffer(row: Sequence[int], device: torch.device) -> Tensor | None:
+def _form(row: Sequence[int]) -> Form | None:
     present, code, _, num_dims, *sizes = row
-    return torch.empty(sizes[:num_dims], dtype=_BY_CODE[code], device=device) if present else None
+    return Form(tuple(sizes[:num_dims]), _BY_CODE[code]) if present else None

@@ -121,16 +121,18 @@ class Compiler:
     def _send(self, lane: Lane, message: Message) -> Send:
         if message.id not in lane.sends:
             make = DynamicSend if self._plan.edges[message.edge].dynamic else Send
-            lane.sends[message.id] = make(lane.link, message)
+            lane.sends[message.id] = make(lane.link, message, self._carried(message))
         return lane.sends[message.id]
 
     def _receive(self, message: Message) -> Receive:
-        lane, edge = self._lane, self._plan.edges[message.edge]
+        lane = self._lane
         if message.id not in lane.receives:
-            slots = carried(edge, self._slots[message.edge], message.gradient)
-            make = DynamicReceive if edge.dynamic else Receive
-            lane.receives[message.id] = make(lane.link, message, slots)
+            make = DynamicReceive if self._plan.edges[message.edge].dynamic else Receive
+            lane.receives[message.id] = make(lane.link, message, self._carried(message))
         return lane.receives[message.id]
+
+    def _carried(self, message: Message) -> tuple[Slot, ...]:
+        return carried(self._plan.edges[message.edge], self._slots[message.edge], message.gradient)
 
     def _post(self, message: Message) -> Operation:
         receive = self._receive(message)

@@ -65,7 +65,7 @@ class GradientSync:
         self.gathers, self.last = False, True
         stage_of = {name: used[0] for name, used in (stages or {}).items() if len(used) == 1}
         self._stage_of = {name: stage_of.get(name, SHARED) for name in reversed(self._holders)}
-        groups = mesh.new_groups(ranks for ranks in self._holders.values() if len(ranks) > 1)
+        groups = mesh.groups("gradients", (ranks for ranks in self._holders.values() if len(ranks) > 1))
         # From the last stage to the first, like backwards; the same on all ranks.
         here = sorted({self._stage_of[name] for name in self._parameters}, reverse=True)
         buckets = {stage: list(self._buckets(stage, groups)) for stage in here}

@@ -18,7 +18,8 @@ CONTROL_BACKEND: Final = "gloo"
 class Mesh:
     """Pipeline replicas x devices. Global rank = pipeline * num_devices + device.
 
-    It owns its process groups; all ranks construct the mesh together, after `torch.distributed` was initialised.
+    It owns its process groups; all ranks construct the mesh together, after `torch.distributed` was initialised. Each
+    group has sockets and threads, so the mesh never makes a second one for the same ranks and purpose.
 
     Args:
         num_devices: devices of the plan.
@@ -37,12 +38,14 @@ class Mesh:
         self.rank = rank
         self.pipeline, self.device = divmod(rank, num_devices)
         self.backend = dist.get_backend()
+        self.world = dist.group.WORLD
         self._timeout = timeout
         self._tags = itertools.count(1)
+        self._groups: dict[tuple[str, tuple[int, ...], str | None], dist.ProcessGroup] = {}
         columns = [self.replica_ranks(device) for device in range(num_devices)]
         rows = [self.pipeline_ranks(pipeline) for pipeline in range(num_pipelines)]
-        self.pipeline_group = self._own(rows)
-        self.replica_group = self._own(columns)
+        self.pipeline_group = self._own("pipeline", rows)
+        self.replica_group = self._own("replicas", columns)
         self.control_group, self.pipeline_control_group = self._control_groups(rows)
 
     @property
@@ -66,33 +69,34 @@ class Mesh:
         column = self.device if device is None else device
         return tuple(self.global_rank(column, pipeline) for pipeline in range(self.num_pipelines))
 
-    def new_groups(
-        self, rank_sets: Iterable[Sequence[int]], backend: str | None = None
+    def groups(
+        self, purpose: str, rank_sets: Iterable[Sequence[int]], backend: str | None = None
     ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """Create a process group for every set, and return those that this rank belongs to.
+        """The process groups for a purpose of the sets that this rank belongs to; they are created where necessary.
 
-        All ranks of the mesh must call this with the same sets; they are created in sorted order.
+        All ranks of the mesh must call this with the same arguments; groups are created in sorted order.
+
+        Args:
+            purpose: calls with the same purpose share groups, so ranks must use these in the same order.
+            rank_sets: global ranks of each group.
+            backend: "nccl" or "gloo"; by default that of the default group.
         """
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for ranks in sorted({tuple(ranks) for ranks in rank_sets}):
-            group = self._new_group(ranks, backend)
-            if self.rank in ranks:
-                groups[ranks] = group
-        return groups
+        wanted = sorted({tuple(ranks) for ranks in rank_sets})
+        for ranks in wanted:
+            key = purpose, ranks, backend
+            if key not in self._groups:
+                self._groups[key] = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
+        return {ranks: self._groups[purpose, ranks, backend] for ranks in wanted if self.rank in ranks}
 
-    def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
-        return group
-
-    def _own(self, rank_sets: Sequence[tuple[int, ...]], backend: str | None = None) -> dist.ProcessGroup:
-        (group,) = self.new_groups(rank_sets, backend).values()
+    def _own(self, purpose: str, rank_sets: Sequence[tuple[int, ...]], backend: str | None = None) -> dist.ProcessGroup:
+        (group,) = self.groups(purpose, rank_sets, backend).values()
         return group
 
     def _control_groups(self, rows: Sequence[tuple[int, ...]]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        everyone = self._own([tuple(range(self.world_size))], CONTROL_BACKEND)
+        everyone = self._own("control", [tuple(range(self.world_size))], CONTROL_BACKEND)
         if self.backend == CONTROL_BACKEND:
             return everyone, self.pipeline_group
-        return everyone, self._own(rows, CONTROL_BACKEND)
+        return everyone, self._own("pipeline control", rows, CONTROL_BACKEND)
 
 
 def _check_world_size(num_devices: int, num_pipelines: int) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from lightning_gpp._compat.torch import TorchDispatchMode
+from lightning_gpp._compat.torch import TorchDispatchMode, schema_arguments
 
 
 class Neutral(TorchDispatchMode):
@@ -19,7 +20,13 @@ class Neutral(TorchDispatchMode):
         if func is torch.ops.aten.native_dropout.default:
             return args[0] / (1 - args[1]), torch.ones_like(args[0], dtype=torch.bool)
         torch.manual_seed(0)
-        result = func(*args, **kwargs)
+        result = func(*_without_dropout(func, args), **{name: kwargs[name] for name in kwargs if name != "dropout_p"})
         if "bernoulli" in func.name() and isinstance(result, torch.Tensor):
             result.fill_(1)
         return result
+
+
+def _without_dropout(func: Any, args: Sequence[Any]) -> list[Any]:
+    """The arguments of a fused attention with its dropout switched off."""
+    names = [argument.name for argument in schema_arguments(func)]
+    return [0.0 if name == "dropout_p" else value for name, value in zip(names, args, strict=False)]

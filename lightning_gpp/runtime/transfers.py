@@ -1,5 +1,7 @@
 """Transfers: sends and receives of messages, also on dynamic edges.
 
+Each tensor travels in the form that its slot's codec gives it.
+
 A message on a dynamic edge is a header of fixed size, then the tensors that it describes. The receives of these can
 start only after the header has arrived; receives of later messages from the same device start after them, so that the
 order of receives is the order of sends.
@@ -14,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_gpp.runtime.boundary import DTYPES, MessageTensors, decode, encode, header_length
+from lightning_gpp.runtime.boundary import DTYPES, MessageTensors, Tensors, header_length, header_of, read_header
+from lightning_gpp.runtime.codecs import Form
 from lightning_gpp.runtime.stage import Slot
 from lightning_gpp.runtime.transport import Transport, Work
 from lightning_gpp.schedules.program import Message
@@ -37,8 +40,8 @@ class TransferLink:
 class Send:
     """Start sending a message; keep its tensors until they have arrived."""
 
-    def __init__(self, link: TransferLink, message: Message) -> None:
-        self._link = link
+    def __init__(self, link: TransferLink, message: Message, slots: Sequence[Slot]) -> None:
+        self._link, self._slots = link, slots
         self._message, self._peer = message.id, message.dst
         self._tensors: Sequence[Tensor] = ()
         self._works: Sequence[Work] = ()
@@ -65,47 +68,74 @@ class Send:
     def _packed(self) -> list[Tensor]:
         values, message = self._link.values, self._message
         tensors, values[message] = values[message], None
-        return [tensor.detach().contiguous() for tensor in tensors or () if tensor is not None]
+        pairs = zip(self._slots, tensors or (), strict=bool(tensors))
+        return [self._encoded(slot, tensor.detach()) for slot, tensor in pairs if tensor is not None]
+
+    def _encoded(self, slot: Slot, tensor: Tensor) -> Tensor:
+        return slot.codec.encode(tensor, slot.spec.batch_dim).contiguous()
 
 
 class DynamicSend(Send):
     """Send a message on a dynamic edge: the header goes first."""
 
     def _packed(self) -> list[Tensor]:
-        header = encode(self._link.values[self._message] or ())
+        header = header_of(self._link.values[self._message] or ())
         return [header.to(self._link.device), *super()._packed()]
+
+    def _encoded(self, slot: Slot, tensor: Tensor) -> Tensor:
+        return slot.codec.encode(tensor, None).contiguous()  # nobody knows which dimension counts samples
 
 
 class Receive:
     """Receive a message: `start` allocates buffers and starts, `wait` returns when the tensors have arrived."""
 
     def __init__(self, link: TransferLink, message: Message, slots: Sequence[Slot]) -> None:
-        num_samples = message.stop - message.start
-        self._link = link
+        self._link, self._slots = link, slots
         self._message, self._peer = message.id, message.src
-        self._specs = [(slot.spec.sizes(num_samples), DTYPES[slot.spec.dtype]) for slot in slots]
         self._works: Sequence[Work] = ()
+        self._expect([_form(slot, message.stop - message.start) for slot in slots])
+
+    def _expect(self, forms: Sequence[Form | None]) -> None:
+        """Note the forms of the tensors, and those in which they travel, before any of them is received."""
+        self._forms = forms
+        pairs = zip(self._slots, forms, strict=True)
+        self._travelling = [None if form is None else slot.codec.travels(form) for slot, form in pairs]
 
     def start(self) -> None:
-        device = self._link.device
-        self._receive([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._specs])
+        self._receive([self._buffer(form) for form in self._travelling])
 
     def wait(self) -> None:
+        self._finish()
+        received = zip(self._slots, self._forms, self._link.values[self._message] or (), strict=True)
+        self._link.values[self._message] = [_decoded(*arrived) for arrived in received]
+
+    def _buffer(self, form: Form | None) -> Tensor | None:
+        return None if form is None else torch.empty(form.shape, dtype=form.dtype, device=self._link.device)
+
+    def _receive(self, buffers: Tensors) -> None:
+        receive, peer = self._link.transport.receive, self._peer
+        self._works = [receive(buffer, peer) for buffer in buffers if buffer is not None]
+        self._link.values[self._message] = buffers
+
+    def _finish(self) -> None:
         for work in self._works:
             work.wait()
         self._works = ()
 
-    def _receive(self, buffers: Sequence[Tensor | None]) -> None:
-        receive, peer = self._link.transport.receive, self._peer
-        self._works = [receive(buffer, peer) for buffer in buffers if buffer is not None]
-        self._link.values[self._message] = buffers
+
+def _form(slot: Slot, num_samples: int) -> Form:
+    return Form(slot.spec.sizes(num_samples), DTYPES[slot.spec.dtype], slot.spec.batch_dim)
+
+
+def _decoded(slot: Slot, form: Form | None, received: Tensor | None) -> Tensor | None:
+    return None if form is None or received is None else slot.codec.decode(received, form)
 
 
 class DynamicReceive(Receive):
     """Receive a message on a dynamic edge: `start` receives the header, `resolve` starts to receive the tensors."""
 
     def __init__(self, link: TransferLink, message: Message, slots: Sequence[Slot]) -> None:
-        super().__init__(link, message, ())
+        super().__init__(link, message, slots)
         self._length = header_length(len(slots))
         self._header = torch.empty(0)
         self._flags: list[bool] = []
@@ -116,9 +146,10 @@ class DynamicReceive(Receive):
 
     def resolve(self) -> None:
         """Wait for the header, then start receiving the tensors."""
-        super().wait()
-        buffers, self._flags = decode(self._header, self._link.device)
-        self._receive(buffers)
+        self._finish()
+        forms, self._flags = read_header(self._header)
+        self._expect(forms)
+        super().start()
 
     def wait(self) -> None:
         super().wait()

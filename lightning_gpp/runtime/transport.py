@@ -68,15 +68,23 @@ class DistributedTransport:
         pairs: directed pairs of devices, the same for every pipeline (see `pairs_of`).
         device: the device of this rank's tensors.
         backend: "nccl" or "gloo"; by default the mesh's.
+        purpose: a transport may take over the groups of one with the same purpose that is not used any more.
 
     Transports of one mesh never get each other's messages: over gloo each has a tag of its own, on NCCL groups of its
     own.
     """
 
     def __init__(
-        self, mesh: Mesh, pairs: Iterable[Pair], *, device: torch.device | None = None, backend: str | None = None
+        self,
+        mesh: Mesh,
+        pairs: Iterable[Pair],
+        *,
+        device: torch.device | None = None,
+        backend: str | None = None,
+        purpose: str = "",
     ) -> None:
         self._tag = mesh.new_tag()
+        self._purpose = purpose or f"transport {self._tag}"
         self._device = device or torch.device("cpu")
         self._backend = backend or mesh.backend
         self._staged = self._device.type == "cuda" and self._backend == "gloo"
@@ -113,15 +121,14 @@ class DistributedTransport:
 
     def _connect(self, mesh: Mesh, pairs: list[Pair]) -> None:
         """Create the groups in one round per direction, because both directions of a pair have the same ranks."""
-        for pipeline in range(mesh.num_pipelines):
-            for src, dst in pairs:
-                ranks = [mesh.global_rank(src, pipeline), mesh.global_rank(dst, pipeline)]
-                group = dist.new_group(ranks, backend=self._backend)
-                if mesh.rank == ranks[0]:
-                    self._outgoing[dst] = (group, dist.get_group_rank(group, ranks[1]))
+        for src, dst in pairs:
+            ranks = [(mesh.global_rank(src, p), mesh.global_rank(dst, p)) for p in range(mesh.num_pipelines)]
+            for (first, second), group in mesh.groups(f"{self._purpose}: {src} to {dst}", ranks, self._backend).items():
+                if mesh.rank == first:
+                    self._outgoing[dst] = (group, dist.get_group_rank(group, second))
                     self.send(torch.zeros(1, device=self._device), dst).wait()
-                elif mesh.rank == ranks[1]:
-                    self._incoming[src] = (group, dist.get_group_rank(group, ranks[0]))
+                else:
+                    self._incoming[src] = (group, dist.get_group_rank(group, first))
                     self.receive(torch.zeros(1, device=self._device), src).wait()
 
 

@@ -63,6 +63,9 @@ def written_out(plan: Plan, total: int, schedule: Schedule, number: int, trainin
         schedule: the order of all mini-batches.
         number: number of mini-batches.
         training: whether there are backwards.
+
+    Raises:
+        Unsettled: a message is not one of every mini-batch, because the order splits only some of their backwards.
     """
     program = lower(plan, schedule, number * total, training)
     period = {_ends(message, plan, total)[0]: message.id for message in messages_of(plan, total, schedule, training)}
@@ -75,6 +78,8 @@ def written_out(plan: Plan, total: int, schedule: Schedule, number: int, trainin
                 row.append((Instruction(Op.COMPUTE, action=action), batch))
             elif instruction.message is not None:
                 ends, batch = _ends(program.messages[instruction.message], plan, total)
+                if ends not in period:
+                    raise Unsettled
                 row.append((Instruction(instruction.op, message=period[ends]), batch))
         rows.append(tuple(row))
     return rows

@@ -1,10 +1,11 @@
 """The simulator: step time and peak memory of the same program that the runtime executes."""
 
 from lightning_gpp.cluster import Link
-from lightning_gpp.simulation.period import Period, simulate_period, steady_seconds
+from lightning_gpp.simulation.period import Period, WeightCopies, no_copies, simulate_period, steady_seconds
 from lightning_gpp.simulation.simulator import simulate
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
-from lightning_gpp.simulation.timeline import Collective, Span, Timeline, Transfer, trace_events
+from lightning_gpp.simulation.timeline import Collective, Span, Timeline, Transfer
+from lightning_gpp.simulation.trace_events import TraceEvents, trace_of
 
 __all__ = [
     "Collective",
@@ -14,9 +15,12 @@ __all__ = [
     "StageCost",
     "StageCosts",
     "Timeline",
+    "TraceEvents",
     "Transfer",
+    "WeightCopies",
+    "no_copies",
     "simulate",
     "simulate_period",
     "steady_seconds",
-    "trace_events",
+    "trace_of",
 ]

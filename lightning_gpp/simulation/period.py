@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lightning_gpp.plan import Plan
@@ -21,27 +21,55 @@ class Period:
         fill_and_drain: additional seconds, once per flush.
         flushed: seconds of a mini-batch if each is followed by a flush.
         delays: the most updates between a forward and its backward on every stage.
+        copies: copies of every stage's weights besides the newest.
+        peak_bytes: peak memory of every device, these copies included.
     """
 
     seconds: float
     fill_and_drain: float
     flushed: float
     delays: Mapping[int, int]
+    copies: Mapping[int, int]
+    peak_bytes: tuple[float, ...]
 
 
-def simulate_period(plan: Plan, costs: StageCosts, num_pipelines: int = 1) -> Period:
+WeightCopies = Callable[[int], int]
+"""The copies of a stage's weights that are kept besides the newest, given the stage's delay."""
+
+
+def no_copies(delay: int) -> int:
+    """Only the newest weights are kept."""
+    return 0
+
+
+def simulate_period(
+    plan: Plan, costs: StageCosts, num_pipelines: int = 1, weight_copies: WeightCopies = no_copies
+) -> Period:
     """Simulate the steady state of a plan, as the time that another mini-batch adds to a run of several.
+
+    Args:
+        plan: the plan of one pipeline.
+        costs: costs of its stages.
+        num_pipelines: pipeline replicas.
+        weight_copies: copies of a stage's weights by its delay.
 
     Raises:
         ScheduleError: the schedule has no steady state.
     """
     program = continuous_program(plan, num_pipelines=num_pipelines)
-    number, seconds = program.lead + 2, steady_seconds(program, costs)
+    number, seconds, delays = program.lead + 2, steady_seconds(program, costs), delays_of(program)
+    several = simulate(unrolled(program, number), costs)
+    copies = {stage: weight_copies(delay) for stage, delay in delays.items()}
     return Period(
         seconds=seconds,
-        fill_and_drain=simulate(unrolled(program, number), costs).makespan - number * seconds,
+        fill_and_drain=several.makespan - number * seconds,
         flushed=simulate(compile_program(plan, copies=num_pipelines), costs).makespan,
-        delays=delays_of(program),
+        delays=delays,
+        copies=copies,
+        peak_bytes=tuple(
+            peak + sum(copies[stage] * costs.replica(stage, device).parameter_bytes for stage in plan.stages_on(device))
+            for device, peak in enumerate(several.peak_bytes)
+        ),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -78,7 +78,7 @@ def peak_bytes(program: Program, costs: StageCosts, device: int) -> float:
     RESHARD, and its unsharded gradients until REDUCE. In training, micro-batches in flight count as in `HeldBytes`; in
     inference, activations count during the forward.
     """
-    return _static(program, costs, device) + peak(changes(program, costs, device))
+    return _static(program, costs, device) + peak(change for _, change in changes(program, costs, device))
 
 
 def _static(program: Program, costs: StageCosts, device: int) -> float:
@@ -91,8 +91,11 @@ def _static(program: Program, costs: StageCosts, device: int) -> float:
     return total
 
 
-def changes(program: Program, costs: StageCosts, device: int) -> Iterator[float]:
-    """Bytes allocated, or freed if negative, in the order of the program. After a training step all are freed."""
+def changes(program: Program, costs: StageCosts, device: int) -> Iterator[tuple[Action, float]]:
+    """Actions with the bytes that they allocate, or free if negative, in the order of the program.
+
+    After a training step all are freed.
+    """
     plan = program.plan
     replicas = {stage: costs.replica(stage, device) for stage in plan.stages_on(device)}
     samples = {stage: samples_of(plan, stage, device, program.batch_size) for stage in replicas}
@@ -103,9 +106,10 @@ def changes(program: Program, costs: StageCosts, device: int) -> Iterator[float]
             continue
         cost = replicas[action.stage]
         if plan.sharding == "fsdp":
-            yield _sharded_change(program, action, cost, unreduced)
+            yield action, _sharded_change(program, action, cost, unreduced)
         if action.micro_batch < len(samples[action.stage]):
-            yield from _activations(program, action, cost, samples[action.stage][action.micro_batch])
+            num_samples = samples[action.stage][action.micro_batch]
+            yield from ((action, change) for change in _activations(program, action, cost, num_samples))
 
 
 def _sharded_change(program: Program, action: Action, cost: StageCost, unreduced: set[int]) -> float:
@@ -161,7 +165,29 @@ def simulate(program: Program, costs: StageCosts) -> Timeline:
         reductions=tuple(_reductions(run)),
         all_gathers=tuple(run.all_gathers),
         peak_bytes=tuple(peak_bytes(program, costs, device) for device in range(len(devices))),
+        held_bytes=tuple(held_bytes(program, costs, device, run.times[device]) for device in range(len(devices))),
     )
+
+
+def held_bytes(
+    program: Program, costs: StageCosts, device: int, times: Mapping[Action, tuple[float, float]], begin: float = 0.0
+) -> tuple[tuple[float, float], ...]:
+    """Times, with the bytes that a device holds from then on: an action allocates when it starts, frees when it ends.
+
+    Args:
+        program: the program of the device.
+        costs: bytes.
+        device: its number.
+        times: start and stop of its actions, simulated or measured.
+        begin: the time of the first entry.
+    """
+    held = _static(program, costs, device)
+    curve = [(begin, held)]
+    for action, change in changes(program, costs, device):
+        if change and action in times:
+            held += change
+            curve.append((times[action][change < 0], held))
+    return tuple(curve)
 
 
 @dataclass(slots=True)
@@ -178,6 +204,8 @@ class _Simulation:
     free: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
     ports: dict[Port, Bookings] = field(default_factory=lambda: defaultdict(Bookings))
     transfers: list[Transfer] = field(default_factory=list)
+    times: list[dict[Action, tuple[float, float]]] = field(init=False)
+    """Start and end of every action on every device; a collective is started at both."""
     reached: list[dict[Action, float]] = field(init=False)
     """Times at which every device reached its reductions."""
     gathered: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -189,7 +217,7 @@ class _Simulation:
     def __post_init__(self) -> None:
         plan, devices = self.program.plan, range(len(self.program.devices))
         self.time, self.spans = [0.0 for _ in devices], [[] for _ in devices]
-        self.reached = [{} for _ in devices]
+        self.reached, self.times = [{} for _ in devices], [{} for _ in devices]
         self.samples = {
             (device, stage): samples_of(plan, stage, device, self.program.batch_size)
             for device in devices
@@ -198,6 +226,7 @@ class _Simulation:
 
     def visit(self, device: int, instruction: Instruction) -> None:
         if instruction.action is not None and instruction.action.kind in COLLECTIVES:
+            self.times[device][instruction.action] = (self.time[device], self.time[device])
             self._start_collective(device, instruction.action)
         elif instruction.action is not None:
             self._wait_for_parameters(device, instruction.action.stage)
@@ -205,6 +234,7 @@ class _Simulation:
             start = self.time[device]
             self.time[device] += self.costs.seconds(instruction.action, device, samples)
             self.spans[device].append(Span(instruction.action, start, self.time[device]))
+            self.times[device][instruction.action] = (start, self.time[device])
         elif instruction.message is not None and instruction.op is Op.WAIT:
             self.time[device] = max(self.time[device], self.arrived[instruction.message])
         elif instruction.message is not None:
@@ -235,7 +265,9 @@ class _Simulation:
         start = book([self.ports[port] for port in self.costs.ports(message)], start, flow)
         stop = start + latency + flow
         self.free[pair] = self.arrived[number] = stop
-        self.transfers.append(Transfer(number, *pair, message.producer, message.consumer, start, stop))
+        edge, num_samples = self.program.plan.edges[message.edge], message.stop - message.start
+        ends = message.producer, message.consumer
+        self.transfers.append(Transfer(number, *pair, *ends, start, stop, edge.bytes.at(num_samples)))
 
 
 def _reductions(run: _Simulation) -> Iterator[Collective]:

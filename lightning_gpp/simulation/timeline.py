@@ -25,7 +25,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A message (its id in the program) from device `src` to device `dst`, from `start` to `stop`, in seconds."""
+    """A message (its id in the program) of `num_bytes` from device `src` to device `dst`, from `start` to `stop`, in
+    seconds."""
 
     message: int
     src: int
@@ -34,6 +35,7 @@ class Transfer:
     consumer: Action
     start: float
     stop: float
+    num_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Timeline:
         reductions: reductions of gradients.
         all_gathers: all-gathers of parameters, each with the one device that waits for it.
         peak_bytes: peak memory of every device.
+        held_bytes: for every device, times with the bytes that it holds from then on; empty if unknown.
     """
 
     stages: tuple[str, ...]
@@ -65,6 +68,7 @@ class Timeline:
     reductions: tuple[Collective, ...] = ()
     all_gathers: tuple[Collective, ...] = ()
     peak_bytes: tuple[float, ...] = ()
+    held_bytes: tuple[tuple[tuple[float, float], ...], ...] = ()
 
     @property
     def start(self) -> float:
@@ -135,74 +139,6 @@ class Timeline:
                 f"The file {path} is not a timeline: {type(error).__name__}: {error}. Write one with Timeline.save()."
             ) from error
 
-    def save_trace(self, path: str | Path) -> None:
-        """Write a trace for chrome://tracing and ui.perfetto.dev, with a process per device."""
-        Path(path).write_text(json.dumps({"traceEvents": trace_events(self), "displayTimeUnit": "ms"}))
-
-
-def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
-    """The timeline as events of the Trace Event Format; times in microseconds."""
-    events: list[dict[str, Any]] = []
-    for device, spans in enumerate(timeline.devices):
-        events += [_name("process_name", device, 0, f"device {device}"), _name("thread_name", device, 0, "compute")]
-        for span in spans:
-            stage = timeline.stages[span.action.stage]
-            kind = span.action.kind
-            event = _event(str(span.action), span, device, 0, {"stage": stage, "kind": kind.name})
-            events.append({**event, **trace_style(kind)})
-    events += _collectives(timeline)
-    for src, dst in sorted({(transfer.src, transfer.dst) for transfer in timeline.transfers}):
-        events.append(_name("thread_name", dst, 1 + src, f"receive from device {src}"))
-    for transfer in timeline.transfers:
-        name = f"{transfer.producer} to {transfer.consumer}"
-        events.append(_event(name, transfer, transfer.dst, 1 + transfer.src, {"message": transfer.message}))
-    return events
-
-
-def trace_style(kind: Kind) -> dict[str, str]:
-    """Category and colour of events of this kind, for chrome://tracing; Perfetto derives colours from the names."""
-    return {"cat": kind.name.lower(), "cname": _COLORS[kind]}
-
-
-_COLORS = {
-    Kind.DATA: "grey",
-    Kind.FORWARD: "rail_response",
-    Kind.RECOMPUTE: "rail_idle",
-    Kind.BACKWARD: "rail_animation",
-    Kind.INPUT: "rail_load",
-    Kind.WEIGHT: "good",
-    Kind.UNSHARD: "yellow",
-    Kind.RESHARD: "white",
-    Kind.REDUCE: "olive",
-}
-"""Names that chrome://tracing knows."""
-
-
-def _collectives(timeline: Timeline) -> list[dict[str, Any]]:
-    """Events of collectives, in a row after those of the receives."""
-    row, events = 1 + len(timeline.devices), list[dict[str, Any]]()
-    for operation, kind, entries in (
-        ("reduce gradients", Kind.REDUCE, timeline.reductions),
-        ("gather parameters", Kind.UNSHARD, timeline.all_gathers),
-    ):
-        for entry in entries:
-            name = f"{operation} of {timeline.stages[entry.stage]}"
-            for device in entry.devices:
-                events.append({**_event(name, entry, device, row, {"stage": entry.stage}), **trace_style(kind)})
-    devices = sorted({event["pid"] for event in events})
-    return [*(_name("thread_name", device, row, "collectives") for device in devices), *events]
-
-
-def _event(
-    name: str, span: Span | Transfer | Collective, process: int, thread: int, details: dict[str, Any]
-) -> dict[str, Any]:
-    times = {"ts": span.start * 1e6, "dur": (span.stop - span.start) * 1e6}
-    return {"name": name, "ph": "X", "pid": process, "tid": thread, "args": details, **times}
-
-
-def _name(label: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": label, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
-
 
 def _peak(kinds: list[Kind]) -> int:
     if not any(kind in RELEASES for kind in kinds):
@@ -220,12 +156,16 @@ def _content(timeline: Timeline) -> dict[str, Any]:
         "stages": timeline.stages,
         "devices": [[[str(span.action), span.start, span.stop] for span in spans] for spans in timeline.devices],
         "transfers": [
-            [entry.message, entry.src, entry.dst, str(entry.producer), str(entry.consumer), entry.start, entry.stop]
+            [
+                *(entry.message, entry.src, entry.dst, str(entry.producer), str(entry.consumer)),
+                *(entry.start, entry.stop, entry.num_bytes),
+            ]
             for entry in timeline.transfers
         ],
         "reductions": [[entry.stage, entry.devices, entry.start, entry.stop] for entry in timeline.reductions],
         "all_gathers": [[entry.stage, entry.devices, entry.start, entry.stop] for entry in timeline.all_gathers],
         "peak_bytes": timeline.peak_bytes,
+        "held_bytes": timeline.held_bytes,
     }
 
 
@@ -237,12 +177,13 @@ def _timeline(content: dict[str, Any]) -> Timeline:
             for spans in content["devices"]
         ),
         transfers=tuple(
-            Transfer(message, src, dst, Action.parse(producer), Action.parse(consumer), start, stop)
-            for message, src, dst, producer, consumer, start, stop in content["transfers"]
+            Transfer(message, src, dst, Action.parse(producer), Action.parse(consumer), start, stop, num_bytes)
+            for message, src, dst, producer, consumer, start, stop, num_bytes in content["transfers"]
         ),
         reductions=_collectives_from(content["reductions"]),
         all_gathers=_collectives_from(content["all_gathers"]),
         peak_bytes=tuple(content["peak_bytes"]),
+        held_bytes=tuple(tuple((time, held) for time, held in device) for device in content.get("held_bytes", ())),
     )
 
 

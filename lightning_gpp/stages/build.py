@@ -37,6 +37,11 @@ class CapturedStage:
     step: UserStep | None
     sent: tuple[str, ...]
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The parameters and buffers that the stage uses."""
+        return (*self.parameters, *self.buffers)
+
     def forward(self, values: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         results = self.code(dict(values), micro_batch.num_samples)
         if self.step is None:
@@ -104,6 +109,7 @@ def _whole(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
     _check_edges(plan, flows)
     step = _user_step(capture, module)
     stages = tuple(_stage(capture, plan, module, assignment, flows, i, step) for i in range(len(plan.stages)))
+    _check_changes(capture, plan, stages)
     slots = tuple(_slots(capture, flows.get((edge.src, edge.dst), [])) for edge in plan.edges)
     return Pipeline(
         stages=stages,
@@ -134,6 +140,18 @@ def _check_edges(plan: Plan, flows: Mapping[tuple[int, int], object]) -> None:
             f"The plan was made for another model: its edges are {sorted(planned)}, the model's {sorted(flows)}. "
             "Make a new plan with gpp-plan, or remove strategy.plan."
         )
+
+
+def _check_changes(capture: Capture, plan: Plan, stages: Sequence[CapturedStage]) -> None:
+    """A tensor that changes in place has to be the same one for all stages that use it."""
+    for name, _, line in capture.network.recording.state_changes:
+        users = [stage for stage, part in zip(plan.stages, stages, strict=True) if name in part.states]
+        if len({stage.devices for stage in users}) > 1:
+            names = " and ".join(repr(stage.name) for stage in users)
+            raise PlanError(
+                f"{line} changes {name!r} in place, and the stages {names} use it on different devices, each of which "
+                "would have a copy of its own. Put the modules that use it into one stage (strategy.stages)."
+            )
 
 
 def _stage(

@@ -65,6 +65,11 @@ class Declared:
     batch_size: int
 
     @property
+    def notes(self) -> list[str]:
+        """Remarks for people; there are none, because nothing was captured."""
+        return []
+
+    @property
     def fingerprint(self) -> str:
         return hashlib.sha256(repr(self.declarations).encode()).hexdigest()[:16]
 

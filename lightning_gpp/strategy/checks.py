@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, StochasticWeightAveraging
@@ -10,7 +10,25 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_gpp._compat.lightning import uses_dataloader_iter
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.training.agreement import text_of
 from lightning_gpp.training.compiled import compiled_steps
+
+_SETTINGS = (
+    "max_epochs",
+    "min_epochs",
+    "max_steps",
+    "min_steps",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "overfit_batches",
+    "limit_train_batches",
+    "limit_val_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "num_sanity_val_steps",
+)
+"""Settings of the trainer by which ranks decide what they do next."""
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -41,6 +59,21 @@ def _problems(module: pl.LightningModule) -> Iterator[str]:
                 f"{name}.{step} takes `dataloader_iter`, but mini-batches must be known before the stages start. Let "
                 "it take `batch` (and `batch_idx`)."
             )
+
+
+def facts_of_trainer(trainer: pl.Trainer) -> dict[str, str]:
+    """The settings, lengths of data and schedulers of training that all ranks must have alike."""
+    facts = {f"trainer.{name}": text_of(getattr(trainer, name)) for name in _SETTINGS}
+    facts["the number of training batches (length of the data loader)"] = str(trainer.num_training_batches)
+    for number, config in enumerate(trainer.lr_scheduler_configs):
+        settings = {key: getattr(config, key) for key in ("interval", "frequency", "monitor", "strict")}
+        facts[f"learning rate scheduler {number}"] = f"{type(config.scheduler).__name__} {settings}"
+    return facts
+
+
+def facts_of_loaders(step: str, num_batches: Iterable[float]) -> dict[str, str]:
+    """The lengths of the data of an evaluation."""
+    return {f"the numbers of batches for {step} (lengths of the data loaders)": str(list(num_batches))}
 
 
 def check_precision(precision: Precision) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_gpp._compat.lightning import forget_indices
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.loaders import SharedLoader
 
 
 @dataclass
@@ -104,8 +105,14 @@ class StatefulShadowLoader(ShadowLoader):
         """Ignore the state, which belongs to the rank that loads data."""
 
 
-def distribute(loader: Any, control: Control) -> Any:
-    """The loader to use on this rank."""
+def distribute(loader: Any, control: Control, *, shared: bool = False) -> Any:
+    """The loader to use on this rank. `shared`: pipelines share its mini-batches.
+
+    Raises:
+        ConfigError: its mini-batches cannot be shared.
+    """
+    if shared:
+        loader = SharedLoader(loader, control.pipeline, control.num_pipelines)
     stateful = _has_state(loader)
     agreed = stateful or not _ends_when_it_says(loader)
     if control.runs_step:
@@ -134,7 +141,7 @@ def peek(loader: Any) -> Any:
     Raises:
         ConfigError: the loader can be read only once, or is empty.
     """
-    if isinstance(loader, AgreedLoader):
+    while isinstance(loader, AgreedLoader | SharedLoader):
         loader = loader.loader
     if isinstance(loader, Iterator):
         raise ConfigError(

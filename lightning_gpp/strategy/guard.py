@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 
 from lightning_gpp._compat import lightning as _compat
 from lightning_gpp.failure.monitor import FailureMonitor
-from lightning_gpp.failure.processes import exit_now
+from lightning_gpp.failure.processes import exit_now, say
 from lightning_gpp.failure.stop_flag import STOP_SIGNALS, StopFlag
 from lightning_gpp.strategy.preemption import SIGNALLED, Preempted, Preemption
 
@@ -106,7 +106,9 @@ class Guard(pl.Callback):
     # -- in the thread that hears of signals
 
     def _hear(self, number: int) -> None:
-        if number in STOP_SIGNALS:
+        if number in STOP_SIGNALS and self._preemption is None:
+            self._leave(signal.Signals(number))
+        elif number in STOP_SIGNALS:
             self._monitor.ask_to_stop(number)
         elif number == signal.SIGINT:
             threading.Thread(target=self._interrupt, daemon=True).start()
@@ -114,6 +116,12 @@ class Guard(pl.Callback):
     def _interrupt(self) -> None:
         if not self._raised.wait(_INTERRUPT_GRACE):
             self._end("was interrupted", signal.SIGINT)
+
+    def _leave(self, number: signal.Signals) -> None:
+        """End while the ranks find each other: there is nothing to save, and some may never come."""
+        say(f"[rank {self._monitor.rank}] Received {number.name} before all ranks were there. It ends.")
+        self._hand_on(number)
+        self._end(f"received {number.name} before all ranks were there", number)
 
     def _give_up(self, number: signal.Signals) -> None:
         self._end(f"received {number.name}, and no step ended within {self._grace:g} s (strategy.grace)", number)

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_gpp.errors import ForeignTensorError
 from lightning_gpp.strategy.logs import LogRecorder
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.control import Control
@@ -68,6 +69,8 @@ class SharedHooks:
             return plain(*args, **kwargs)
         try:
             return plain(*args, **kwargs)
+        except ForeignTensorError:
+            raise
         except Exception as error:
             self._explain(name, error)
             return None

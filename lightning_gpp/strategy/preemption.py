@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
@@ -48,12 +49,19 @@ class Preemption:
         control: of its ranks.
         monitor: knows on rank 0 whether any rank was asked to stop.
         environment: may ask for SLURM jobs to be requeued.
+        finish_saving: waits for a checkpoint that is being written in the background.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, control: Control, monitor: FailureMonitor, environment: ClusterEnvironment
+        self,
+        trainer: pl.Trainer,
+        control: Control,
+        monitor: FailureMonitor,
+        environment: ClusterEnvironment,
+        finish_saving: Callable[[], None],
     ) -> None:
         self._trainer, self._control, self._monitor, self._environment = trainer, control, monitor, environment
+        self._finish_saving = finish_saving
 
     def asked(self, received: int, *, ended: bool) -> signal.Signals | None:
         """The signal for which all ranks stop now. All ranks call this together.
@@ -91,6 +99,7 @@ class Preemption:
             counters = _compat.counters_to_resume_from(self._trainer)
         with counters:
             self._trainer.save_checkpoint(path)
+        self._finish_saving()
         return path
 
     def _requeues(self, number: signal.Signals) -> bool:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
+import sys
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -14,7 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_gpp._compat.lightning import LAUNCHER, default_backend, init_process_group
-from lightning_gpp.errors import PeerFailure
+from lightning_gpp.errors import ConfigError, PeerFailure
 from lightning_gpp.failure.processes import bind_to_parent
 
 
@@ -24,27 +29,56 @@ def tie_to_launcher(environment: ClusterEnvironment) -> None:
         bind_to_parent(int(os.environ[LAUNCHER]))
 
 
+def check_script(environment: ClusterEnvironment | None, num_processes: int) -> None:
+    """Refuse to start further processes where there is no script that they could run.
+
+    Raises:
+        ConfigError: this is a notebook, an interactive shell or `python -c`.
+    """
+    if num_processes == 1 or (environment is not None and environment.creates_processes_externally):
+        return
+    if hasattr(sys, "ps1") or not Path(sys.argv[0]).is_file():
+        raise ConfigError(
+            f"devices={num_processes} starts {num_processes - 1} more processes, each of which runs your script from "
+            "its beginning, but there is none: this is a notebook, an interactive shell or `python -c`. Save the code "
+            "in a file and start that (in a notebook: !python train.py), or choose devices=1 here: "
+            "strategy.delayed_devices and gpp-plan show there how a pipeline would train."
+        )
+
+
 def meeting_point(environment: ClusterEnvironment, patience: timedelta) -> Store | None:
     """The store in which ranks find each other before there is a process group; None if there is one already.
 
     Each restart by torchrun has its own part of the store: in the old one are the addresses of processes that ended.
+    Likewise each process group, if user code destroys one between two runs.
     """
     if dist.is_initialized():
         return None
-    attempt = f"gpp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    attempt = f"gpp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store, _, _ = next(rendezvous("env://", timeout=patience))
         return PrefixStore(attempt, store)
     rank, world_size = environment.global_rank(), environment.world_size()
     address, port = environment.main_address, environment.main_port
     try:
-        store = TCPStore(address, port, world_size, rank == 0, patience, wait_for_workers=False, multi_tenant=True)
+        store = _store(address, port, world_size, rank == 0, patience)
     except dist.DistError as error:
         raise PeerFailure(
             f"Rank {rank} cannot reach rank 0 at {address}:{port} (MASTER_ADDR, MASTER_PORT): {error}. Its process has "
             "ended, or has not come so far: look at its output."
         ) from error
+    store.set_timeout(patience)
     return PrefixStore(attempt, store)
+
+
+_meetings: Final = itertools.count()
+"""Numbers the process groups of this process; all ranks start them in the same order."""
+
+
+@cache
+def _store(address: str, port: int, world_size: int, serves: bool, patience: timedelta) -> Store:
+    """The store of this process; it stays, because other ranks would still find it while rank 0 makes a new one."""
+    return TCPStore(address, port, world_size, serves, patience, wait_for_workers=False, multi_tenant=True)
 
 
 def start_process_group(

@@ -14,19 +14,22 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
 from lightning_gpp._compat import lightning as _compat
+from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.ahead import ReadAhead
-from lightning_gpp.strategy.checks import check_callbacks, check_module, check_precision
+from lightning_gpp.strategy.checks import check_callbacks, check_module, check_precision, facts_of_loaders
 from lightning_gpp.strategy.data import peek
 from lightning_gpp.strategy.hooks import SharedHooks
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.steps import LightningHost, Steps
+from lightning_gpp.training.agreement import check_alike
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import CPU, Engine
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
+from lightning_gpp.training.loaders import mini_batches_of, warn_of_others
 from lightning_gpp.training.machine import footprint_of
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
@@ -44,6 +47,7 @@ class Run:
         control: the side channel of this rank.
         options: options of the strategy.
         resumed: the entry of the checkpoint that the run resumes from; empty if it does not.
+        stored: the state dict of that checkpoint if it is a folder.
         known: the plan of an earlier run of the module, which evaluation keeps.
 
     Raises:
@@ -58,6 +62,7 @@ class Run:
         control: Control,
         options: Options,
         resumed: Mapping[str, Any],
+        stored: StoredValues | None = None,
         known: Plan | None = None,
     ) -> None:
         self.trainer, self.strategy, self.control = trainer, strategy, control
@@ -75,16 +80,19 @@ class Run:
             seed=agreed_seed(_first_of(options.seed, resumed.get("seed"), given_seed()), control),
             num_nodes=trainer.num_nodes,
             host=host,
+            stored=stored,
             known=None if trainer.state.fn == TrainerFn.FITTING else known,
         )
         self.incoming = Incoming(self.module, control)
         self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation)
         self.reading = ReadAhead(trainer, self.incoming, device)
         self._num_steps, self._pipeline = int(resumed.get("step", 0)), dict(resumed.get("pipeline", {}))
+        self._mini_batches = int(resumed.get("mini_batches", 0))
         self._optimizers: Sequence[Optimizer] = ()
         self._hooks = SharedHooks(self.module, control, self.steps)
         self._metrics = MetricStates(self.module, control, device)
         self._example_input: Any = None
+        self._compared: set[str] = set()
 
     @property
     def engine(self) -> Engine | None:
@@ -95,6 +103,9 @@ class Run:
 
     def set_up_training(self) -> None:
         """Configure the optimizers on the full module, plan (they take memory), then keep this rank's part of it."""
+        now = mini_batches_of(self.job.options, self.control.num_pipelines)
+        if self.control.rank == 0:
+            warn_of_others(self._mini_batches or now, now)
         batch = self._example()
         has_data = self.control.broadcast(batch is not None)
         self.strategy.setup_optimizers(self.trainer)
@@ -165,9 +176,7 @@ class Run:
     def _end_trace(self, engine: Engine, complete: bool) -> None:
         trace = self.steps.trace
         if trace is not None:
-            trace.write()
-        if trace is not None and complete:
-            trace.compare(engine)
+            trace.finish(engine) if complete else trace.write()
 
     # -- loops --------------------------------------------------------------------------------------------------------
 
@@ -179,18 +188,25 @@ class Run:
             self.reading.train(self.engine.ahead)
 
     def begin_evaluation(self, step: str) -> None:
-        """Read mini-batches before their turn; the engine may be set up at the first one."""
+        """Read mini-batches before their turn; the engine may be set up at the first one.
+
+        Raises:
+            ConfigError: the ranks have data of different lengths.
+        """
+        if step not in self._compared and self.control.world_size > 1:
+            self._compared.add(step)
+            check_alike(facts_of_loaders(step, _compat.evaluation_lengths(self.trainer)), self.control.world)
         self.reading.evaluate(lambda: 0 if self.engine is None else self.engine.ahead(step))
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The undivided optimizer's state; complete on rank 0."""
+    def optimizer_state(self, optimizer: Optimizer, *, sharded: bool = False) -> dict[str, Any]:
+        """The undivided optimizer's state; complete on rank 0, or, if `sharded`, what this rank saves."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         is_divided = any(plain is known for known in self._optimizers)
         if self.engine is None or not is_divided:
             return plain.state_dict()
-        return self.engine.optimizer_state_dict(plain)
+        return self.engine.optimizer_state_dict(plain, sharded=sharded)
 
     def load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load this rank's part of the optimizers' states.

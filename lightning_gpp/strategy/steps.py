@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_gpp.strategy.checks import facts_of_trainer
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
@@ -40,7 +41,7 @@ class LightningHost(Host):
 
     def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
         super().__init__(precision=_TYPES.get(str(plugin.precision).split("-")[0]))
-        self._plugin = plugin
+        self._module, self._plugin = module, plugin
         self.user_code = UserCode()
         self.recorder = LogRecorder(module, self.user_code)
 
@@ -53,6 +54,9 @@ class LightningHost(Host):
 
     def forget(self, batches: range) -> None:
         self.recorder.forget(batches)
+
+    def facts(self) -> dict[str, str]:
+        return facts_of_trainer(self._module.trainer)
 
     def inform(self, text: str) -> None:
         rank_zero_info(text)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_gpp._compat.torch import kept_version_counters
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.device_gradients import DeviceGradients
-from lightning_gpp.runtime.weights import Counting, Weights, make_policy
+from lightning_gpp.runtime.weights import Counting, Weights
 from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.continuous import continuous_program, delays_of
 from lightning_gpp.schedules.delayed import on_one_device
@@ -32,6 +32,7 @@ class Asynchronous:
 
     Args:
         options: options of the run.
+        policy: policy for the weights with which actions compute, of the same optimizers.
         plan: the plan of training, on the devices that determine the delays.
         num_pipelines: number of pipeline replicas.
         optimizers: optimizers of this rank.
@@ -39,7 +40,7 @@ class Asynchronous:
         num_steps: number of mini-batches that were trained earlier.
 
     Attributes:
-        policy: policy for the weights with which actions compute.
+        policy: see above.
         gradients: gradients of the devices that this one imitates; None if it does only its own work.
         ahead: number of mini-batches that have to be known before their turn.
     """
@@ -47,6 +48,7 @@ class Asynchronous:
     def __init__(
         self,
         options: Options,
+        policy: Counting,
         plan: Plan,
         *,
         num_pipelines: int,
@@ -59,9 +61,7 @@ class Asynchronous:
         self._programs: list[tuple[Plan, int, Program]] = []
         program = self.program(plan, plan.batch_size)
         self.ahead, self._apart = program.lead, max(delays_of(program).values(), default=0)
-        self.policy: Counting = make_policy(
-            options.weights, Weights(parameters={}, optimizers=lambda: optimizers), **dict(options.weight_options or {})
-        )
+        self.policy = policy
         self.gradients: DeviceGradients | None = None
         if options.delayed_devices:
             self.gradients = DeviceGradients(lambda: self.policy.weights.parameters)

@@ -1,4 +1,4 @@
-"""Full checkpoints, as one device writes them: states under original names, merged on global rank 0."""
+"""Checkpoints: states under original names, merged on global rank 0, or of every rank what it alone holds."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.optimizers import OptimizerIndex
-from lightning_gpp.training.parameters import Placement, materialise, replace_tensors, tensors_of
-from lightning_gpp.training.shards import cut_like, is_shard, outline, whole_states, whole_values
-
-KEY = "gpp"
-"""Entry of a checkpoint: seed and step counter of the random streams, and the plan's text."""
+from lightning_gpp.training.parameters import Placement, materialise, replace_tensors, tensors_of, with_values
+from lightning_gpp.training.shards import is_shard, loadable, outline, state_shard, whole_states, whole_values
 
 
 def whole_state(module: nn.Module, placement: Placement, control: Control) -> dict[str, Any]:
-    """The module's state dict. On global rank 0 every entry has values; elsewhere, those of other ranks are meta
-    tensors.
+    """The module's state dict. On global rank 0 every entry has values; elsewhere, those of other ranks are
+    foreign.
 
     All ranks must call it.
     """
@@ -38,6 +36,39 @@ def whole_state(module: nn.Module, placement: Placement, control: Control) -> di
 def saved_here(placement: Placement, control: Control) -> set[str]:
     """Names of the parameters and buffers whose values a checkpoint takes from this rank."""
     return set(placement.held_by(control.device)) if control.pipeline == 0 else set()
+
+
+def own_state(module: nn.Module, placement: Placement, control: Control) -> dict[str, Any]:
+    """The module's state dict, in which tensors that other ranks save have no memory."""
+    names = {id(tensor): name for name, tensor in tensors_of(module).items()}
+    mine = saved_here(placement, control)
+    state = module.state_dict(keep_vars=True)
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            here = is_shard(value) or names.get(id(value), "") in mine
+            state[key] = value.detach() if here else torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return state
+
+
+def own_optimizer_state(
+    index: OptimizerIndex,
+    tensors: Mapping[str, Tensor],
+    placement: Placement,
+    control: Control,
+    owned: bool = False,
+) -> dict[str, Any]:
+    """The entries of `whole_optimizer_state` that this rank saves; of shards its own, as DTensors."""
+    state, mine = index.state(), saved_here(placement, control)
+    return index.merged(
+        {
+            name: {key: value for key, value in shards.items() if owned or name in mine or is_shard(value)}
+            for name, shards in ((name, _shards(values, tensors[name])) for name, values in state.items())
+        }
+    )
+
+
+def _shards(values: Mapping[str, Any], pattern: Tensor) -> dict[str, Any]:
+    return {key: state_shard(value, pattern) for key, value in values.items()}
 
 
 def merge(mine: Mapping[str, Any], control: Control, num_pipelines: int = 1) -> dict[str, Any]:
@@ -72,20 +103,27 @@ def whole_optimizer_state(
 
 
 def values_saved(
-    values: Mapping[str, Mapping[nn.Parameter, Tensor]], module: nn.Module, names: set[str], control: Control
+    values: Mapping[str, Mapping[nn.Parameter, Tensor]],
+    module: nn.Module,
+    names: set[str],
+    control: Control,
+    whole: bool = True,
 ) -> dict[str, dict[str, Tensor]]:
-    """Values that ranks keep for parameters, by kind and name; complete on global rank 0. All ranks must call it.
+    """Values that ranks keep for parameters, by kind and name; complete on global rank 0 if `whole`, else this rank's.
+
+    All ranks must call it.
 
     Args:
         values: values by kind and parameter.
         module: the module with the parameters.
         names: parameters whose values this rank saves.
         control: the side channel of this rank.
+        whole: whether global rank 0 gets the values of all ranks.
     """
     named = {parameter: name for name, parameter in module.named_parameters() if name in names}
     mine = {f"{kind} {named[p]}": value for kind, of in values.items() for p, value in of.items() if p in named}
     found: dict[str, dict[str, Tensor]] = {}
-    for key, value in merge(mine, control).items():
+    for key, value in (merge(mine, control) if whole else mine).items():
         kind, name = key.split(" ")
         found.setdefault(kind, {})[name] = value
     return found
@@ -97,25 +135,28 @@ def values_loaded(
     """The values of the parameters with these names from the result of `values_saved`, on the parameters' devices."""
     named = {name: parameter for name, parameter in module.named_parameters() if name in names}
     return {
-        kind: {named[name]: value.to(named[name].device, copy=True) for name, value in of.items() if name in named}
+        kind: {named[name]: of[name].to(named[name].device, copy=True) for name in of if name in named}
         for kind, of in values.items()
     }
 
 
 def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load a full state dict into a module that may have parts without memory.
+    """Load a state dict of the undivided module into a module that may have parts without memory.
+
+    Parts without memory get it, but from a folder only what has memory is loaded: `settle` reads the rest.
 
     Raises:
         CheckpointError: keys or shapes do not fit.
     """
-    tensors = tensors_of(module)
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    for key, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and value.is_meta and key in state:
-            materialise(module, [names[id(value)]])
+    if not isinstance(state, StoredValues):
+        tensors = tensors_of(module)
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        for key, value in module.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor) and value.is_meta and key in state:
+                materialise(module, [names[id(value)]])
     own = module.state_dict(keep_vars=True)
     try:
-        module.load_state_dict({k: cut_like(v, own.get(k)) for k, v in state.items()}, strict=strict)
+        module.load_state_dict({key: loadable(state, key, own.get(key)) for key in state}, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(
             f"The checkpoint does not fit {type(module).__name__} (ckpt_path, strict={strict}). {error} Load a "
@@ -133,18 +174,5 @@ def make_whole(module: nn.Module, placement: Placement, control: Control) -> Non
     swaps = {}
     for name, tensor in tensors.items():
         if tensor.is_meta:
-            swaps[id(tensor)] = (tensor, _filled(tensor, received[name]))
+            swaps[id(tensor)] = (tensor, with_values(tensor, received[name]))
     replace_tensors(module, swaps)
-
-
-def _filled(tensor: Tensor, values: Tensor) -> Tensor:
-    if not isinstance(tensor, nn.Parameter):
-        return values
-    parameter = nn.Parameter(values, requires_grad=tensor.requires_grad)
-    parameter.__dict__.update(tensor.__dict__)
-    return parameter
-
-
-def entry(seed: int, step: int, plan: str) -> dict[str, Any]:
-    """The entry of a checkpoint for later runs of this library."""
-    return {"seed": seed, "step": step, "plan": plan, "torch": str(torch.__version__)}

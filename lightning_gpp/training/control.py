@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.runtime.mesh import Mesh
+from lightning_gpp.runtime.mesh import CONTROL_BACKEND, Mesh
 
 UNDERWAY: Final = 256
 """The most outstanding messages from the step's rank to each other rank. Ranks of a pipeline that does not flush are a
@@ -121,6 +121,11 @@ class Control:
         """Warn once for all ranks, on global rank 0."""
         if self.rank == 0:
             warnings.warn(text, stacklevel=3)
+
+    def another_world(self) -> dist.ProcessGroup:
+        """Another group of all ranks, in which a thread can communicate. All ranks call this together."""
+        ranks = tuple(range(self.world_size))
+        return self.mesh.groups("background", [ranks], CONTROL_BACKEND)[ranks]
 
     def barrier(self) -> None:
         dist.barrier(group=self.world)

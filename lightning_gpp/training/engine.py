@@ -20,6 +20,8 @@ from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.checkpoint import (
     load_state,
     make_whole,
+    own_optimizer_state,
+    own_state,
     saved_here,
     values_loaded,
     values_saved,
@@ -28,13 +30,15 @@ from lightning_gpp.training.checkpoint import (
 )
 from lightning_gpp.training.evaluation import EvaluationPass
 from lightning_gpp.training.feed import Feed
+from lightning_gpp.training.foreign import on_one_rank
 from lightning_gpp.training.gradients import StageGradients
 from lightning_gpp.training.machine import Machine
+from lightning_gpp.training.nonfinite import FiniteCheck
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.replicas import Replicas
-from lightning_gpp.training.results import Outputs, combined, loss_and_rest
+from lightning_gpp.training.results import Outputs, combined, loss_and_rest, losses_of
 from lightning_gpp.training.segments import later
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
@@ -55,6 +59,7 @@ class Engine:
         replicas: collectives of ranks with the same parameters; None without training.
         asynchronous: training without a flush between mini-batches; None flushes after each.
         gradients: checks and clips gradients if there is no flush.
+        finite: checks losses and gradients, of all ranks together; None does not.
         machine: returns the machine that the plan was made for.
         num_steps: number of mini-batches that were trained earlier.
 
@@ -73,9 +78,10 @@ class Engine:
         num_steps: int,
         asynchronous: Asynchronous | None = None,
         gradients: StageGradients | None = None,
+        finite: FiniteCheck | None = None,
     ) -> None:
         self._sessions, self._indices, self._replicas = sessions, indices, replicas
-        self._asynchronous, self._gradients = asynchronous, gradients
+        self._asynchronous, self._gradients, self._finite = asynchronous, gradients, finite
         self.job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
@@ -96,6 +102,11 @@ class Engine:
     def graph(self) -> OperatorGraph:
         """The operators of the step that the plan was made for."""
         return self._sessions.captured.graph
+
+    @property
+    def optimizer_parameters(self) -> list[list[str]]:
+        """The names of each optimizer's parameters, in the user's order."""
+        return [index.names for index in self._indices]
 
     @property
     def runs_step(self) -> bool:
@@ -145,6 +156,10 @@ class Engine:
         clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of all stages, on every rank. All ranks call this together."""
+        return self._training.grad_norm(norm_type)
+
     def _expect(self, batch: Any, *, anew: bool = False) -> None:
         if not self._incoming.announce(batch, anew=anew):
             raise ShapeError("The mini-batch is None on the rank that runs the step; leave it out of the loop.")
@@ -177,6 +192,8 @@ class Engine:
             outputs = self._train_ahead(self._asynchronous, arguments, weight, accumulated)
         if self.current is not None:
             self.current.tell_not_split()
+        if self._finite is not None:
+            self._finite.note(losses_of(outputs))
         self.num_steps += 1
         return outputs
 
@@ -188,8 +205,10 @@ class Engine:
     def sum_gradients(self) -> None:
         """Complete the reductions of gradients over ranks with the same parameters, before an optimizer step."""
         self._training.finish()
-        if self._gradients is not None and self.job.options.check_gradients:
+        if self._gradients is not None and self.job.options.on_nonfinite != "ignore":
             self._gradients.check(self.num_steps - 1)
+        if self._finite is not None:
+            self._finite.before_update(self.num_steps - 1)
         if self._asynchronous is not None:
             self._asynchronous.before_update()
 
@@ -231,7 +250,9 @@ class Engine:
     def _run(self, session: Session, arguments: Sequence[Any], weight: float, number: int) -> Outputs:
         batch, *rest = arguments
         size = self._incoming.batch_size
-        return session.run(batch, self._invocation(session, rest, number), size, loss_weight=weight, step=number)
+        invocation = self._invocation(session, rest, number)
+        with on_one_rank():
+            return session.run(batch, invocation, size, loss_weight=weight, step=number)
 
     def _invocation(self, session: Session, rest: Sequence[Any], number: int) -> Invocation:
         step, trains = session.capture.step, session.training
@@ -246,7 +267,8 @@ class Engine:
         incoming, size = self._incoming, self._incoming.batch_size
         batches = [batch, *incoming.feed.upcoming] if self.runs_step else []
         invocations = [self._invocation(session, later(rest, i), number + i) for i in range(len(incoming.facts))]
-        return session.run_ahead(batches, invocations, size, loss_weight=weight, step=number, segment=segment)
+        with on_one_rank():
+            return session.run_ahead(batches, invocations, size, loss_weight=weight, step=number, segment=segment)
 
     def _train_ahead(
         self, asynchronous: Asynchronous, arguments: Sequence[Any], weight: float, accumulated: int
@@ -279,9 +301,12 @@ class Engine:
 
     # -- states -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state dict of the undivided module; complete on global rank 0, meta tensors elsewhere."""
-        return whole_state(self.module, self._layout.placement, self.control)
+    def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
+        """The state dict of the undivided module; complete on global rank 0, elsewhere with foreign tensors.
+
+        `sharded`: nothing is sent; every rank has the entries that it saves, and meta tensors for others.
+        """
+        return (own_state if sharded else whole_state)(self.module, self._layout.placement, self.control)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state dict of the undivided module; every rank keeps its part.
@@ -290,14 +315,18 @@ class Engine:
             CheckpointError: keys or shapes do not fit.
         """
         load_state(self.module, state, strict)
-        drop(self.module, self._layout.placement.names_on(self.control.device))
+        drop(self.module, self._layout.placement.elsewhere(self.control), self.device)
         self._incoming.follow()
 
-    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict of the undivided optimizer, in the user's indexing; complete on global rank 0."""
+    def optimizer_state_dict(self, optimizer: Optimizer, *, sharded: bool = False) -> dict[str, Any]:
+        """The state dict of the undivided optimizer, in the user's indexing; complete on global rank 0.
+
+        `sharded`: nothing is sent; every rank has the entries that it saves.
+        """
         owned = self._replicas is not None and self._replicas.sharding == "zero1"
-        index = self._index(optimizer)
-        return whole_optimizer_state(index, tensors_of(self.module), self._layout.placement, self.control, owned)
+        state = own_optimizer_state if sharded else whole_optimizer_state
+        index, tensors = self._index(optimizer), tensors_of(self.module)
+        return state(index, tensors, self._layout.placement, self.control, owned)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a state dict of the undivided optimizer; every rank keeps its part.
@@ -309,9 +338,10 @@ class Engine:
         index.load(state, tensors_of(self.module))
         index.move(self.device)
 
-    def pipeline_state_dict(self) -> dict[str, Any]:
+    def pipeline_state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
         """The state of a pipeline that does not flush, except module and optimizers; complete on global rank 0.
 
+        `sharded`: values are those that this rank saves.
         With strategy.checkpoints=flush the mini-batches in the pipeline are dropped, so that little has to be saved.
         """
         asynchronous = self._asynchronous
@@ -319,7 +349,8 @@ class Engine:
             return {}
         if self.job.options.checkpoints == "flush":
             self._give_up(asynchronous)
-        values = values_saved(asynchronous.policy.saved(), self.module, self._saving(), self.control)
+        saved = asynchronous.policy.saved()
+        values = values_saved(saved, self.module, self._saving(), self.control, whole=not sharded)
         norms = {} if self._gradients is None else self._gradients.state()
         return {**asynchronous.facts(self.num_steps), "step": self.num_steps, "values": values, "norms": norms}
 

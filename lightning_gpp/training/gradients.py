@@ -75,7 +75,7 @@ class StageGradients:
                     f"The gradient of {name!r} in {self._stages(name)} is not finite after mini-batch {step}. Other "
                     "stages would continue with it for as many mini-batches as they are apart, so training ends here. "
                     "Lower the learning rate, clip gradients (trainer.gradient_clip_val), or continue regardless with "
-                    "strategy.check_gradients=false."
+                    "strategy.on_nonfinite=ignore."
                 )
 
     def scale(self, stepped: Iterable[Tensor], max_norm: float, update: int, age: int) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.plan import Plan
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.options import Context, Options
@@ -45,6 +46,10 @@ class Host:
     def forget(self, batches: range) -> None:
         """Forget mini-batches of training that were dropped before their turn; the step may have run on them."""
 
+    def facts(self) -> dict[str, str]:
+        """Settings of training that all ranks must have alike, by the name under which users know them."""
+        return {}
+
     def inform(self, text: str) -> None:
         """Show the user a message that is not a warning. Called on global rank 0."""
         log.info(text)
@@ -63,6 +68,7 @@ class Job:
         num_nodes: number of machines of the job.
         host: the program that runs the engine.
         known: the plan of an earlier run, which evaluation keeps.
+        stored: the state dict of a checkpoint folder, for tensors without memory.
     """
 
     module: nn.Module
@@ -73,6 +79,7 @@ class Job:
     num_nodes: int = 1
     host: Host = field(default_factory=Host)
     known: Plan | None = None
+    stored: StoredValues | None = None
 
     @property
     def precision(self) -> torch.dtype:

@@ -21,7 +21,7 @@ class Machine:
     """The machine of one pipeline.
 
     Args:
-        cluster: device d of the pipeline is device d of the cluster.
+        cluster: device d of the pipeline is device d of the cluster, without the headroom of its memory.
         footprint: what a device keeps per byte of parameters.
         costs: seconds of operators; None for the roofline model.
     """

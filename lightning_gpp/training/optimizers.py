@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_gpp.errors import CheckpointError, ConfigError
-from lightning_gpp.training.shards import local_like
+from lightning_gpp.training.shards import local_parts
 
 
 class OptimizerIndex:
@@ -72,7 +72,7 @@ class OptimizerIndex:
             for name, parameter in before.items():
                 state = states.pop(parameter, None)
                 if name in names and state is not None:
-                    states[tensors[name]] = _cut(state, (shards or {}).get(name))
+                    states[tensors[name]] = local_parts(state, (shards or {}).get(name))
             self._kept[number] = [name for name in known if name in names]
 
     @property
@@ -143,7 +143,9 @@ class OptimizerIndex:
         place_of = {name: group["params"][i] for group, known in self._pairs(full) for i, name in enumerate(known)}
         kept = [name for group in self._kept for name in group]
         found = {i: full["state"].get(place_of[name]) for i, name in enumerate(kept)}
-        state = {i: _cut(values, (shards or {}).get(kept[i])) for i, values in found.items() if values is not None}
+        state = {
+            i: local_parts(values, (shards or {}).get(kept[i])) for i, values in found.items() if values is not None
+        }
         if unknown := set(full["state"]) - set(place_of.values()):
             raise CheckpointError(
                 f"The optimizer state has entries {sorted(unknown)} for only {len(names)} parameters."
@@ -175,10 +177,6 @@ class OptimizerIndex:
                 f"({type(self.optimizer).__name__}) has {expected}. Resume with the optimizer that wrote it, or load "
                 "only the weights."
             )
-
-
-def _cut(state: Mapping[str, Any], shard: Tensor | None) -> dict[str, Any]:
-    return {key: local_like(value, shard) for key, value in state.items()}
 
 
 def _name(parameter: Tensor, names: Mapping[int, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -14,6 +15,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning import partitioner_names
 from lightning_gpp.planning.assignment.stages_spec import KEYS, StagesSpec, read
 from lightning_gpp.schedules.registry import schedule_names
+from lightning_gpp.simulation import WeightCopies
 
 SYNCHRONOUS: Final = "synchronous"
 """The value of `weights` for synchronous training: every mini-batch is computed with the newest weights."""
@@ -46,6 +48,15 @@ def check_policy(name: str, options: Mapping[str, Any]) -> None:
     from lightning_gpp.runtime.weights import check_options  # loads torch; the commands' help need not wait for it
 
     check_options(name, dict(options))
+
+
+def weight_copies_of(name: str) -> WeightCopies | None:
+    """The copies of weights that a policy keeps, by the delay of a stage; None for synchronous training."""
+    if name == SYNCHRONOUS:
+        return None
+    from lightning_gpp.runtime.weights import copies_of  # see above
+
+    return partial(copies_of, name)
 
 
 def weights_given(name: Any) -> str:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from annotated_types import Ge, Gt, MinLen
+from annotated_types import Ge, Gt, Lt, MinLen
 
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import ConfigError
@@ -90,6 +90,12 @@ class Options(SearchOptions):
         "such a file (configs/cluster). Rank r of the job is device r of the cluster. Default: the present machine.",
         convert=cluster_given,
     )
+    memory_headroom: Annotated[float, Ge(0), Lt(1)] = option(
+        0.1,
+        "share of every device's memory that plans leave free: for fragmentation, for communication buffers, for the "
+        "workspaces of kernels.",
+        allowed="0 or more, and less than 1",
+    )
     costs: Literal["roofline", "measured"] = option(
         "roofline",
         "source of the operators' seconds: roofline computes them from the devices' peak figures, measured times the "
@@ -98,6 +104,13 @@ class Options(SearchOptions):
     num_pipelines: Count | None = option(
         None,
         "number of pipeline replicas (data parallelism). Default: number of processes / devices of the plan.",
+    )
+
+    mini_batch: Literal["own", "shared"] = option(
+        "own",
+        "mini-batches of pipeline replicas: own gives each the data loader's batch size, as data parallelism does in "
+        "Lightning; shared gives each a share of the same mini-batch, in an order that only the seed decides, so that "
+        "a run may be resumed on another number of processes, in the middle of an epoch, with the same numbers.",
     )
 
     schedule: str | None = option(
@@ -143,11 +156,6 @@ class Options(SearchOptions):
         "ranks have done, pipeline the full model's in this step, for which every rank waits for all others, and "
         "stage each stage's own. In synchronous training newest and pipeline are the same.",
     )
-    check_gradients: bool = option(
-        True,
-        "end the run as soon as a gradient is not finite, with an error that names stage and parameter, before other "
-        "stages train on with it.",
-    )
     delayed_devices: Count | None = option(
         None,
         "train on one process with the delays of a pipeline on this number of devices, to try a weight policy "
@@ -159,6 +167,14 @@ class Options(SearchOptions):
         "validate, test and predict without a flush between mini-batches (docs/inference.md), whose results are the "
         "same: true, false, or auto, which does so where it is possible.",
         section="Evaluation and inference",
+    )
+    eight_bit_edges: bool | Sequence[str] = option(
+        False,
+        "edges on which validate, test and predict send numbers as 8-bit integers: a list of patterns such as "
+        '"image_tower -> head" or "image_tower" (all edges that leave it), with names of stages or of their modules, '
+        "or true for all edges between stages. Training sends exact numbers. The first micro-batch shows how much "
+        "the results change (docs/inference.md).",
+        allowed="true, false, or a list of patterns of edges",
     )
 
     recompute: bool | Sequence[str] | None = option(
@@ -192,10 +208,17 @@ class Options(SearchOptions):
     loss_reduction: Literal["mean", "sum"] = option(
         "mean", "how the loss combines over samples: mean or sum.", section="Correctness"
     )
+    on_nonfinite: Literal["stop", "skip", "ignore"] | None = option(
+        None,
+        "reaction to a loss or a gradient that is not finite: stop ends the run on all ranks before the optimizer "
+        "step, with an error that names stage and parameter, skip leaves out the step on all ranks (in synchronous "
+        "training), and ignore does not look. Default: stop in asynchronous training, where other stages would train "
+        "on with it, otherwise ignore.",
+    )
     self_check: bool | Literal["auto"] = option(
         "auto",
-        "compare one micro-batch of the split model with the unsplit model before training: true, false, or auto "
-        "(true for models below 50 million parameters).",
+        "before training compare the split model with the unsplit one, and a few samples in micro-batches with the "
+        "same undivided: true, false, or auto (if the first device has memory for the undivided model and gradient).",
     )
     example_batch: Any = option(
         None,
@@ -207,9 +230,22 @@ class Options(SearchOptions):
         "seed of the stages' random streams (dropout). Default: the one of seed_everything, otherwise drawn by rank 0.",
     )
 
+    state_dict_type: Literal["auto", "full", "sharded"] = option(
+        "auto",
+        "kind of checkpoints: full is an ordinary file of Lightning, for which rank 0 gathers everything; sharded is a "
+        "folder, to which every rank writes what it holds, so that no rank needs memory for the full model; auto is "
+        "sharded for models of more than 4 GiB on several processes. Both can be resumed under any plan.",
+        section="Checkpoints (docs/checkpoints.md)",
+    )
+    async_save: bool = option(
+        False,
+        "write checkpoints in the background while training goes on, from a copy in the host's memory. The next "
+        "checkpoint, and the end of the run, wait for it.",
+    )
+
     trace: bool = option(
         False,
-        "write the measured timeline of every device, as Perfetto JSON, to the trainer's default_root_dir.",
+        "write the measured timeline of all devices to the trainer's default_root_dir, as JSON for https://ui.perfetto.dev.",
         section="Running",
     )
     timeout: Converted[float | timedelta, timedelta] = option(
@@ -356,6 +392,7 @@ def _check_weights(options: Options) -> None:
 def _check_without_flush(options: Options) -> None:
     """Refuse what needs a flush, with the nearest that does not."""
     refused = {
+        "on_nonfinite=skip": (options.on_nonfinite == "skip", "strategy.on_nonfinite=stop"),
         "schedule=auto": (options.schedule == AUTO, "strategy.schedule=1f1b"),
         "sharding=fsdp": (options.sharding == "fsdp", "strategy.sharding=zero1"),
     }

@@ -1,29 +1,44 @@
-"""Parameter placement: which rank holds which parameter and buffer; others stay in the module tree as meta tensors."""
+"""Parameter placement: which rank holds which parameter and buffer; elsewhere they are foreign tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.plan import Plan
+from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.sharding.shards import local
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.foreign import Foreign, Whereabouts, attributes_of, foreign_like
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The devices that use every parameter and buffer (by canonical name); the first one is its holder."""
+    """The devices that use every parameter and buffer (by canonical name); the first one is its holder.
+
+    `stages`: the names of the stages that use it, for messages.
+    """
 
     devices: Mapping[str, tuple[int, ...]]
+    stages: Mapping[str, str] = field(default_factory=dict)
 
     def names_on(self, device: int) -> set[str]:
         return {name for name, devices in self.devices.items() if device in devices}
+
+    def elsewhere(self, control: Control) -> dict[str, Whereabouts]:
+        """The parameters and buffers that only other ranks of a rank's pipeline hold."""
+        ranks = {
+            name: frozenset(control.mesh.global_rank(device, control.pipeline) for device in devices)
+            for name, devices in self.devices.items()
+            if control.device not in devices
+        }
+        return {name: Whereabouts(name, self.stages.get(name, ""), holders) for name, holders in ranks.items()}
 
     def held_by(self, device: int) -> list[str]:
         return [name for name, devices in self.devices.items() if devices[0] == device]
@@ -36,17 +51,29 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 def place(module: nn.Module, plan: Plan, used: Sequence[Iterable[str]]) -> Placement:
     """The parameter placement, from the names that each stage uses. Unused tensors are with the user's step."""
-    devices: dict[str, set[int]] = {name: set() for name in tensors_of(module)}
+    stages: dict[str, list[Stage]] = {name: [] for name in tensors_of(module)}
     for stage, names in zip(plan.stages, used, strict=True):
-        for name in names:
-            devices[name].update(stage.devices)
-    return Placement({name: tuple(sorted(found or {0})) for name, found in devices.items()})
+        for name in dict.fromkeys(names):
+            stages[name].append(stage)
+    devices = {name: {device for stage in users for device in stage.devices} for name, users in stages.items()}
+    return Placement(
+        {name: tuple(sorted(found or {0})) for name, found in devices.items()},
+        {name: ", ".join(stage.name for stage in users) or STEP for name, users in stages.items()},
+    )
 
 
-def drop(module: nn.Module, keep: set[str]) -> None:
-    """Replace all parameters and buffers except `keep` by meta tensors. Tied ones stay tied."""
-    foreign = {name: tensor for name, tensor in tensors_of(module).items() if name not in keep and not tensor.is_meta}
-    replace_tensors(module, {id(tensor): (tensor, _like(tensor, "meta")) for tensor in foreign.values()})
+def drop(module: nn.Module, elsewhere: Mapping[str, Whereabouts], device: torch.device) -> None:
+    """Replace the parameters and buffers of other ranks by foreign tensors, which seem to be on `device`.
+
+    Tied ones stay tied.
+    """
+    foreign = {
+        name: tensor
+        for name, tensor in tensors_of(module).items()
+        if name in elsewhere and not isinstance(tensor, Foreign)
+    }
+    swaps = {id(tensor): (tensor, foreign_like(tensor, device, [elsewhere[n]])) for n, tensor in foreign.items()}
+    replace_tensors(module, swaps)
 
 
 def replace_tensors(module: nn.Module, swaps: Mapping[int, tuple[Tensor, Tensor]]) -> None:
@@ -61,53 +88,83 @@ def replace_tensors(module: nn.Module, swaps: Mapping[int, tuple[Tensor, Tensor]
                 setattr(part, name, swaps[id(tensor)][1])
 
 
-def _like(tensor: Tensor, device: str | torch.device) -> Tensor:
-    """A tensor of the same kind on another device, without values."""
-    empty = torch.empty_like(tensor, device=device)
+def with_values(tensor: Tensor, values: Tensor) -> Tensor:
+    """A tensor of the same kind with these values."""
     if not isinstance(tensor, nn.Parameter):
-        return empty
-    parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    parameter.__dict__.update(tensor.__dict__)
+        return values
+    parameter = nn.Parameter(values, requires_grad=tensor.requires_grad)
+    vars(parameter).update(attributes_of(tensor))
     return parameter
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    """A tensor of the same kind on the CPU; its values are undefined."""
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return with_values(tensor, empty)
 
 
 def materialise(module: nn.Module, names: Iterable[str]) -> None:
     """Allocate CPU memory for those of these tensors that have none. Values are undefined."""
     tensors = tensors_of(module)
     empty = [tensors[name] for name in names if tensors[name].is_meta]
-    replace_tensors(module, {id(tensor): (tensor, _like(tensor, "cpu")) for tensor in empty})
+    replace_tensors(module, {id(tensor): (tensor, _empty(tensor)) for tensor in empty})
 
 
-def settle(module: nn.Module, placement: Placement, control: Control) -> bool:
-    """Give every rank the values of the tensors it uses, equal on all ranks that use them; drop the others.
+def settle(
+    module: nn.Module,
+    placement: Placement,
+    control: Control,
+    device: torch.device,
+    stored: StoredValues | None = None,
+) -> bool:
+    """Give every rank the values of the tensors it uses, equal on all ranks that use them; the others become
+    foreign, on `device`.
 
     Values come from the first of a tensor's ranks that has them, or else from the first other rank. Tensors that no
-    rank has are initialised by their modules' `reset_parameters`. Returns True if rank 0 had all values.
+    rank has are read from `stored`, a checkpoint's state dict, or initialised by their modules' `reset_parameters`.
+    Returns True if rank 0 had all values.
 
     Raises:
         ConfigError: a module without `reset_parameters` was built on the meta device.
     """
     present = control.gather({name for name, tensor in tensors_of(module).items() if not tensor.is_meta})
     absent = [name for name in placement.devices if not any(name in names for names in present)]
+    read = {name for name in absent if stored is not None and name in stored}
     mine = placement.names_on(control.device)
-    _initialise(module, {name for name in absent if name in mine and control.pipeline == 0})
+    _initialise(module, {name for name in absent if name in mine - read and control.pipeline == 0})
     materialise(module, mine)
+    if stored is not None:
+        for name in sorted(read & mine):
+            stored.fill(name, tensors_of_one(module, name))
     for name, devices in placement.devices.items():
+        if name in read:
+            continue
         users = [control.mesh.global_rank(device, p) for p in range(control.num_pipelines) for device in devices]
         owners = [rank for rank, names in enumerate(present) if name in names] or users[:1]
         source = next((rank for rank in users if rank in owners), owners[0])
         _pass_on(tensors_of_one(module, name), source, [rank for rank in users if rank != source], control)
-    drop(module, mine)
+    drop(module, placement.elsewhere(control), device)
     return not absent and len(present[0]) == len(placement.devices)
 
 
 def equalise(module: nn.Module, control: Control) -> None:
-    """Give all ranks the values of rank 0, for all parameters and buffers."""
-    for tensor in tensors_of(module).values():
-        values = tensor.detach().cpu().contiguous()
-        dist.broadcast(values, src=0, group=control.world)
-        with torch.no_grad():
-            tensor.copy_(values)
+    """Give all ranks the values of rank 0, for the parameters and buffers that differ between ranks."""
+    tensors = tensors_of(module)
+    digests = control.gather([_digest(tensor) for tensor in tensors.values()])
+    for tensor, *found in zip(tensors.values(), *digests, strict=True):
+        if len(set(found)) > 1:
+            values = tensor.detach().cpu().contiguous()
+            dist.broadcast(values, src=0, group=control.world)
+            with torch.no_grad():
+                tensor.copy_(values)
+
+
+def _digest(tensor: Tensor) -> tuple[float, ...]:
+    """Numbers that differ if values do, except by a rare accident."""
+    values = tensor.detach().flatten()
+    exact = values.to(torch.float64) if values.numel() < 1000 else values.to(torch.float32)
+    ends = (float(values[0]), float(values[-1])) if values.numel() else ()
+    return (float(exact.sum()), float(exact.abs().sum()), *ends)
 
 
 def tensors_of_one(module: nn.Module, name: str) -> Tensor:

@@ -28,8 +28,10 @@ from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.declared import Declared, declare, is_declared
 from lightning_gpp.stages.whole_inputs import with_whole_inputs
+from lightning_gpp.training.eight_bit import check_patterns
+from lightning_gpp.training.loaders import mini_batches_of
 from lightning_gpp.training.machine import Machine, first, resolved
-from lightning_gpp.training.option_values import AUTO, SYNCHRONOUS, without_inputs
+from lightning_gpp.training.option_values import AUTO, weight_copies_of, without_inputs
 from lightning_gpp.training.options import DEFAULT, Context, Options, StageSpec, schedules_of
 
 TRAINING = "training_step"
@@ -93,7 +95,8 @@ def plan_for(
         progress: called during the search.
 
     Raises:
-        ConfigError: micro-batches do not fit the mini-batch, or `recompute` names a stage that does not exist.
+        ConfigError: micro-batches do not fit the mini-batch, or `recompute` or `eight_bit_edges` name what does not
+            exist.
         PlanError: the stages do not fit the model or the devices.
     """
     if captured.step != TRAINING:
@@ -104,11 +107,12 @@ def plan_for(
     else:
         plan = refitted(captured, known)
     check_devices(plan, num_devices)
+    check_patterns(unsliced(plan).plan, options.eight_bit_edges)
     return plan
 
 
 def _default(options: Options, num_devices: int) -> Machine:
-    return Machine(cluster=resolved(options.cluster, num_devices))
+    return Machine(cluster=resolved(options.cluster, num_devices).with_headroom(options.memory_headroom))
 
 
 class Subject(Protocol):
@@ -247,7 +251,7 @@ def request_of(
     return Request(
         **{**limits, "bound_seconds": bound_seconds},
         cluster=machine.cluster,
-        batch_size=captured.batch_size * (num_pipelines or 1),
+        batch_size=captured.batch_size * mini_batches_of(options, num_pipelines or 1),
         schedules=schedules_of(options),
         model=captured.fingerprint,
         costs=machine.costs,
@@ -255,7 +259,7 @@ def request_of(
         recompute=recompute if recompute is None or isinstance(recompute, bool) else tuple(recompute),
         slicing=options.slicing,
         chained=options.chain_baseline,
-        continuous=options.weights != SYNCHRONOUS,
+        weight_copies=weight_copies_of(options.weights),
         num_pipelines=num_pipelines,
         seconds=options.search_seconds,
         progress=progress,

@@ -10,6 +10,7 @@ from lightning_gpp.planning import estimate
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import Period, StageCosts, Timeline, simulate, simulate_period
 from lightning_gpp.training.machine import Machine
+from lightning_gpp.training.option_values import weight_copies_of
 
 
 def simulated(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int = 1) -> Timeline:
@@ -18,21 +19,31 @@ def simulated(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines:
     Raises:
         PlanError: the machine has fewer devices than the plan.
     """
-    costs = _costs(plan, graph, machine, num_pipelines)
+    costs = costs_of(plan, graph, machine, num_pipelines)
     return simulate(compile_program(plan, copies=num_pipelines), costs)
 
 
-def without_flush(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int = 1) -> Period:
-    """The steady state of a plan whose pipeline does not flush, simulated on a machine.
+def without_flush(
+    plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int, weights: str
+) -> Period | None:
+    """The steady state of a plan under a weight policy, simulated on a machine; None in synchronous training.
 
     Raises:
         PlanError: the machine has fewer devices than the plan.
         ScheduleError: the schedule has no steady state.
     """
-    return simulate_period(plan, _costs(plan, graph, machine, num_pipelines), num_pipelines)
+    copies = weight_copies_of(weights)
+    if copies is None:
+        return None
+    return simulate_period(plan, costs_of(plan, graph, machine, num_pipelines), num_pipelines, copies)
 
 
-def _costs(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int) -> StageCosts:
+def costs_of(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int) -> StageCosts:
+    """Seconds and bytes of the plan's stages on a machine; without known costs, all actions take the same time.
+
+    Raises:
+        PlanError: the machine has fewer devices than the plan.
+    """
     if machine.costs is None and not any(operator.flops.at(1) for operator in graph):
         return StageCosts.uniform(plan)
     cluster, needed = machine.cluster, plan.num_devices * num_pipelines

@@ -157,9 +157,9 @@ class Replicas:
         if added:  # given to an optimizer since the mini-batch began
             self._sum(added)
 
-    def grad_norm(self) -> Tensor:
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the full model's gradient; all ranks call this."""
-        return self._sync.grad_norm()
+        return self._sync.grad_norm(norm_type)
 
     def restore(self) -> None:
         """Give the module unsharded parameters for good. All ranks call it."""

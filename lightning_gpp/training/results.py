@@ -58,9 +58,14 @@ def _detached(value: Any) -> Any:
     return value
 
 
+def losses_of(outputs: Outputs) -> list[Tensor]:
+    """The losses of the micro-batches."""
+    return [value["loss"] if isinstance(value, Mapping) else value for _, value in outputs]
+
+
 def loss_and_rest(outputs: Outputs) -> tuple[Tensor, dict[str, Any]]:
     """The mini-batch's loss, and the rest of the dict that a training step returned."""
-    losses = [value["loss"] if isinstance(value, Mapping) else value for _, value in outputs]
+    losses = losses_of(outputs)
     rest = [
         (part, {key: item for key, item in value.items() if key != "loss"})
         for part, value in outputs

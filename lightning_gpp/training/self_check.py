@@ -5,19 +5,21 @@ It catches errors that no shape check can: a model that a cut changed, a value s
 no longer tied. It works on copies, so that the user's module, metrics and random numbers do not change.
 
 Gradients are compared by random projections: each rank projects its part, and the projections of parts add up to that
-of the full gradient.
+of the full gradient. The first device needs memory for the undivided model and its gradient, other devices for their
+stages; the time is that of a micro-batch on the pipeline, and of one and two small ones on the first device.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.random import fork_rng
+from torchmetrics import Metric
 
 from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
 from lightning_gpp._compat.torch import BatchNorm
@@ -25,6 +27,7 @@ from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.errors import SelfCheckError
+from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.neutral import Neutral
 from lightning_gpp.runtime.random import undisturbed
@@ -33,27 +36,26 @@ from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import build
 from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.step import Invocation, loss_of
-from lightning_gpp.training.control import Control
 from lightning_gpp.training.host import Job
-from lightning_gpp.training.parameters import Placement, equalise, tensors_of
+from lightning_gpp.training.parameters import Placement, bytes_of, equalise, tensors_of, with_values
 from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.projections import differing, norms, projections
 from lightning_gpp.training.session import Session
+from lightning_gpp.training.undivided import CutComparison, difference, few_samples
 
-SMALL: Final = 50_000_000
-"""Number of parameters up to which a model is checked by default."""
-
-PROJECTIONS: Final = 3
 TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Tolerances relative to the gradient's norm; wide for low precision, as wrong models are sought, not rounding."""
 
 
-def refuses_check(module: nn.Module, plan: Plan) -> str:
-    """Why a comparison would fail for a correct model; empty if it can be made."""
-    replicated = any(len(stage.devices) > 1 for stage in plan.stages)
-    if replicated and any(isinstance(part, BatchNorm) for part in module.modules()):
-        return "BatchNorm in replicated stages normalises each replica's share by itself"
-    if any(parameter.is_meta for parameter in module.parameters()):
-        return "the model is on the meta device"
+def refuses_check(job: Job, plan: Plan) -> str:
+    """Why this rank cannot compare; empty if it can."""
+    if any(parameter.is_meta for parameter in job.module.parameters()):
+        return "this rank does not have all parameters (they are on the meta device, or were given to other ranks)"
+    if not job.control.runs_step or job.options.self_check is True:
+        return ""
+    needed, free = 2 * bytes_of(job.module), free_bytes(job.device)
+    if needed > free:
+        return f"the undivided model and its gradient take {needed / 1e9:.1f} GB, and {job.device} has {free / 1e9:.1f}"
     return ""
 
 
@@ -69,17 +71,25 @@ def check_first(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, 
     equalise(job.module, job.control)
     if job.control.pipeline == 0:
         with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):
-            self_check(job, captured, plan, batch, transport)
+            self_check(job, captured, _comparable(job.module, plan), batch, transport)
 
 
 def _wanted(job: Job, plan: Plan) -> bool:
-    wanted = job.options.self_check
-    if wanted == "auto":
-        wanted = sum(parameter.numel() for parameter in job.module.parameters()) < SMALL
-    reasons = [reason for reason in job.control.gather(refuses_check(job.module, plan)) if reason]
+    wanted = job.options.self_check is not False
+    reasons = [reason for reason in job.control.gather(refuses_check(job, plan)) if reason]
     if wanted and reasons and job.control.rank == 0:
         job.host.inform(f"The self-check (strategy.self_check) is skipped: {reasons[0]}.")
-    return bool(wanted) and not reasons
+    return wanted and not reasons
+
+
+def _comparable(module: nn.Module, plan: Plan) -> Plan:
+    """The plan without stage replicas if there is BatchNorm, which normalises each replica's share by itself."""
+    replicated = any(len(stage.devices) > 1 for stage in plan.stages)
+    if not replicated or not any(isinstance(part, BatchNorm) for part in module.modules()):
+        return plan
+    stages = tuple(replace(stage, devices=stage.devices[:1], round_robin=False) for stage in plan.stages)
+    unused = set(range(plan.num_devices)) - {stage.devices[0] for stage in stages}
+    return replace(plan, stages=stages, schedule="gpipe", unused=tuple(sorted(unused)), sharding="none", period=0)
 
 
 def samples_of(plan: Plan, batch_size: int) -> int:
@@ -89,6 +99,8 @@ def samples_of(plan: Plan, batch_size: int) -> int:
 
 def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport) -> None:
     """Compare split and unsplit model on the first samples of `batch`. All ranks of one pipeline call this together.
+
+    Warns if the same samples, undivided, have another loss than in micro-batches.
 
     Args:
         job: the job, while every rank still has all parameters.
@@ -102,96 +114,114 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
     """
     control, samples = job.control, samples_of(plan, captured.batch_size)
     part = slice_batch(batch, 0, samples, captured.batch_size) if control.runs_step else None
-    whole, split = _copy(job.module, job.device), _copy(job.module, job.device)
-    placement = Placement({name: tuple(range(control.num_devices)) for name in tensors_of(job.module)})
+    expected, warning = Expected(), ""
     # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
     with torch.compiler.set_stance("force_eager"), Neutral():  # type: ignore[no-untyped-call]
-        expected = _unsplit(job, whole, captured, plan, part, samples) if control.runs_step else {}
-        session = Session(job, capture=captured, plan=plan, module=split, placement=placement, transport=transport)
-        actual = _split(job, session, split, part, samples)
-    difference = _compare(whole, control, expected, actual, TOLERANCES[job.precision], job.device)
+        if control.runs_step:
+            whole = _copy(job.module, job.device)
+            expected = _unsplit(job, whole, captured, plan, part, samples)
+            warning = _undivided(job, whole, captured, plan, batch)
+            del whole
+        actual, stages = _split(job, captured, plan, transport, part, samples)
+    difference = _compare(job, stages, expected, actual)
+    if warning and not difference:
+        control.warn(warning)
     verdict = control.share_object(difference if control.runs_step else None)
     if verdict:
         raise SelfCheckError(verdict)
 
 
-def _copy(module: nn.Module, device: torch.device) -> nn.Module:
-    copied = private_copy(module)
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Loss and gradient of one side of the comparison; `norms` of the unsplit one only."""
+
+    loss: float = 0.0
+    projections: Tensor = field(default_factory=lambda: torch.zeros(0))
+    norms: list[float] = field(default_factory=list)
+
+
+def _copy(module: nn.Module, device: torch.device, names: Collection[str] | None = None) -> nn.Module:
+    """A copy on a device; with `names`, other parameters and buffers have no memory."""
+    memo: dict[int, Any] = {}
+    for name, tensor in tensors_of(module).items():
+        here = names is None or name in names
+        values = tensor.detach().to(device if here else "meta", copy=True)
+        memo[id(tensor)] = with_values(tensor, values)
+    copied = private_copy(module, memo)
     if hasattr(copied, "log_dict"):
         vars(copied).update(log=_ignore, log_dict=_ignore)
         set_trainer(copied, trainer_of(module))
-    return copied.to(device)
+    for metric in (part for part in copied.modules() if isinstance(part, Metric)):
+        metric.to(device)
+    return copied
 
 
 def _ignore(*_: Any, **__: Any) -> None:
     """Replaces logging during the check."""
 
 
-def _invocation(job: Job, module: nn.Module) -> Invocation:
+def _invocation(job: Job, module: nn.Module, sums: bool = False) -> Invocation:
     function = getattr(module, TRAINING)
-    return Invocation(function=function, rest=step_arguments(function, 0), around=job.host.around(TRAINING))
+    return Invocation(function=function, rest=step_arguments(function, 0), around=job.host.around(TRAINING), sums=sums)
 
 
-def _unsplit(
-    job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, part: Any, samples: int
-) -> dict[str, Any]:
+def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, part: Any, samples: int) -> Expected:
     step = build(captured, plan, whole).step
     step.begin(part, _invocation(job, whole), seed=0)
     with torch.enable_grad():
         loss = loss_of(step.whole(MicroBatch(0, 0, samples, samples)))
     step.end()
     loss.backward()
-    return {"loss": loss.item(), "projections": _projections(whole), "norms": _norms(whole)}
+    return Expected(loss.item(), projections(whole), norms(whole))
 
 
-def _split(job: Job, session: Session, split: nn.Module, part: Any, samples: int) -> dict[str, Any]:
+def _undivided(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, batch: Any) -> str:
+    samples, total, size = few_samples(plan, batch, captured.batch_size)
+    return difference(
+        CutComparison(
+            module=whole,
+            step=build(captured, plan, whole).step,
+            invocation=_invocation(job, whole),
+            batch=samples,
+            total=total,
+            size=size,
+            sums=job.options.loss_reduction == "sum",
+            tolerance=TOLERANCES[job.precision],
+        )
+    )
+
+
+def _split(
+    job: Job, captured: Capture | Declared, plan: Plan, transport: Transport, part: Any, samples: int
+) -> tuple[Expected, dict[str, set[str]]]:
+    """Loss and gradient of this rank's stages; and the parameters of all stages, by stage."""
+    control = job.control
+    built = build(captured, plan, job.module)
+    named = {stage.name: {*p, *b} for stage, p, b in zip(plan.stages, built.parameters, built.buffers, strict=True)}
+    here = [plan.stages[stage].name for stage in plan.stages_on(control.device)]
+    split = _copy(job.module, job.device, set().union(*(named[stage] for stage in here)))
+    placement = Placement({name: tuple(range(control.num_devices)) for name in tensors_of(job.module)})
+    session = Session(job, capture=captured, plan=plan, module=split, placement=placement, transport=transport)
     outputs = session.run(part, _invocation(job, split), samples, loss_weight=1.0 / samples, step=0)
     loss = loss_of(outputs[0][1]).item() if outputs else 0.0
-    return {"loss": loss, "projections": _projections(split)}
+    return Expected(loss, projections(split)), named
 
 
-def _projections(module: nn.Module) -> Tensor:
-    """Products of each parameter's gradient with fixed random vectors: (parameters, PROJECTIONS) float64."""
-    rows = []
-    for name, parameter in module.named_parameters():
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        row = torch.zeros(PROJECTIONS, dtype=torch.float64)
-        if parameter.grad is not None:
-            gradient = parameter.grad.detach().double().flatten().cpu()
-            for number in range(PROJECTIONS):
-                row[number] = gradient @ torch.randn(gradient.numel(), generator=generator, dtype=torch.float64)
-        rows.append(row)
-    return torch.stack(rows) if rows else torch.zeros(0, PROJECTIONS, dtype=torch.float64)
-
-
-def _norms(module: nn.Module) -> list[float]:
-    return [0.0 if p.grad is None else p.grad.double().norm().item() for p in module.parameters()]
-
-
-def _compare(
-    module: nn.Module,
-    control: Control,
-    expected: Mapping[str, Any],
-    found: Mapping[str, Any],
-    tolerance: float,
-    device: torch.device,
-) -> str:
+def _compare(job: Job, stages: Mapping[str, set[str]], expected: Expected, actual: Expected) -> str:
     """A description of the differences on the rank that runs the step; empty elsewhere, and if there are none."""
-    total = found["projections"].to(device)
-    dist.all_reduce(total, group=control.mesh.pipeline_group)
-    if not control.runs_step:
+    total, tolerance = actual.projections.to(job.device), TOLERANCES[job.precision]
+    dist.all_reduce(total, group=job.control.mesh.pipeline_group)
+    if not job.control.runs_step:
         return ""
-    if abs(found["loss"] - expected["loss"]) > tolerance * max(abs(expected["loss"]), 1.0):
-        return _message(f"the loss is {found['loss']:.9g} split and {expected['loss']:.9g} unsplit")
-    scale = max(expected["norms"], default=0.0)
-    names = [name for name, _ in module.named_parameters()]
-    errors = (total.cpu() - expected["projections"]).abs().amax(dim=1).tolist()
-    wrong = [
-        name
-        for name, error, norm in zip(names, errors, expected["norms"], strict=True)
-        if error > 5 * tolerance * max(norm, 1e-3 * scale, 1e-12)
-    ]
-    return _message(f"the gradients of {len(wrong)} parameters differ, first {wrong[:5]}") if wrong else ""
+    if abs(actual.loss - expected.loss) > tolerance * max(abs(expected.loss), 1.0):
+        return _message(f"the loss is {actual.loss:.9g} split and {expected.loss:.9g} unsplit")
+    names = [name for name, _ in job.module.named_parameters()]
+    places = differing(total.cpu(), expected.projections, expected.norms, tolerance)
+    wrong = [names[place] for place in places]
+    where = [stage for stage, used in stages.items() if used & set(wrong)]
+    if not wrong:
+        return ""
+    return _message(f"the gradients of {len(wrong)} parameters differ, in stages {where}, first {wrong[:5]}")
 
 
 def _message(what: str) -> str:

@@ -29,6 +29,7 @@ from lightning_gpp.stages import Pipeline, build
 from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.asynchronous import Asynchronous
+from lightning_gpp.training.eight_bit import with_eight_bits
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.options import Context
 from lightning_gpp.training.parameters import Placement
@@ -68,6 +69,11 @@ class Session:
         replicas: collectives of ranks with the same parameters; None if there are none.
         asynchronous: training without a flush between mini-batches; None flushes after each.
         streams: whether the step is evaluated without a flush between mini-batches.
+        eight_bit: patterns of the edges on which numbers travel as 8-bit integers; not for training.
+        step_stage: replaces the stage that runs the user's step; None for the plan's.
+
+    Attributes:
+        slots: the tensors on every edge of the plan.
 
     Raises:
         PlanError: a stage needs parameters that other ranks hold.
@@ -85,6 +91,8 @@ class Session:
         replicas: Replicas | None = None,
         asynchronous: Asynchronous | None = None,
         streams: bool = False,
+        eight_bit: Sequence[str] = (),
+        step_stage: StageModule | None = None,
     ) -> None:
         self.asynchronous, self.streams = asynchronous, streams
         self.capture, self.plan, self.training = capture, plan, capture.step == TRAINING
@@ -92,8 +100,11 @@ class Session:
         _check_placement(self.pipeline, plan, placement, capture.step)
         self._job, self._control, self._transport = job, job.control, transport
         self._streams = RandomStreams(job.seed, job.device)
-        context = job.host.context(capture.step)
-        self._stages = [InContext(stage, context) for stage in self._checked(self.pipeline.stages)]
+        self.slots = with_eight_bits(self.pipeline.slots, plan, eight_bit)
+        context, stages = job.host.context(capture.step), list(self._checked(self.pipeline.stages))
+        if step_stage is not None:
+            stages[plan.step_stage] = step_stage
+        self._stages = [InContext(stage, context) for stage in stages]
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.latest: Executor | None = None
         self._told: set[int] = set()
@@ -114,7 +125,7 @@ class Session:
                 self._program(batch_size, together),
                 control.device,
                 stages=self._stages,
-                slots=self.pipeline.slots,
+                slots=self.slots,
                 transport=self._transport,
                 source=self.pipeline.source if control.runs_step else None,
                 torch_device=self._job.device,

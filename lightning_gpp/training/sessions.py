@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from lightning_gpp.capture import Capture
@@ -12,6 +13,8 @@ from lightning_gpp.schedules.continuous import check_continuous
 from lightning_gpp.stages.declared import Declared
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
+from lightning_gpp.training.eight_bit import patterns_of
+from lightning_gpp.training.eight_bit_error import tell_error
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.planner import TRAINING, captured_step, evaluation_plan, refitted
@@ -71,16 +74,24 @@ class Sessions:
         replicas = self._replicas
         if replicas is not None and step != TRAINING and replicas.sharding != "fsdp":
             replicas = None
-        return Session(
+        patterns = () if step == TRAINING else patterns_of(self.job.options.eight_bit_edges)
+        make = partial(
+            Session,
             self.job,
             capture=captured,
             plan=plan,
             module=self.job.module,
             placement=self.layout.placement,
             transport=self._transport if step == TRAINING else self._evaluating,
+        )
+        if patterns:
+            compared = lambda given, stage: make(eight_bit=given, step_stage=stage)  # noqa: E731
+            tell_error(self.job, step, plan, patterns, compared, batch, self.incoming.batch_size)
+        return make(
             replicas=replicas,
             asynchronous=self._asynchronous if step == TRAINING else None,
             streams=step != TRAINING and self._streams(plan),
+            eight_bit=patterns,
         )
 
     def _streams(self, plan: Plan) -> bool:

@@ -10,8 +10,10 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from datetime import timedelta
+from typing import Any, Final
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_gpp.capture import Capture
@@ -19,13 +21,15 @@ from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import devices_per_pipeline
-from lightning_gpp.reports import plan_table
+from lightning_gpp.reports import plan_table, terminal_width
 from lightning_gpp.reports.progress import search_progress
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
+from lightning_gpp.runtime.weights import Counting, Weights, make_policy
 from lightning_gpp.schedules.delayed import plan_on_one_device
 from lightning_gpp.stages import build
 from lightning_gpp.stages.declared import Declared
+from lightning_gpp.training.agreement import check_alike, facts_of_optimizers, facts_of_options
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.compiled import warning_of_cuts
@@ -37,6 +41,7 @@ from lightning_gpp.training.gradients import StageGradients
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.machine import Machine, resolved
+from lightning_gpp.training.nonfinite import FiniteCheck
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
@@ -71,8 +76,11 @@ def set_up(
     Raises:
         CaptureError, PlanError, ConfigError: the module cannot be trained in stages, or not with these options.
         SelfCheckError: the stages do not compute the same as the module.
-        GPPError: the ranks do not agree on what they captured.
+        GPPError: the ranks do not agree on what they captured, or on what they train with.
     """
+    if step == TRAINING and job.control.world_size > 1:
+        check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.world)
+    policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
     example = job.control.broadcast(outline(batch) if job.control.rank == 0 else None)
     captured = capture_of(job, step, example, job.known)
     form = incoming.form_of(example)
@@ -81,17 +89,18 @@ def set_up(
     plan = plan_on_one_device(found) if job.options.delayed_devices else found
     _check_step_device(plan)
     _check_agreement(job, captured, plan)
-    _announce(job, plan)
-    transport = _connect(job, plan)
+    _announce(job, captured, plan)
+    transport = _connect(job, plan, "training")
     check_first(job, captured, plan, batch, transport)
     indices = [OptimizerIndex(optimizer, job.module) for optimizer in optimizers]
     layout = _place_parameters(job, captured, plan)
     replicas = Replicas(job.module, layout, indices, job.control) if step == TRAINING else None
     incoming.follow()
     asynchronous = gradients = None
-    if step == TRAINING and job.options.weights != SYNCHRONOUS:
+    if policy is not None:
         asynchronous = Asynchronous(
             job.options,
+            policy,
             found,
             num_pipelines=job.control.num_pipelines,
             optimizers=optimizers,
@@ -110,7 +119,7 @@ def set_up(
         transport=transport,
         replicas=replicas,
         asynchronous=asynchronous,
-        evaluating=None if asynchronous is None else _connect(job, plan),
+        evaluating=None if asynchronous is None else _connect(job, plan, "evaluation"),
     )
     return Engine(
         sessions,
@@ -118,17 +127,31 @@ def set_up(
         replicas=replicas,
         asynchronous=asynchronous,
         gradients=gradients,
+        finite=_finite_check(job, layout, optimizers) if step == TRAINING and asynchronous is None else None,
         machine=machine.look,
         num_steps=num_steps,
     )
 
 
+def _finite_check(job: Job, layout: Layout, optimizers: Sequence[Optimizer]) -> FiniteCheck | None:
+    reaction = job.options.on_nonfinite or "ignore"
+    if reaction == "ignore":
+        return None
+    return FiniteCheck(job.module, layout, job.control, optimizers, skips=reaction == "skip")
+
+
 def join(options: Options, rank: int, world_size: int) -> Control:
     """Divide the ranks of a job into pipelines, and connect them. All ranks call this together.
 
+    Runs of one process share the connections, which last as long as the default process group: other code may
+    communicate after a run, for example to save a checkpoint.
+
     Raises:
-        ConfigError: the number of ranks is not a multiple of the devices of a pipeline.
+        ConfigError: the number of ranks is not a multiple of the devices of a pipeline, or the ranks have different
+            options or versions.
     """
+    if world_size > 1:
+        check_alike(facts_of_options(options))
     if options.delayed_devices and world_size > 1:
         raise ConfigError(
             f"strategy.delayed_devices={options.delayed_devices} imitates a pipeline on one process, but there are "
@@ -136,7 +159,17 @@ def join(options: Options, rank: int, world_size: int) -> Control:
         )
     num_pipelines = pipelines_of(options, world_size)
     num_devices = devices_per_pipeline(world_size, num_pipelines)
-    return Control(Mesh(num_devices, num_pipelines, rank, timeout=options.timeout))
+    for layout, control in list(_connected.items()):
+        if control.mesh.world is not dist.group.WORLD:
+            del _connected[layout]
+    wanted = num_devices, num_pipelines, options.timeout
+    if wanted not in _connected:
+        _connected[wanted] = Control(Mesh(num_devices, num_pipelines, rank, timeout=options.timeout))
+    return _connected[wanted]
+
+
+_connected: Final[dict[tuple[int, int, timedelta], Control]] = {}
+"""The connections of this process, by devices per pipeline, number of pipelines, and timeout."""
 
 
 def pipelines_of(options: Options, world_size: int) -> int:
@@ -149,6 +182,14 @@ def pipelines_of(options: Options, world_size: int) -> int:
 def agreed_seed(seed: int | None, control: Control) -> int:
     """The seed of the random streams: as given, otherwise drawn by rank 0."""
     return int(control.broadcast(secrets.randbits(62) if seed is None else seed))
+
+
+def _weight_policy(options: Options, optimizers: Sequence[Optimizer]) -> Counting | None:
+    """The policy of asynchronous training, before anything else takes time: it may refuse the optimizers."""
+    if options.weights == SYNCHRONOUS:
+        return None
+    known = Weights(parameters={}, optimizers=lambda: optimizers)
+    return make_policy(options.weights, known, **dict(options.weight_options or {}))
 
 
 class _JobMachine:
@@ -167,6 +208,7 @@ class _JobMachine:
         job = self._job
         number = job.options.delayed_devices or job.control.world_size
         cluster = resolved(job.options.cluster, number, job.num_nodes, job.device.type)
+        cluster = cluster.with_headroom(job.options.memory_headroom)
         return Machine(cluster=cluster, footprint=self._footprint, costs=self.costs)
 
     def measured(self, captured: Capture | Declared, batch: Any) -> Machine:
@@ -219,12 +261,16 @@ def _check_agreement(job: Job, captured: Capture | Declared, plan: Plan) -> None
         )
 
 
-def _announce(job: Job, plan: Plan) -> None:
+def _announce(job: Job, captured: Capture | Declared, plan: Plan) -> None:
     """Show a new plan."""
     if job.known is not None or job.control.rank != 0:
         return
     count = job.control.num_pipelines
-    job.host.inform(f"The plan{f', {count} pipelines' if count > 1 else ''}:\n{plan_table(plan)}")
+    job.host.inform(
+        f"The plan{f', {count} pipelines' if count > 1 else ''}:\n{plan_table(plan, width=terminal_width())}"
+    )
+    for note in captured.notes:
+        job.host.inform(note)
     if len([stage for stage in plan.stages if stage.modules != (STEP,)]) == 1 and len(plan.stages[0].devices) > 1:
         job.host.inform(
             "All devices share one stage: for this model data parallelism alone is estimated to be fastest. "
@@ -232,11 +278,11 @@ def _announce(job: Job, plan: Plan) -> None:
         )
 
 
-def _connect(job: Job, plan: Plan) -> DistributedTransport:
+def _connect(job: Job, plan: Plan, purpose: str) -> DistributedTransport:
     """One transport for all sessions; device 0 is connected to all others, because evaluation may need it."""
     devices = range(1, job.control.num_devices)
     pairs = {*pairs_of(plan), *((0, device) for device in devices), *((device, 0) for device in devices)}
-    return DistributedTransport(job.control.mesh, pairs, device=job.device)
+    return DistributedTransport(job.control.mesh, pairs, device=job.device, purpose=purpose)
 
 
 def _place_parameters(job: Job, captured: Capture | Declared, plan: Plan) -> Layout:
@@ -246,7 +292,7 @@ def _place_parameters(job: Job, captured: Capture | Declared, plan: Plan) -> Lay
         job.control.warn(warning)
     used = [(*names, *buffers) for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]
     placement = place(job.module, plan, used)
-    complete = settle(job.module, placement, job.control)
+    complete = settle(job.module, placement, job.control, job.device, job.stored)
     move(job.module, job.device)
     uses = {
         name: tuple(stage for stage, names in enumerate(pipeline.parameters) if name in names)

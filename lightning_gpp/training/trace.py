@@ -1,24 +1,23 @@
-"""The trace of a run: times of this rank's actions, and at the end a comparison of simulated and measured times."""
+"""The trace of a run: the times of all actions, and at the end a comparison of simulated and measured times."""
 
 from __future__ import annotations
 
-import json
 import socket
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from lightning_gpp.errors import GPPError
-from lightning_gpp.plan import Plan
 from lightning_gpp.reports import compare_timelines, comparison_text, timeline_text
-from lightning_gpp.schedules import Action
-from lightning_gpp.simulation import Span, Timeline
-from lightning_gpp.simulation.timeline import trace_style
+from lightning_gpp.schedules import Action, Program
+from lightning_gpp.simulation import Span, StageCosts, Timeline, TraceEvents
+from lightning_gpp.simulation.simulator import held_bytes
+from lightning_gpp.simulation.trace_events import with_messages
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.predicted import simulated
+from lightning_gpp.training.predicted import costs_of, simulated
 
 COMPARED: Final = 100
 """Number of the last mini-batches that are compared with the simulation."""
@@ -34,108 +33,137 @@ Timings: TypeAlias = "Sequence[tuple[Action, float, float]]"
 
 
 class TraceFile:
-    """Collects the times of this rank's actions and writes them for Perfetto and chrome://tracing.
+    """Collects the times of this rank's actions, and writes those of all ranks for Perfetto and chrome://tracing.
 
     At the end it compares simulated and measured times.
+
+    Attributes:
+        measured: timelines of mini-batches of the plan's size, on global rank 0 after `finish`.
     """
 
     def __init__(self, folder: str, control: Control) -> None:
-        self.path = Path(folder) / f"gpp-trace-rank{control.rank}.json"
-        self.control = control
-        self._events: list[dict[str, Any]] = []
-        self._first: int | None = None
-        self._latest: deque[tuple[int, int, Timings]] = deque(maxlen=COMPARED)
+        self.folder, self.control = Path(folder), control
+        self.measured: list[Timeline] = []
+        self._steps: dict[int, Timings] = {}
+        self._programs: dict[int, Program] = {}
+        """The program of every mini-batch, by its number; mini-batches of one size share theirs."""
 
     def add(self, engine: Engine) -> None:
         """Add the timings of the mini-batch that ran last."""
         if engine.current is None or engine.current.latest is None:
             return
         executor, number = engine.current.latest, engine.num_steps - 1
-        self._first = number if self._first is None else self._first
-        self._latest.append((number, executor.program.batch_size, tuple(executor.timings)))
-        names = [stage.name for stage in engine.current.plan.stages]
-        self._events += [self._event(names, number, Span(*timing)) for timing in executor.timings]
-
-    def _event(self, names: Sequence[str], number: int, span: Span) -> dict[str, Any]:
-        action = span.action
-        return {
-            "name": f"{action} {names[action.stage]}",
-            "ph": "X",
-            **trace_style(action.kind),
-            "ts": span.start * 1e6,
-            "dur": (span.stop - span.start) * 1e6,
-            "pid": self.control.pipeline,
-            "tid": self.control.device,
-            "args": {"mini_batch": number, "micro_batch": action.micro_batch},
-        }
+        self._steps[number] = tuple(executor.timings)
+        self._programs[number] = executor.program
 
     def write(self) -> None:
-        """Write this rank's trace, if it trained."""
-        if self._latest:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps({"traceEvents": [*self._labels(), *self._events]}))
+        """Write this rank's trace, if it trained; for runs that fail."""
+        if not self._steps:
+            return
+        trace, device = TraceEvents(), self.control.device
+        for number, timings in self._steps.items():
+            rows = [_spans(timings if other == device else (), 0.0) for other in range(self.control.num_devices)]
+            trace.add(self._timeline(number, rows), pipeline=self._shown(self.control.pipeline), details=_named(number))
+        self._save(trace, f"gpp-trace-rank{self.control.rank}.json")
 
-    def _labels(self) -> list[dict[str, Any]]:
-        pipeline, device = self.control.pipeline, self.control.device
-        return [
-            {"name": name, "ph": "M", "pid": pipeline, "tid": device, "args": {"name": label}}
-            for name, label in (("process_name", f"pipeline {pipeline}"), ("thread_name", f"device {device}"))
-        ]
+    def finish(self, engine: Engine) -> None:
+        """Write the trace of all ranks, and compare it with the simulation, on global rank 0.
 
-    def compare(self, engine: Engine) -> None:
-        """Print a comparison of simulated times with those measured on all ranks, and write it beside the trace, on
-        global rank 0. All ranks must call it, after a run without failures.
+        All ranks must call it, after a run without failures.
         """
-        plan, graph = engine.plan, engine.graph
-        if not self._latest or engine.ahead():  # without a flush, no mini-batch has a timeline of its own
+        steps = gathered(self._steps, self.control)
+        if self.control.rank != 0 or not steps:
             return
-        measured = gathered(self._alike(plan.batch_size), plan, self.control)
-        if self.control.rank != 0:
-            return
+        timelines = {key: self._timeline(key[1], rows) for key, rows in steps.items()}
+        self._merge(engine, timelines)
+        if not engine.ahead():  # otherwise no mini-batch has a timeline of its own
+            alike = self._alike(engine.plan.batch_size)
+            self.measured = [timeline for (_, number), timeline in timelines.items() if number in alike]
+            self._compare(engine)
+
+    def _merge(self, engine: Engine, timelines: Mapping[tuple[int, int], Timeline]) -> None:
+        """Write all mini-batches. Arrows and memory need a program whose actions belong to one mini-batch."""
+        trace, costs = TraceEvents(), costs_of(engine.plan, engine.graph, engine.machine(), self.control.num_pipelines)
+        for (pipeline, number), timeline in timelines.items():
+            program = self._programs[number]
+            if not program.lead and program.plan == engine.plan:
+                timeline = _with_memory(with_messages(timeline, program), program, costs)
+            trace.add(timeline, pipeline=self._shown(pipeline), details=_named(number), timed_transfers=False)
+        self._save(trace, "gpp-trace.json")
+
+    def _save(self, trace: TraceEvents, name: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        trace.save(self.folder / name)
+
+    def _shown(self, pipeline: int) -> int | None:
+        return pipeline if self.control.num_pipelines > 1 else None
+
+    def _timeline(self, number: int, rows: Sequence[tuple[Span, ...]]) -> Timeline:
+        stages = self._programs[number].plan.stages
+        return Timeline(stages=tuple(stage.name for stage in stages), devices=tuple(rows))
+
+    def _compare(self, engine: Engine) -> None:
+        """Print a comparison of simulated and measured times, and write it beside the trace."""
+        plan = engine.plan
         try:
-            expected = simulated(plan, graph, engine.machine(), self.control.num_pipelines)
-            table = comparison_text(compare_timelines(expected, measured))
+            expected = simulated(plan, engine.graph, engine.machine(), self.control.num_pipelines)
+            table = comparison_text(compare_timelines(expected, self.measured))
         except GPPError as error:
             engine.job.host.inform(f"Simulated and measured times are not compared: {error}")
             return
-        heading = f"Simulated and measured, mean of {len(measured)} mini-batches of {plan.batch_size} samples:"
+        heading = f"Simulated and measured, mean of {len(self.measured)} mini-batches of {plan.batch_size} samples:"
         text = "\n".join([heading, table, *([] if engine.device.type == "cpu" else [QUEUED])])
         engine.job.host.inform(text)
-        drawn = (("One mini-batch, simulated", expected), ("The last one, measured", measured[-1]))
+        drawn = (("One mini-batch, simulated", expected), ("The last one, measured", self.measured[-1]))
         parts = [text, *(f"{name}:\n{timeline_text(timeline)}" for name, timeline in drawn)]
-        (self.path.parent / "gpp-trace-compared.txt").write_text("\n\n".join(parts) + "\n")
+        (self.folder / "gpp-trace-compared.txt").write_text("\n\n".join(parts) + "\n")
 
-    def _alike(self, batch_size: int) -> dict[int, Timings]:
-        """The latest mini-batches of a size by their numbers.
+    def _alike(self, batch_size: int) -> set[int]:
+        """The numbers of the latest mini-batches of a size.
 
         If possible, the run's first one, which also compiles the executor, is left out.
         """
-        alike = {number: timings for number, size, timings in self._latest if size == batch_size}
-        later = {number: timings for number, timings in alike.items() if number != self._first}
-        return later or alike
+        latest = list(self._programs)[-COMPARED:]
+        alike = {number for number in latest if self._programs[number].batch_size == batch_size}
+        return alike - {next(iter(self._programs))} or alike
 
 
-def gathered(timings: Mapping[int, Timings], plan: Plan, control: Control) -> list[Timeline]:
-    """The timelines of all mini-batches and pipelines, on all ranks. All ranks must call it.
+def _named(number: int) -> dict[str, int]:
+    return {"mini_batch": number}
+
+
+def _with_memory(timeline: Timeline, program: Program, costs: StageCosts) -> Timeline:
+    """The timeline with the memory that the simulator's rules give for the measured times."""
+    curves = (
+        held_bytes(program, costs, device, {span.action: (span.start, span.stop) for span in spans}, timeline.start)
+        for device, spans in enumerate(timeline.devices)
+    )
+    return replace(timeline, held_bytes=tuple(curves))
+
+
+def gathered(timings: Mapping[int, Timings], control: Control) -> dict[tuple[int, int], list[tuple[Span, ...]]]:
+    """The spans of all devices, by pipeline and mini-batch, on all ranks. All ranks must call it.
 
     Processes of one machine read the same clock. Clocks of different machines are aligned at a barrier, which all leave
     at about the same time; times are as exact as that.
 
     Args:
         timings: timings of this rank, by the number of the mini-batch; all ranks of a pipeline have the same numbers.
-        plan: the plan of the stages.
         control: the side channel of this rank.
     """
     control.barrier()
     ranks = control.gather((socket.gethostname(), time.perf_counter(), dict(timings)))
-    (host, clock, _), timelines = ranks[0], []
+    host, clock, _ = ranks[0]
     shifts = [0.0 if other == host else clock - theirs for other, theirs, _ in ranks]
-    for pipeline in range(control.num_pipelines):
-        members = [control.mesh.global_rank(device, pipeline) for device in range(control.num_devices)]
-        for number in sorted(ranks[members[0]][2]):
-            spans = (_spans(ranks[rank][2][number], shifts[rank]) for rank in members)
-            timelines.append(Timeline(stages=tuple(stage.name for stage in plan.stages), devices=tuple(spans)))
-    return timelines
+    members = {
+        pipeline: [control.mesh.global_rank(device, pipeline) for device in range(control.num_devices)]
+        for pipeline in range(control.num_pipelines)
+    }
+    return {
+        (pipeline, number): [_spans(ranks[rank][2][number], shifts[rank]) for rank in group]
+        for pipeline, group in members.items()
+        for number in sorted(ranks[group[0]][2])
+    }
 
 
 def _spans(timings: Timings, shift: float) -> tuple[Span, ...]:

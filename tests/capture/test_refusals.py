@@ -140,7 +140,7 @@ REFUSED = [
     (Region, "activation checkpointing spans more than one module call"),
     (EarlyParameter, "uses a parameter before its first module call"),
     (NoNetwork, "calls no submodule that has parameters"),
-    (Broken, "same reduction dim"),
+    (Broken, "same reduction dim|cannot be multiplied"),
     (zoo.LateAttribute, "captured at set-up, before hooks such as on_train_start"),
 ]
 

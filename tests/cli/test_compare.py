@@ -88,7 +88,7 @@ def test_sharding_that_splits_nothing_says_so(capsys: pytest.CaptureFixture[str]
 
 def test_what_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     config = composed(*QUICK, "cluster=t4_box", STAGES, "schedules=[gpipe,1f1b]", name="plan")
-    config.cluster.nodes[0].device.memory_bytes = 65_000
+    config.cluster.nodes[0].device.memory_bytes = 72_000  # less the headroom
     compare(config)
     rows = rows_of(capsys.readouterr().out)
     assert "TOO MUCH" in rows["gpipe"]["peak memory"]
@@ -359,3 +359,12 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     result = command("plan", "compare", "schedule=[1f1b,gpipe]", *QUICK, STAGES, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert list(rows_of(result.stdout)) == ["1f1b", "gpipe"]
+
+
+def test_a_picture_shows_a_plan_as_chain_and_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "compared.svg"
+    compare(composed(*QUICK, STAGES, "schedules=1f1b", f"svg={picture}", name="plan"))
+    assert "| 1f1b" in capsys.readouterr().out
+    text = picture.read_text()
+    assert "Chain: 4 stages, 4 deep" in text
+    assert "Graph: 4 stages, 2 deep" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,11 +46,32 @@ def test_the_step_spans_all_devices(folder: Path) -> None:
     amount, unit = row.split("|")[4].split()
     step = float(amount) * {"us": 1, "ms": 1e3, "s": 1e6}[unit]
     busy = [[0.0] * 5 for _ in range(4)]
-    for rank in range(4):
-        events = json.loads((folder / f"gpp-trace-rank{rank}.json").read_text())["traceEvents"]
-        assert [event["args"]["name"] for event in events[:2]] == [f"pipeline {rank // 2}", f"device {rank % 2}"]
-        for event in events[2:]:
-            if event["args"]["mini_batch"] > 0:  # the validation after the training leaves the trace as it is
-                busy[rank][event["args"]["mini_batch"] - 1] += event["dur"]
+    for event in spans_of(folder):
+        if event["args"]["mini_batch"] > 0:  # the validation after the training leaves the trace as it is
+            busy[event["pid"]][event["args"]["mini_batch"] - 1] += event["dur"]
     means = [sum(max(a, b) for a, b in zip(*busy[p : p + 2], strict=True)) / 5 for p in (0, 2)]
     assert step >= 0.99 * sum(means) / 2
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads((folder / "gpp-trace.json").read_text())["traceEvents"]
+    return events
+
+
+def spans_of(folder: Path) -> list[dict[str, Any]]:
+    """The actions of all ranks; a process of the trace is a rank."""
+    return [event for event in events_of(folder) if event["ph"] == "X" and event["cat"] != "wait"]
+
+
+def test_one_trace_has_all_ranks(folder: Path) -> None:
+    """Each rank is a process, every message an arrow from one to another, and memory is counted."""
+    events = events_of(folder)
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {rank: f"pipeline {rank // 2}, device {rank % 2}" for rank in range(4)}
+    starts, ends = ({event["id"]: event for event in events if event["ph"] == mark} for mark in "sf")
+    assert starts.keys() == ends.keys()
+    assert starts
+    assert all(ends[number]["pid"] == start["pid"] ^ 1 for number, start in starts.items())  # the pipeline's other one
+    assert all(start["ts"] <= ends[number]["ts"] + 1 for number, start in starts.items())
+    assert {event["pid"] for event in events if event["ph"] == "C"} == set(range(4))
+    assert not list(folder.glob("gpp-trace-rank*"))

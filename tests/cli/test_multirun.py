@@ -1,34 +1,87 @@
-"""A sweep is refused where its processes would start each other, in the parent and in a child."""
+"""Sweeps: every job is a command with processes of its own."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from lightning_gpp.cli.check import refuse_multirun
+from lightning_gpp.cli.check import has_launcher
+from lightning_gpp.cli.sweep import optimized
 from lightning_gpp.errors import ConfigError
-from tests.cli.commands import command
+from tests.cli.commands import ROOT, command
+
+QUICK = (
+    "experiment=feature_towers",
+    "debug=default",
+    "trainer.devices=2",
+    "trainer.enable_progress_bar=false",
+    "strategy.self_check=false",
+    "test=false",
+)
 
 
-@pytest.mark.parametrize("environment", [{}, {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "4"}])
-@pytest.mark.parametrize(("devices", "num_nodes"), [(4, 1), (1, 2), ("auto", 1), ([0, 1], 1)])
-def test_a_sweep_of_self_launched_processes_is_refused(
-    devices: object, num_nodes: int, environment: dict[str, str]
-) -> None:
-    with pytest.raises(ConfigError, match=r"--multirun with trainer.devices=.*torchrun.*submitit_slurm"):
-        refuse_multirun(devices, num_nodes, environment)
+@pytest.mark.timeout(240)
+def test_each_job_of_a_sweep_has_its_own_processes_and_metrics(tmp_path: Path) -> None:
+    sweep = ("--multirun", *QUICK, "seed=1,2", "optimized_metric=val/loss", "hydra.sweep.dir=sweep")
+    result = command("train", *sweep, cwd=tmp_path, timeout=220)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Run folder: ") == 2
+    folders = [tmp_path / "sweep" / name for name in ("0", "1")]
+    metrics = [json.loads((folder / "metrics.json").read_text()) for folder in folders]
+    assert metrics[0]["val/loss"] != metrics[1]["val/loss"]
+    assert all((folder / "checkpoints" / "last.ckpt").is_file() for folder in folders)
 
 
-def test_what_can_work_is_allowed() -> None:
-    refuse_multirun(1, 1, {})
-    refuse_multirun(4, 1, {"TORCHELASTIC_RUN_ID": "none"})
-    refuse_multirun(4, 2, {"SLURM_PROCID": "0"})
-
-
-@pytest.mark.parametrize("environment", [{}, {"LOCAL_RANK": "1"}], ids=["parent", "child"])
-def test_the_command_refuses_it(environment: dict[str, str], tmp_path: Path) -> None:
-    result = command("train", "--multirun", "experiment=feature_towers", "seed=1,2", cwd=tmp_path, **environment)
+def test_a_job_that_fails_ends_the_sweep_with_its_message(tmp_path: Path) -> None:
+    result = command("train", "--multirun", *QUICK, "ckpt_path=none.ckpt", "seed=1,2", cwd=tmp_path)
     assert result.returncode == 1
-    assert result.stderr.count("would each start the sweep again") == 1
+    assert "ckpt_path=none.ckpt does not exist" in result.stderr.split("The sweep ends, because its job")[0]
+    assert result.stderr.count("The sweep ends, because its job") == 1
+    assert "seed=1" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_interrupt_ends_the_job_and_the_sweep(tmp_path: Path) -> None:
+    arguments = ("--multirun", *QUICK, "seed=1,2", "hydra.sweep.dir=sweep")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightning_gpp.cli.train", *arguments],
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", **os.environ},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "sweep" / "0" / "config").exists() and process.poll() is None:
+        time.sleep(0.1)  # until the first job has been composed
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=50)
+    assert process.returncode == 130, errors
+    assert not (tmp_path / "sweep" / "1").exists()
+
+
+def test_jobs_on_several_machines_need_a_launcher(tmp_path: Path) -> None:
+    result = command("train", "--multirun", *QUICK, "trainer.num_nodes=2", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "hydra/launcher=submitit_slurm" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_launchers_other_than_lightning_are_recognised() -> None:
+    assert not has_launcher({})
+    assert not has_launcher({"LOCAL_RANK": "1"})
+    assert has_launcher({"TORCHELASTIC_RUN_ID": "none"})
+    assert has_launcher({"SLURM_PROCID": "0"})
+
+
+def test_the_optimized_metric_is_one_that_was_logged() -> None:
+    assert optimized({"val/loss": 0.5}, "val/loss") == 0.5
+    assert optimized({"val/loss": 0.5}, None) is None
+    with pytest.raises(ConfigError, match="optimized_metric=loss was not logged. There are: val/loss"):
+        optimized({"val/loss": 0.5}, "loss")

@@ -16,14 +16,17 @@ from tests.cli.commands import composed, make_plan
 
 
 @pytest.mark.parametrize(("experiment", "num_stages"), [("two_tower", 4), ("feature_towers", 4), ("gpt_text", 2)])
-def test_the_examples_are_planned(experiment: str, num_stages: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_are_planned(
+    experiment: str, num_stages: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     show(composed(f"experiment={experiment}", name="plan"))
     text = capsys.readouterr().out
     header = "stage modules devices samples parameters FLOPs activations in-edges out-edges in flight"
     assert [cell.strip() for cell in text.splitlines()[0].strip("|").split("|")] == header.split(" ", 9)
     assert f"{num_stages} stages on {num_stages} devices" in text
     assert "device 0 |" in text
-    assert "| devices | stages | bubble | peak memory | in flight |" in text
+    assert "| devices | holds   | bubble | peak memory | in flight |" in text
     assert not dist.is_initialized()
 
 
@@ -38,8 +41,10 @@ def test_the_towers_of_an_example_wait_for_nothing() -> None:
 
 
 def test_what_it_writes_can_be_read(tmp_path: Path) -> None:
-    files = {name: str(tmp_path / name) for name in ("plan.yaml", "timeline.json", "picture.svg", "graph.svg")}
-    names = zip(("output", "timeline", "svg", "graph_svg"), files.values(), strict=True)
+    files = {
+        name: str(tmp_path / name) for name in ("plan.yaml", "timeline.json", "picture.svg", "graph.svg", "report.html")
+    }
+    names = zip(("output", "timeline", "svg", "graph_svg", "report"), files.values(), strict=True)
     config = composed("experiment=feature_towers", *(f"{key}={path}" for key, path in names), name="plan")
     show(config)
     saved = composed("experiment=feature_towers", f"strategy.plan={files['plan.yaml']}", name="plan")
@@ -48,6 +53,7 @@ def test_what_it_writes_can_be_read(tmp_path: Path) -> None:
     assert Timeline.load(files["timeline.json"]) == timeline
     assert (tmp_path / "picture.svg").read_text().startswith("<svg")
     assert "trunk" in (tmp_path / "graph.svg").read_text()
+    assert "<h1>feature_towers on " in (tmp_path / "report.html").read_text()
 
 
 def test_the_planner_may_choose_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:

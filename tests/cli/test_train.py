@@ -28,6 +28,9 @@ def test_a_pipeline_leaves_a_run_folder(tmp_path: Path) -> None:
     assert names >= {"checkpoints", "logs", "config", "plan.yaml", "timeline.txt", "timeline.json"}
     assert (folder / "checkpoints" / "last.ckpt").is_file()
     assert "train/loss" in (folder / "logs" / "metrics.csv").read_text()
+    report = (folder / "report.html").read_text()
+    assert "train/loss" in report
+    assert "val/loss" in report
     assert Plan.load(folder / "plan.yaml").num_devices == len(Timeline.load(folder / "timeline.json").devices) == 2
 
 
@@ -68,3 +71,8 @@ def test_other_processes_started_from_outside_make_none(environment: dict[str, s
     assert run.startswith("hydra.run.dir=")
     assert sweep.startswith("hydra.sweep.dir=")
     assert config == "hydra.output_subdir=null"
+
+
+def test_a_run_folder_with_a_name_is_that_of_all_processes() -> None:
+    overrides = quiet_overrides({"SLURM_PROCID": "1"}, ["gpp-train", "seed=1", "hydra.run.dir=runs/first"])
+    assert overrides == ["hydra.job.name=rank1", "hydra.output_subdir=null"]

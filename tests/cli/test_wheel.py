@@ -25,7 +25,7 @@ def test_the_wheel_holds_configs_examples_and_types(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     configs = {str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml")}
     assert names >= {f"lightning_gpp/{path}" for path in configs}
-    assert names >= {"lightning_gpp/py.typed", "gpp_examples/two_tower.py"}
+    assert names >= {"lightning_gpp/py.typed", "gpp_examples/two_tower.py", "lightning_gpp/starter/train.sbatch"}
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
 
 

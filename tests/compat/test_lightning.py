@@ -585,3 +585,34 @@ def test_set_forward_cache() -> None:
     trainer = fit(Logging())
     assert trainer.callback_metrics["mean_step"] == 7
     assert trainer.callback_metrics["mean_epoch"] == 1
+
+
+class Indexed(Line):
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return batch
+
+
+def test_evaluation_lengths() -> None:
+    lengths: list[Any] = []
+    trainer = L.Trainer(
+        **QUIET, callbacks=[At(on_predict_start=lambda t: lengths.append(compat.evaluation_lengths(t)))]
+    )
+    trainer.predict(Indexed(), [loader(2), loader(3)])
+    assert lengths == [[2, 3]]
+
+
+def test_resuming_from(tmp_path: Path) -> None:
+    path = str(tmp_path / "first.ckpt")
+    fit(Line()).save_checkpoint(path)
+    connected: list[bool] = []
+
+    def choose() -> str:
+        connected.append(trainer.strategy.root_device is not None)
+        return path
+
+    trainer, module = L.Trainer(**{**QUIET, "max_epochs": 3}), Line()
+    with compat.resuming_from(trainer, choose):
+        trainer.fit(module, loader(2))
+    assert (connected, trainer.global_step, trainer.ckpt_path) == ([True], 6, path)
+    assert module.weight.item() == -6.0
+    assert "resume_start" not in vars(trainer._checkpoint_connector)

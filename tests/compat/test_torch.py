@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -30,9 +30,13 @@ from lightning_gpp._compat.torch import (
     saved,
     saved_unread,
     saves_tensors,
+    schema_arguments,
     storage_id,
     uncompiled,
+    unset_fake_temporarily,
     version,
+    without_torch_function,
+    wrapper,
     wraps_compiled,
 )
 
@@ -52,6 +56,58 @@ class Operators(TorchDispatchMode):
 class Pair(NamedTuple):
     first: Any
     second: Any
+
+
+class Hollow(Tensor):
+    """A tensor without memory that notes which functions and operators reach it."""
+
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func.overloadpacket.__name__)
+        return args[0]
+
+
+class Loud(Tensor):
+    """A tensor that no function may touch."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("a function of torch was called")
+
+
+def test_without_torch_function() -> None:
+    loud = torch.ones(2).as_subclass(Loud)
+    with without_torch_function():
+        assert torch.add(loud, 1).tolist() == [2, 2]
+
+
+def test_schema_arguments() -> None:
+    arguments = schema_arguments(torch.ops.aten.add_.Tensor)
+    assert [argument.name for argument in arguments] == ["self", "other", "alpha"]
+    assert [argument.alias_info is not None for argument in arguments] == [True, False, False]
+
+
+def test_unset_fake_temporarily() -> None:
+    with FakeTensorMode():
+        assert isinstance(torch.ones(2), FakeTensor)
+        with unset_fake_temporarily():
+            assert torch.ones(2).tolist() == [1, 1]
+        assert isinstance(torch.ones(2), FakeTensor)
+
+
+def test_wrapper() -> None:
+    hollow = wrapper(Hollow, torch.empty(2, 3, dtype=torch.float64, device="meta"), torch.device("cpu"))
+    assert (type(hollow), hollow.shape, hollow.stride(), hollow.dtype) == (Hollow, (2, 3), (3, 1), torch.float64)
+    assert hollow.device == torch.device("cpu")
+    assert hollow.mul_(2) is hollow
+    assert Hollow.seen == ["mul_"]
 
 
 # --- names

@@ -5,17 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_gpp import GPPStrategy
 
-STAGES = {"first": 0, "second": 1, "third": 2}
+STAGES: dict[int, Any] = {
+    2: {"first": 0, "second": 0, "third": 1},
+    3: {"first": 0, "second": 1, "third": 2},
+    4: [
+        {"modules": ["first"], "devices": [3]},
+        {"modules": ["second"], "devices": [1, 2]},
+        {"modules": ["third"], "devices": [0]},
+    ],
+}
+"""By the number of processes."""
 BATCHES = 7
 
 
@@ -57,12 +67,15 @@ class Module(L.LightningModule):
         self.values.append(self.loss(batch))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.tell(f"trained {self.current_epoch} {batch_idx} {float(outputs['loss']).hex()}")
+        self.tell(f"trained {self.current_epoch} {batch_idx} {self.over_pipelines(outputs['loss'])}")
 
     def on_validation_epoch_end(self) -> None:
         if not self.trainer.sanity_checking:
-            self.tell(f"validated after {self.global_step} {[float(value).hex() for value in self.values]}")
+            self.tell(f"validated after {self.global_step} {[self.over_pipelines(value) for value in self.values]}")
         self.values.clear()
+
+    def over_pipelines(self, loss: Tensor) -> str:
+        return float(self.trainer.strategy.reduce(loss, reduce_op="mean")).hex()
 
     def tell(self, text: str) -> None:
         if self.trainer.global_rank == 0:
@@ -100,18 +113,38 @@ class Asked(L.Callback):
         self.at(trainer, "end")
 
 
-def fit(folder: str, world_size: int, *callbacks: L.Callback, ckpt_path: str | None = None, **options: Any) -> None:
+def shuffled() -> DataLoader[Tensor]:
+    """An ordinary loader, whose mini-batches have 8 samples."""
+    data = torch.randn(8 * BATCHES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    return DataLoader(data, batch_size=8, shuffle=True)  # type: ignore[arg-type]
+
+
+def fit(
+    folder: str,
+    world_size: int,
+    *callbacks: L.Callback,
+    ckpt_path: str | None = None,
+    strategy: Mapping[str, Any] | None = None,
+    data: Callable[[], Any] = Numbers,
+    **options: Any,
+) -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(1)
-    defaults = {"max_epochs": 2, "val_check_interval": 3, "limit_val_batches": 3}
+    defaults = {
+        "devices": world_size,
+        "max_epochs": 2,
+        "val_check_interval": 3,
+        "limit_val_batches": 3,
+        "enable_checkpointing": False,
+    }
     trainer = L.Trainer(
         strategy=GPPStrategy(
-            stages=STAGES, num_micro_batches=4, failure_timeout=60.0, self_check=False, grace=options.pop("grace", 25.0)
+            **{"stages": STAGES[world_size], "num_micro_batches": 4, **(strategy or {})},
+            failure_timeout=60.0,
+            self_check=False,
         ),
         accelerator="cpu",
-        devices=world_size,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=list(callbacks),
@@ -119,7 +152,7 @@ def fit(folder: str, world_size: int, *callbacks: L.Callback, ckpt_path: str | N
         **{**defaults, **options},
     )
     print("started", flush=True)
-    trainer.fit(Module(), Numbers(), Numbers(), ckpt_path=ckpt_path)
+    trainer.fit(Module(), data(), data(), ckpt_path=ckpt_path)
     print("complete", flush=True)
 
 

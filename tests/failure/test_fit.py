@@ -176,4 +176,5 @@ def began(output: str) -> float:
 
 
 def names(output: str, rank: int, kind: str) -> bool:
-    return bool(re.search(rf"First cause: rank {rank} \(host \S+, pid \d+, .*\) {SAID[kind]}", output))
+    """Its activity is told only if its first heartbeat has arrived before the fault."""
+    return bool(re.search(rf"First cause: rank {rank} \(host \S+, pid \d+(, .*)?\) {SAID[kind]}", output))

@@ -98,6 +98,29 @@ def test_at_any_moment(tmp_path: Path, seed: int) -> None:
     asked_at_random(tmp_path, seed)
 
 
+def without_rank_2(rank: int, world_size: int, port: int, folder: str) -> None:
+    if rank == 2:
+        time.sleep(60)
+    as_torchrun_would(rank, world_size, port, folder, (), {})
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    mask = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(mask and int(mask[1], 16) >> (number - 1) & 1)
+
+
+def test_ranks_that_wait_for_one_that_does_not_come_end_at_once(tmp_path: Path) -> None:
+    with processes_running(tmp_path, WORLD_SIZE, without_rank_2, str(tmp_path)) as running:
+        for rank in (0, 1):
+            while not catches(running.pids[rank], TERM):
+                time.sleep(0.05)
+            os.kill(running.pids[rank], TERM)
+            running.processes[rank].join(10)
+    assert running.codes[:2] == [128 + TERM] * 2, running.output()
+    assert "Received SIGTERM before all ranks were there" in running.output(0)
+
+
 def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path: Path) -> None:
     with start(tmp_path, 1, signal.SIGINT, "step 2") as running:
         running.wait(50)
@@ -108,7 +131,7 @@ def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path: Path) -> None:
 
 
 def test_a_step_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
-    with start(tmp_path, 1, signal.SIGSTOP, "step 2", grace=1.0) as running:
+    with start(tmp_path, 1, signal.SIGSTOP, "step 2", strategy={"grace": 1.0}) as running:
         running.wait_for("started")
         deadline = time.monotonic() + 30
         while "trained 0 1" not in running.output(0) and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_gpp.errors import PlanError
-from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.graph import Operator, OperatorGraph
 from lightning_gpp.planning.assignment.assign import assign, crossing, forced
 from tests.planning.graphs import Builder, gpt, two_towers
 
@@ -63,6 +63,15 @@ def test_a_cluster_follows_the_module_that_holds_one_of_its_operators() -> None:
     graph = build.step(build.linear("right", outside))
     assignment = assign(graph, [("left",), ("right", "@step")])
     assert assignment[inside] == assignment[outside] == (0,)
+
+
+def test_a_slice_of_a_buffer_that_nothing_reads_has_a_stage() -> None:
+    build = Builder()
+    x = build.linear("left", build.data())
+    build.graph.add(Operator(name="unread", target="__getitem__", module="", buffers=("table",)))
+    graph = build.step(build.linear("right", x))
+    assert assign(graph, [("left",), ("right", "@step")])["unread"] == (1,)
+    assert assign(graph, [("left",), ("right",)])["unread"] == (0,)
 
 
 def test_a_module_listed_twice() -> None:

@@ -12,18 +12,26 @@ from tests.planning import graphs
         ([["blocks.0", "blocks.1", "blocks.2"], ["blocks.3"]], ["blocks.0-2", "blocks.3"]),
         ([["blocks.0", "blocks.2", "blocks.3"], ["head"]], ["blocks.0,2-3", "head"]),
         ([["embed", "blocks.0"], ["blocks.1", "head"]], ["embed+blocks.0", "blocks.1+head"]),
-        ([["embed", "blocks.0", "x.y"], ["head"]], ["embed..x.y", "head"]),
+        ([["embed", "blocks.0", "x.y"], ["head"]], ["embed..x", "head"]),
         ([["model.h.0"], ["model.lm_head"]], ["h.0", "lm_head"]),
         ([["net.conv", "net.norm"], ["net.pool", "net.fc", "net.head"]], ["conv+norm", "pool..head"]),
         ([["a"], ["@step"]], ["a", "step"]),
         ([["a.b"], ["c"], ["a.b.d", "a.b.e"], ["a.b.f", "a.b.e"]], ["a.b", "c", "a.b.d+e", "a.b.f+e"]),
         (
             [["text_tower.blocks.0.perceptron_norm", "text_tower.blocks.1.attention"], ["text_tower.head"]],
-            ["blocks.0.perceptron_norm..1.attention", "head"],
+            ["blocks/1", "head"],
         ),
         (
             [["text_tower.blocks.0.perceptron_norm", "text_tower.blocks.1.attention_norm"], ["head"]],
-            ["text_tower.blocks.0.perceptron_norm..1.attention_norm", "head"],
+            ["text_tower/1", "head"],
+        ),
+        (
+            [
+                ["t.0.norm", "t.0.attention.in", "t.0.up"],
+                ["t.0.down", "t.1.norm", "t.2.up"],
+                ["t.2.down", "t.3", "head"],
+            ],
+            ["t.0/1", "t/1", "t+head"],
         ),
     ],
 )
@@ -33,7 +41,7 @@ def test_stage_names(modules: list[list[str]], names: list[str]) -> None:
 
 def test_names_are_unique() -> None:
     modules = [["a", "b", "c"], ["a", "d", "c"], ["a", "e", "c"]]
-    assert stage_names(modules) == ["a..c", "a..c#2", "a..c#3"]
+    assert stage_names(modules) == ["a..c/1", "a..c/2", "a..c/3"]
 
 
 def test_tree() -> None:

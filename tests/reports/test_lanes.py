@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from lightning_gpp.plan import Plan
 from lightning_gpp.reports import timeline_svg, timeline_text
 from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, lower
-from lightning_gpp.simulation import Collective, Span, StageCosts, Timeline, simulate, trace_events
+from lightning_gpp.simulation import Collective, Span, StageCosts, Timeline, simulate, trace_of
 from tests.strategies import chain, plan_of
 
 
@@ -37,7 +37,8 @@ def test_split_backwards_in_text() -> None:
         "device 0 |.....F0==I0===F1==I1===W0==W1===| idle 14 %, 2 B",
         "device 1 |F0===F1==.....I0==W0===I1==W1===| idle 14 %, 2 B",
         "         0                             7 s",
-        "step 7 s, idle 14 %; warm-up/peak in flight: stage0 2/2, stage1 1/2",
+        "step 7 s, idle 14 %; warm-up/peak in flight: stage0 2/2,",
+        "    stage1 1/2",
         "F forward, I input gradients, W weight gradients",
     ]
 
@@ -62,7 +63,7 @@ def test_what_was_measured_of_collectives_are_marks() -> None:
         Span(Action(0, Kind.REDUCE, 0), 3.0, 3.0),
         Span(Action(0, Kind.RESHARD, 0), 3.0, 3.0),
     )
-    bar, lane, *_, legend = timeline_text(Timeline(stages=("a",), devices=(spans,)), width=60).splitlines()
+    bar, lane, *_, legend = timeline_text(Timeline(stages=("a",), devices=(spans,)), width=90).splitlines()
     assert bar.split("|")[1].replace("=", "") == "F0B0"
     assert lane.split("|")[1][0] == "U"
     assert lane.split("|")[1][-1] == "S"
@@ -97,7 +98,7 @@ def test_collectives_in_the_picture() -> None:
 
 def test_collectives_have_a_row_of_their_own_in_traces() -> None:
     timeline = sharded()
-    events = trace_events(timeline)
+    events = trace_of(timeline).events
     rows = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
     row = rows["gather parameters of stage0"]
     assert rows["reduce gradients of stage1"] == row
@@ -110,7 +111,7 @@ def test_collectives_have_a_row_of_their_own_in_traces() -> None:
 
 def test_rows_of_a_trace_do_not_overlap() -> None:
     rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for event in trace_events(sharded()):
+    for event in trace_of(sharded()).events:
         if event["ph"] == "X":
             rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
     for spans in rows.values():

@@ -4,8 +4,9 @@ import pytest
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import manual
-from lightning_gpp.reports import graph_svg, graph_text, timeline_svg, timeline_text
+from lightning_gpp.planning import Prediction, manual
+from lightning_gpp.reports import chain_and_graph_svg, graph_svg, graph_text, timeline_svg, timeline_text
+from lightning_gpp.reports.units import ticks
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import StageCosts, Timeline, simulate
 from tests.planning import graphs
@@ -24,7 +25,8 @@ def test_gantt_in_text() -> None:
         "device 0 |...F0==F1=F2==B0====B1=====B2=====.......| idle 25 %, 3 B",
         "device 1 |F0=F1==F2=..........B0=====B1=====B2=====| idle 25 %, 3 B",
         "         0                                     12 s",
-        "step 12 s, idle 25 %; warm-up/peak in flight: blocks.0 3/3, blocks.1 3/3",
+        "step 12 s, idle 25 %; warm-up/peak in flight: blocks.0 3/3,",
+        "    blocks.1 3/3",
     ]
 
 
@@ -76,6 +78,24 @@ def test_pictures_are_well_formed_and_complete() -> None:
     titles = {element.text for element in picture.iter("{http://www.w3.org/2000/svg}title")}
     assert sum("F" in (title or "")[:3] or "B" in (title or "")[:3] for title in titles) == 2 * 3 * 4
     assert any((title or "").startswith("0F0 image_tower: 0 s to 1 s") for title in titles)
+
+
+def test_a_chain_and_a_graph_have_one_axis_of_time() -> None:
+    """Step, idle share and memory of both are told, and what the graph saves."""
+    plan = manual(graphs.two_towers(), {"image_tower": 0, "text_tower": 1, "head": 2}, batch_size=4, micro_batch_size=1)
+    chain, graph = (Prediction(plan=each, timeline=timeline_of(each)) for each in (plan.chained(), plan))
+    picture = ElementTree.fromstring(chain_and_graph_svg(chain, graph, "Towers"))
+    texts = [element.text for element in picture.iter()]
+    titles = {"Towers", "Chain: 3 stages, 3 deep", "Graph: 3 stages, 2 deep"}
+    assert {*titles, "step 18 s, idle 33 %, peak 3 B"} <= {*texts}
+    assert any("shorter" in (text or "") for text in texts)
+    assert texts.count("10 s") == 1
+
+
+def test_ticks_are_round_and_have_units() -> None:
+    assert [label for _, label in ticks(0.0237, 5)] == ["0", "5 ms", "10 ms", "15 ms", "20 ms"]
+    assert [label for _, label in ticks(1.8, 4)] == ["0", "0.5 s", "1 s", "1.5 s"]
+    assert ticks(0, 5) == [(0.0, "0")]
 
 
 def test_names_are_escaped() -> None:

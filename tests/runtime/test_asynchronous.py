@@ -304,9 +304,7 @@ def test_users_add_policies() -> None:
 def test_an_optimizer_without_a_rule_is_refused() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.Adagrad([parameter])
-    policy = make_policy("predicted", Weights(parameters={0: [parameter]}, optimizers=lambda: [optimizer]))
-    policy.begin(lambda batch: batch, 0)
     with pytest.raises(
         ConfigError, match=r"cannot predict Adagrad.*AdamW, NAdam, RMSprop, SGD.*strategy.weights=stash"
     ):
-        policy.enter_forward(Use(0, 2, 0))
+        make_policy("predicted", Weights(parameters={0: [parameter]}, optimizers=lambda: [optimizer]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from lightning_gpp.cluster import Cluster, Device, Link, Node
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Kind, compile_program
-from lightning_gpp.simulation import Collective, StageCost, StageCosts, Timeline, simulate
+from lightning_gpp.simulation import Collective, StageCost, StageCosts, Timeline, simulate, trace_of
 from tests.strategies import chain, plan_of, plans
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9)
@@ -114,7 +113,6 @@ def test_sums_in_files(tmp_path: Path) -> None:
     timeline = _simulated(plan, replace(StageCosts.uniform(plan, 1, 2), all_reduce=(5.0, 0.0)))
     timeline.save(tmp_path / "timeline.json")
     assert Timeline.load(tmp_path / "timeline.json") == timeline
-    timeline.save_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = trace_of(timeline).events
     sums = [event for event in events if event["name"] == "reduce gradients of stage0"]
     assert [(event["pid"], event["ts"], event["dur"]) for event in sums] == [(1, 6e6, 5e6), (2, 6e6, 5e6)]

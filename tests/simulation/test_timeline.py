@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import StageCosts, Timeline, simulate
+from lightning_gpp.simulation import Link, StageCosts, Timeline, simulate, trace_of
 from tests.strategies import towers
 
 
@@ -36,9 +38,10 @@ def test_no_file(tmp_path: Path) -> None:
 
 
 def test_trace(timeline: Timeline, tmp_path: Path) -> None:
-    timeline.save_trace(tmp_path / "trace.json")
+    """Every action and message, with the names of devices."""
+    trace_of(timeline).save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
+    spans = [event for event in events if event["ph"] == "X" and event["cat"] != "wait"]
     assert len(spans) == sum(map(len, timeline.devices)) + len(timeline.transfers)
     head = next(event for event in spans if event["name"] == "4F0")
     assert (head["pid"], head["tid"], head["ts"], head["dur"]) == (0, 0, 2e6, 1e6)
@@ -49,6 +52,56 @@ def test_trace(timeline: Timeline, tmp_path: Path) -> None:
         "receive from device 1",
         "receive from device 3",
     }
+
+
+def delayed(schedule: str = "1f1b") -> Timeline:
+    """Two towers whose messages take half a second."""
+    plan = towers(2, 2, 4, schedule=schedule)
+    costs = replace(StageCosts.uniform(plan, 1, 2), default_link=Link(latency=0.5))
+    return simulate(compile_program(plan), costs)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+def test_arrows_of_a_trace_lead_from_actions_to_actions(schedule: str) -> None:
+    """Each flow begins inside its sender's action and ends at its reader's; nothing goes back in time."""
+    timeline, events = delayed(schedule), trace_of(delayed(schedule)).events
+    flows = {mark: {event["id"]: event for event in events if event["ph"] == mark} for mark in "stf"}
+    assert flows["s"].keys() == flows["t"].keys() == flows["f"].keys()
+    assert len(flows["s"]) == len(timeline.transfers) == len({event["id"] for event in flows["s"].values()})
+    compute = [event for event in events if event["ph"] == "X" and event["tid"] == 0 and event["cat"] != "wait"]
+    for number, start in flows["s"].items():
+        step, end = flows["t"][number], flows["f"][number]
+        assert start["ts"] <= step["ts"] <= end["ts"]
+        assert any(one["pid"] == start["pid"] and _within(start, one) for one in compute)
+        assert any(one["pid"] == end["pid"] and one["ts"] == end["ts"] for one in compute)
+
+
+def _within(event: dict[str, Any], span: dict[str, Any]) -> bool:
+    """True before the end of a span, and at the only moment of one that takes no time."""
+    stop = span["ts"] + span["dur"]
+    return bool(span["ts"] <= event["ts"] < stop or span["ts"] == event["ts"] == stop)
+
+
+def test_events_of_a_trace_are_in_order_and_complete() -> None:
+    events = trace_of(delayed()).events
+    assert [event["ph"] for event in events].count("M") == [event["ph"] == "M" for event in events].index(False)
+    times = [event["ts"] for event in events if event["ph"] != "M"]
+    assert times == sorted(times)
+    assert all({"name", "ph", "pid", "tid"} <= event.keys() for event in events)
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_a_trace_shows_waits_and_memory() -> None:
+    """The head waits for the towers, by name; the counter goes up and down to the same value."""
+    timeline = delayed()
+    events = trace_of(timeline).events
+    wait = next(event for event in events if event.get("cat") == "wait" and event["pid"] == 0)
+    assert wait["name"].startswith("wait for ")
+    assert (wait["ts"], wait["ts"] + wait["dur"]) == (0, 3.5e6)
+    for device, peak in enumerate(timeline.peak_bytes):
+        held = [event["args"]["bytes"] for event in events if event["ph"] == "C" and event["pid"] == device]
+        assert max(held) == peak
+        assert held[0] == held[-1]
 
 
 def test_empty() -> None:

@@ -178,7 +178,9 @@ class Clipped(Towers):
         self.norms.append((before, self.norm()))
 
     def norm(self) -> float:
-        return float(nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+        return float(
+            nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None and not p.is_meta])
+        )
 
 
 def clipped(rank: int, clip_norms: list[str], delayed: bool) -> list[dict[str, Any]]:

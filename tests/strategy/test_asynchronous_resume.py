@@ -77,6 +77,10 @@ CASES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"weights": "corrected", **DEEP}, {"in_line": True, "optimizer": "AdamW"}),
         ({"weights": "predicted", "stages": STAGES}, {"optimizer": "AdamW"}),
     ],
+    "sharded": [
+        ({"weights": "stash", "state_dict_type": "sharded", "async_save": True, **DEEP}, {"in_line": True}),
+        ({"weights": "corrected", "state_dict_type": "sharded", **DEEP}, {"in_line": True, "optimizer": "AdamW"}),
+    ],
     "predicted": [
         ({"weights": "predicted", **DEEP}, {"in_line": True, "optimizer": "RMSprop"}),
         ({"weights": "predicted", "weight_options": {"bellwether": True}, "stages": STAGES}, {"optimizer": "plain"}),

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from lightning_gpp.errors import CheckpointError
-from lightning_gpp.strategy.checkpoint_file import AtomicCheckpointIO
+from lightning_gpp.strategy.checkpoints import AtomicCheckpointIO
 from tests.distributed import run_distributed
 
 WRITER = """
 import sys, torch
 from pathlib import Path
-from lightning_gpp.strategy.checkpoint_file import write_whole
+from lightning_gpp.checkpoints.file import write_file
 for number in range(10**6):
-    write_whole({"number": torch.full((1 << 19,), number)}, Path(sys.argv[1]))
+    write_file({"number": torch.full((1 << 19,), number)}, Path(sys.argv[1]))
     print(number, flush=True)
 """
 
@@ -78,7 +78,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint({"x": 1}, path)
     (message,) = run_distributed(1, write_too_much, path)
-    assert f"The checkpoint {path} cannot be written: File too large. An older file of this name" in message
+    assert f"The checkpoint {path} cannot be written: File too large. An older one of this name" in message
     assert torch.load(path, weights_only=True) == {"x": 1}
     assert contents(tmp_path) == ["last.ckpt"]
 

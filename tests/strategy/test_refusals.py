@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader
@@ -46,6 +47,13 @@ def one_stage(**changes: Any) -> Plan:
     return Plan(stages=(stage,), edges=(), batch_size=8, **changes)
 
 
+@pytest.mark.parametrize("script", ["-c", "", "gone.py"])
+def test_processes_without_a_script(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [script])
+    with pytest.raises(ConfigError, match="starts 1 more processes.*Save the code in a file"):
+        Trainer(strategy=GPPStrategy(), accelerator="cpu", devices=2, logger=False)
+
+
 def test_a_plan_and_stages() -> None:
     with pytest.raises(ConfigError, match=r"Both strategy.plan and strategy.stages"):
         GPPStrategy(plan=one_stage(), stages={"left": 0})
@@ -75,6 +83,14 @@ class Fetching(TwoTowers):
 class Quasi(TwoTowers):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
+
+
+class Unpredictable(TwoTowers):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise AssertionError("the optimizer is refused before the step is captured")
 
 
 class Foreign(TwoTowers):
@@ -141,6 +157,7 @@ CASES: dict[str, Case] = {
     "L-BFGS": (Quasi, {}, {}, "returned L-BFGS.*first-order"),
     "repeated closure": (Sharpness, {}, {}, "called its closure more than once"),
     "foreign parameter": (Foreign, {}, {}, r"a parameter of shape \(2,\) that is not one of the module's"),
+    "no rule of prediction": (Unpredictable, {"weights": "predicted"}, {}, "cannot predict Adagrad .*weights=stash"),
     "no loss": (Skipping, {}, {}, "must return the loss"),
     "logging a tensor": (Scalarless, {}, {}, r"self.log\('logits', ...\) was given a tensor of shape \(\d, 3\)"),
     "weight averaging": (

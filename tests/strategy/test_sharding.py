@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_gpp import ConfigError
@@ -101,10 +102,10 @@ def fit(
     return {
         "losses": module.losses,
         "val": [entry["val_loss"] for entry in module.metrics if "val_loss" in entry],
-        "state": {name: value for name, value in module.state_dict().items() if value.device.type != "meta"},
+        "state": {name: value for name, value in module.state_dict().items() if not value.is_meta},
         "held": watched.held,
         "after": [float(trainer.callback_metrics["val_loss"])] if path else [],
-        "moved": all(type(p) is torch.nn.Parameter for p in module.parameters()),
+        "moved": not any(isinstance(p, DTensor) for p in module.parameters()),
     }
 
 

@@ -29,7 +29,7 @@ def report(module: TwoTowers, trainer: pl.Trainer) -> Report:
     return {
         "losses": module.losses,
         "metrics": module.metrics,
-        "state": {name: value.tolist() for name, value in module.state_dict().items() if value.device.type != "meta"},
+        "state": {name: value.tolist() for name, value in module.state_dict().items() if not value.is_meta},
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
         "steps": trainer.global_step,
         "epoch": trainer.current_epoch,
@@ -107,7 +107,7 @@ class Held(Callback):
         parameters = list(module.parameters())
         self.found = {
             "bytes": bytes_of(module),
-            "grads": sum(p.grad.nbytes for p in parameters if p.grad is not None),
+            "grads": sum(p.grad.nbytes for p in parameters if p.grad is not None and not p.is_meta),
             "state": state_bytes(trainer.optimizers[0]),
             "stepped": sum(len(group["params"]) for group in trainer.optimizers[0].param_groups),
             "names": [name for name, p in module.named_parameters() if not p.is_meta],

@@ -16,6 +16,7 @@ from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.training.checkpoint import load_state, whole_state
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.foreign import Whereabouts
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.optimizers import OptimizerIndex
@@ -52,6 +53,13 @@ def optimizer_of(module: nn.Module) -> AdamW:
     return AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
 
 
+CPU = torch.device("cpu")
+
+
+def elsewhere(module: nn.Module, here: set[str]) -> dict[str, Whereabouts]:
+    return {name: Whereabouts(name, "other", frozenset({1})) for name in tensors_of(module) if name not in here}
+
+
 def control_of(rank: int, num_devices: int, num_pipelines: int = 1) -> Control:
     return Control(Mesh(num_devices, num_pipelines, rank))
 
@@ -62,7 +70,7 @@ def settle_and_merge(rank: int) -> dict[str, Any]:
     own = {name: tensor.clone() for name, tensor in tensors_of(module).items()}
     devices = {name: (1,) if name.startswith("left") else (0, 1) if "head" in name else (0,) for name in own}
     control, placement = control_of(rank, 2), Placement(devices)
-    whole = settle(module, placement, control)
+    whole = settle(module, placement, control, CPU)
     held = {name: tensor.tolist() for name, tensor in tensors_of(module).items() if not tensor.is_meta}
     state = whole_state(module, placement, control)
     complete = {name: value.tolist() for name, value in state.items() if not value.is_meta}
@@ -85,7 +93,7 @@ def hopeless(rank: int) -> str:
     with torch.device("meta"):
         module.left = nn.Sequential(nn.Linear(4, 16), Bias())
     try:
-        settle(module, Placement(dict.fromkeys(tensors_of(module), (0,))), control_of(rank, 1))
+        settle(module, Placement(dict.fromkeys(tensors_of(module), (0,))), control_of(rank, 1), CPU)
     except ConfigError as error:
         return str(error)
     return ""
@@ -137,7 +145,7 @@ def test_dropping_keeps_names_ties_and_flags() -> None:
     module.head.weight.requires_grad_(False)
     module.tied = module.head  # the same module twice
     names = list(module.state_dict())
-    drop(module, {"left.0.weight"})
+    drop(module, elsewhere(module, {"left.0.weight"}), CPU)
     assert list(module.state_dict()) == names
     assert module.tied.weight is module.head.weight
     assert not module.head.weight.requires_grad
@@ -146,7 +154,7 @@ def test_dropping_keeps_names_ties_and_flags() -> None:
 
 def test_loading_fills_what_was_dropped() -> None:
     module, other = make_module(), make_module(seed=1)
-    drop(module, {"left.0.weight"})
+    drop(module, elsewhere(module, {"left.0.weight"}), CPU)
     load_state(module, other.state_dict(), strict=True)
     torch.testing.assert_close(module.state_dict(), other.state_dict())
 

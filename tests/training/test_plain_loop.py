@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ from tests.distributed import run_distributed
 State = dict[str, Any]
 
 STAGES = {"left": 0, "right": 1, "head": 1}
+CHAIN = {"left": 0, "right": 1, "head": 2}
+SAVED_AFTER = 6
 OTHERS = {"left": 0, "right": 0, "head": 1}
 
 
@@ -155,6 +159,45 @@ def test_checkpoints_are_those_of_one_process(tmp_path: Any) -> None:
     fresh, other = model_and_optimizer()
     fresh.load_state_dict(saved["model"])
     other.load_state_dict(saved["optimizer"])
+
+
+def resumed_without_flush(rank: int, folder: str, weights: str, checkpoints: str) -> tuple[list[float], State]:
+    """Mini-batches in a pipeline that does not flush: all of them, or those after a checkpoint if there is one."""
+    file, data, options = Path(folder) / "checkpoint", batches(), Options(stages=CHAIN, weights=weights)
+    options, losses = replace(options, checkpoints=checkpoints), list[float]()
+    model, optimizer = model_and_optimizer()
+    with initialize(model, optimizer, data[0], step=loss_of, options=options) as engine:
+        first = 0
+        if file.exists():
+            state, first = torch.load(file), SAVED_AFTER
+            engine.load_state_dict(state["model"])
+            engine.load_optimizer_state_dict(optimizer, state["optimizer"])
+            engine.load_pipeline_state_dict(state["pipeline"])
+        for number, batch in enumerate(engine.feed(data[first:]), first + 1):
+            losses.append(float(engine.train_step(batch)))
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == SAVED_AFTER:
+                parts = engine.state_dict(), engine.optimizer_state_dict(optimizer), engine.pipeline_state_dict()
+                if rank == 0:
+                    torch.save(dict(zip(("model", "optimizer", "pipeline"), parts, strict=True)), file)
+    return losses, plain(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("weights", "checkpoints"),
+    [
+        ("stash", "exact"),
+        pytest.param("latest", "exact", marks=pytest.mark.acceptance),
+        pytest.param("double_buffer", "flush", marks=pytest.mark.acceptance),
+    ],
+)
+def test_checkpoints_without_a_flush_resume_bit_for_bit(tmp_path: Any, weights: str, checkpoints: str) -> None:
+    arguments = str(tmp_path), weights, checkpoints
+    whole, rest = (run_distributed(3, resumed_without_flush, *arguments) for _ in range(2))
+    assert rest[0][0] == whole[0][0][SAVED_AFTER:]
+    assert rest[0][1] == whole[0][1]
+    assert set(torch.load(tmp_path / "checkpoint")["model"]) == set(Branches().state_dict())
 
 
 def evaluated(rank: int) -> list[list[State]]:

@@ -60,7 +60,8 @@ def _home(
 ) -> tuple[int, ...]:
     makers = [assignment[operator.name][:1] for operator in graph if operator.name in ancestors]
     sinks = [assignment[operator.name] for operator in graph if operator.target == "step"]
-    candidates = [*homes, *(maker for maker in reversed(makers) if maker != (SOURCE,)), *sinks]
+    anywhere = (0,)  # a slice of a buffer that nothing reads, where no stage runs the step yet
+    candidates = [*homes, *(maker for maker in reversed(makers) if maker != (SOURCE,)), *sinks, anywhere]
     return next(stages for stages in candidates if stages)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
@@ -64,22 +65,26 @@ def some(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-LONGEST_NAME = 40
-"""Characters; longer names show the first and the last module only."""
+LONGEST_NAME = 20
+"""Characters; a stage whose modules take more is named as a numbered part of what contains them."""
 
 
 def stage_names(stage_modules: Sequence[Sequence[str]]) -> list[str]:
-    """Short unique names for stages: `image_tower`, `blocks.0-3`, `head`. A prefix common to all paths is left out."""
+    """Short unique names for stages: `image_tower`, `blocks.0-3`, `text_tower/1`, `text_tower/2`, `head`.
+
+    A prefix common to all paths is left out. `text_tower/1` is the first part of several modules of `text_tower`.
+    """
     paths = [[module for module in modules if module != STEP] for modules in stage_modules]
     start = _common_start([path for listed in paths for path in listed])
-    names: list[str] = []
-    for listed in paths:
-        base = name = _name([path[start:] for path in listed])
-        number = 1
-        while name in names:
-            number += 1
-            name = f"{base}#{number}"
-        names.append(name)
+    shown = [_listed([path[start:] for path in listed]) for listed in paths]
+    roots = [shown[index] or _root([path[start:] for path in listed]) for index, listed in enumerate(paths)]
+    counts = Counter(roots)
+    numbers: Counter[str] = Counter()
+    names = []
+    for root, is_listed in zip(roots, map(bool, shown), strict=True):
+        numbers[root] += 1
+        is_part = counts[root] > 1 or not (is_listed or "+" in root or ".." in root)
+        names.append(f"{root}/{numbers[root]}" if is_part else root)
     return names
 
 
@@ -91,18 +96,23 @@ def _common_start(paths: Sequence[str]) -> int:
     return start if all(rest and not rest[0].isdecimal() for rest in rests) else 0
 
 
-def _name(paths: Sequence[str]) -> str:
+def _listed(paths: Sequence[str]) -> str:
+    """All modules of a stage, if that is short; otherwise empty."""
     if not paths or paths == [""]:
         return "model" if paths else "step"
     labels = [_label(parent, names) for parent, names in _by_parent(paths).items()]
     name = "+".join(labels)
-    return name if len(labels) <= 2 and len(name) <= LONGEST_NAME else _span(paths[0], paths[-1])
+    return name if len(labels) <= 2 and len(name) <= LONGEST_NAME else ""
 
 
-def _span(first: str, last: str) -> str:
-    """`a.b.0.x..1.y` for the paths a.b.0.x and a.b.1.y."""
-    start = commonprefix([f"{first}.", f"{last}."]).rfind(".") + 1
-    return f"{first}..{last[start:]}"
+def _root(paths: Sequence[str]) -> str:
+    """The modules that contain those of a stage: `text_tower`, `branches.0`, `text_tower+head`, `vision..language`."""
+    roots = list(dict.fromkeys(path.partition(".")[0] for path in paths))
+    if len(roots) == 1:
+        seconds = {path.split(".")[1] for path in paths}
+        return f"{roots[0]}.{seconds.pop()}" if len(seconds) == 1 and min(seconds).isdecimal() else roots[0]
+    name = "+".join(roots)
+    return name if len(roots) == 2 and len(name) <= LONGEST_NAME else f"{roots[0]}..{roots[-1]}"
 
 
 def _by_parent(paths: Iterable[str]) -> dict[str, list[str]]:

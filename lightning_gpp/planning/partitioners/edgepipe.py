@@ -117,7 +117,7 @@ class StageCosting:
         seconds = float(table.total[members].sum() + (table.forward[members].sum() if again else 0.0))
         received, saved = self.received(units), float(problem.saved_bytes(self.size)[members].sum())
         kept, working = (received, saved) if again else (saved, 0.0)
-        buffers = BUFFERS * (received + self.crossing(units, units)[0])
+        buffers = BUFFERS * (received + self.sent(units))
         room = problem.cluster.kinds[kind].memory_bytes - float(problem.static_bytes[members].sum()) - working - buffers
         most = -1.0 if room < 0 else inf if not kept else room // kept
         return StageOnDevice(seconds=seconds, most=inf if most >= self.number else most)
@@ -134,21 +134,17 @@ class StageCosting:
             value.bytes.at(self.size) for value in values if any(units >> dst & 1 for dst in value.dsts)
         )
 
-    def crossing(self, behind: int, sources: int | None = None) -> tuple[float, float]:
-        """Bytes per micro-batch that cross the cut in front of some units, and those that come back.
+    def sent(self, units: int) -> float:
+        """Bytes per micro-batch that a stage sends to other stages."""
+        values = (value for value in self.problem.units.values if units >> value.src & 1)
+        return sum(value.bytes.at(self.size) for value in values if not all(units >> dst & 1 for dst in value.dsts))
 
-        `sources`: count what these units send to any others instead.
-        """
-        there = back = 0.0
-        for value in self.problem.units.values:
-            inside = [bool(behind >> dst & 1) for dst in value.dsts]
-            sent = any(inside) and not behind >> value.src & 1
-            if sources is not None:
-                sent = bool(sources >> value.src & 1) and not all(inside)
-            if sent:
-                there += value.bytes.at(self.size)
-                back += value.bytes.at(self.size) if value.num_directions == 2 else 0.0
-        return there, back
+    def crossing(self, behind: int) -> tuple[float, float]:
+        """Bytes per micro-batch that cross the cut in front of some units, and those that come back."""
+        values = [value for value in self.problem.units.values if not behind >> value.src & 1]
+        values = [value for value in values if any(behind >> dst & 1 for dst in value.dsts)]
+        there = sum(value.bytes.at(self.size) for value in values)
+        return there, sum(value.bytes.at(self.size) for value in values if value.num_directions == 2)
 
 
 def members_of(units: int) -> list[int]:

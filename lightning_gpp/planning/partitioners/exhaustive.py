@@ -35,19 +35,19 @@ def exhaustive(problem: Problem, control: SearchControl) -> Answer:
                 notes = (f"Not all plans were tried in strategy.search_seconds={control.seconds:g} seconds.",)
                 break
         if evaluate.evaluations > MAX_PLANS:
-            return _too_many(evaluate.evaluations)
+            return _too_many(problem, evaluate.evaluations)
     return Answer(
         draft=best,
         objective=rank[1],
-        objective_name="seconds of a step",
+        objective_name=f"seconds of a {problem.judged_by}",
         states=evaluate.evaluations,
         notes=notes,
     )
 
 
-def _too_many(states: int) -> Answer:
+def _too_many(problem: Problem, states: int) -> Answer:
     note = f"There are more than {MAX_PLANS:,} plans; choose partitioner=auto, or larger units."
-    return Answer(draft=None, objective_name="seconds of a step", states=states, notes=(note,))
+    return Answer(draft=None, objective_name=f"seconds of a {problem.judged_by}", states=states, notes=(note,))
 
 
 def shapes(problem: Problem) -> Iterator[Shape]:

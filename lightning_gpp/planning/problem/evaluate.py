@@ -51,12 +51,14 @@ class Evaluation:
         seconds: step time, or the period of a pipeline that does not flush; infinite if the stages form a cycle.
         excess_bytes: the most bytes by which a device exceeds its memory; 0 if all fit.
         peak_bytes: peak memory of a device of each stage.
+        copied_bytes: the part of it for weights that are kept besides the newest.
         in_flight: micro-batches in flight on each stage.
     """
 
     seconds: float
     excess_bytes: float = 0.0
     peak_bytes: tuple[float, ...] = ()
+    copied_bytes: tuple[float, ...] = ()
     in_flight: tuple[int, ...] = ()
 
     @property
@@ -145,12 +147,13 @@ class Evaluator:
         apart = self.problem.single_step and len(stages[-1].devices) > 1 and not copies
         size = stages[0].micro_batch_size
         number = -(-self.problem.batch_size // size)
-        counts = [min(number, count + apart) for count in in_flight_counts(len(stages), edges, schedule, number)]
+        counts = self._in_flight(len(stages), edges, schedule, number, apart)
         figures = [self.figures(stage) for stage in stages]
         pipeline, busiest = self._pipeline(stages, figures, edges, copies)
+        copied = [self._copied_bytes(stage, count, number) for stage, count in zip(stages, counts, strict=True)]
         peaks = [
-            warm_up_peak(entry.static_bytes, entry.kept_bytes, entry.working_bytes, count)
-            for entry, count in zip(figures, counts, strict=True)
+            warm_up_peak(entry.static_bytes + more, entry.kept_bytes, entry.working_bytes, count)
+            for entry, more, count in zip(figures, copied, counts, strict=True)
         ]
         limits = [min(self._memory[device] for device in stage.devices) for stage in stages]
         place = sorted(range(len(order)), key=order.__getitem__)
@@ -158,8 +161,26 @@ class Evaluator:
             seconds=max(number * busiest, self._seconds(pipeline, counts, number, figures, limit)),
             excess_bytes=float(max(0.0, *(peak - room for peak, room in zip(peaks, limits, strict=True)))),
             peak_bytes=tuple(peaks[index] for index in place),
+            copied_bytes=tuple(copied[index] for index in place),
             in_flight=tuple(counts[index] for index in place),
         )
+
+    def _in_flight(
+        self, num_stages: int, edges: Mapping[tuple[int, int], Flow], schedule: str, number: int, apart: bool
+    ) -> list[int]:
+        """The most micro-batches in flight on each stage; without a flush, of several mini-batches."""
+        most = num_stages + 1 if self.problem.continuous else number
+        return [min(most, count + apart) for count in in_flight_counts(num_stages, edges, schedule, most)]
+
+    def _copied_bytes(self, stage: DraftStage, in_flight: int, number: int) -> float:
+        """Bytes of the weights that a stage keeps besides the newest.
+
+        Its delay follows from the micro-batches by which its forwards are ahead of its backwards.
+        """
+        if self.problem.weight_copies is None:
+            return 0.0
+        delay = -(-(in_flight - 1) // number)
+        return self.problem.weight_copies(delay) * float(self.problem.parameter_bytes[list(stage.units)].sum())
 
     def _seconds(
         self,

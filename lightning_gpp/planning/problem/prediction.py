@@ -20,8 +20,7 @@ from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.schedules.continuous import continuous_program
-from lightning_gpp.simulation import Timeline, simulate, steady_seconds
+from lightning_gpp.simulation import Period, Timeline, WeightCopies, simulate, simulate_period
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,7 @@ class Prediction:
         alternatives: runners-up of the search.
         search: how the plan was found; None if the user gave it.
         note: a remark to show below tables.
-        period: seconds from one mini-batch to the next without a flush; None if the pipeline flushes.
+        period: the steady state of a pipeline that does not flush; None if it flushes.
     """
 
     plan: Plan
@@ -75,12 +74,22 @@ class Prediction:
     alternatives: tuple[Alternative, ...] = ()
     search: SearchFigures | None = None
     note: str = ""
-    period: float | None = None
+    period: Period | None = None
 
     @property
     def seconds(self) -> float:
         """Step time; without a flush the period."""
-        return self.timeline.makespan if self.period is None else self.period
+        return self.timeline.makespan if self.period is None else self.period.seconds
+
+    @property
+    def idle(self) -> float:
+        """Mean fraction of the step, or of the period, in which the devices do not compute."""
+        return 1 - (1 - self.timeline.bubble_fraction) * self.timeline.makespan / self.seconds if self.seconds else 0.0
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Peak memory of every device."""
+        return tuple(self.timeline.peak_bytes) if self.period is None else self.period.peak_bytes
 
     @property
     def samples_per_second(self) -> float:
@@ -95,7 +104,7 @@ class Prediction:
     @property
     def excess_bytes(self) -> float:
         """Bytes by which the worst device exceeds its memory limit; 0 if all fit."""
-        pairs = zip(self.timeline.peak_bytes, self.memory_bytes, strict=False)
+        pairs = zip(self.peak_bytes, self.memory_bytes, strict=False)
         return max((0.0, *(peak - limit for peak, limit in pairs)))
 
     @property
@@ -133,7 +142,7 @@ def predicted(
     footprint: Footprint,
     num_pipelines: int = 1,
     *,
-    continuous: bool = False,
+    weight_copies: WeightCopies | None = None,
 ) -> Prediction:
     """Time the actions and messages of a plan, and simulate its program.
 
@@ -144,7 +153,7 @@ def predicted(
         costs: seconds of operators.
         footprint: what a device keeps per byte of parameters.
         num_pipelines: pipeline replicas.
-        continuous: the pipeline does not flush.
+        weight_copies: copies of a stage's weights by its delay, without a flush; None: the pipeline flushes.
 
     Raises:
         PlanError: the plan's schedule cannot order its stages.
@@ -156,9 +165,7 @@ def predicted(
     timeline = simulate(compile_program(plan, copies=num_pipelines), stage_costs)
     notes = {"cluster": cluster.name, "simulated_step": f"{timeline.makespan:.6g} s"}
     plan = replace(plan, notes={**plan.notes, **notes})
-    period = None
-    if continuous:
-        period = steady_seconds(continuous_program(plan, num_pipelines=num_pipelines), stage_costs)
+    period = None if weight_copies is None else simulate_period(plan, stage_costs, num_pipelines, weight_copies)
     return Prediction(plan=plan, num_pipelines=num_pipelines, timeline=timeline, memory_bytes=limits, period=period)
 
 
@@ -182,7 +189,7 @@ def simulated(problem: Problem, draft: Draft) -> Prediction:
         problem.costs,
         problem.footprint,
         number,
-        continuous=problem.continuous,
+        weight_copies=problem.weight_copies,
     )
 
 

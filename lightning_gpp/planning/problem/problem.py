@@ -17,6 +17,7 @@ from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.graph import Operator, OperatorGraph
 from lightning_gpp.planning.problem.units import UnitGraph
+from lightning_gpp.simulation import WeightCopies
 
 Array = NDArray[np.float64]
 
@@ -51,7 +52,8 @@ class Problem:
         recompute: whether stages may recompute their activations: None leaves it to the partitioner.
         max_replicas: the most devices that a stage may have.
         replicable: whether r equal replicas of every stage may be r pipeline replicas.
-        continuous: the pipeline does not flush, so the time of a mini-batch is its period.
+        weight_copies: copies of a stage's weights by its delay, if the pipeline does not flush, so that the time of a
+            mini-batch is its period; None: it flushes.
         num_slices: slices per sample, each of which counts as a sample of the mini-batch; a pipeline gets all slices of
             one.
         single_step: the user's step has to run on one device, so a last stage with replicas gives it to a stage of its
@@ -69,11 +71,21 @@ class Problem:
     recompute: bool | None = None
     max_replicas: float = inf
     replicable: bool = True
-    continuous: bool = False
+    weight_copies: WeightCopies | None = None
     num_slices: int = 1
     single_step: bool = True
     _seconds: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict, init=False)
     _saved: dict[int, Array] = field(default_factory=dict, init=False)
+
+    @property
+    def continuous(self) -> bool:
+        """True if the pipeline does not flush."""
+        return self.weight_copies is not None
+
+    @property
+    def judged_by(self) -> str:
+        """The time by which drafts are judged, in words."""
+        return "period" if self.continuous else "step"
 
     @property
     def num_units(self) -> int:

@@ -71,7 +71,7 @@ class OwnedParameters:
         self._parameters, self._owners, self._mesh = dict(parameters), dict(owners), mesh
         self._holders = {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
         self._check()
-        self._groups = mesh.new_groups(ranks for ranks in self._holders.values() if len(ranks) > 1)
+        self._groups = mesh.groups("owners", (ranks for ranks in self._holders.values() if len(ranks) > 1))
 
     @property
     def owned(self) -> set[str]:

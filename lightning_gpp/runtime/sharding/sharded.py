@@ -167,9 +167,9 @@ class ShardedStages:
         cut: Mapping[str, tuple[int, ...]],
         stages: Mapping[str, Sequence[int]],
     ) -> Iterator[tuple[int, StageShards]]:
-        groups = self._mesh.new_groups(cut.values())
+        groups = self._mesh.groups("shards", cut.values())
         same = self._mesh.backend == CONTROL_BACKEND
-        flags = groups if same else self._mesh.new_groups(cut.values(), CONTROL_BACKEND)
+        flags = groups if same else self._mesh.groups("shards", cut.values(), CONTROL_BACKEND)
         meshes = {
             ranks: DeviceMesh.from_group(group, self._device.type, mesh_dim_names=("replica",))
             for ranks, group in groups.items()

@@ -41,7 +41,7 @@ class Predicted(Latest):
         bellwether: one prediction per mini-batch and stage instead of one per micro-batch (XPipe).
 
     Raises:
-        ConfigError: an option has another value.
+        ConfigError: an option has another value, or an optimizer of the device has no rule.
     """
 
     def __init__(
@@ -58,6 +58,8 @@ class Predicted(Latest):
                 f"strategy.weight_options has predictor={predictor!r} and passes={passes!r}; the predictor is one of "
                 f"{', '.join(PREDICTORS)}, passes are 1 (forwards) or 2 (backwards, too)."
             )
+        for optimizer in weights.optimizers():
+            predictor_of(optimizer, predictor)
         self.predictor, self.passes, self.bellwether = predictor, passes, bellwether
         self._gradients: dict[Parameter, Tensor] = {}
         self._shared: dict[tuple[int, int], Values] = {}

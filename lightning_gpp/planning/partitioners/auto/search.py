@@ -219,7 +219,7 @@ class Search:
         return Answer(
             draft=draft,
             objective=self.rank[1],
-            objective_name="seconds of a step",
+            objective_name=f"seconds of a {self.problem.judged_by}",
             states=self.evaluate.evaluations,
             alternatives=tuple(sorted(self._alternatives(), key=lambda entry: entry.seconds)),
         )
@@ -242,7 +242,7 @@ class Search:
     def _reason(self, evaluation: Evaluation) -> str:
         if not evaluation.fits:
             return f"needs {evaluation.excess_bytes / 1e9:.2f} GB more memory than a device has"
-        return f"the step takes {evaluation.seconds / self.rank[1] - 1:.1%} longer"
+        return f"the {self.problem.judged_by} takes {evaluation.seconds / self.rank[1] - 1:.1%} longer"
 
 
 def _by_graphpipe(problem: Problem, control: SearchControl) -> list[Shape]:

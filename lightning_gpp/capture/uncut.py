@@ -1,0 +1,119 @@
+"""Modules that cannot be recorded: each becomes one operator, which calls the module and is never cut.
+
+What they compute depends on values, which a recording on fake tensors does not have: a mixture of experts sorts tokens,
+a packed sequence has lengths, LayerDrop draws. Only the shapes of their results are needed. Where fake tensors do not
+tell them, the module runs for real on made-up arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp._compat.torch import FakeTensor, pytree, unset_fake_temporarily
+from lightning_gpp.capture.isolate import private_copy
+from lightning_gpp.capture.recorder import Recorder, refusal, register_dataclasses
+from lightning_gpp.errors import CaptureError
+from lightning_gpp.runtime.random import undisturbed
+
+
+@dataclass(frozen=True)
+class UncutCall:
+    """The function of a recorded call of a module that is never cut; stages call the module itself."""
+
+    path: str
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise CaptureError(
+            f"{self.path!r} is never cut, and gets an argument that no stage can make: pass tensors, numbers and text."
+        )
+
+
+def keep_uncut(replica: nn.Module, original: nn.Module, uncut: Mapping[str, str], recorder: Recorder) -> None:
+    """Let these modules of a copy with fake parameters be recorded as one call each."""
+    for path in uncut:
+        part = replica.get_submodule(path)
+        call = _Uncut(path, part, original.get_submodule(path), recorder)
+        object.__setattr__(part, "forward", call)
+
+
+class _Uncut:
+    """Replaces the forward of a module while the step is recorded."""
+
+    def __init__(self, path: str, part: nn.Module, original: nn.Module, recorder: Recorder) -> None:
+        self._path, self._part, self._original, self._recorder = path, part, original, recorder
+        self._forward = part.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._recorder.paused:
+            return self._forward(*args, **kwargs)
+        run = lambda: self._result(args, kwargs)  # noqa: E731
+        held = self._recorder.states_of(self._part)
+        target = type(self._part).__name__
+        return self._recorder.record(UncutCall(self._path), target, args, kwargs, run, held=held)
+
+    def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with undisturbed():
+            with self._recorder.undone_on_error() as failed:
+                result = self._forward(*args, **kwargs)
+            if failed:
+                result = self._real(args, kwargs)
+        register_dataclasses(result)
+        self._check(result)
+        return result
+
+    def _real(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result on made-up values, as fake tensors of its shapes."""
+        devices = [leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        device = devices[0] if devices else torch.device("cpu")
+        with unset_fake_temporarily():
+            module = _with_values(self._original, _existing(device)).train(self._part.training)
+            self._recorder.add_states(module)
+            real_args, real_kwargs = pytree.tree_map(lambda leaf: _made_up(leaf, _existing(device)), (args, kwargs))
+            result = module(*real_args, **real_kwargs)
+        register_dataclasses(result)
+        return pytree.tree_map(lambda leaf: _fake(leaf, device), result)
+
+    def _check(self, result: Any) -> None:
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, bool | int | float):
+                raise refusal(
+                    f"the call of {self._path!r}",
+                    f"{type(self._part).__name__} cannot be cut and returns the number {leaf!r}, which would be frozen",
+                    "return a tensor",
+                )
+
+
+def _existing(device: torch.device) -> torch.device:
+    return device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
+
+
+def _with_values(module: nn.Module, device: torch.device) -> nn.Module:
+    """A copy on a device; tensors without memory get small random values."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        values = 0.02 * torch.randn(tensor.shape) if tensor.is_meta else tensor.detach()
+        values = values.to(device, tensor.dtype, copy=True)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+    return private_copy(module, memo)
+
+
+def _made_up(leaf: Any, device: torch.device) -> Any:
+    """Values that most modules accept: normally distributed numbers; ones, which are indices and lengths."""
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    if leaf.is_floating_point():
+        return torch.randn(leaf.shape, dtype=leaf.dtype, device=device).requires_grad_(leaf.requires_grad)
+    return torch.ones(leaf.shape, dtype=leaf.dtype, device=device)
+
+
+def _fake(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+    return empty.requires_grad_().clone() if leaf.requires_grad else empty

@@ -1,0 +1,32 @@
+"""A checkpoint as one file, as plain Lightning writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_gpp.checkpoints.atomic import being_written, locked, put, reason, synchronise
+from lightning_gpp.errors import CheckpointError
+
+
+def write_file(checkpoint: Any, path: Path) -> None:
+    """Save to a file, which is complete as soon as it has its name.
+
+    Raises:
+        CheckpointError: the file system is full, or does not allow it. Nothing new stays there.
+    """
+    try:
+        with being_written(path) as part, part.open("xb") as file, locked(part):
+            torch.save(checkpoint, file)
+            file.flush()
+            synchronise(part)
+            put(part, path)
+    except (OSError, RuntimeError) as error:
+        raise not_written(path, reason(error)) from error
+
+
+def not_written(path: Path, why: str) -> CheckpointError:
+    """The error for a checkpoint that cannot be written."""
+    return CheckpointError(f"The checkpoint {path} cannot be written: {why}. An older one of this name is as it was.")

@@ -1,0 +1,106 @@
+"""Saving in the background: a thread writes a copy in the host's memory while training goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_gpp._compat.torch import pytree
+
+
+class Saver:
+    """Runs one writing at a time.
+
+    Attributes:
+        background: whether writing goes on in a thread; otherwise it ends before the next line of the program.
+    """
+
+    def __init__(self, background: bool) -> None:
+        self.background = background
+        self._staging = Staging()
+        self._writing: _Writing | None = None
+        self._afterwards: list[Callable[[], None]] = []
+
+    def staged(self, checkpoint: Any) -> Any:
+        """The checkpoint as it is now, which nothing changes while it is written."""
+        return self._staging.copied(checkpoint) if self.background else checkpoint
+
+    def run(self, write: Callable[[], None]) -> None:
+        """Write, after the end of the writing before. Its error is raised here."""
+        self.wait()
+        if not self.background:
+            write()
+            return
+        self._writing = _Writing(write)
+        self._writing.start()
+
+    def afterwards(self, action: Callable[[], None]) -> None:
+        """Run an action that may lose older checkpoints, after the current writing has succeeded."""
+        if self._writing is None:
+            action()
+        else:
+            self._afterwards.append(action)
+
+    def wait(self) -> None:
+        """Wait for the end of writing, and raise its error."""
+        writing, self._writing = self._writing, None
+        actions, self._afterwards = self._afterwards, []
+        if writing is None:
+            return
+        writing.join()
+        if writing.error is not None:
+            raise writing.error
+        for action in actions:
+            action()
+
+
+class _Writing(Thread):
+    """A thread that ends with its process: what it has not written by then is missing, and the older one is whole."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self._write = write
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:
+            self.error = error
+
+
+class Staging:
+    """The host's memory for a copy of a checkpoint, kept from one to the next: new memory costs more than the copy."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, list[Tensor]] = {}
+
+    def copied(self, checkpoint: Any) -> Any:
+        """A copy on the CPU, which is valid until the next one. Tensors that are the same one remain so."""
+        free, used = self._kept, defaultdict(list)
+        copies: dict[int, Any] = {}
+        for leaf in pytree.tree_leaves(checkpoint):
+            if isinstance(leaf, Tensor) and id(leaf) not in copies:
+                kind = _kind(leaf)
+                target = free[kind].pop() if free.get(kind) else _on_host(leaf)
+                target.copy_(leaf.detach())
+                used[kind].append(target)
+                copies[id(leaf)] = target
+        self._kept = dict(used)
+        return copy.deepcopy(checkpoint, copies)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    return tensor.shape, tensor.dtype, tensor.stride(), layout
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor.detach(), device="cpu", requires_grad=False)

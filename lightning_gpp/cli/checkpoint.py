@@ -1,0 +1,85 @@
+"""`gpp-checkpoint`: shows what is in a checkpoint, and converts between folders and files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
+from lightning_gpp.errors import ConfigError, GPPError
+
+NAME = "gpp-checkpoint"
+
+ABOUT = """\
+Shows and converts checkpoints. A checkpoint is a file, as plain Lightning writes it, or a folder, to which every
+process of a pipeline wrote its part (strategy.state_dict_type=sharded). Open only checkpoints that you trust: they are
+pickles.
+"""
+
+EXAMPLES = """\
+Examples:
+  gpp-checkpoint show last.ckpt
+      Epoch and step, tensors and bytes, the plan and the weight policy. Reads no tensors.
+  gpp-checkpoint convert last.ckpt plain.ckpt
+      A folder becomes a file for plain Lightning, with the optimizer's state; a file becomes a folder. Needs memory for
+      one tensor.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; a user's mistake ends it without a traceback."""
+    given = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+    try:
+        with interruptible():
+            given.task(given)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_CODE)
+    except GPPError as error:
+        print(f"{NAME}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(NAME, description=ABOUT, epilog=EXAMPLES, formatter_class=form)
+    tasks = parser.add_subparsers(required=True, metavar="show | convert")
+    show = tasks.add_parser("show", help="print what is in a checkpoint")
+    show.add_argument("path", metavar="PATH", help="a checkpoint, file or folder")
+    show.set_defaults(task=_show)
+    change = tasks.add_parser("convert", help="write a folder as a file, or a file as a folder")
+    change.add_argument("source", metavar="SRC", help="a checkpoint, file or folder")
+    change.add_argument("target", metavar="DST", help="the path of the new one, which must not exist")
+    change.set_defaults(task=_convert)
+    return parser
+
+
+def _show(given: argparse.Namespace) -> None:
+    from lightning_gpp.checkpoints.contents import contents  # takes a second to load, for which --help need not wait
+
+    _check_there(given.path)
+    described = contents(given.path)
+    width = max(map(len, described))
+    for name, text in described.items():
+        print(f"{name:<{width}}  {text}")
+
+
+def _convert(given: argparse.Namespace) -> None:
+    from lightning_gpp.checkpoints.convert import convert
+
+    _check_there(given.source)
+    if os.path.lexists(given.target):
+        raise ConfigError(f"{given.target} exists already. Remove it, or choose another name.")
+    convert(given.source, given.target)
+    print(f"{given.source} -> {given.target}")
+
+
+def _check_there(path: str) -> None:
+    if not Path(path).exists():
+        raise ConfigError(f"{path} does not exist. Give a checkpoint: runs/<name>/<date_time>/checkpoints/....ckpt.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""`gpp-init`: writes a starter project, which is a copy of `examples/starter` under another name."""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import shutil
+import sys
+from pathlib import Path
+
+from lightning_gpp.errors import ConfigError
+
+NAME = "starter"
+"""The name of the copied project, in the names of its files and in their text."""
+
+LEFT_OUT = ("runs", "__pycache__", ".pytest_cache")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="gpp-init",
+        description="Writes a project that trains at once: a LightningModule with two towers, made-up data, their "
+        "configuration, a test, and a script for SLURM. Replace the network and the data by yours.",
+    )
+    parser.add_argument("name", help="name of the project: of its folder, its Python package and its experiment")
+    try:
+        folder = create(parser.parse_args().name, Path.cwd())
+    except (ConfigError, OSError) as error:
+        print(f"gpp-init: {error}", file=sys.stderr)
+        sys.exit(1)
+    train = f"gpp-train --config-dir configs experiment={folder.name}"
+    print(f"{folder}/ is a project that trains: cd {folder.name} && {train}\nIts README.md tells what is where.")
+
+
+def create(name: str, parent: Path) -> Path:
+    """Write the project into a new folder `parent/name`, and return the folder.
+
+    Raises:
+        ConfigError: the name cannot be that of a Python package, or the folder exists.
+    """
+    if not name.isidentifier() or keyword.iskeyword(name) or name in sys.stdlib_module_names:
+        raise ConfigError(f"{name!r} cannot be the name of a Python package. Choose one such as my_project.")
+    folder = parent / name
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already. Choose another name, or move it away.")
+    source = _template()
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        relative = path.relative_to(source)
+        if not set(LEFT_OUT) & set(relative.parts):
+            target = folder / str(relative).replace(NAME, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(path.read_text(encoding="utf-8").replace(NAME, name), encoding="utf-8")
+            shutil.copymode(path, target)
+    return folder
+
+
+def _template() -> Path:
+    """The folder of the copied project: inside an installed package, among the examples of a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / NAME
+    return installed if installed.is_dir() else package.parent / "examples" / NAME
+
+
+if __name__ == "__main__":
+    main()

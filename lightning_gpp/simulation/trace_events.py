@@ -1,0 +1,184 @@
+"""Timelines as events of the Trace Event Format, for ui.perfetto.dev: one file for all devices, with their messages.
+
+Every device is a process with the threads `compute`, `receive from device n` and `collectives`, and a counter of
+memory. What a device waits for is an event in `compute`; an arrow (flow) leads from the action that sends to that which
+reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_gpp.schedules import Action, Kind, Program
+from lightning_gpp.simulation.timeline import Collective, Span, Timeline, Transfer
+
+Event = dict[str, Any]
+
+SHORT: Final = 0.99
+"""Share of an action after which its arrows leave: at its very end they would belong to what follows."""
+
+COLORS: Final = {
+    Kind.DATA: "grey",
+    Kind.FORWARD: "rail_response",
+    Kind.RECOMPUTE: "rail_idle",
+    Kind.BACKWARD: "rail_animation",
+    Kind.INPUT: "rail_load",
+    Kind.WEIGHT: "good",
+    Kind.UNSHARD: "yellow",
+    Kind.RESHARD: "white",
+    Kind.REDUCE: "olive",
+}
+"""Names that chrome://tracing knows; Perfetto derives colours from the names of events."""
+
+
+class TraceEvents:
+    """The events of timelines, each of one mini-batch of one pipeline."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._labels: dict[tuple[int, int | None], str] = {}
+        self._flows = count(1)
+
+    def add(
+        self,
+        timeline: Timeline,
+        *,
+        pipeline: int | None = None,
+        details: Mapping[str, Any] | None = None,
+        timed_transfers: bool = True,
+    ) -> None:
+        """Add a timeline; times become microseconds.
+
+        Args:
+            timeline: simulated or measured.
+            pipeline: its number if there are several; they have processes of their own.
+            details: entries of every action, such as the number of the mini-batch.
+            timed_transfers: the times of transfers are known; otherwise there are only arrows.
+        """
+        first = (pipeline or 0) * len(timeline.devices)
+        prefix = "" if pipeline is None else f"pipeline {pipeline}, "
+        for device, spans in enumerate(timeline.devices):
+            self._label(first + device, None, f"{prefix}device {device}")
+            self._label(first + device, 0, "compute")
+            for span in spans:
+                self._events.append(_action(timeline, span, first + device, details or {}))
+            held = timeline.held_bytes[device] if timeline.held_bytes else ()
+            self._events += (_counter(first + device, time, num_bytes) for time, num_bytes in held)
+        self._events += _waits(timeline, first)
+        placed = {(device, span.action): span for device, row in enumerate(timeline.devices) for span in row}
+        for transfer in timeline.transfers:
+            ends = placed[transfer.src, transfer.producer], placed[transfer.dst, transfer.consumer]
+            self._transfer(transfer, *ends, first, timed_transfers)
+        self._collectives(timeline, first)
+
+    @property
+    def events(self) -> list[Event]:
+        """Names of processes and threads, then all events by their times."""
+        names = [
+            _name("process_name" if thread is None else "thread_name", process, thread or 0, label)
+            for (process, thread), label in sorted(self._labels.items(), key=str)
+        ]
+        return [*names, *sorted(self._events, key=lambda event: event["ts"])]
+
+    def save(self, path: str | Path) -> None:
+        """Write the events as JSON."""
+        Path(path).write_text(json.dumps({"traceEvents": self.events, "displayTimeUnit": "ms"}))
+
+    def _label(self, process: int, thread: int | None, label: str) -> None:
+        self._labels[process, thread] = label
+
+    def _transfer(self, transfer: Transfer, producer: Span, consumer: Span, first: int, timed: bool) -> None:
+        """The message on the receiver's thread for the sender, and the arrow from action to action."""
+        src, dst, thread = first + transfer.src, first + transfer.dst, 1 + transfer.src
+        flow = {"name": "message", "cat": "message", "id": next(self._flows)}
+        leaves = producer.start + SHORT * (producer.stop - producer.start)
+        self._events.append({**flow, "ph": "s", "pid": src, "tid": 0, "ts": leaves * 1e6})
+        if timed:
+            self._label(dst, thread, f"receive from device {transfer.src}")
+            name = f"{transfer.producer} to {transfer.consumer}"
+            details = {"message": transfer.message, "bytes": transfer.num_bytes}
+            self._events.append({**_event(name, transfer, dst, thread, details), "cat": "transfer"})
+            self._events.append({**flow, "ph": "t", "pid": dst, "tid": thread, "ts": transfer.start * 1e6})
+        self._events.append({**flow, "ph": "f", "bp": "e", "pid": dst, "tid": 0, "ts": consumer.start * 1e6})
+
+    def _collectives(self, timeline: Timeline, first: int) -> None:
+        """Events of collectives, in a thread after those of the receives."""
+        thread = 1 + len(timeline.devices)
+        for operation, kind, entries in (
+            ("reduce gradients", Kind.REDUCE, timeline.reductions),
+            ("gather parameters", Kind.UNSHARD, timeline.all_gathers),
+        ):
+            for entry in entries:
+                name = f"{operation} of {timeline.stages[entry.stage]}"
+                for device in entry.devices:
+                    self._label(first + device, thread, "collectives")
+                    event = _event(name, entry, first + device, thread, {"stage": entry.stage})
+                    self._events.append({**event, **_style(kind)})
+
+
+def trace_of(timeline: Timeline) -> TraceEvents:
+    """The trace of a simulated timeline."""
+    trace = TraceEvents()
+    trace.add(timeline)
+    return trace
+
+
+def _action(timeline: Timeline, span: Span, process: int, details: Mapping[str, Any]) -> Event:
+    stage, kind = timeline.stages[span.action.stage], span.action.kind
+    event = _event(str(span.action), span, process, 0, {"stage": stage, "kind": kind.name, **details})
+    return {**event, **_style(kind)}
+
+
+def _waits(timeline: Timeline, first: int) -> Iterator[Event]:
+    """The gaps of devices that end when a message arrives, by the message that arrives last."""
+    arrivals: dict[tuple[int, Action], list[Transfer]] = defaultdict(list)
+    for transfer in timeline.transfers:
+        arrivals[transfer.dst, transfer.consumer].append(transfer)
+    for device, spans in enumerate(timeline.devices):
+        free = timeline.start
+        for span in spans:
+            last = max(arrivals[device, span.action], key=lambda transfer: transfer.stop, default=None)
+            if last is not None and span.start > free and last.stop > free:
+                name = f"wait for {last.producer} of device {last.src}"
+                gap = Span(span.action, free, span.start)
+                event = _event(name, gap, first + device, 0, {"message": last.message})
+                yield {**event, "cat": "wait", "cname": "black"}
+            free = max(free, span.stop)
+
+
+def _style(kind: Kind) -> dict[str, str]:
+    return {"cat": kind.name.lower(), "cname": COLORS[kind]}
+
+
+def _counter(process: int, time: float, num_bytes: float) -> Event:
+    return {"name": "memory", "ph": "C", "pid": process, "tid": 0, "ts": time * 1e6, "args": {"bytes": num_bytes}}
+
+
+def _event(
+    name: str, span: Span | Transfer | Collective, process: int, thread: int, details: Mapping[str, Any]
+) -> Event:
+    times = {"ts": span.start * 1e6, "dur": (span.stop - span.start) * 1e6}
+    return {"name": name, "ph": "X", "pid": process, "tid": thread, "args": dict(details), **times}
+
+
+def _name(label: str, process: int, thread: int, name: str) -> Event:
+    return {"name": label, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def with_messages(timeline: Timeline, program: Program) -> Timeline:
+    """A measured timeline with the messages of its program; as only actions are measured, they seem to take no time."""
+    stops = {(device, span.action): span.stop for device, row in enumerate(timeline.devices) for span in row}
+    transfers = []
+    for message in program.messages:
+        stop = stops.get((message.src, message.producer))
+        if message.src != message.dst and stop is not None and (message.dst, message.consumer) in stops:
+            ends = message.src, message.dst, message.producer, message.consumer
+            num_bytes = program.plan.edges[message.edge].bytes.at(message.stop - message.start)
+            transfers.append(Transfer(message.id, *ends, stop, stop, num_bytes))
+    return replace(timeline, transfers=tuple(transfers))

@@ -1,0 +1,211 @@
+"""Foreign tensors: the parameters and buffers of other ranks' stages, as they stand in this rank's module.
+
+A foreign tensor has shape, dtype, device and attributes of the real one, and no values. Hooks run on every rank, each
+on what the rank holds. So an operation that only has foreign operands is done by the rank that holds them, and here it
+gives another foreign tensor:
+
+    hook        for t, s in zip(teacher.parameters(), student.parameters()): t.mul_(0.9).add_(s, alpha=0.1)
+    rank 1      holds both: computes
+    rank 0      holds neither: nothing to do
+
+Whatever would need its values here raises an error that names the tensor: to read one, or to combine it with a
+tensor of this rank, except to change the foreign one by it. In user code that only one rank runs, that does, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp._compat.torch import pytree, schema_arguments, without_torch_function, wrapper
+from lightning_gpp.errors import ForeignTensorError
+
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
+_values: ContextVar[Mapping[str, Any] | None] = ContextVar("values", default=None)
+
+_READS: Final = {
+    *("item", "tolist", "numpy", "is_nonzero", "__bool__", "__int__", "__float__", "__index__", "__complex__"),
+    *("__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"),
+}
+_DEPENDS_ON_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """A parameter or buffer that is not here: its name, the stage that uses it, and the ranks that hold it."""
+
+    name: str
+    stage: str
+    ranks: frozenset[int]
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, sorted(self.ranks)))
+        return f"{self.name!r} (stage {self.stage!r}, rank {ranks})"
+
+
+class Foreign(Tensor):
+    """A tensor whose values are on other ranks.
+
+    Args:
+        outline: a tensor of the same shape and dtype; its values are not kept.
+        device: the device that it seems to be on.
+        origins: the parameters and buffers that it is, or was computed from.
+    """
+
+    origins: tuple[Whereabouts, ...]
+    is_meta = property(lambda self: True)
+
+    def __new__(cls, outline: Tensor, device: torch.device, origins: Sequence[Whereabouts]) -> Foreign:
+        tensor: Foreign = wrapper(cls, outline, device)
+        tensor.origins = tuple(dict.fromkeys(origins))
+        return tensor
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks that hold all of its origins."""
+        return frozenset.intersection(*(origin.ranks for origin in self.origins))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        origins = ", ".join(map(str, self.origins[:3]))
+        return f"foreign(shape={tuple(self.shape)}, dtype={self.dtype}, of {origins})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Foreign:
+        copied = foreign_like(self, self.device, self.origins)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = (_values.get() or {}).get(self.origins[0].name)
+        if not isinstance(value, Tensor) or value.is_meta or value.shape != self.shape:
+            raise _refusal("pickle", [self])
+        return (nn.Parameter(value, self.requires_grad) if _is_parameter(self) else value).__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Gradients are foreign, too; functions that would read memory outside of operators are refused here."""
+        name, attribute = getattr(func, "__name__", str(func)), getattr(func, "__self__", None)
+        if name in _READS:
+            raise _refusal(name, args[:1])
+        if name == "__get__" and attribute is Tensor.grad:
+            return _gradient_of(args[0])
+        if name == "__set__" and attribute in (Tensor.grad, Tensor.data):
+            return _set(func, *args)
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """The results of an operator, without values."""
+        leaves, structure = pytree.tree_flatten((args, kwargs or {}))
+        foreign = [leaf for leaf in leaves if isinstance(leaf, Foreign)]
+        name = func.overloadpacket.__name__
+        if _DEPENDS_ON_VALUES & set(func.tags):
+            raise _refusal(name, foreign)
+        _check(name, foreign, _written(func, args, kwargs or {}), leaves)
+        device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), foreign[0].device)
+        outlines = [_outline(leaf) for leaf in leaves]
+        known = {id(outline): leaf for outline, leaf in zip(outlines, leaves, strict=True)}
+        origins = [origin for tensor in foreign for origin in tensor.origins]
+
+        def answer(leaf: Any) -> Any:
+            return known.get(id(leaf), Foreign(leaf, device, origins)) if isinstance(leaf, Tensor) else leaf
+
+        args, kwargs = pytree.tree_unflatten(outlines, structure)
+        return pytree.tree_map(answer, func(*args, **kwargs))
+
+
+def foreign_like(tensor: Tensor, device: torch.device, origins: Sequence[Whereabouts]) -> Foreign:
+    """A foreign tensor for a real, empty or foreign one; a parameter for a parameter, with its attributes."""
+    foreign: Tensor = Foreign(tensor.detach(), device, origins)
+    if _is_parameter(tensor):
+        foreign = nn.Parameter(foreign, requires_grad=tensor.requires_grad)
+    vars(foreign).update(attributes_of(tensor), origins=tuple(origins))
+    return cast(Foreign, foreign)
+
+
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that users and libraries have set on a tensor."""
+    return {name: value for name, value in vars(tensor).items() if name != "origins"}
+
+
+@contextmanager
+def on_one_rank() -> Iterator[None]:
+    """Inside, user code runs that the other ranks do not run: they would not do what is left to them."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+@contextmanager
+def pickled_as(values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, foreign tensors are pickled as the values with their names."""
+    token = _values.set(values)
+    try:
+        yield
+    finally:
+        _values.reset(token)
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _gradient_of(tensor: Foreign) -> Foreign | None:
+    """A gradient is where its parameter is; whether there is one at the moment is not known here."""
+    return Foreign(tensor.detach(), tensor.device, tensor.origins) if tensor.requires_grad else None
+
+
+def _set(setter: Callable[[Tensor, Any], None], tensor: Foreign, value: Tensor | None) -> None:
+    """Set `grad` or `data`; only the type of the tensor can change here."""
+    if value is not None:
+        _check("=", [tensor], [tensor], [value])
+    if isinstance(value, Foreign) and value.dtype != tensor.dtype:
+        with without_torch_function():
+            setter(tensor, value)
+
+
+def _outline(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("meta")
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The operands that an operator changes."""
+    arguments = schema_arguments(func)
+    named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    changed = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, Tensor)]
+
+
+def _check(name: str, foreign: Sequence[Foreign], written: Sequence[Tensor], operands: Sequence[Any]) -> None:
+    """Refuse what no rank would do, or not all of it."""
+    here = [leaf for leaf in operands if isinstance(leaf, Tensor) and not leaf.is_meta]
+    left_to_others = bool(written) and all(isinstance(tensor, Foreign) for tensor in written) and not _alone.get()
+    apart = not frozenset.intersection(*(tensor.ranks for tensor in foreign))
+    if apart or any(map(_is_parameter, here)) or ((written or here) and not left_to_others):
+        raise _refusal(name, foreign)
+
+
+def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
+    origins = dict.fromkeys(origin for tensor in tensors for origin in tensor.origins)
+    named = ", ".join(map(str, [*origins][:2])) + (f" and {len(origins) - 2} more" if len(origins) > 2 else "")
+    where = "The step runs on this rank only" if _alone.get() else "Hooks run on every rank, each on what it holds"
+    return ForeignTensorError(
+        f"`{name}` needs values of {named}, which this rank does not hold. {where}. Keep parameters that meet "
+        "(an average of other weights, a norm of all) on one device: put their modules into one stage, or both stages "
+        "on the same device (strategy.stages, docs/capture.md). Skip those of other ranks by `if not p.is_meta`. Clip "
+        "by trainer.gradient_clip_val or self.clip_gradients, and get the norm of all gradients from "
+        "self.trainer.strategy.grad_norm(). Leave modules out of save_hyperparameters(ignore=[...]), and save by "
+        "trainer.save_checkpoint."
+    )

@@ -1,0 +1,33 @@
+"""The report of a run's plan, as a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_gpp.planning import Prediction
+from lightning_gpp.planning.problem.prediction import memory_limits
+from lightning_gpp.reports.page import RunRecord, report_html
+from lightning_gpp.training.engine import Engine
+from lightning_gpp.training.predicted import simulated
+from lightning_gpp.training.trace import TraceFile
+
+
+def write_report(
+    path: str | Path, engine: Engine, num_pipelines: int, trace: TraceFile | None, record: RunRecord | None
+) -> None:
+    """Write plan, simulated and measured timelines, and the figures of the run as one HTML file.
+
+    Raises:
+        PlanError: the machine has fewer devices than the plan.
+    """
+    machine = engine.machine()
+    prediction = Prediction(
+        plan=engine.plan,
+        num_pipelines=num_pipelines,
+        timeline=simulated(engine.plan, engine.graph, machine, num_pipelines),
+        memory_bytes=memory_limits(engine.plan, machine.cluster),
+    )
+    title = f"{type(engine.job.module).__name__} on {machine.cluster.name}"
+    measured = () if trace is None else trace.measured
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(report_html(prediction, title=title, measured=measured, run=record), encoding="utf-8")

@@ -1,0 +1,167 @@
+"""Compares the loss of undivided samples with that of the same samples in micro-batches, on one device.
+
+A pipeline averages (or sums) the losses of micro-batches. That is the loss of the mini-batch only if no sample depends
+on another and all count the same. It is not for contrastive losses, means over unmasked tokens, BatchNorm, batches that
+are cut along another dimension, ...
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp._compat.torch import BatchNorm
+from lightning_gpp.capture.batch import slice_batch
+from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.draws import Draws
+from lightning_gpp.runtime.stage import MicroBatch
+from lightning_gpp.stages.step import Invocation, StepRunner, loss_of
+from lightning_gpp.training.projections import distance, norms, projections
+
+log = logging.getLogger(__name__)
+
+SAMPLES: Final = 2
+"""Samples of each of the two micro-batches, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The losses of micro-batches, the sizes of these, and the projections and norm of the gradient of their loss."""
+
+    losses: list[float]
+    sizes: list[int]
+    gradient: Tensor
+    norm: float
+
+    @property
+    def sum(self) -> float:
+        return sum(self.losses)
+
+    @property
+    def mean(self) -> float:
+        return sum(loss * size for loss, size in zip(self.losses, self.sizes, strict=True)) / sum(self.sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutComparison:
+    """A few samples, undivided and in micro-batches.
+
+    Args:
+        module: a copy of the module, with its parameters.
+        step: the unsplit step of the module.
+        invocation: the call of the user's step.
+        batch: the samples.
+        total: their number.
+        size: samples of a micro-batch.
+        sums: whether losses of micro-batches are added instead of averaged.
+        tolerance: relative difference of the losses that rounding explains.
+    """
+
+    module: nn.Module
+    step: StepRunner
+    invocation: Invocation
+    batch: Any
+    total: int
+    size: int
+    sums: bool
+    tolerance: float
+
+    def warning(self) -> str:
+        """A warning with the difference and the remedy; empty if there is none."""
+        whole, parts = self._both()
+        if self._same(whole, parts):
+            return ""
+        rate = distance(parts.gradient, whole.gradient) / max(whole.norm, 1e-30)
+        kind = "sum" if self.sums else "mean"
+        return (
+            f"The loss of the first {self.total} samples is {whole.sum:.6g} undivided, and {self._loss(parts):.6g} as "
+            f"the {kind} over micro-batches of {self.size}; their gradients differ by {100 * rate:.3g} %. So training "
+            f"in micro-batches is not training on one device. {self._cause(whole, parts)} "
+            "strategy.self_check=false ends this comparison."
+        )
+
+    def _loss(self, parts: Result) -> float:
+        return parts.sum if self.sums else parts.mean
+
+    def _same(self, whole: Result, parts: Result) -> bool:
+        near = self._near(self._loss(parts), whole.sum)
+        return near and distance(parts.gradient, whole.gradient) <= 5 * self.tolerance * max(whole.norm, 1e-12)
+
+    def _near(self, actual: float, expected: float) -> bool:
+        return abs(actual - expected) <= self.tolerance * max(abs(actual), abs(expected))
+
+    def _cause(self, whole: Result, parts: Result) -> str:
+        if self._near(parts.mean if self.sums else parts.sum, whole.sum):
+            return f"This loss is a {'mean' if self.sums else 'sum'} over samples: set strategy.loss_reduction."
+        if self._differs_by_batch_norm():
+            return (
+                "BatchNorm normalises each micro-batch by itself: use larger micro-batches "
+                "(strategy.micro_batch_size), or a norm within samples."
+            )
+        return (
+            "Samples depend on each other or do not count the same (a contrastive loss, a mean over unmasked tokens), "
+            "or the first dimension of the batch does not count samples (let it be the first). Give the step the "
+            "undivided mini-batch by a stage {modules: ['@step'], micro_batch_size: <samples of a mini-batch>} in "
+            "strategy.stages, or divide the loss by the number of samples."
+        )
+
+    def _differs_by_batch_norm(self) -> bool:
+        parts = [part for part in self.module.modules() if isinstance(part, BatchNorm) and part.training]
+        for part in parts:
+            part.eval()
+        try:
+            return bool(parts) and self._same(*self._both())
+        finally:
+            for part in parts:
+                part.train()
+
+    def _both(self) -> tuple[Result, Result]:
+        draws = Draws(self.total)
+        with draws:
+            return self._run(draws, [(0, self.total)]), self._run(draws, self._micro_batches())
+
+    def _micro_batches(self) -> list[tuple[int, int]]:
+        starts = range(0, self.total, self.size)
+        return [(start, min(start + self.size, self.total)) for start in starts]
+
+    def _run(self, draws: Draws, parts: Sequence[tuple[int, int]]) -> Result:
+        self.module.zero_grad()
+        losses = []
+        for start, stop in parts:
+            with ExitStack() as stack, torch.enable_grad():
+                if len(parts) > 1:
+                    stack.enter_context(draws.share(start, stop))
+                losses.append(self._loss_of(start, stop, 1.0 if self.sums else (stop - start) / self.total))
+        gradient, norm = projections(self.module), torch.tensor(norms(self.module)).norm().item()
+        return Result(losses, [stop - start for start, stop in parts], gradient, norm)
+
+    def _loss_of(self, start: int, stop: int, weight: float) -> float:
+        self.step.begin(self.batch, self.invocation, seed=0)
+        loss = loss_of(self.step.whole(MicroBatch(0, start, stop, self.total)))
+        self.step.end()
+        (loss * weight).backward()
+        return loss.item()
+
+
+def few_samples(plan: Plan, batch: Any, batch_size: int) -> tuple[Any, int, int]:
+    """The samples to compare, their number, and that of a micro-batch; as many if the step's stage does not cut any."""
+    size = min(SAMPLES, plan.stages[plan.step_stage].micro_batch_size)
+    total = min(2 * size, batch_size) if plan.stages[plan.step_stage].micro_batch_size < batch_size else size
+    return slice_batch(batch, 0, total, batch_size), total, size
+
+
+def difference(comparison: CutComparison) -> str:
+    """The warning of a comparison; empty if there is nothing to compare, or the step fails on few samples."""
+    if comparison.total <= comparison.size:
+        return ""
+    try:
+        return comparison.warning()
+    except Exception as error:  # user code on fewer samples than it is written for, or draws that mix samples
+        log.info("The step was not compared with itself in micro-batches: %s: %s", type(error).__name__, error)
+        return ""

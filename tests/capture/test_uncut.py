@@ -1,0 +1,186 @@
+"""Modules that cannot be recorded are called whole: they compute the same, and the rest is cut as usual."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from lightning_gpp.capture import capture_step
+from lightning_gpp.errors import CaptureError
+from tests.capture import zoo
+from tests.capture.zoo import Base, linear
+from tests.stages.inprocess import assert_transparent, chain_of
+
+
+class Experts(nn.Module):
+    """Sends each sample to one of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = linear(8, 2), nn.ModuleList([linear(), linear()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, out = self.router(x).softmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (scores.argmax(-1) == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]) * scores[rows, number, None])
+        return out
+
+
+class Packed(nn.Module):
+    """A recurrence over sequences of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(2, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = 1 + (x[:, 0] > 0).long().cpu()
+        packed = pack_padded_sequence(x.view(-1, 4, 2), lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=4)[0].mean(1)
+
+
+class Dropped(nn.Module):
+    """Skips layers at random; the draws of a test have to repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([linear(), linear()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < 2.0:
+                x = layer(x).tanh()
+        return x
+
+
+class EarlyExit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = self.first(x)
+        if mask is not None and mask.any():
+            h = h * mask
+        return h if h.abs().mean() < 0.01 else self.second(h)
+
+
+class Jumps(nn.Module):
+    """Draws by Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if random.random() < 2.0 else x
+
+
+class Chain(Base):
+    stages = [["a"], ["middle"], ["b"]]
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.middle = middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.middle(self.a(x).tanh()))
+
+
+KINDS = [
+    (Experts, "nonzero|dynamic|Dynamic"),
+    (Packed, "pack|lengths|cpu|Data|data"),
+    (Dropped, "bool"),
+    (EarlyExit, "bool"),
+    (Jumps, "draws random numbers by other means than torch"),
+]
+
+
+@pytest.mark.parametrize(("kind", "reason"), KINDS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("micro_batch_size", [2, 4])
+def test_the_smallest_module_is_called_whole(kind: type[nn.Module], reason: str, micro_batch_size: int) -> None:
+    torch.manual_seed(0)
+    module = Chain(kind()).double()
+    captured = capture_step(module, zoo.batch())
+    assert list(captured.uncut) == ["middle"]
+    (operator,) = [operator for operator in captured.graph if operator.module == "middle"]
+    assert operator.target == kind.__name__
+    assert set(operator.parameters) == {name for name, _ in module.named_parameters() if name.startswith("middle.")}
+    assert operator.flops.at(8) > 0
+    assert operator.saved_bytes.at(8) > 0 or kind is Jumps  # keeps what the operator before it keeps
+    assert_transparent(module, captured, chain_of(captured, module.stages, micro_batch_size), zoo.batch())
+
+
+def test_reasons_name_the_line() -> None:
+    captured = capture_step(Chain(Experts()).double(), zoo.batch())
+    assert "test_uncut.py" in captured.uncut["middle"]
+
+
+class Nested(nn.Module):
+    """Returns a number that its experts computed: only the call around them can be one operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Counting()
+        self.outer = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, count = self.inner(x)
+        return self.outer(h) / (1 + count)
+
+
+class Counting(EarlyExit):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        return super().forward(x), int((x > 0).sum())
+
+
+def test_a_module_that_returns_a_number_is_called_with_the_one_around_it() -> None:
+    torch.manual_seed(0)
+    module = Chain(Nested()).double()
+    captured = capture_step(module, zoo.batch())
+    assert list(captured.uncut) == ["middle"]
+    assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
+
+
+def test_modules_without_memory() -> None:
+    with torch.device("meta"):
+        module = Chain(Experts()).double()
+    assert list(capture_step(module, zoo.batch()).uncut) == ["middle"]
+
+
+class Everything(Base):
+    """All parameters are in the module that cannot be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.a, self.b
+        self.net = Experts()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch["x"]), batch["y"])
+
+
+def test_a_model_in_one_piece_is_refused() -> None:
+    with pytest.raises(CaptureError, match="test_uncut.py"):
+        capture_step(Everything().double(), zoo.batch())
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[:, :3])
+
+
+def test_an_error_of_the_module_stays_one() -> None:
+    with pytest.raises(CaptureError, match="same reduction dim|shapes cannot be multiplied"):
+        capture_step(Chain(Broken()).double(), zoo.batch())

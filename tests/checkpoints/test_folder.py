@@ -1,0 +1,182 @@
+"""Checkpoint folders: written by all ranks or not at all, read in parts, and replaced without a moment without one."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_gpp.checkpoints import atomic
+from lightning_gpp.checkpoints.convert import convert, opened, ordinary
+from lightning_gpp.checkpoints.folder import is_folder, write_folder
+from lightning_gpp.checkpoints.layout import dumped
+from lightning_gpp.checkpoints.stored import Folder
+from lightning_gpp.errors import CheckpointError
+from tests.checkpoints.differences import differences
+from tests.distributed import run_distributed
+
+Tree = dict[str, Any]
+
+
+def write(path: Path, number: int) -> None:
+    write_folder({"model": {"w": torch.full((3,), number)}}, dumped({"number": number}), path, None)
+
+
+def visible(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_takes_the_place_of_a_folder_a_file_and_a_link(
+    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:  # as on network file systems
+        monkeypatch.setattr(atomic, "exchange", lambda one, other: False)
+    path = tmp_path / "last.ckpt"
+    for number in range(2):
+        write(path, number)
+        assert ordinary(path)["number"] == number
+    convert(path, tmp_path / "file.ckpt")
+    path.rename(tmp_path / "target.ckpt")
+    for target in (tmp_path / "file.ckpt", path):
+        path.unlink(missing_ok=True)
+        path.symlink_to("target.ckpt")
+        write(target, 7)
+        assert ordinary(target)["number"] == 7
+    assert ordinary(tmp_path / "target.ckpt")["number"] == 1
+    assert visible(tmp_path) == ["file.ckpt", "last.ckpt", "target.ckpt"]
+
+
+def test_between_two_renames_the_previous_folder_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    write(path, 1)
+    (tmp_path / ".saving").mkdir()
+    path.rename(tmp_path / ".saving" / "last.ckpt.previous")
+    assert is_folder(path)
+    assert opened(path)["number"] == 1
+    write(path, 2)
+    assert visible(tmp_path) == ["last.ckpt"]
+
+
+def test_what_was_left_is_removed_but_not_what_is_being_written(tmp_path: Path) -> None:
+    for name in ("killed.ckpt", "written.ckpt", "other.ckpt.previous"):
+        (tmp_path / ".saving" / name).mkdir(parents=True)
+    with atomic.locked(tmp_path / ".saving" / "written.ckpt") as mine:
+        assert mine
+        write(tmp_path / "last.ckpt", 1)
+    assert visible(tmp_path) == [".saving", "last.ckpt"]
+    assert visible(tmp_path / ".saving") == ["other.ckpt.previous", "written.ckpt"]
+
+
+def test_half_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path / "last.ckpt", 1)
+    (tmp_path / "last.ckpt" / ".metadata").unlink()
+    with pytest.raises(
+        CheckpointError, match="last.ckpt is not a whole checkpoint: a folder needs the files .metadata"
+    ):
+        Folder(tmp_path / "last.ckpt")
+
+
+def test_a_removed_checkpoint_loses_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "last.ckpt", 1)
+    removed = []
+    monkeypatch.setattr(atomic, "discard", removed.append)
+    atomic.remove(tmp_path / "last.ckpt")
+    assert visible(tmp_path) == [".saving"]
+    assert removed[-1] == tmp_path / ".saving" / "last.ckpt"
+
+
+# -- full disks -------------------------------------------------------------------------------------------------------
+
+
+def write_too_much(rank: int, path: Path, limit: int) -> str:
+    """Rank 1 has too little room."""
+    if limit and rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        write_folder({"model": {f"w{rank}": torch.ones(1 << 20)}}, dumped({}), path, dist.group.WORLD)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_cannot_write_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    write(path, 1)
+    messages = run_distributed(2, write_too_much, path, 1 << 16)
+    expected = (
+        f"The checkpoint {path} cannot be written: File too large (rank 1). An older one of this name is as it was."
+    )
+    assert messages == [expected, expected]
+    assert ordinary(path)["number"] == 1
+    assert visible(tmp_path) == ["last.ckpt"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(small_disk: Path) -> None:
+    path = small_disk / "last.ckpt"
+    write(path, 1)
+    for message in run_distributed(2, write_too_much, path, 0):
+        assert f"The checkpoint {path} cannot be written: No space left on device" in message
+    assert ordinary(path)["number"] == 1
+    assert visible(small_disk) == ["last.ckpt"]
+
+
+# -- conversion -------------------------------------------------------------------------------------------------------
+
+
+def lightning_file(path: Path) -> Tree:
+    """A file as plain Lightning writes it, whose optimizer knows parameters by number, with values of all kinds."""
+    weight = torch.randn(5, 4, dtype=torch.float64)
+    state = {0: {"step": torch.tensor(3.0), "exp_avg": weight.clone()}, 2: {"buffers": [torch.ones(2)], "note": None}}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}, {"lr": 0.2, "betas": (0.9, 0.9), "params": [2]}]
+    without = {"state": {}, "param_groups": [{"params": [0]}]}
+    checkpoint = {
+        "epoch": 1,
+        "global_step": 7,
+        "state_dict": {"b.weight": weight, "a.bias": torch.ones(3, dtype=torch.bfloat16), "empty": torch.ones(0)},
+        "optimizer_states": [
+            {"state": state, "param_groups": groups},
+            without,
+        ],
+        "callbacks": {"Some": {"best": torch.ones(())}},
+    }
+    torch.save(checkpoint, path)
+    return checkpoint
+
+
+def test_a_file_becomes_a_folder_and_a_file_again(tmp_path: Path) -> None:
+    checkpoint = lightning_file(tmp_path / "plain.ckpt")
+    convert(tmp_path / "plain.ckpt", tmp_path / "folder.ckpt")
+    convert(tmp_path / "folder.ckpt", tmp_path / "again.ckpt")
+    assert is_folder(tmp_path / "folder.ckpt")
+    again = torch.load(tmp_path / "again.ckpt")
+    assert not list(differences({key: again[key] for key in checkpoint}, checkpoint))
+    assert again.keys() - checkpoint.keys() == {"gpp"}
+
+
+def test_a_hook_may_change_a_state_dict_before_it_is_read(tmp_path: Path) -> None:
+    lightning_file(tmp_path / "plain.ckpt")
+    convert(tmp_path / "plain.ckpt", tmp_path / "folder.ckpt")
+    state = opened(tmp_path / "folder.ckpt")["state_dict"]
+    state["new"] = state.pop("a.bias")
+    assert list(state) == ["b.weight", "empty", "new"]
+    assert state["new"].tolist() == [1, 1, 1]
+    assert state.outline("b.weight").shape == (5, 4)

@@ -1,0 +1,56 @@
+"""`gpp-init` writes a project that trains, is planned and passes its own test."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_gpp.cli.init import create
+from lightning_gpp.errors import ConfigError
+from tests.cli.commands import ROOT, command
+
+
+@pytest.mark.timeout(180)
+def test_the_project_trains_and_passes_its_test(tmp_path: Path) -> None:
+    result = command("init", "my_project", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (line,) = re.findall(r"cd my_project && gpp-train (.*)", result.stdout)
+    project = tmp_path / "my_project"
+    short = ("trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1")
+    trained = command("train", *line.split(), *short, cwd=project, timeout=100)
+    assert trained.returncode == 0, trained.stderr
+    assert next((project / "runs" / "my_project").glob("*/checkpoints/last.ckpt")).is_file()
+    tested = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert tested.returncode == 0, tested.stdout
+
+
+def test_nothing_of_the_copied_name_is_left(tmp_path: Path) -> None:
+    project = create("mine", tmp_path)
+    files = [path for path in project.rglob("*") if path.is_file()]
+    assert {path.relative_to(project).parts[0] for path in files} >= {"mine", "configs", "tests", "train.sbatch"}
+    assert not [path for path in files if "starter" in str(path.relative_to(project)) or "starter" in path.read_text()]
+
+
+@pytest.mark.parametrize("name", ["my-project", "class", "json", "../mine", ""])
+def test_a_name_that_no_package_can_have(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be the name of a Python package"):
+        create(name, tmp_path)
+
+
+def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match="mine exists already"):
+        create("mine", tmp_path)

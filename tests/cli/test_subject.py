@@ -1,0 +1,73 @@
+"""gpp-plan builds a model without memory for its parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from gpp_examples.feature_towers import FeatureTowers
+from lightning_gpp.cli.subject import Step, captured
+from lightning_gpp.cli.target import built
+from lightning_gpp.graph import OperatorGraph
+from tests.cli.commands import composed
+
+
+class Huge(FeatureTowers):
+    """A network of 64 GB in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(96, 2**17), nn.Linear(2**17, 2**17), nn.Linear(2**17, 1))
+
+
+class Scaled(FeatureTowers):
+    """Its constructor and its step compute with values of its own tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = float(self.trunk[0].weight.norm())
+        self.table = torch.ones(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * self.gain * self.table.sum()
+
+
+def config_of(model: type) -> DictConfig:
+    config = composed("experiment=feature_towers", name="plan")
+    config.model = {"_target_": f"{__name__}.{model.__name__}"}
+    return config
+
+
+def step_of(config: DictConfig) -> Step:
+    return captured(config, built(config.strategy).options)
+
+
+def content(graph: OperatorGraph) -> list[Any]:
+    return [*graph.nx.nodes(data=True), *graph.nx.edges(data=True), graph.parameter_bytes, graph.buffer_bytes]
+
+
+def test_a_model_larger_than_memory_is_planned() -> None:
+    step = step_of(config_of(Huge))
+    assert {parameter.device.type for parameter in step.model.parameters()} == {"meta"}
+    assert sum(step.step.graph.parameter_bytes.values()) > 2**36
+
+
+@pytest.mark.parametrize("experiment", ["two_tower", "gpt_text"])
+def test_its_operators_are_those_of_the_model_in_memory(experiment: str) -> None:
+    config = composed(f"experiment={experiment}", name="plan")
+    lean = step_of(config)
+    config.strategy.costs = "measured"
+    assert {parameter.device.type for parameter in lean.model.parameters()} == {"meta"}
+    full = step_of(config)
+    assert {parameter.device.type for parameter in full.model.parameters()} == {"cpu"}
+    assert content(lean.step.graph) == content(full.step.graph)
+
+
+def test_a_model_that_reads_its_parameters_gets_them() -> None:
+    step = step_of(config_of(Scaled))
+    assert {parameter.device.type for parameter in step.model.parameters()} == {"cpu"}

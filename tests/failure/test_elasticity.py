@@ -1,0 +1,58 @@
+"""A run goes on with other numbers of processes: it plans for what there is, and keeps mini-batches and losses."""
+
+from __future__ import annotations
+
+import re
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.failure.pipeline_rank import processes_running
+from tests.failure.preempted import STAGES, as_torchrun_would, shuffled
+
+USR1 = signal.SIGUSR1
+ValuesByStep = dict[tuple[str, ...], list[float]]
+
+
+def run(folder: Path, world_size: int, *asked: Any, **more: Any) -> ValuesByStep:
+    """Train on from the newest checkpoint; the values that rank 0 printed, by what they are."""
+    with processes_running(folder, world_size, as_torchrun_would, str(folder), asked, more) as running:
+        running.wait(120)
+    expected = 128 + asked[1] if asked else 0
+    assert running.codes == [expected] * world_size, running.output()
+    return values(running.output(0))
+
+
+def values(output: str) -> ValuesByStep:
+    found: ValuesByStep = {}
+    for line in re.findall("^(?:trained|validated) .*$", output, re.MULTILINE):
+        numbers = re.findall(r"-?0x[\w.+-]+", line)
+        found[tuple(re.sub(r"-?0x[\w.+-]+", "", line).split())] = [float.fromhex(number) for number in numbers]
+    return found
+
+
+def assert_close(actual: ValuesByStep, expected: ValuesByStep) -> None:
+    assert list(actual) == list(expected)
+    for key, numbers in expected.items():
+        assert actual[key] == pytest.approx(numbers, rel=1e-12, abs=1e-12), key
+
+
+IN_PLACE: dict[str, dict[str, Any]] = {
+    "replicas of stages": {},
+    "pipelines": {"data": shuffled, "strategy": {"stages": STAGES[2], "mini_batch": "shared", "num_micro_batches": 2}},
+}
+"""What there are more of on more processes."""
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("more", IN_PLACE.values(), ids=IN_PLACE)
+def test_four_then_two_then_four_processes(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Also in the middle of an epoch of shuffled data."""
+    with tempfile.TemporaryDirectory() as folder:
+        undisturbed = run(Path(folder), 4, **more)
+    run(tmp_path, 4, 1, USR1, "step 4", **more)
+    run(tmp_path, 2, 0, USR1, "step 9", **more)
+    assert_close(run(tmp_path, 4, **more), undisturbed)

@@ -1,0 +1,97 @@
+"""Ranks that disagree end at set-up, on all of them, with the first difference, both values and the ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.failure.monitor import FailureMonitor
+from lightning_gpp.training.agreement import check_alike, text_of
+from tests.distributed import run_distributed
+from tests.strategy import harness
+from tests.strategy.harness import TwoTowers
+
+
+class Rate(TwoTowers):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * (1 + self.trainer.global_rank))
+
+
+class Groups(TwoTowers):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [parameter]} for parameter in self.parameters()]
+        return torch.optim.SGD(groups[: 4 + self.trainer.global_rank], lr=0.1)
+
+
+Fit = Callable[[int], object]
+
+
+def fit(
+    strategy: dict[str, Any] | None = None, module: type[TwoTowers] = TwoTowers, n: int = 16, **trainer: Any
+) -> None:
+    model = module().double()
+    harness.trainer(harness.strategy(**strategy or {}), devices=2, **trainer).fit(
+        model, harness.loader(n), harness.loader()
+    )
+
+
+CASES: dict[str, tuple[Fit, str]] = {
+    "option": (
+        lambda rank: fit({"num_micro_batches": 2 + 2 * rank}),
+        r"disagree on strategy.num_micro_batches: it is 2 on rank 0, but 4 on rank 1\.",
+    ),
+    "pipelines": (
+        lambda rank: fit({"stages": None, "num_pipelines": 2 if rank else None}),
+        r"disagree on strategy.num_pipelines: it is None on rank 0, but 2 on rank 1\.",
+    ),
+    "epochs": (lambda rank: fit(max_epochs=1 + rank), r"disagree on trainer.max_epochs: it is 1 on rank 0, but 2 on"),
+    "clipping": (
+        lambda rank: fit(gradient_clip_val=0.5 if rank else None),
+        r"disagree on trainer.gradient_clip_val: it is None on rank 0, but 0.5 on rank 1",
+    ),
+    "rate": (
+        lambda rank: fit(module=Rate),
+        r"disagree on 'lr' in group 0 of optimizer 0: it is 0.1 on rank 0, but 0.2",
+    ),
+    "groups": (lambda rank: fit(module=Groups), r"number of parameter groups of optimizer 0: it is 4 on rank 0, but 5"),
+    "length": (lambda rank: fit(n=16 + 8 * rank), r"number of training batches .*: it is 2 on rank 0, but 3 on rank 1"),
+}
+
+
+def refused(rank: int, name: str) -> str:
+    """The message on this rank, whose failure is not reported to the other: each has to find it by itself."""
+    FailureMonitor.report = lambda self, error: None  # type: ignore[method-assign]
+    with pytest.raises(ConfigError) as caught:
+        CASES[name][0](rank)
+    return str(caught.value)
+
+
+def each_refused(rank: int, names: list[str]) -> list[str]:
+    return [refused(rank, name) for name in names]
+
+
+def test_the_first_difference_is_named_on_all_ranks() -> None:
+    for messages in harness.run(2, each_refused, list(CASES)):
+        for message, (_, pattern) in zip(messages, CASES.values(), strict=True):
+            assert re.search(pattern, message), message
+
+
+def differences(rank: int) -> str:
+    check_alike({"a": "1", "b": text_of(object())})
+    with pytest.raises(ConfigError) as caught:
+        check_alike({"a": "1", "b": "long" * 100 if rank == 2 else "x", **({"c": "2"} if rank else {})})
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_addresses_do_not_count_and_values_are_shortened() -> None:
+    first, *others = run_distributed(4, differences)
+    assert others == [first] * 3
+    assert "disagree on b: it is x on ranks 0, 1, 3, but longlong" in first
+    assert len(first) < 700

@@ -1,0 +1,92 @@
+"""The self-check in real pipelines: what it accepts, what it refuses, and what it warns of."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from tests.strategy import harness
+from tests.strategy.harness import loader
+
+TWO = [{"modules": ["left"], "devices": [1]}, {"modules": ["head", "@step"], "devices": [0]}]
+REPLICATED = [{"modules": ["left"], "devices": [1, 2]}, {"modules": ["head", "@step"], "devices": [0]}]
+
+
+class ScaledOnOtherRanks(Function):
+    """The identity, with a gradient that depends on the rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * (1 + int(os.environ["LOCAL_RANK"]))
+
+
+class Wrong(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return ScaledOnOtherRanks.apply(super().forward(x))
+
+
+class Module(pl.LightningModule):
+    """A classifier with a loss of a given kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        middle = Wrong(6, 6) if kind == "wrong" else nn.BatchNorm1d(6) if kind == "BatchNorm" else nn.Dropout(0.4)
+        self.left = nn.Sequential(nn.Linear(4, 6), middle, nn.Tanh())
+        self.head = nn.Linear(6, 3)
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.head(self.left(batch[0]))
+        labels = batch[2].where(batch[0][:, 0] > 0, -100) if self.kind == "masked" else batch[2]
+        return F.cross_entropy(logits, labels, reduction="sum" if self.kind == "sum" else "mean")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def warnings_of(rank: int, kind: str, stages: Any, **options: Any) -> list[str]:
+    strategy = harness.strategy(stages=stages, num_micro_batches=2, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = harness.trainer(strategy, 1 + max(stages[0]["devices"]), max_epochs=1, limit_train_batches=1)
+        trainer.fit(Module(kind).double(), loader())
+    return [str(warning.message) for warning in caught if "undivided" in str(warning.message)]
+
+
+def warnings_of_all(rank: int) -> dict[str, list[str]]:
+    kinds = {"mean": {}, "sum": {"loss_reduction": "sum"}, "masked": {}}
+    found = {kind: warnings_of(rank, kind, TWO, **options) for kind, options in kinds.items()}
+    found["unfit"] = warnings_of(rank, "sum", TWO)
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_losses_in_a_pipeline() -> None:
+    first, second = harness.run(2, warnings_of_all, timeout=110.0)
+    assert first["mean"] == first["sum"] == second["masked"] == []
+    assert "do not count the same" in first["masked"][0]
+    assert "set strategy.loss_reduction" in first["unfit"][0]
+
+
+def test_a_wrong_gradient_is_refused_with_its_stage() -> None:
+    with pytest.raises(AssertionError, match=r"SelfCheckError: .*parameters differ, in stages \['left'\], first"):
+        harness.run(2, warnings_of, "wrong", TWO)
+
+
+def test_batch_norm_in_stage_replicas_is_checked_and_told() -> None:
+    told, *others = harness.run(3, warnings_of, "BatchNorm", REPLICATED)
+    assert "BatchNorm normalises each micro-batch by itself" in told[0]
+    assert others == [[], []]

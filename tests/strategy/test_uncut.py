@@ -1,0 +1,47 @@
+"""A mixture of experts and LayerDrop in a pipeline: called whole, on other ranks than the step, with live values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.test_uncut import Dropped, Experts
+from tests.strategy import harness
+from tests.strategy.harness import loader
+
+STAGES = [{"modules": ["first", "experts"], "devices": [1]}, {"modules": ["layers", "head", "@step"], "devices": [0]}]
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.experts, self.layers, self.head = nn.Linear(4, 8), Experts(), Dropped(), nn.Linear(8, 3)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head(self.layers(self.experts(self.first(batch[0]).tanh()))), batch[2])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def fit(rank: int, devices: int) -> list[float]:
+    module = Module().double()
+    strategy = harness.strategy(stages=STAGES) if devices > 1 else "auto"
+    harness.trainer(strategy, devices).fit(module, loader())
+    return module.losses
+
+
+def test_losses_equal_one_process() -> None:
+    (alone,) = harness.run(1, fit, 1)
+    for losses in harness.run(2, fit, 2):
+        assert losses == pytest.approx(alone, rel=1e-9)
