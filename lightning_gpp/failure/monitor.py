@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Final
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from lightning_gpp.errors import GPPError, PeerFailure
 from lightning_gpp.failure import torchrun
 from lightning_gpp.failure.handshake import Exchange, Listener, connect, exchange_through
+from lightning_gpp.failure.hangs import Activity, HangReports
 from lightning_gpp.failure.links import PeerLink
 from lightning_gpp.failure.processes import ProcessIdentity, exit_now
 from lightning_gpp.failure.watch import EXIT_CODE, Cause, Watcher
@@ -42,6 +42,8 @@ _END: Final = 60.0
 """Seconds for which rank 0 waits for the others at the end."""
 _HEARTBEATS: Final = 5
 """The time limit for the end of all ranks, divided by this, is the silence after which a rank counts as stopped."""
+_HANG: Final = 0.9
+"""Part of the time limit of collectives after which a rank that does not move is reported."""
 _SHORT: Final = 8
 """Innermost frames of a traceback that are sent to the other ranks."""
 
@@ -51,9 +53,10 @@ class FailureMonitor:
 
     `timeout`: seconds without a heartbeat after which a rank counts as stopped. It must exceed the longest time for
     which no thread of a rank runs (a C call that holds the interpreter's lock). None or 0: silence is not a failure
-    (for debuggers), but exceptions and ends of processes are. `describe` returns this rank's activity (`2F1,
-    training`); it is called from a thread and must be cheap. `exit_grace`: seconds for a failed rank to print its
-    traceback and end by itself, before it is ended. `patience`: seconds for all ranks to connect at the start.
+    (for debuggers), but exceptions and ends of processes are. `activity` says what this rank does (`2F1, training`).
+    `exit_grace`: seconds for a failed rank to print its traceback and end by itself, before it is ended. `patience`:
+    seconds for all ranks to connect at the start. `hang`: seconds in one activity after which all ranks report where
+    they are.
     """
 
     def __init__(
@@ -62,14 +65,15 @@ class FailureMonitor:
         rank: int,
         world_size: int,
         timeout: float | None = 12.0,
-        describe: Callable[[], str] = str,
+        activity: Activity | None = None,
         exit_grace: float = 5.0,
         patience: float = 60.0,
+        hang: float = float("inf"),
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout or 0.0
-        self._describe = describe
+        self._activity, self._hang = activity or Activity(), hang
         self._exit_grace = exit_grace
         self.patience = patience
         self._watcher: Watcher | None = None
@@ -79,15 +83,19 @@ class FailureMonitor:
 
     @classmethod
     def within(
-        cls, limit: timedelta, *, rank: int, world_size: int, describe: Callable[[], str] = str
+        cls, limit: timedelta, *, rank: int, world_size: int, activity: Activity, collectives: timedelta
     ) -> FailureMonitor:
-        """A monitor that ends all ranks within about `limit` after one of them failed."""
+        """A monitor that ends all ranks within about `limit` after one of them failed.
+
+        `collectives`: the time after which collectives give up; hangs are reported shortly before.
+        """
         seconds = limit.total_seconds()
         return cls(
             rank=rank,
             world_size=world_size,
             timeout=seconds / _HEARTBEATS,
-            describe=describe,
+            activity=activity,
+            hang=_HANG * collectives.total_seconds(),
             exit_grace=min(5.0, seconds / _HEARTBEATS),
             patience=max(_START, seconds),
         )
@@ -104,7 +112,8 @@ class FailureMonitor:
             rank=self.rank,
             links=self._connect(exchange or exchange_through()),
             timeout=self.timeout,
-            describe=self._describe,
+            activity=self._activity,
+            hangs=HangReports(self.rank, self.world_size, self._hang, self._activity.wait),
             exit_grace=self._exit_grace,
         )
         self._watcher.start()
@@ -160,7 +169,7 @@ class FailureMonitor:
             Cause(
                 rank=self.rank,
                 process=self._process,
-                action=self._describe(),
+                action=self._activity.describe(),
                 event=event,
                 reported=True,
                 traceback=trace,

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Final
 
 from lightning_gpp.failure import torchrun
+from lightning_gpp.failure.hangs import Activity, HangReports
 from lightning_gpp.failure.links import PeerLink, PeerMessage
 from lightning_gpp.failure.processes import ProcessIdentity, exit_now, forget_in_workers, say
 
@@ -22,6 +23,8 @@ EXIT_CODE: Final = 1
 _OTHERS_GRACE: Final = 1.0
 """Seconds for other ranks to end by themselves before rank 0 kills those on its host and ends, too."""
 
+_PAUSE: Final = 5.0
+"""Seconds without a tick after which this thread counts as having been stopped."""
 _STOPPED: Final = ("T", "t")
 _STARVED: Final = ("R", "S", "D")
 """States of a process that is there, and silent: it waits for a processor, for memory or for a disk."""
@@ -64,7 +67,14 @@ class Watcher(threading.Thread):
     """
 
     def __init__(
-        self, *, rank: int, links: dict[int, PeerLink], timeout: float, describe: Callable[[], str], exit_grace: float
+        self,
+        *,
+        rank: int,
+        links: dict[int, PeerLink],
+        timeout: float,
+        activity: Activity,
+        exit_grace: float,
+        hangs: HangReports,
     ) -> None:
         super().__init__(name="gpp-failure-monitor", daemon=True)
         self.rank = rank
@@ -75,7 +85,7 @@ class Watcher(threading.Thread):
         """On rank 0 the highest signal that asks the job to stop, received by any rank; 0 if there is none."""
         self._links = links
         self._timeout = timeout
-        self._describe = describe
+        self._describe, self._hangs = activity.describe, hangs
         self._exit_grace = exit_grace
         self._interval = min(max(timeout / 8, 0.05), 0.5)
         self._submitted: Cause | None = None
@@ -152,6 +162,7 @@ class Watcher(threading.Thread):
         self.stop_signal = max(self.stop_signal, message.get("stop", 0))
         if "cause" in message:
             self._adopt(Cause.of(message["cause"]))
+        self._hear_of_hangs(message)
 
     def _lose(self, link: PeerLink) -> None:
         self._selector.unregister(link.socket)
@@ -174,11 +185,15 @@ class Watcher(threading.Thread):
             action = self._action()
             for link in self._links.values():
                 link.send({"action": action})
+            self._look_for_hangs(action, now)
         if self._timeout:
             self._judge(now)
 
     def _forgive_own_pause(self, now: float) -> None:
         """Restart all waits after a pause of this thread, which may have missed messages."""
+        pause = now - self._last_tick - self._interval
+        if pause > _PAUSE:
+            self._hangs.forgive(pause)
         if self._timeout and now - self._last_tick > self._timeout / 2:
             for link in self._links.values():
                 link.heard = now
@@ -199,6 +214,31 @@ class Watcher(threading.Thread):
             return self._describe()
         except Exception as error:  # the watch must continue whatever the caller's description raises
             return f"unknown ({error!r})"
+
+    # --- hangs
+
+    def _look_for_hangs(self, action: str, now: float) -> None:
+        if self._hangs.is_due(action, now):
+            if self.rank == 0:
+                self._ask_all(now)
+            elif self._links:
+                self._links[0].send({"hangs": self.rank})
+        self._hangs.conclude_if_due(now)
+
+    def _hear_of_hangs(self, message: PeerMessage) -> None:
+        now = time.monotonic()
+        if "hangs" in message and self.rank == 0:
+            self._ask_all(now)
+        if "report" in message and self._links:
+            self._links[0].send({"answer": self._hangs.tell(now)})
+        if "answer" in message:
+            self._hangs.hear(message["answer"])
+
+    def _ask_all(self, now: float) -> None:
+        if self._hangs.begin(now):
+            for link in self._links.values():
+                link.send({"report": True})
+            self._hangs.hear(self._hangs.tell(now))
 
     # --- the end
 

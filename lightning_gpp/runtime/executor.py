@@ -19,6 +19,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from lightning_gpp.errors import add_note
+from lightning_gpp.failure.hangs import Wait
+from lightning_gpp.runtime.boundary import carried, describe_edge
 from lightning_gpp.runtime.compiler import Compiler, Lane, action_of
 from lightning_gpp.runtime.device_gradients import DeviceGradients
 from lightning_gpp.runtime.operations import DeviceState, Operation, State
@@ -28,7 +30,7 @@ from lightning_gpp.runtime.stage import DataSource, Slot, StageModule
 from lightning_gpp.runtime.transfers import Send, TransferLink
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.runtime.weights.interface import WeightPolicy
-from lightning_gpp.schedules.actions import Action
+from lightning_gpp.schedules.actions import COLLECTIVES, Action
 from lightning_gpp.schedules.program import Op, Program
 
 
@@ -52,6 +54,9 @@ class Executor:
 
     Attributes:
         timings: (action, start, stop) of the latest run, in seconds of `time.perf_counter`; empty without `trace`.
+        waits: (position of the instruction, seconds) of all waits for other devices in the latest run.
+        seconds: duration of the latest run.
+        is_running: whether a run is under way.
 
     Raises:
         ScheduleError, PlanError: the program does not fit the slots.
@@ -76,9 +81,11 @@ class Executor:
     ) -> None:
         self.program, self.device, self.pipeline = program, device, pipeline
         self.timings: list[tuple[Action, float, float]] = []
+        self.waits: list[tuple[int, float]] = []
+        self.seconds, self.is_running = 0.0, False
         tensors_on = torch_device or torch.device("cpu")
         self._state = DeviceState(program.plan.stages_on(device), tensors_on)
-        self._weights = weights
+        self._weights, self._slots, self._sharding = weights, slots, sharding
         self._unfinished: deque[Send] = deque()
         self._lanes = [self._lane(number, transport, tensors_on) for number in range(1 + program.lead)]
         self._compiler = Compiler(
@@ -97,6 +104,8 @@ class Executor:
         self._instructions = program.devices[device]
         self._ahead = program.ahead[device] if program.ahead else (0,) * len(self._instructions)
         self._position = 0
+        sends = enumerate(self._instructions)
+        self._position_of = {each.message: position for position, each in sends if each.op is Op.SEND}
         self._lead, self._own_lead = program.lead, program.lead_of(device)
         self._periods = [self._compiled(phase, trace) for phase in range(len(self._lanes))]
         self._hollow: list[list[Operation]] = []
@@ -129,12 +138,45 @@ class Executor:
 
     def describe(self) -> str:
         """The state of this device for messages: rank, stage and action."""
-        rank = f"rank {self.pipeline * self.program.plan.num_devices + self.device}"
+        rank = f"rank {self._rank(self.device)}"
         action = self.current_action
         if action is None:
             return rank
         operation = self._instructions[self._position].op.value
         return f"{rank}, stage {self.program.plan.stages[action.stage].name!r}, action {action} ({operation})"
+
+    def wait(self) -> Wait | None:
+        """The messages or ranks that this device may wait for now; None if it computes, or nothing runs."""
+        if not self.is_running or not self._instructions:
+            return None
+        return self.wait_at(self._position)
+
+    def wait_at(self, position: int) -> Wait | None:
+        """The messages or ranks for which an instruction waits; None if it computes."""
+        instruction = self._instructions[position]
+        if instruction.message is None:
+            return self._wait_for_replicas(action_of(self.program, instruction))
+        message = self.program.messages[instruction.message]
+        sends, plan = instruction.op is Op.SEND, self.program.plan
+        peer, edge = message.dst if sends else message.src, plan.edges[message.edge]
+        names = ", ".join(slot.name for slot in carried(edge, self._slots[message.edge], message.gradient))
+        kind = "gradients" if message.gradient else "tensors"
+        action = message.consumer if sends else message.producer
+        what = (
+            f"rank {self._rank(peer)} to {'take' if sends else 'send'} {kind} ({names}) of micro-batch "
+            f"{action.micro_batch}, samples [{message.start}, {message.stop}), on {describe_edge(plan, edge)}"
+        )
+        return Wait(what=what, ranks=(self._rank(peer),))
+
+    def _wait_for_replicas(self, action: Action) -> Wait | None:
+        if action.kind not in COLLECTIVES or self._sharding is None:
+            return None
+        stage = self.program.plan.stages[action.stage]
+        ranks = tuple(self._rank(device) for device in stage.devices if device != self.device)
+        return Wait(what=f"the other ranks that hold stage {stage.name!r}, in {action}", ranks=ranks)
+
+    def _rank(self, device: int) -> int:
+        return self.pipeline * self.program.plan.num_devices + device
 
     def run(
         self,
@@ -166,6 +208,8 @@ class Executor:
         """
         first, last = step if first is None else first, step + 1 if last is None else last
         self.timings.clear()
+        self.waits.clear()
+        start, self.is_running = time.perf_counter(), True
         try:
             with torch.set_grad_enabled(self.program.training):
                 self._enter(step, first, last, loss_weight * grad_scale)
@@ -178,6 +222,8 @@ class Executor:
             add_note(error, f"This happened on {self.describe()}.")
             self._drop()
             raise
+        finally:
+            self.is_running, self.seconds = False, time.perf_counter() - start
 
     def give_up(self, step: int, last: int) -> None:
         """Drop the mini-batches in the pipeline, from `step` to `last`: nothing is computed for them any more.
@@ -232,8 +278,13 @@ class Executor:
                 operations[position]()
 
     def _finish_sends(self) -> None:
+        if not self._unfinished:
+            return
+        start = time.perf_counter()
         while self._unfinished:
+            self._position = self._position_of[self._unfinished[0].message]
             self._unfinished.popleft().release()
+        self.waits.append((self._position, time.perf_counter() - start))
 
     def _compiled(self, phase: int, trace: bool, hollow: bool = False) -> list[Operation]:
         operations: list[Operation] = []
@@ -241,8 +292,20 @@ class Executor:
             operation = self._compiler.operation(position, instruction, phase, hollow=hollow)
             if trace and instruction.op is Op.COMPUTE:
                 operation = self._traced(action_of(self.program, instruction), operation)
+            elif instruction.op is Op.WAIT and not hollow:
+                operation = self._timed(position, operation)
             operations.append(operation)
         return operations
+
+    def _timed(self, position: int, operation: Operation) -> Operation:
+        note, clock = self.waits.append, time.perf_counter
+
+        def run() -> None:
+            start = clock()
+            operation()
+            note((position, clock() - start))
+
+        return run
 
     def _traced(self, action: Action, operation: Operation) -> Operation:
         name = str(action)

@@ -38,11 +38,11 @@ class TransferLink:
 
 
 class Send:
-    """Start sending a message; keep its tensors until they have arrived."""
+    """Start sending a message, whose id is `message`; keep its tensors until they have arrived."""
 
     def __init__(self, link: TransferLink, message: Message, slots: Sequence[Slot]) -> None:
         self._link, self._slots = link, slots
-        self._message, self._peer = message.id, message.dst
+        self.message, self._peer = message.id, message.dst
         self._tensors: Sequence[Tensor] = ()
         self._works: Sequence[Work] = ()
 
@@ -66,7 +66,7 @@ class Send:
         self._works = self._tensors = ()
 
     def _packed(self) -> list[Tensor]:
-        values, message = self._link.values, self._message
+        values, message = self._link.values, self.message
         tensors, values[message] = values[message], None
         pairs = zip(self._slots, tensors or (), strict=bool(tensors))
         return [self._encoded(slot, tensor.detach()) for slot, tensor in pairs if tensor is not None]
@@ -79,7 +79,7 @@ class DynamicSend(Send):
     """Send a message on a dynamic edge: the header goes first."""
 
     def _packed(self) -> list[Tensor]:
-        header = header_of(self._link.values[self._message] or ())
+        header = header_of(self._link.values[self.message] or ())
         return [header.to(self._link.device), *super()._packed()]
 
     def _encoded(self, slot: Slot, tensor: Tensor) -> Tensor:

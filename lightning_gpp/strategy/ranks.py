@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_gpp._compat.lightning import gather_over, reduce_over, set_rank_zero, subprocess_launcher
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.handshake import exchange_through_store
+from lightning_gpp.failure.hangs import Activity, Wait
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import release_from_parent
 from lightning_gpp.strategy.arguments import Arguments
@@ -135,7 +136,11 @@ class RanksStrategy(ParallelStrategy):
 
     def _monitored(self) -> FailureMonitor:
         return FailureMonitor.within(
-            self.options.failure_timeout, rank=self.global_rank, world_size=self.world_size, describe=self._describe
+            self.options.failure_timeout,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            activity=Activity(describe=self._describe, wait=self._wait),
+            collectives=self.options.timeout,
         )
 
     def _meet(self, environment: ClusterEnvironment, monitor: FailureMonitor) -> Control:
@@ -151,6 +156,12 @@ class RanksStrategy(ParallelStrategy):
     def _describe(self) -> str:
         engine = self._engine
         return "set-up" if engine is None else engine.describe()
+
+    def _wait(self) -> Wait | None:
+        engine, control = self._engine, self._control
+        if engine is not None:
+            return engine.wait()
+        return None if control is None else control.wait
 
     # -- what ranks tell each other -----------------------------------------------------------------------------------
 

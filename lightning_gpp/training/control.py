@@ -7,9 +7,11 @@ It uses gloo and CPU tensors on any accelerator, so that it never queues behind 
 from __future__ import annotations
 
 import pickle
+import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
+from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.runtime.mesh import CONTROL_BACKEND, Mesh
 
 UNDERWAY: Final = 256
@@ -24,6 +27,7 @@ UNDERWAY: Final = 256
 few mini-batches apart, with a handful of messages for each.
 """
 
+_TOGETHER: Final = "all ranks to come to the same point of the program"
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
 
@@ -33,6 +37,8 @@ class Control:
     Attributes:
         runs_step: whether this rank loads data and runs the user's step.
         step_rank: global rank that runs the user's step for this pipeline.
+        wait: what this rank waits for now.
+        waited: seconds of all waits so far for numbers of the step's rank.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -41,6 +47,8 @@ class Control:
         self.num_devices, self.num_pipelines = mesh.num_devices, mesh.num_pipelines
         self.pipeline, self.device = mesh.pipeline, mesh.device
         self.world, self._pipeline_group = mesh.control_group, mesh.pipeline_control_group
+        self.wait: Wait | None = None
+        self.waited = 0.0
         self._told: deque[tuple[Tensor, list[Any]]] = deque()
         self.runs_step = self.device == 0
         self.step_rank, *self._others = mesh.pipeline_ranks()
@@ -53,7 +61,7 @@ class Control:
         if self.num_devices > 1 and self.runs_step:
             self._tell(numbers.clone(), self._others, self._pipeline_group)
         elif self.num_devices > 1:
-            dist.recv(numbers, src=self.step_rank, group=self._pipeline_group)
+            self._receive_numbers(numbers, self.step_rank, self._pipeline_group)
         return numbers
 
     def sum_later(self, numbers: Tensor) -> dist.Work | None:
@@ -85,20 +93,40 @@ class Control:
         if self.rank == 0 and heads:
             self._tell(numbers, heads, self.world)
         elif self.runs_step and heads:
-            dist.recv(numbers, src=0, group=self.world)
+            self._receive_numbers(numbers, 0, self.world)
         return int(self.share(numbers))
+
+    def _receive_numbers(self, numbers: Tensor, src: int, group: dist.ProcessGroup) -> None:
+        start = time.perf_counter()
+        with self._waiting(f"numbers from rank {src}, which it sends before and after each step", src):
+            dist.recv(numbers, src=src, group=group)
+        self.waited += time.perf_counter() - start
+
+    @contextmanager
+    def _waiting(self, what: str, *ranks: int) -> Iterator[None]:
+        """Inside, this rank waits for others, by default for all."""
+        others = ranks or tuple(rank for rank in range(self.world_size) if rank != self.rank)
+        self.wait = Wait(what=what, ranks=others)
+        yield
+        self.wait = None
 
     def _tell(self, numbers: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         """Send numbers to other ranks, and keep them until they have arrived."""
         works = [dist.isend(numbers, rank, group=group) for rank in ranks]
         self._told.append((numbers, works))
         if len(self._told) > UNDERWAY:
-            for work in self._told.popleft()[1]:
-                work.wait()
+            with self._waiting("the other ranks to take its numbers"):
+                for work in self._told.popleft()[1]:
+                    work.wait()
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """Broadcast a picklable object from rank `src` to all ranks."""
-        return self._broadcast(value, src, self.world) if self.world_size > 1 else value
+        if self.world_size == 1:
+            return value
+        with self._waiting(
+            f"an object from rank {src}, or for those that take it", *([src] if src != self.rank else [])
+        ):
+            return self._broadcast(value, src, self.world)
 
     def _broadcast(self, value: Any, src: int, group: dist.ProcessGroup) -> Any:
         values = [value]
@@ -108,13 +136,15 @@ class Control:
     def gather(self, value: Any) -> list[Any]:
         """Gather the objects of all ranks on all ranks."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.world)
+        with self._waiting(_TOGETHER):
+            dist.all_gather_object(values, value, group=self.world)
         return values
 
     def unanimous(self, decision: bool, everyone: bool) -> bool:
         """True if all ranks (`everyone`), or any rank, decided yes."""
         yes = torch.tensor(int(decision))
-        dist.all_reduce(yes, dist.ReduceOp.MIN if everyone else dist.ReduceOp.MAX, group=self.world)
+        with self._waiting(_TOGETHER):
+            dist.all_reduce(yes, dist.ReduceOp.MIN if everyone else dist.ReduceOp.MAX, group=self.world)
         return bool(yes)
 
     def warn(self, text: str) -> None:
@@ -128,7 +158,8 @@ class Control:
         return self.mesh.groups("background", [ranks], CONTROL_BACKEND)[ranks]
 
     def barrier(self) -> None:
-        dist.barrier(group=self.world)
+        with self._waiting(_TOGETHER):
+            dist.barrier(group=self.world)
 
     def send_tree(self, tree: Any, dst: int) -> None:
         """Send a structure that contains tensors: its outline as an object, then the tensors."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.errors import ConfigError, GPPError, ShapeError
+from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.stages.step import Invocation
@@ -416,6 +417,14 @@ class Engine:
 
     def describe(self) -> str:
         """The activity of this rank, for messages."""
-        if self.current is None or self.current.latest is None:
+        session = self.current
+        if session is None or session.latest is None:
             return "set-up"
-        return f"{self.current.latest.describe()} of {self.current.capture.step}, mini-batch {self.num_steps}"
+        number = self.num_steps if session.training else self._evaluation.number
+        place = f"{session.latest.describe()} of {session.capture.step}, mini-batch {number}"
+        return place if session.latest.is_running else f"between steps, after {place}"
+
+    def wait(self) -> Wait | None:
+        """The ranks that this one waits for; None if it waits for none."""
+        running = None if self.current is None or self.current.latest is None else self.current.latest.wait()
+        return running or self.control.wait

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.failure.hangs import Activity
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.training.compiled import compiled_steps
 from lightning_gpp.training.engine import Engine
@@ -73,9 +74,16 @@ def initialize(
     options, given = options or Options(), [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     control = join(options, dist.get_rank(), dist.get_world_size())
     describe = lambda: "set-up" if engine is None else engine.describe()  # noqa: E731
+    wait = lambda: control.wait if engine is None else engine.wait()  # noqa: E731
     engine: Engine | None = None
-    limit, ranks = options.failure_timeout, {"rank": control.rank, "world_size": control.world_size}
-    with FailureMonitor.within(limit, **ranks, describe=describe), _with_step(module, step):
+    monitor = FailureMonitor.within(
+        options.failure_timeout,
+        rank=control.rank,
+        world_size=control.world_size,
+        activity=Activity(describe=describe, wait=wait),
+        collectives=options.timeout,
+    )
+    with monitor, _with_step(module, step):
         job = Job(
             module=module,
             control=control,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -56,7 +57,8 @@ def kill_once(folder: Path, mode: str, chance: random.Random) -> int:
     time.sleep(chance.uniform(0, 0.15))
     chance.shuffle(ranks)
     for process in ranks:
-        os.kill(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it may have failed because of the other one
+            os.kill(process.pid, signal.SIGKILL)
         time.sleep(chance.choice([0, 0.01]))
         process.join()
     while receiver.poll():

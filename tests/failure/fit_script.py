@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -40,6 +41,8 @@ def inject(fault: str) -> None:
         raise ValueError("the injected fault")
     if fault == "exit":
         os._exit(0)
+    if fault == "hang":
+        threading.Event().wait()
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
 
 
@@ -100,6 +103,7 @@ def fit(folder: str, world_size: int, callbacks: list[L.Callback] | None = None)
             num_micro_batches=MICRO_BATCHES,
             weights=os.environ.get("WEIGHTS", "synchronous"),
             failure_timeout=FAILURE_TIMEOUT,
+            timeout=float(os.environ.get("TIMEOUT", "1800")),
             self_check=False,
         ),
         accelerator="cpu",

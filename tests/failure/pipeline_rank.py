@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_gpp.failure.hangs import Activity
 from lightning_gpp.failure.monitor import FailureMonitor
 from tests import distributed
 
@@ -67,7 +68,7 @@ def run_body(rank: int, world_size: int, port: int, timeout: float | None, body:
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        describe=lambda: f"step {state[0].step}" if state else "start",
+        activity=Activity(describe=lambda: f"step {state[0].step}" if state else "start"),
     )
     with monitor:
         state.append(Rank(rank, world_size, monitor))
