@@ -5,7 +5,9 @@ Messages of a directed pair match by order alone, as NCCL requires.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
@@ -47,12 +49,26 @@ class Transport(Protocol):
 
 
 def pairs_of(plan: Plan) -> tuple[Pair, ...]:
-    """All directed pairs of devices between which any program of the plan may send, in sorted order."""
+    """All directed pairs of devices between which a training program of the plan may send, in sorted order.
+
+    Values go along an edge; gradients come back where it is differentiable.
+    """
     pairs: set[Pair] = set()
     for edge in plan.edges:
-        for src in plan.devices_of(edge.src):
-            pairs.update((src, dst) for dst in plan.devices_of(edge.dst) if src != dst)
-    return tuple(sorted(pairs | {(dst, src) for src, dst in pairs}))
+        for src, dst in itertools.product(plan.devices_of(edge.src), plan.devices_of(edge.dst)):
+            pairs.update([(src, dst), (dst, src)] if edge.differentiable else [(src, dst)])
+    return tuple(sorted((src, dst) for src, dst in pairs if src != dst))
+
+
+@dataclass(frozen=True, slots=True)
+class _Channel:
+    """One direction between this rank and a device: a process group, the peer's number in it, and whether tensors are
+    copied to host memory for it.
+    """
+
+    group: dist.ProcessGroup
+    peer: int
+    staged: bool = False
 
 
 class DistributedTransport:
@@ -60,14 +76,16 @@ class DistributedTransport:
 
     On NCCL every directed pair has a process group of its own, so that one direction never waits for the other. Each is
     used once here, in sorted order, because NCCL connects at the first use and blocks until the peer does so, too. gloo
-    has no such restriction, so one group serves all pairs. CUDA tensors over gloo go through host memory. All ranks
-    construct it together, with the same pairs.
+    has no such restriction, so one group serves all pairs. It also serves pairs that were not named here, which an
+    evaluation may have whose data flow is not that of training. CUDA tensors over gloo go through host memory. All
+    ranks construct it together, with the same pairs.
 
     Args:
         mesh: the mesh of the ranks.
         pairs: directed pairs of devices, the same for every pipeline (see `pairs_of`).
         device: the device of this rank's tensors.
         backend: "nccl" or "gloo"; by default the mesh's.
+        own_groups: whether the pairs have groups of their own; by default on all backends but gloo.
         purpose: a transport may take over the groups of one with the same purpose that is not used any more.
 
     Transports of one mesh never get each other's messages: over gloo each has a tag of its own, on NCCL groups of its
@@ -81,43 +99,37 @@ class DistributedTransport:
         *,
         device: torch.device | None = None,
         backend: str | None = None,
+        own_groups: bool | None = None,
         purpose: str = "",
     ) -> None:
         self._tag = mesh.new_tag()
         self._purpose = purpose or f"transport {self._tag}"
         self._device = device or torch.device("cpu")
         self._backend = backend or mesh.backend
-        self._staged = self._device.type == "cuda" and self._backend == "gloo"
-        self._outgoing: dict[int, tuple[dist.ProcessGroup, int]] = {}
-        self._incoming: dict[int, tuple[dist.ProcessGroup, int]] = {}
-        if self._backend == "gloo":
-            self._share_group(mesh)
-        else:
+        self._outgoing = self._shared(mesh)
+        self._incoming = dict(self._outgoing)
+        if self._backend != "gloo" if own_groups is None else own_groups:
             self._connect(mesh, sorted(set(pairs)))
 
     def send(self, tensor: Tensor, device: int) -> Work:
         if not tensor.numel():
             return _DONE
-        group, peer = self._outgoing[device]
-        wire = _wire(tensor.contiguous())
-        return group.send([wire.cpu() if self._staged else wire], peer, self._tag)
+        channel, wire = self._outgoing[device], _wire(tensor.contiguous())
+        return channel.group.send([wire.cpu() if channel.staged else wire], channel.peer, self._tag)
 
     def receive(self, buffer: Tensor, device: int) -> Work:
         if not buffer.numel():
             return _DONE
-        group, peer = self._incoming[device]
-        wire = _wire(buffer)
-        if not self._staged:
-            return group.recv([wire], peer, self._tag)
+        channel, wire = self._incoming[device], _wire(buffer)
+        if not channel.staged:
+            return channel.group.recv([wire], channel.peer, self._tag)
         host = torch.empty_like(wire, device="cpu")
-        return _Staged(group.recv([host], peer, self._tag), host, wire)
+        return _Staged(channel.group.recv([host], channel.peer, self._tag), host, wire)
 
-    def _share_group(self, mesh: Mesh) -> None:
-        group = mesh.pipeline_group
-        if mesh.backend != "gloo":
-            group = mesh.pipeline_control_group
-        for device in range(mesh.num_devices):
-            self._outgoing[device] = self._incoming[device] = (group, device)
+    def _shared(self, mesh: Mesh) -> dict[int, _Channel]:
+        """Channels to all devices in one group over gloo, which connects a pair when it is used."""
+        staged = self._device.type == "cuda"
+        return {device: _Channel(mesh.pipeline_control_group, device, staged) for device in range(mesh.num_devices)}
 
     def _connect(self, mesh: Mesh, pairs: list[Pair]) -> None:
         """Create the groups in one round per direction, because both directions of a pair have the same ranks."""
@@ -125,10 +137,10 @@ class DistributedTransport:
             ranks = [(mesh.global_rank(src, p), mesh.global_rank(dst, p)) for p in range(mesh.num_pipelines)]
             for (first, second), group in mesh.groups(f"{self._purpose}: {src} to {dst}", ranks, self._backend).items():
                 if mesh.rank == first:
-                    self._outgoing[dst] = (group, dist.get_group_rank(group, second))
+                    self._outgoing[dst] = _Channel(group, dist.get_group_rank(group, second))
                     self.send(torch.zeros(1, device=self._device), dst).wait()
                 else:
-                    self._incoming[src] = (group, dist.get_group_rank(group, first))
+                    self._incoming[src] = _Channel(group, dist.get_group_rank(group, first))
                     self.receive(torch.zeros(1, device=self._device), src).wait()
 
 

@@ -279,10 +279,8 @@ def _announce(job: Job, captured: Capture | Declared, plan: Plan) -> None:
 
 
 def _connect(job: Job, plan: Plan, purpose: str) -> DistributedTransport:
-    """One transport for all sessions; device 0 is connected to all others, because evaluation may need it."""
-    devices = range(1, job.control.num_devices)
-    pairs = {*pairs_of(plan), *((0, device) for device in devices), *((device, 0) for device in devices)}
-    return DistributedTransport(job.control.mesh, pairs, device=job.device, purpose=purpose)
+    """One transport for all sessions of a purpose, connected as training needs it."""
+    return DistributedTransport(job.control.mesh, pairs_of(plan), device=job.device, purpose=purpose)
 
 
 def _place_parameters(job: Job, captured: Capture | Declared, plan: Plan) -> Layout:

@@ -48,9 +48,11 @@ def test_number_of_processes_must_fit() -> None:
     run_distributed(2, _wrong_size)
 
 
-def test_pairs_are_those_of_the_edges_in_both_directions() -> None:
+def test_pairs_are_those_of_the_edges_and_of_the_gradients_that_come_back() -> None:
     assert pairs_of(towers(2, 1, 4)) == ((0, 1), (0, 2), (1, 0), (2, 0))
     assert pairs_of(plan_of([(0, 1)], [1, 1], 4, devices=[(0, 1), (0,)])) == ((0, 1), (1, 0))
+    chain = plan_of([(0, 1), (1, 2)], [1, 1, 1], 4, data=True)
+    assert pairs_of(chain) == ((0, 1), (0, 2), (1, 0), (1, 2), (2, 1))  # data go from 0 to 2, and no gradients back
 
 
 def _tensors() -> list[Tensor]:
@@ -59,10 +61,12 @@ def _tensors() -> list[Tensor]:
     return [*kinds, torch.tensor(3.5), torch.tensor(1j), torch.empty(0, 5), whole.double().t(), whole[:, 1:3]]
 
 
-def _exchange(rank: int) -> list[Tensor]:
+def _exchange(rank: int, own_groups: bool, pairs: list[tuple[int, int]]) -> list[Tensor]:
     """Everything at once in both directions, pipeline 1 beside pipeline 0; sends are waited for last."""
     mesh = Mesh(2, 2, rank)
-    transport = DistributedTransport(mesh, [(0, 1), (1, 0)])
+    before = len(mesh._groups)
+    transport = DistributedTransport(mesh, pairs, own_groups=own_groups)
+    assert len(mesh._groups) - before == own_groups * 2 * len(pairs)
     buffers = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in _tensors()]
     receives = [transport.receive(buffer, 1 - mesh.device) for buffer in buffers]
     sends = [transport.send(tensor, 1 - mesh.device) for tensor in _tensors()]
@@ -72,7 +76,12 @@ def _exchange(rank: int) -> list[Tensor]:
     return buffers
 
 
-def test_every_kind_of_tensor_arrives_in_order() -> None:
-    for received in run_distributed(4, _exchange):
+@pytest.mark.parametrize(
+    ("own_groups", "pairs"),
+    [(False, [(0, 1), (1, 0)]), (True, [(0, 1), (1, 0)]), (True, [(0, 1)])],
+    ids=["one group", "a group for each pair", "a pair without a group"],
+)
+def test_every_kind_of_tensor_arrives_in_order(own_groups: bool, pairs: list[tuple[int, int]]) -> None:
+    for received in run_distributed(4, _exchange, own_groups, pairs):
         for tensor, expected in zip(received, _tensors(), strict=True):
             assert torch.equal(tensor, expected)
