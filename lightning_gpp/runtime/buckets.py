@@ -68,7 +68,7 @@ class Bucket:
     def _flags(self) -> Tensor:
         present = [float(parameter.grad is not None) for parameter in self.named.values()]
         first = next(iter(self.named.values()))
-        return torch.tensor(present, dtype=first.dtype, device=first.device)
+        return torch.tensor(present, dtype=first.dtype).to(first.device, non_blocking=True)
 
     def _elements(self, name: str) -> Tensor:
         grad = self.named[name].grad

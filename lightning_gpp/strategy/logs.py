@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Number
@@ -60,7 +61,7 @@ class Values:
 
     def combined(self, reduction: str) -> tuple[Tensor, int]:
         values = torch.stack([value.detach().to(torch.float64).reshape(()) for value in self.values])
-        samples = torch.tensor(self.samples, dtype=torch.float64, device=values.device)
+        samples = torch.tensor(self.samples, dtype=torch.float64).to(values.device, non_blocking=True)
         return _combine(values, samples, reduction), sum(self.samples)
 
 
@@ -184,10 +185,15 @@ class LogExchange:
         self.control, self.device = control, device
         self._known: dict[int, tuple[Call, ...]] = {}
 
-    def exchange(self, recorder: LogRecorder | None, extra: Sequence[float]) -> tuple[tuple[Call, ...], list[float]]:
-        """Share calls and values: `extra`, then value and samples of each call. `recorder`: of the step's rank."""
+    def exchange(
+        self, recorder: LogRecorder | None, extra: Sequence[float], results: Sequence[Tensor] = ()
+    ) -> tuple[tuple[Call, ...], list[float]]:
+        """Share calls and values: `extra` and `results`, then value and samples of each call.
+
+        The tensors are read once, all together, since reading waits for their device. `recorder`: of the step's rank.
+        """
         calls = () if recorder is None else tuple(recorder.calls)
-        values = [*extra] if recorder is None else [*extra, *_flat(recorder)]
+        values = [*extra] if recorder is None else [*extra, *_flat(results, recorder.calls)]
         header = self.control.share(torch.tensor([_key(calls), len(values)]))
         key, length = int(header[0]), int(header[1])
         if key not in self._known:
@@ -201,21 +207,29 @@ class LogExchange:
         """Call `module.log` as the step did, with the combined values."""
         for index, call in enumerate(calls):
             value, samples = values[2 * index], int(values[2 * index + 1])
-            logged: Any = torch.tensor(value, dtype=call.dtype or torch.get_default_dtype(), device=self.device)
+            # filling a tensor there waits for nothing, unlike a copy of the number
+            logged: Any = torch.full((), value, dtype=call.dtype or torch.get_default_dtype(), device=self.device)
             if call.metric is not None:
                 number, logged = logged, module.get_submodule(call.metric)
                 set_forward_cache(logged, number if call.has_value else None)
             module.log(call.name, logged, batch_size=samples, **dict(call.kwargs))
 
 
-def _flat(recorder: LogRecorder) -> list[float]:
-    """All values, in one transfer from their device."""
-    pairs = [entry.combined(call.reduction) for call, entry in recorder.calls.items()]
-    if not pairs:
+def _flat(results: Sequence[Tensor], logged: Mapping[Call, Values]) -> list[float]:
+    """The results, then value and samples of each call, in one transfer from their device."""
+    pairs = [entry.combined(call.reduction) for call, entry in logged.items()]
+    numbers = _read([*results, *(value for value, _ in pairs)])
+    count, samples = len(results), [float(samples) for _, samples in pairs]
+    return [*numbers[:count], *itertools.chain(*zip(numbers[count:], samples, strict=True))]
+
+
+def _read(tensors: Sequence[Tensor]) -> list[float]:
+    if not tensors:
         return []
-    device = next((value.device for value, _ in pairs if value.device.type != "cpu"), torch.device("cpu"))
-    values = torch.stack([value.to(device, non_blocking=True) for value, _ in pairs]).tolist()
-    return [number for value, (_, samples) in zip(values, pairs, strict=True) for number in (value, samples)]
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+    same = [tensor.detach().reshape(()).to(device, torch.float64, non_blocking=True) for tensor in tensors]
+    numbers: list[float] = torch.stack(same).tolist()
+    return numbers
 
 
 def _key(calls: tuple[Call, ...]) -> int:

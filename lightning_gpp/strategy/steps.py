@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 
 from lightning_gpp.strategy.checks import facts_of_trainer
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
@@ -100,9 +101,9 @@ class Steps:
         if self.trace is not None:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})
-        (number,) = self._share([loss.item()])
+        (number,) = self._share([loss])
         if not outputs:
-            return torch.tensor(number, dtype=torch.float64, device=self.device)
+            return torch.full((), number, dtype=torch.float64, device=self.device)
         return {"loss": loss, **rest} if rest else loss
 
     def evaluate(self, step: str, arguments: Sequence[Any]) -> Any:
@@ -115,11 +116,11 @@ class Steps:
             self._share([])
         return result
 
-    def _share(self, numbers: Sequence[float]) -> list[float]:
-        """Replay the step's logs everywhere; returns `numbers` of the step's rank, and whether it wants to stop."""
+    def _share(self, results: Sequence[Tensor]) -> list[float]:
+        """Replay the step's logs everywhere, and its wish to stop; returns the `results` of the step's rank."""
         trainer = self.module.trainer
         recorder = self.host.recorder if self.control.runs_step else None
-        calls, values = self.logs.exchange(recorder, [float(trainer.should_stop), *numbers])
+        calls, values = self.logs.exchange(recorder, [float(trainer.should_stop)], results)
         stop, *rest = values
         if stop:
             trainer.should_stop = True

@@ -131,8 +131,8 @@ class Engine:
         outputs = self.train(arguments, accumulated=accumulated, last=last)
         if last:
             self.sum_gradients()
-        loss = self.loss_of(outputs)[0] if outputs else torch.zeros(())
-        return self.control.share(loss.detach().to(CPU, torch.float64))
+        loss = self.loss_of(outputs)[0].detach().double().cpu() if outputs else torch.zeros((), dtype=torch.float64)
+        return self.control.share(loss)
 
     def evaluate(self, batch: Any, batch_idx: int = 0, *, step: str = "validation_step") -> Any:
         """Run an evaluation step on a mini-batch. Returns its result on ranks with `runs_step`, elsewhere None.

@@ -40,11 +40,11 @@ class FiniteCheck:
     ) -> None:
         self._module, self._layout, self._control = module, layout, control
         self._optimizers, self._skips = optimizers, skips
-        self._loss_is_finite = True
+        self._losses: list[Tensor] = []
 
     def note(self, losses: Iterable[Tensor]) -> None:
         """Note the losses of the micro-batches of a mini-batch, on the rank that runs the step."""
-        self._loss_is_finite &= all(bool(loss.isfinite().all()) for loss in losses)
+        self._losses += [loss.isfinite().all() for loss in losses]
 
     def before_update(self, step: int) -> None:
         """Look at what was noted, and at the gradients. All ranks call this together.
@@ -56,8 +56,8 @@ class FiniteCheck:
             GPPError: on all ranks; a number is not finite, and steps are not left out.
         """
         names = self._nearest_last()
-        number = self._agreed(len(names) + 1 if not self._loss_is_finite else self._rank_of_worst(names))
-        self._loss_is_finite = True
+        number = self._agreed(self._rank_of_worst(names))
+        self._losses.clear()
         if not number:
             return
         what = "The loss" if number > len(names) else f"The gradient of {self._described(names[number - 1])}"
@@ -78,10 +78,17 @@ class FiniteCheck:
         return names
 
     def _rank_of_worst(self, names: Sequence[str]) -> int:
-        """One plus the position of the last name whose gradient on this rank is not finite; 0 if all are."""
+        """One plus the position of the last name whose gradient on this rank is not finite; 0 if all are.
+
+        A loss that is not finite comes after all names. Loss and gradients are read together, once.
+        """
         here = self._here()
         gradients = {name: local(grad) for name in names if name in here and (grad := here[name].grad) is not None}
-        if bool(get_total_norm(gradients.values()).isfinite()):
+        norm = get_total_norm(gradients.values()).isfinite()
+        *losses, gradient = torch.stack([*(flag.to(norm.device) for flag in self._losses), norm]).tolist()
+        if not all(losses):
+            return len(names) + 1
+        if gradient:
             return 0
         numbers = (number for number, name in enumerate(names, 1) if name in gradients)
         return max((n for n in numbers if not bool(gradients[names[n - 1]].isfinite().all())), default=0)
