@@ -20,10 +20,14 @@ _ANSWERS: Final = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """The reason why a main thread does not go on: `what` completes "it waits for", `ranks` have to do something."""
+    """The reason why a main thread does not go on: `what` completes "it waits for", `ranks` have to do something.
+
+    `brief` is a short form for tables.
+    """
 
     what: str
     ranks: tuple[int, ...]
+    brief: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,8 @@ class HangReports:
 
     def __init__(self, rank: int, world_size: int, limit: float, wait: Callable[[], Wait | None]) -> None:
         self._rank, self._world_size, self._limit, self._wait = rank, world_size, limit, wait
-        self._action, self._since = "", 0.0
+        self._action: str | None = None
+        self._since = 0.0
         self._asked = self._told = False
         self._answers: dict[int, tuple[int, ...]] = {}
         self._conclude_at = float("inf")

@@ -166,7 +166,8 @@ class Executor:
             f"rank {self._rank(peer)} to {'take' if sends else 'send'} {kind} ({names}) of micro-batch "
             f"{action.micro_batch}, samples [{message.start}, {message.stop}), on {describe_edge(plan, edge)}"
         )
-        return Wait(what=what, ranks=(self._rank(peer),))
+        brief = f"rank {self._rank(peer)}: {kind} of micro-batch {action.micro_batch}"
+        return Wait(what=what, ranks=(self._rank(peer),), brief=brief)
 
     def _wait_for_replicas(self, action: Action) -> Wait | None:
         if action.kind not in COLLECTIVES or self._sharding is None:

@@ -38,12 +38,14 @@ from lightning_gpp.training.nonfinite import FiniteCheck
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.predicted import computing_seconds
 from lightning_gpp.training.replicas import Replicas
 from lightning_gpp.training.results import Outputs, combined, loss_and_rest, losses_of
 from lightning_gpp.training.segments import later
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.shards import whole_states
+from lightning_gpp.training.stragglers import Stragglers
 
 CPU: Final = torch.device("cpu")
 
@@ -90,6 +92,7 @@ class Engine:
         self._trained: Session | None = None
         self._feed = Feed(self.ahead)
         self._evaluation = EvaluationPass(self._incoming, num_steps)
+        self._stragglers = Stragglers(self.job, lambda: computing_seconds(self.plan, self.graph, self.machine()))
         self._sums = self.job.options.loss_reduction == "sum"
         for index in indices:
             index.move(self.device)
@@ -191,8 +194,9 @@ class Engine:
             outputs = self._run(self._session(TRAINING, arguments), arguments, weight, self.num_steps)
         else:
             outputs = self._train_ahead(self._asynchronous, arguments, weight, accumulated)
-        if self.current is not None:
+        if self.current is not None and self.current.latest is not None:
             self.current.tell_not_split()
+            self._stragglers.note(self.current.latest)
         if self._finite is not None:
             self._finite.note(losses_of(outputs))
         self.num_steps += 1
@@ -386,6 +390,7 @@ class Engine:
 
     def release(self) -> None:
         """Move everything to the CPU, unsharded, and the undivided module to global rank 0, after the last step."""
+        self._stragglers.compare(tell=True)
         if self._asynchronous is not None:
             self._give_up(self._asynchronous)
             self._asynchronous.release()

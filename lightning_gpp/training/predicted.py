@@ -23,6 +23,19 @@ def simulated(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines:
     return simulate(compile_program(plan, copies=num_pipelines), costs)
 
 
+def computing_seconds(plan: Plan, graph: OperatorGraph, machine: Machine) -> dict[int, float]:
+    """Seconds that each device computes in a mini-batch, simulated; empty if its costs are unknown."""
+    try:
+        rows = simulated(plan, graph, machine).devices if _knows_costs(graph, machine) else ()
+    except PlanError:
+        return {}
+    return {device: sum(span.stop - span.start for span in spans) for device, spans in enumerate(rows)}
+
+
+def _knows_costs(graph: OperatorGraph, machine: Machine) -> bool:
+    return machine.costs is not None or any(operator.flops.at(1) for operator in graph)
+
+
 def without_flush(
     plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int, weights: str
 ) -> Period | None:
@@ -44,7 +57,7 @@ def costs_of(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: 
     Raises:
         PlanError: the machine has fewer devices than the plan.
     """
-    if machine.costs is None and not any(operator.flops.at(1) for operator in graph):
+    if not _knows_costs(graph, machine):
         return StageCosts.uniform(plan)
     cluster, needed = machine.cluster, plan.num_devices * num_pipelines
     if cluster.num_devices < plan.num_devices:

@@ -1,0 +1,141 @@
+"""Stragglers: how long devices compute in a mini-batch and for which messages they wait, from the executors' clocks.
+
+A device that is slower than its plan (a throttled processor, another job, a slow disk) makes all others wait, and looks
+as busy as it should. So devices compare their times now and then, and one that is slower than planned is named.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from lightning_gpp.reports.table import markdown
+from lightning_gpp.reports.units import duration, percent
+from lightning_gpp.runtime.executor import Executor
+from lightning_gpp.training.host import Job
+
+log = logging.getLogger(__name__)
+
+PERIOD: Final = 500
+"""Mini-batches between two comparisons."""
+FEWEST: Final = 20
+"""Mini-batches that are enough for a comparison."""
+SLOWER: Final = 1.5
+"""A device is slow if it takes this many times as long as planned, compared with the other devices."""
+OFTEN: Final = 0.8
+"""Part of the mini-batches in which it must be the slowest."""
+HEADER: Final = ("rank", "computes", "waits", "slowest in", "waits longest for")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """The mini-batches of one rank: seconds of computing and of waiting, and its longest wait in all of them."""
+
+    computing: Sequence[float]
+    waiting: Sequence[float]
+    longest: str
+
+
+class Stragglers:
+    """Notes the mini-batches of training of this rank, and compares ranks.
+
+    Args:
+        job: the job of the run.
+        planned: seconds that each device should compute, by its number in the pipeline; empty if unknown.
+    """
+
+    def __init__(self, job: Job, planned: Callable[[], Mapping[int, float]]) -> None:
+        self._control, self._host, self._planned = job.control, job.host, planned
+        self._blocks = job.device.type == "cpu"  # other devices work through a queue, so that waits take no time
+        self._numbers = self._control.waited
+        self._begin()
+
+    def _begin(self) -> None:
+        self._computing: list[float] = []
+        self._waiting: list[float] = []
+        self._longest: Counter[str] = Counter()
+        self._texts: dict[tuple[int, int], str] = {}
+
+    def note(self, executor: Executor) -> None:
+        """Note the mini-batch that ran last, and compare ranks now and then. All ranks call this for each."""
+        if not self._blocks or self._control.world_size == 1:
+            return
+        total, longest, place = 0.0, 0.0, -1
+        for position, seconds in executor.waits:
+            total += seconds
+            if seconds > longest:
+                longest, place = seconds, position
+        numbers, self._numbers = self._control.waited - self._numbers, self._control.waited
+        self._computing.append(executor.seconds - total)
+        self._waiting.append(total + numbers)
+        self._longest[self._text(executor, place, numbers > longest)] += 1
+        if len(self._computing) == PERIOD:
+            self.compare()
+
+    def _text(self, executor: Executor, place: int, for_numbers: bool) -> str:
+        if for_numbers:
+            return f"rank {self._control.step_rank}: the next mini-batch"
+        key = id(executor), place
+        if key not in self._texts:
+            wait = executor.wait_at(place) if place >= 0 else None
+            self._texts[key] = "" if wait is None else wait.brief
+        return self._texts[key]
+
+    def compare(self, *, tell: bool = False) -> None:
+        """Compare the mini-batches since the last comparison, if there are enough. All ranks call this together.
+
+        Global rank 0 warns of a device that is slower than planned, and shows a table if the user is to be told.
+        """
+        if len(self._computing) < FEWEST:
+            return
+        longest = next((text for text, _ in self._longest.most_common(1)), "")
+        mine = Noted(computing=self._computing, waiting=self._waiting, longest=longest)
+        self._begin()
+        ranks: list[Noted] = self._control.gather(mine)
+        if self._control.rank == 0:
+            self._judge(ranks)
+            if tell:
+                self._host.inform(table(ranks))
+
+    def _judge(self, ranks: Sequence[Noted]) -> None:
+        planned = self._planned()
+        expected = [planned.get(rank % self._control.num_devices, 0.0) for rank in range(len(ranks))]
+        if warning := slower_than_planned(ranks, expected):
+            log.warning("%s", warning)
+
+
+def slowest(rows: Sequence[Sequence[float]]) -> Counter[int]:
+    """Number of times that each rank has the largest figure."""
+    return Counter(max(range(len(rows)), key=figures.__getitem__) for figures in zip(*rows, strict=True))
+
+
+def table(ranks: Sequence[Noted]) -> str:
+    """One row per rank, with medians."""
+    times, number = slowest([each.computing for each in ranks]), len(ranks[0].computing)
+    rows = [
+        [str(rank), duration(median(each.computing)), duration(median(each.waiting)), percent(times[rank] / number)]
+        + [each.longest or "-"]
+        for rank, each in enumerate(ranks)
+    ]
+    return "\n".join([f"Devices in {number} mini-batches, medians:", *markdown(HEADER, rows)])
+
+
+def slower_than_planned(ranks: Sequence[Noted], planned: Sequence[float]) -> str:
+    """A warning about a rank that is often the slowest compared with its plan, and much slower; empty if none is."""
+    if not all(planned):
+        return ""
+    rows = [[seconds / plan for seconds in each.computing] for each, plan in zip(ranks, planned, strict=True)]
+    (rank, times), *_ = slowest(rows).most_common(1)
+    factor = median(rows[rank]) / median(median(row) for other, row in enumerate(rows) if other != rank)
+    if times < OFTEN * len(rows[rank]) or factor < SLOWER:
+        return ""
+    return (
+        f"Rank {rank} computes {factor:.1f} times as long as planned, compared with the other ranks "
+        f"({duration(median(ranks[rank].computing))} per mini-batch in {len(rows[rank])} mini-batches), and was the "
+        f"slowest in {percent(times / len(rows[rank]))} of them: the others wait for it. Look at its machine (other "
+        "processes, throttling); if that is as it should be, plan with measured times (strategy.costs=measured)."
+    )

@@ -1,0 +1,98 @@
+"""A device that computes longer than planned is named, with what the others wait for."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_gpp import Options, initialize
+from lightning_gpp.training.stragglers import FEWEST, Noted, slower_than_planned, table
+from tests.distributed import run_distributed
+
+STAGES = {"first": 0, "second": 1, "third": 2}
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+class Slow(nn.Module):
+    """A layer that takes longer on a chosen rank than anybody could know."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.linear, self.rank = nn.Linear(64, 64), rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor and dist.get_rank() == self.rank:
+            time.sleep(0.02)
+        return self.linear(x)
+
+
+def train(rank: int, slow: int) -> list[str]:
+    messages = Messages()
+    logging.getLogger("lightning_gpp").addHandler(messages)
+    logging.getLogger("lightning_gpp").setLevel(logging.INFO)
+    torch.manual_seed(1)
+    model = nn.Sequential()
+    for name in STAGES:
+        model.add_module(name, Slow(slow))
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 64)
+    step: Any = lambda module, batch: module(batch).square().mean()  # noqa: E731
+    options = Options(stages=STAGES, num_micro_batches=2, self_check=False)
+    with initialize(model, optimizer, batch, step=step, options=options) as engine:
+        for _ in range(FEWEST):
+            engine.train_step(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    return messages.texts
+
+
+def test_a_slow_rank_is_named() -> None:
+    told, *others = run_distributed(3, train, 1)
+    (warning,) = (text for text in told if "times as long as planned" in text)
+    assert re.match(r"Rank 1 computes [\d.]+ times as long as planned, compared with the other ranks", warning)
+    (rows,) = (text.splitlines()[3:] for text in told if text.startswith(f"Devices in {FEWEST} mini-batches"))
+    assert [re.search(r"rank 1: (gradients|tensors) of micro-batch \d", row) is not None for row in rows] == [1, 0, 1]
+    assert not any("planned" in text or "Devices" in text for texts in others for text in texts)
+
+
+def noted(*computing: float) -> Noted:
+    return Noted(computing=computing, waiting=[0.5] * len(computing), longest="rank 1: tensors")
+
+
+@pytest.mark.parametrize(
+    ("rows", "planned", "warns"),
+    [
+        ([noted(1, 1, 1), noted(2, 2, 2)], [1, 1], True),
+        ([noted(1, 1, 1), noted(2, 2, 2)], [1, 2], False),  # as planned
+        ([noted(3, 3, 3), noted(3, 3, 3)], [1, 1], False),  # all are slower
+        ([noted(1, 1, 1), noted(1, 9, 1)], [1, 1], False),  # once
+        ([noted(1, 1, 1), noted(9, 9, 9)], [1, 0], False),  # nothing is known of one of them
+    ],
+)
+def test_only_a_rank_that_is_slower_than_planned_for_long_is_named(
+    rows: list[Noted], planned: list[float], warns: bool
+) -> None:
+    assert bool(slower_than_planned(rows, planned)) == warns
+
+
+def test_the_table() -> None:
+    lines = table([noted(1, 1, 3), noted(2, 2, 2)]).splitlines()
+    assert lines[0] == "Devices in 3 mini-batches, medians:"
+    assert [line.replace(" ", "") for line in lines[1::2]] == [
+        "|rank|computes|waits|slowestin|waitslongestfor|",
+        "|0|1s|500ms|33%|rank1:tensors|",
+    ]
