@@ -4,7 +4,8 @@ A candidate is a schedule on a number of pipelines.
 
 Partitioners know 1F1B and GPipe with one stage per device. For other schedules they look for stages that are balanced
 under 1F1B. If the schedule has a layout of its own, the question has one device per stage, with its part of the memory:
-a device runs several stages, or one replica each of two stages in a bidirectional schedule.
+a device runs several stages, or one replica each of two stages in a bidirectional schedule. Such layouts need every
+device, so none may be idle.
 
 Equal replicas of all stages are pipeline replicas, so a partitioner chooses the number of pipelines itself. If stages
 may not have that many replicas, each number of pipelines is a candidate.
@@ -51,6 +52,11 @@ class SearchOptions:
     micro_batch_size: Count | None = option(None, "samples of a micro-batch, instead of num_micro_batches.")
     max_replicas: Count | None = option(
         None, "number of devices that may share one stage; 1 puts every stage on one device. Default: any number."
+    )
+    idle_devices: bool = option(
+        False,
+        "true: plans may leave devices idle, because fewer are faster or just as fast. false: every device gets a "
+        "stage; if fewer would be faster, the planner says so, and by how much.",
     )
     stages_per_device: Count | None = option(
         None, "number of stages on every device. Default: the number that the schedule is made for."
@@ -169,6 +175,7 @@ class Request(SearchOptions):
             max_replicas=inf if self.max_replicas is None else self.max_replicas,
             replicable=self.num_pipelines is None,
             weight_copies=self.weight_copies,
+            idle_devices=self.idle_devices,
         )
 
     def _sizes(self) -> tuple[int, ...]:
@@ -237,6 +244,7 @@ class Candidate:
             num_pipelines=self.num_pipelines and 1,
             schedules=(self.schedule if self.schedule in SEARCHED else STANDARD,),
             max_replicas=1 if own_layout else request.max_replicas,
+            idle_devices=request.idle_devices and not own_layout,
             stages_per_device=None,
             sharding="none",
             chained=False,

@@ -26,6 +26,7 @@ from lightning_gpp.planning.advice import advice
 from lightning_gpp.planning.assignment.complete import completed, with_batch_size
 from lightning_gpp.planning.assignment.layout import lay_out
 from lightning_gpp.planning.bounds.bound import busy_bound, lower_bound
+from lightning_gpp.planning.device_use import device_remark, with_remark
 from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, checked, partitioner_of
@@ -229,8 +230,10 @@ class PlanSearch:
         searches = {id(outcome.search): outcome.search for outcome in outcomes}.values()
         began = time.perf_counter()
         bound = self._lower_bound(outcomes, quick=interrupted)
+        remark = device_remark(best.prediction, best.trial.compared, self.request)
         return replace(
             best.prediction,
+            plan=with_remark(best.prediction.plan, remark),
             lower_bound=bound,
             alternatives=(*_lost(outcomes, best), *_alternatives(best)),
             search=SearchFigures(
@@ -240,7 +243,7 @@ class PlanSearch:
                 objective_name=_objective_name(best),
                 states=answer.states,
                 seconds=sum(search.seconds for search in searches),
-                notes=answer.notes,
+                notes=(*answer.notes, *filter(None, [remark])),
                 interrupted=interrupted,
                 bound_seconds=time.perf_counter() - began,
             ),

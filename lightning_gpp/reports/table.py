@@ -79,8 +79,9 @@ def summary(plan: Plan, batch_size: int | None = None) -> str:
     """Numbers of stages and devices, depth, schedule, and the micro-batches of the mini-batch."""
     total = plan.batch_size if batch_size is None else batch_size
     stages, devices = counted(len(plan.stages), "stage"), counted(plan.num_devices, "device")
+    used = f"{plan.num_devices - len(plan.unused)} of " * bool(plan.unused)
     return (
-        f"{stages} on {devices}, depth {plan.depth}, schedule {plan.schedule}, "
+        f"{stages} on {used}{devices}, depth {plan.depth}, schedule {plan.schedule}, "
         f"mini-batch of {total} samples in {micro_batches(plan, total)}"
     )
 

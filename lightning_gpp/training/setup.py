@@ -21,6 +21,7 @@ from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import devices_per_pipeline
+from lightning_gpp.planning.device_use import REMARK
 from lightning_gpp.reports import plan_table, terminal_width
 from lightning_gpp.reports.progress import search_progress
 from lightning_gpp.runtime.mesh import Mesh
@@ -271,11 +272,8 @@ def _announce(job: Job, captured: Capture | Declared, plan: Plan) -> None:
     )
     for note in captured.notes:
         job.host.inform(note)
-    if len([stage for stage in plan.stages if stage.modules != (STEP,)]) == 1 and len(plan.stages[0].devices) > 1:
-        job.host.inform(
-            "All devices share one stage: for this model data parallelism alone is estimated to be fastest. "
-            "strategy.max_replicas=1 makes a pipeline with one stage per device."
-        )
+    if remark := plan.notes.get(REMARK):
+        job.host.inform(remark)
 
 
 def _connect(job: Job, plan: Plan, purpose: str) -> DistributedTransport:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from lightning_gpp.graph import Affine
 from lightning_gpp.planning import Evaluator, Problem, Request
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
+from lightning_gpp.planning.partitioners.auto.moves import moves
 from lightning_gpp.planning.partitioners.auto.seeds import Cuts, orders, replica_counts, seeds
-from lightning_gpp.planning.partitioners.auto.shape import Shape, moves
+from lightning_gpp.planning.partitioners.auto.shape import Shape
 from tests.planning import graphs
 from tests.planning.problems import random_problem
 
@@ -45,35 +46,57 @@ def _random_shape(problem: Problem, random: Random) -> Shape:
     )
 
 
+def _with(problem: Problem, **changes: object) -> Problem:
+    return replace(problem, **changes)  # type: ignore[arg-type]
+
+
 def _assert_whole(problem: Problem, shape: Shape) -> None:
     assert sorted(unit for group in shape.groups for unit in group) == list(range(problem.num_units))
     assert all(list(group) == sorted(group) and group for group in shape.groups)
-    assert sum(shape.replicas) == problem.num_devices
+    assert sum(shape.replicas) == shape.num_devices
+    assert shape.num_devices == problem.num_devices or (
+        problem.idle_devices and shape.num_devices < problem.num_devices
+    )
     assert min(shape.replicas) >= 1
     assert problem.num_units - 1 in shape.groups[-1]
     assert not shape.recompute[-1]
     assert len(shape.groups) == len(shape.replicas) == len(shape.recompute)
     assert shape.size in problem.sizes
     draft = shape.draft()
-    assert sorted(device for stage in draft.stages for device in stage.devices) == list(range(problem.num_devices))
+    devices = [device for stage in draft.stages for device in stage.devices]
+    assert len(set(devices)) == len(devices) == shape.num_devices
+    assert set(devices) <= set(range(problem.num_devices))
+    again = Shape.of(draft)
+    assert again is not None
+    assert set(again.draft().stages) == set(draft.stages)
     assert 0 in draft.stages[-1].devices
 
 
 @settings(max_examples=60, deadline=None)
-@given(problem=problems, seed=st.integers(0, 10_000))
-def test_moves_keep_all_units_and_devices(problem: Problem, seed: int) -> None:
+@given(problem=problems, seed=st.integers(0, 10_000), idle=st.booleans())
+def test_moves_keep_all_units_and_devices(problem: Problem, seed: int, idle: bool) -> None:
+    """Also those that follow a move, for which devices may be idle or out of order."""
     random = Random(seed)
+    problem = _with(problem, idle_devices=idle)
     shape = _random_shape(problem, random)
     _assert_whole(problem, shape)
-    for other in moves(problem, shape, [random.random() for _ in shape.groups]):
-        _assert_whole(problem, other)
-        assert other != shape
-        if problem.recompute is not None:
-            assert all(again == problem.recompute for again in other.recompute[:-1])
+    for _ in range(3):
+        others = list(moves(problem, shape, [random.random() for _ in shape.groups]))
+        for other in others:
+            _assert_whole(problem, other)
+            assert other != shape
+            if problem.recompute is not None:
+                assert all(again == problem.recompute for again in other.recompute[:-1])
+        shape = random.choice(others or [shape])
 
 
-def _with(problem: Problem, **changes: object) -> Problem:
-    return replace(problem, **changes)  # type: ignore[arg-type]
+def test_moves_release_and_take_devices() -> None:
+    problem = _with(random_problem(3, num_units=6, num_devices=4), idle_devices=True)
+    shape = Shape(groups=(tuple(range(6)),), replicas=(2,), recompute=(False,), size=problem.sizes[-1], schedule="1f1b")
+    found = {(other.num_devices, len(other.groups)) for other in moves(problem, shape, [1.0])}
+    assert found == {(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2)}
+    kept = {other.num_devices for other in moves(_with(problem, idle_devices=False), shape, [1.0])}
+    assert kept == {2, 3, 4}
 
 
 @settings(max_examples=30, deadline=None)

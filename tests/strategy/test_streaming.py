@@ -161,8 +161,8 @@ def test_fsdp_is_refused_where_streaming_is_asked_for() -> None:
         GPPStrategy(streaming=True, sharding="fsdp")
 
 
-def with_a_slow_device(rank: int) -> dict[str, Any]:
-    """Training and prediction on stages of `edgepipe` where one of three devices is not worth its transfers."""
+def with_a_slow_device(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Training and prediction on stages of a partitioner where one of three devices is not worth its transfers."""
     fast, slow = (
         Device(name=name, memory_bytes=1e9, peak_flops={"float32": flops}, peak_bytes_per_second=flops)
         for name, flops in (("fast", 1e9), ("slow", 1e3))
@@ -172,7 +172,7 @@ def with_a_slow_device(rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
     module = harness.make_module()
     strategy = GPPStrategy(
-        partitioner="edgepipe", cluster=cluster, num_micro_batches=2, failure_timeout=20.0, timeout=40.0
+        cluster=cluster, num_micro_batches=2, failure_timeout=20.0, timeout=40.0, max_replicas=1, **settings
     )
     trainer = harness.trainer(strategy, devices=3)
     trainer.fit(module, harness.loader())
@@ -181,8 +181,11 @@ def with_a_slow_device(rank: int) -> dict[str, Any]:
     return {"unused": unused, "losses": module.losses, "predictions": [p is not None for p in predictions or []]}
 
 
-def test_a_device_that_is_not_worth_it_stays_unused() -> None:
-    results = harness.run(3, with_a_slow_device)
+@pytest.mark.parametrize(
+    "settings", [{"partitioner": "edgepipe"}, {"idle_devices": True}], ids=["edgepipe", "idle_devices"]
+)
+def test_a_device_that_is_not_worth_it_stays_unused(settings: dict[str, Any]) -> None:
+    results = harness.run(3, with_a_slow_device, settings)
     assert [result["unused"] for result in results] == [(1,)] * 3
     assert results[0]["predictions"] == [True] * 3
     assert results[1]["losses"] == pytest.approx(results[0]["losses"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import permutations, product
+from dataclasses import replace
+from itertools import combinations, permutations, product
 from math import inf
 
 from lightning_gpp.planning.partitioners.auto.shape import Shape
@@ -51,7 +52,7 @@ def _too_many(problem: Problem, states: int) -> Answer:
 
 
 def shapes(problem: Problem) -> Iterator[Shape]:
-    """All plans of the space that `auto` searches."""
+    """All plans of the space that `auto` searches; replicas of a stage have devices next to each other."""
     most = min(problem.num_units, problem.num_devices)
     for groups in _partitions(problem.num_units, most):
         if _acyclic(problem, groups):
@@ -90,17 +91,33 @@ def _shapes_of(problem: Problem, groups: Sequence[Sequence[int]]) -> Iterator[Sh
     step = problem.num_units - 1
     again = [_flags(problem, step in group) for group in groups]
     for order in _orders(problem, groups):
-        for replicas in _compositions(problem.num_devices, len(groups), problem.max_replicas):
+        for replicas in _replicas(problem, len(groups)):
             for size, schedule, flags in product(problem.sizes, problem.schedules, product(*again)):
-                for spread in (False, True) if len(groups) > 1 and len(set(replicas)) == 1 < replicas[0] else (False,):
-                    yield Shape(
-                        groups=tuple(tuple(groups[index]) for index in order),
-                        replicas=replicas,
-                        recompute=tuple(flags[index] for index in order),
-                        size=size,
-                        schedule=schedule,
-                        spread=spread,
-                    )
+                shape = Shape(
+                    groups=tuple(tuple(groups[index]) for index in order),
+                    replicas=replicas,
+                    recompute=tuple(flags[index] for index in order),
+                    size=size,
+                    schedule=schedule,
+                )
+                yield from (shape.at(places) for places in _places(problem, shape))
+                if len(groups) > 1 and len(set(replicas)) == 1 < replicas[0]:
+                    yield replace(shape, spread=True)
+
+
+def _replicas(problem: Problem, num_stages: int) -> Iterator[tuple[int, ...]]:
+    least = num_stages if problem.idle_devices else problem.num_devices
+    for total in range(least, problem.num_devices + 1):
+        yield from _compositions(total, num_stages, problem.max_replicas)
+
+
+def _places(problem: Problem, shape: Shape) -> Iterator[tuple[int, ...]]:
+    """The devices that may be used, device 0 first, in ascending order."""
+    number, others = shape.num_devices, range(1, problem.num_devices)
+    if problem.uniform:
+        yield tuple(range(number))
+    else:
+        yield from ((0, *rest) for rest in combinations(others, number - 1))
 
 
 def _flags(problem: Problem, holds_step: bool) -> tuple[bool, ...]:
@@ -113,8 +130,7 @@ def _orders(problem: Problem, groups: Sequence[Sequence[int]]) -> Iterator[tuple
     """Orders of the stages on the devices, the user's step last; only one if all devices and links are equal."""
     step = next(index for index, group in enumerate(groups) if problem.num_units - 1 in group)
     others = [index for index in range(len(groups)) if index != step]
-    alike = len(problem.cluster.levels) < 2 and problem.cluster.homogeneous and not problem.cluster.links
-    for order in [tuple(others)] if alike else permutations(others):
+    for order in [tuple(others)] if problem.uniform else permutations(others):
         yield (*order, step)
 
 

@@ -36,6 +36,8 @@ class Answer:
         objective_name: its meaning and unit.
         states: partial or complete solutions visited.
         alternatives: drafts that lost, best first.
+        compared: if the draft leaves devices idle, the best draft found on all; otherwise the best on fewer, if the
+            partitioner looked for one.
         notes: remarks for the user, one sentence each.
         interrupted: the user ended the search; no other search is started.
     """
@@ -45,6 +47,7 @@ class Answer:
     objective_name: str
     states: int
     alternatives: tuple[Alternative, ...] = ()
+    compared: Draft | None = None
     notes: tuple[str, ...] = ()
     interrupted: bool = False
 

@@ -6,6 +6,7 @@ A draft is tried by making its timed plan and simulating the program that would 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from typing import Final
@@ -77,6 +78,11 @@ class Prediction:
     period: Period | None = None
 
     @property
+    def used_devices(self) -> int:
+        """Number of devices of all pipelines that have a stage."""
+        return self.num_pipelines * (self.plan.num_devices - len(self.plan.unused))
+
+    @property
     def seconds(self) -> float:
         """Step time; without a flush the period."""
         return self.timeline.makespan if self.period is None else self.period.seconds
@@ -127,11 +133,15 @@ MAX_ACTIONS: Final = 40_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """The best draft of a search, the prediction for its plan, and the drafts that lost."""
+    """The best draft of a search, the prediction for its plan, and the drafts that lost.
+
+    `compared`: the prediction for `Answer.compared`; None if there is none.
+    """
 
     draft: Draft
     prediction: Prediction
     alternatives: tuple[Alternative, ...] = ()
+    compared: Prediction | None = None
 
 
 def predicted(
@@ -217,7 +227,12 @@ def best_trial(problem: Problem, answer: Answer, predict: Callable[[Draft], Pred
     if not predictions:
         raise failures[0]
     draft, prediction = min(predictions, key=lambda entry: entry[1].rank)
-    return Trial(draft=draft, prediction=prediction, alternatives=_others(answer, draft, dict(predictions)))
+    compared = None
+    if answer.compared is not None:
+        with suppress(GPPError):
+            compared = predict(answer.compared)
+    others = _others(answer, draft, dict(predictions))
+    return Trial(draft=draft, prediction=prediction, alternatives=others, compared=compared)
 
 
 def _drafts_to_try(problem: Problem, answer: Answer) -> list[Draft]:

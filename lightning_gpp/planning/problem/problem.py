@@ -56,6 +56,7 @@ class Problem:
             mini-batch is its period; None: it flushes.
         num_slices: slices per sample, each of which counts as a sample of the mini-batch; a pipeline gets all slices of
             one.
+        idle_devices: whether a plan may leave devices without a stage.
         single_step: the user's step has to run on one device, so a last stage with replicas gives it to a stage of its
             own.
     """
@@ -73,6 +74,7 @@ class Problem:
     replicable: bool = True
     weight_copies: WeightCopies | None = None
     num_slices: int = 1
+    idle_devices: bool = False
     single_step: bool = True
     _seconds: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict, init=False)
     _saved: dict[int, Array] = field(default_factory=dict, init=False)
@@ -81,6 +83,11 @@ class Problem:
     def continuous(self) -> bool:
         """True if the pipeline does not flush."""
         return self.weight_copies is not None
+
+    @property
+    def uniform(self) -> bool:
+        """True if it makes no difference which devices a stage has."""
+        return len(self.cluster.levels) < 2 and self.cluster.homogeneous and not self.cluster.links
 
     @property
     def judged_by(self) -> str:

@@ -1,26 +1,32 @@
 """The default partitioner: any DAG, any stages, replicas, micro-batch size, schedule and recomputation, jointly.
 
-First shapes come from contiguous cuts of several orders of the units (`seeds`), as partitioners of chains find them,
-and from GraphPipe's partitioner. The best ones are improved by single changes (`moves`) as long as the step gets
-shorter. Then they are perturbed and improved again, until the time is up, there was no improvement for long, or the
-step is as short as the lower bound (`bound`) allows. Every candidate is judged by the simulated seconds of its whole
-step and by the memory of every device.
+First shapes (`starts`) come from contiguous cuts of several orders of the units, as partitioners of chains find them,
+and from the partitioners of the literature. The best ones are improved by single changes (`moves`) as long as the step
+gets shorter. Then they are perturbed and improved again, until the time is up, there was no improvement for long, or
+the step is as short as the lower bound (`bound`) allows. Every candidate is judged by the simulated seconds of its
+whole step and by the memory of every device.
+
+Fewer devices may be faster. If the problem allows idle ones, moves release and take devices; otherwise a brief second
+search finds out what they would be worth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nsmallest
+from itertools import takewhile
 from math import inf
 from random import Random
 
 from lightning_gpp.planning.bounds.bound import busy_bound
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
+from lightning_gpp.planning.partitioners.auto.moves import moves
 from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, orders, seeds
-from lightning_gpp.planning.partitioners.auto.shape import Shape, moves
-from lightning_gpp.planning.partitioners.graphpipe import graphpipe
+from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.partitioners.auto.starts import on_fewer_devices, published, variants
+from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.problem import Problem
@@ -37,8 +43,8 @@ FIRST_SHARE = 0.3
 NUM_STARTS = 6
 """Number of shapes that are improved before the first perturbation."""
 
-MAX_UNITS, GRAPHPIPE_SHARE = 300, 0.2
-"""Largest number of units for which GraphPipe's partitioner is asked, and its share of the time."""
+FEWER_SHARE, FEWER_STARTS = 0.1, 3
+"""Share of the time of the search on fewer devices, and number of shapes that it improves."""
 
 MAX_EVALUATIONS = 40_000
 """Limit of evaluated shapes. Searches that reach it before the time limit find the same plan on every machine."""
@@ -58,9 +64,22 @@ def auto(problem: Problem, control: SearchControl) -> Answer:
     try:
         search.run(_first_results(search))
         search.simplify()
+        return replace(search.answer(), compared=_compared(search))
     except KeyboardInterrupt:
         return replace(search.answer(), notes=(INTERRUPTED,), interrupted=True)
-    return search.answer()
+
+
+def _compared(search: Search) -> Draft | None:
+    """The best draft found on all devices if the search's best leaves some idle; on fewer if it may not."""
+    problem, best, everything = search.problem, search.best, search.problem.num_devices
+    if best is None or everything == 1:
+        return None
+    if problem.idle_devices:
+        return None if best.num_devices == everything else search.best_of(lambda shape: shape.num_devices == everything)
+    control = SearchControl(seconds=FEWER_SHARE * search.control.seconds)
+    relaxed = Search(replace(problem, idle_devices=True), control, search.bound)
+    relaxed.run_briefly(best)
+    return relaxed.best_of(lambda shape: shape.num_devices < everything)
 
 
 def _first_results(search: Search) -> list[Shape]:
@@ -75,7 +94,7 @@ def _first_results(search: Search) -> list[Shape]:
     try:
         first.run()
     finally:
-        search.published = [coarser.refined(shape) for shape in first.published]
+        search.published = {coarser.refined(shape): name for shape, name in first.published.items()}
         search.take([*search.published, *(coarser.refined(shape) for shape in first.leaders())])
     return search.leaders()
 
@@ -84,8 +103,8 @@ def _first_results(search: Search) -> list[Shape]:
 class Search:
     """The state of one search: the ranks of shapes, and the best shape.
 
-    `refused` are shapes that are no better than the one they were made from; `published` are those that GraphPipe's
-    partitioner found.
+    `refused` are shapes that are no better than the one they were made from; `published` are those that partitioners of
+    the literature found, with their names.
     """
 
     problem: Problem
@@ -94,7 +113,7 @@ class Search:
     evaluate: Evaluator = field(init=False)
     known: dict[Shape, Rank] = field(default_factory=dict)
     refused: set[Shape] = field(default_factory=set)
-    published: list[Shape] = field(default_factory=list)
+    published: dict[Shape, str] = field(default_factory=dict)
     best: Shape | None = None
     rank: Rank = (inf, inf)
 
@@ -107,10 +126,10 @@ class Search:
             self._judge(shape)
 
     def leaders(self) -> list[Shape]:
-        """The best shapes of different sizes and numbers of stages, best first."""
-        chosen: dict[tuple[int, int], Shape] = {}
+        """The best shapes of different sizes and numbers of stages and devices, best first."""
+        chosen: dict[tuple[int, int, int], Shape] = {}
         for shape in nsmallest(200, self.known, key=self.known.__getitem__):
-            chosen.setdefault((shape.size, len(shape.groups)), shape)
+            chosen.setdefault((shape.size, len(shape.groups), shape.num_devices), shape)
         return list(chosen.values())[:NUM_STARTS]
 
     @property
@@ -142,8 +161,21 @@ class Search:
             if rank <= self.rank:
                 self.best, self.rank, self.known[shape] = shape, rank, rank
 
+    def run_briefly(self, start: Shape) -> None:
+        """Improve a shape, and the best first ones on fewer devices; do not perturb."""
+        self.take([start])
+        shapes = self._cut(on_fewer_devices(self.problem, self._orders()))
+        self.take(takewhile(lambda _: not self.control.expired, shapes))
+        for shape in self.leaders()[:FEWER_STARTS]:
+            self._improve(shape)
+
+    def best_of(self, wanted: Callable[[Shape], bool]) -> Draft | None:
+        """The best of the judged shapes of a kind, as a draft; None if none fits the memory."""
+        shape = min(filter(wanted, self.known), key=self.known.__getitem__, default=None)
+        return None if shape is None or self.known[shape] >= (0, inf) else shape.draft()
+
     def _starts(self) -> list[Shape]:
-        self.published = _by_graphpipe(self.problem, self.control)
+        self.published = published(self.problem, self.control)
         self.take(self.published)
         began = self.control.elapsed
         for shape in self._first_shapes():
@@ -153,12 +185,15 @@ class Search:
         return self.leaders()
 
     def _first_shapes(self) -> Iterator[Shape]:
-        problem = self.problem
-        weights = problem.seconds(problem.sizes[len(problem.sizes) // 2]).total
-        found = orders(problem, weights)
-        yield from self._cut(_variants(problem, found))
+        problem, found = self.problem, self._orders()
+        if problem.idle_devices:
+            yield from self._cut(on_fewer_devices(problem, found))
+        yield from self._cut(variants(problem, found))
         if self.best is None:
-            yield from self._cut(replace(cuts, fitting=False) for cuts in _variants(problem, found))
+            yield from self._cut(replace(cuts, fitting=False) for cuts in variants(problem, found))
+
+    def _orders(self) -> list[list[int]]:
+        return orders(self.problem, self.problem.seconds(self.problem.sizes[len(self.problem.sizes) // 2]).total)
 
     def _cut(self, variants: Iterable[Cuts]) -> Iterator[Shape]:
         for cuts in variants:
@@ -226,10 +261,10 @@ class Search:
 
     def _alternatives(self) -> Iterator[Alternative]:
         """The best shapes with another micro-batch size, number of stages or recomputation."""
-        for shape in self.published:
-            if shape != self.best and self.known[shape][1] < inf:
+        for shape, name in self.published.items():
+            if shape != self.best and shape in self.known and self.known[shape][1] < inf:
                 found = self.evaluate(shape.draft())
-                reason = f"graphpipe's: {self._reason(found)}"
+                reason = f"{name}'s: {self._reason(found)}"
                 yield Alternative(draft=shape.draft(), seconds=found.seconds, reason=reason)
         kinds = {_kind(self.best)} if self.best else set()
         for shape, rank in sorted(self.known.items(), key=lambda entry: entry[1]):
@@ -245,44 +280,5 @@ class Search:
         return f"the {self.problem.judged_by} takes {evaluation.seconds / self.rank[1] - 1:.1%} longer"
 
 
-def _by_graphpipe(problem: Problem, control: SearchControl) -> list[Shape]:
-    """Shapes found by GraphPipe's partitioner, unless it would take too long."""
-    if problem.num_units > MAX_UNITS or problem.num_devices > MAX_SLOTS:
-        return []
-    draft = graphpipe(problem, SearchControl(seconds=GRAPHPIPE_SHARE * control.seconds)).draft
-    shape = None if draft is None else Shape.of(draft)
-    return [] if shape is None else [shape]
-
-
-def _kind(shape: Shape) -> tuple[int, int, bool]:
-    return shape.size, len(shape.groups), any(shape.recompute)
-
-
-def _variants(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
-    """Ways to cut, the most promising first: middle sizes, branches apart; then all others."""
-    widths = _widths(problem)
-    sizes = sorted(problem.sizes, key=lambda size: abs(-(-problem.batch_size // size) - 4 * problem.num_devices**0.5))
-    again = [flag for flag in (False, True) if problem.recompute in (None, flag)]
-    for apart in (True, False):
-        for order in found:
-            for size in sizes:
-                for width in widths:
-                    if width <= size:
-                        for schedule in problem.schedules:
-                            for recompute in again:
-                                yield Cuts(
-                                    order=order,
-                                    size=size,
-                                    width=width,
-                                    apart=apart,
-                                    recompute=recompute,
-                                    schedule=schedule,
-                                    fitting=True,
-                                )
-
-
-def _widths(problem: Problem) -> list[int]:
-    """Sizes of groups in which devices are assigned; 1 unless there are many devices."""
-    widths = [1 << shift for shift in range(problem.num_devices.bit_length())]
-    fitting = [w for w in widths if problem.num_devices % w == 0 and problem.num_devices // w <= MAX_SLOTS]
-    return fitting[:1] or [1]
+def _kind(shape: Shape) -> tuple[int, int, int, bool]:
+    return shape.size, len(shape.groups), shape.num_devices, any(shape.recompute)

@@ -92,6 +92,7 @@ class Cuts:
         recompute: all stages recompute, except the one of the user's step.
         schedule: the name that shapes get.
         fitting: stages fit the memory, with one micro-batch in flight per following stage.
+        num_devices: the first devices to use; 0: all.
     """
 
     order: Sequence[int]
@@ -101,6 +102,7 @@ class Cuts:
     recompute: bool = False
     schedule: str = "1f1b"
     fitting: bool = False
+    num_devices: int = 0
 
 
 def replica_counts(most: int) -> list[int]:
@@ -132,7 +134,7 @@ class _Table:
     def __init__(self, problem: Problem, cuts: Cuts) -> None:
         self.problem, self.cuts = problem, cuts
         self.reverse = np.array(list(reversed(cuts.order)))
-        self.num_slots = problem.num_devices // cuts.width
+        self.num_slots = (cuts.num_devices or problem.num_devices) // cuts.width
         most = max(1, int(min(self.num_slots, problem.max_replicas / cuts.width)))
         self.counts = replica_counts(most)
         self.most_stages = min(self.num_slots, problem.num_units)

@@ -1,0 +1,99 @@
+"""Fewer devices where that is faster: plans that leave some idle, and the remark where they may not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_gpp.cluster import Cluster, Device, Link, Node
+from lightning_gpp.planning import Evaluator, Request, SearchControl, best_plan
+from lightning_gpp.planning.bounds.bound import lower_bound
+from lightning_gpp.planning.partitioners.auto.search import auto
+from lightning_gpp.planning.partitioners.exhaustive import exhaustive
+from lightning_gpp.planning.request import candidates
+from lightning_gpp.schedules import compile_program, verify
+from tests.planning import graphs
+from tests.planning.problems import random_problem
+
+DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e10)
+FAST, SLOW = Link(latency=1e-6, bytes_per_second=1e12), Link(latency=1e-2, bytes_per_second=1e5)
+
+
+def request(link: Link, num_devices: int = 3, **settings: Any) -> Request:
+    return Request(
+        cluster=Cluster.uniform(DEVICE, num_devices, link), **{"batch_size": 12, "seconds": 30.0, **settings}
+    )
+
+
+def test_behind_slow_links_one_device_is_best() -> None:
+    everything, free = (best_plan("auto", graphs.chain(6), request(SLOW, idle_devices=idle)) for idle in (False, True))
+    assert everything.used_devices == 3
+    assert free.used_devices == 1
+    assert free.plan.num_devices == 3
+    assert free.plan.unused == (1, 2)
+    verify(compile_program(free.plan))
+    ratio = free.samples_per_second / everything.samples_per_second
+    assert ratio > 2
+    assert everything.plan.notes["devices"].startswith(f"1 of the 3 devices would be {ratio:.3g} times as fast as")
+    assert "strategy.idle_devices=true makes that plan" in everything.search.notes[-1]
+    assert free.plan.notes["devices"].startswith(f"2 of 3 devices are idle: this plan is {ratio:.3g} times as fast as")
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_behind_fast_links_all_devices_are_used(idle: bool) -> None:
+    prediction = best_plan("auto", graphs.chain(6), request(FAST, idle_devices=idle, max_replicas=1, num_pipelines=1))
+    assert prediction.used_devices == 3
+    assert "devices" not in prediction.plan.notes
+
+
+def test_data_parallelism_alone_is_said_to_be_best() -> None:
+    prediction = best_plan("auto", graphs.chain(6), request(FAST))
+    assert prediction.plan.notes["devices"].startswith("All devices share one stage: for this model data parallelism")
+
+
+def test_more_devices_than_pieces() -> None:
+    settings = {"max_replicas": 1, "num_pipelines": 1}
+    prediction = best_plan("auto", graphs.chain(2), request(FAST, 4, idle_devices=True, **settings))
+    assert prediction.plan.unused == (2, 3)
+    assert prediction.plan.notes["devices"] == (
+        "2 of 4 devices are idle: no plan with a stage on every device was found."
+    )
+
+
+def test_a_slow_device_in_the_middle_stays_idle() -> None:
+    """Devices that are used need not be the first ones."""
+    slow = replace(DEVICE, name="slow", peak_flops={"float32": 1e7}, peak_bytes_per_second=1e7)
+    nodes = [Node(device=device, count=1) for device in (DEVICE, slow, DEVICE)]
+    cluster = Cluster.of_nodes("mixed", nodes, FAST)
+    prediction = best_plan("auto", graphs.chain(6), replace(request(FAST, idle_devices=True), cluster=cluster))
+    assert prediction.plan.unused == (1,)
+    assert prediction.used_devices == 2
+
+
+def test_layouts_of_schedules_need_all_devices() -> None:
+    asked = request(SLOW, idle_devices=True, schedules=("1f1b", "interleaved"), stages_per_device=None)
+    allowed = {name: candidates(asked, name)[0].question().idle_devices for name in asked.schedules}
+    assert allowed == {"1f1b": True, "interleaved": False}
+
+
+def test_equals_the_best_of_all_plans() -> None:
+    """Also no plan is faster than the bound, which therefore holds for plans that leave devices idle."""
+    ratios, idle = [], 0
+    for seed in range(24):
+        problem = replace(random_problem(seed, num_units=3 + seed % 2), idle_devices=True)
+        if seed % 2:
+            far = Link(latency=0.5, bytes_per_second=20)
+            problem = replace(problem, cluster=Cluster.uniform(DEVICE, problem.num_devices, far))
+        control = SearchControl(seconds=30.0)
+        answer, best = auto(problem, control), exhaustive(problem, control)
+        assert answer.draft is not None
+        found = Evaluator(problem)(answer.draft)
+        if not found.fits:
+            continue
+        assert lower_bound(problem) <= found.seconds * (1 + 1e-9)
+        ratios.append(found.seconds / best.objective)
+        idle += sum(len(stage.devices) for stage in answer.draft.stages) < problem.num_devices
+    assert max(ratios) <= 1 + 1e-9
+    assert idle >= 3
