@@ -1,4 +1,4 @@
-"""Where the search begins: what other partitioners find, and ways to cut orders of the units (`seeds`)."""
+"""The beginning of the search: what other partitioners find, and ways to cut orders of the units (`seeds`)."""
 
 from __future__ import annotations
 
