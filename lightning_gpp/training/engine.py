@@ -271,9 +271,12 @@ class Engine:
         batch, *rest = arguments
         incoming, size = self._incoming, self._incoming.batch_size
         batches = [batch, *incoming.feed.upcoming] if self.runs_step else []
-        invocations = [self._invocation(session, later(rest, i), number + i) for i in range(len(incoming.facts))]
+
+        def invocation(later_by: int) -> Invocation:
+            return self._invocation(session, later(rest, later_by), number + later_by)
+
         with on_one_rank():
-            return session.run_ahead(batches, invocations, size, loss_weight=weight, step=number, segment=segment)
+            return session.run_ahead(batches, invocation, size, loss_weight=weight, step=number, segment=segment)
 
     def _train_ahead(
         self, asynchronous: Asynchronous, arguments: Sequence[Any], weight: float, accumulated: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ class Incoming:
         self.facts: list[Facts] = []
         self.feed = Feed()
         self.anew = False
+        self._upcoming: list[tuple[Any, tuple[int, int]]] = []
         self.follow()
 
     def follow(self) -> None:
@@ -59,8 +60,8 @@ class Incoming:
         ahead = self.feed.ahead()
         numbers = torch.full((2 + ahead, 2), -1, dtype=torch.int64)
         if self.control.runs_step and batch is not None:
-            for row, known in enumerate((batch, *self.feed.upcoming[:ahead])):
-                numbers[row] = torch.tensor((batch_size_of(known), self.form_of(known)))
+            known = self._facts_of([batch, *self.feed.upcoming[:ahead]])
+            numbers[: len(known)] = torch.tensor(known)
             numbers[-1, 0] = anew
         *rows, last = self.control.share(numbers).tolist()
         self.anew = last[0] == 1
@@ -70,7 +71,18 @@ class Incoming:
 
     def form_of(self, batch: Any) -> int:
         """Fingerprint of all that a capture depends on: the batch's structure, and the set of trained parameters."""
-        return signature(batch) ^ (zlib.crc32(self.trained()) << 16)
+        return signature(batch) ^ self._trained()
+
+    def _facts_of(self, batches: Sequence[Any]) -> list[tuple[int, int]]:
+        """Samples and form of consecutive mini-batches; each is looked at once, when it is announced first."""
+        seen = {id(batch): described for batch, described in self._upcoming}
+        described = [seen.get(id(batch)) or (batch_size_of(batch), signature(batch)) for batch in batches]
+        self._upcoming = list(zip(batches[1:], described[1:], strict=True))
+        trained = self._trained()
+        return [(size, form ^ trained) for size, form in described]
+
+    def _trained(self) -> int:
+        return zlib.crc32(self.trained()) << 16
 
     def trained(self) -> bytes:
         """A byte per parameter of the module: 1 if it requires a gradient, otherwise 0."""

@@ -191,7 +191,7 @@ class Session:
     def run_ahead(
         self,
         batches: Sequence[Any],
-        invocations: Sequence[Invocation],
+        invocation: Callable[[int], Invocation],
         batch_size: int,
         *,
         loss_weight: float,
@@ -202,7 +202,7 @@ class Session:
 
         Args:
             batches: this mini-batch and the known ones that follow; used where the step runs.
-            invocations: invocations of the user's step, one for each of them.
+            invocation: returns the invocation of the user's step for the one so many places later.
             batch_size: samples of the mini-batch.
             loss_weight: weight of one sample.
             step: number of the mini-batch.
@@ -214,7 +214,7 @@ class Session:
         if self._control.runs_step:
             for number in entering:
                 key = self._streams.key(DATA_STREAM, self._control.pipeline, 0, number)
-                self.pipeline.step.open(number % lanes, batches[number - step], invocations[number - step], key)
+                self.pipeline.step.open(number % lanes, batches[number - step], invocation(number - step), key)
         filling = self._buffers_kept() if begins and self.asynchronous and self.asynchronous.refills else None
         with undisturbed():
             executor.run(loss_weight=loss_weight, step=step, first=segment.start, last=segment.stop, filling=filling)
