@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from lightning_gpp.simulation import trace_of
 from lightning_gpp.strategy import GPPStrategy
 from lightning_gpp.training.machine import Machine, resolved
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.planner import check_devices, devices_wanted, planned
+from lightning_gpp.training.planner import TRAINING, check_devices, devices_wanted, inference_of, planned
 from lightning_gpp.training.predicted import simulated, without_flush
 from lightning_gpp.training.replicas import idle_sharding
 
@@ -172,12 +172,18 @@ def task_of(config: DictConfig) -> Task:
         L.seed_everything(config.seed, workers=True, verbose=False)
     subject = captured(config, options) if config.graph is None else graph_file(config)
     costs = subject.costs(options, whole, torch.device(device_type(config.trainer.accelerator)))
+    machine = Machine(cluster=whole.with_headroom(options.memory_headroom), footprint=subject.footprint, costs=costs)
+    if config.step != TRAINING:
+        if isinstance(subject, GraphFile):
+            raise ConfigError(f"step={config.step} needs a model; a graph from a file (graph=...) is a training step.")
+        step, options = inference_of(subject.step, options)
+        subject, machine = replace(subject, step=step), machine.for_inference(step.graph)
     per_pipeline = num_devices(options, whole.num_devices)
     replicable = config.get("cluster") is not None and options.num_pipelines is None
     return Task(
         subject=subject,
         options=options,
-        machine=Machine(cluster=whole.with_headroom(options.memory_headroom), footprint=subject.footprint, costs=costs),
+        machine=machine,
         num_devices=per_pipeline,
         num_pipelines=None if replicable else whole.num_devices // per_pipeline,
     )

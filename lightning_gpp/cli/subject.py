@@ -1,4 +1,4 @@
-"""The subject of `gpp-plan`: the training step of a configured model, or an operator graph from a file."""
+"""The subject of `gpp-plan`: a step of a configured model, or an operator graph from a file."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig
@@ -28,6 +29,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning.readers import read_graph
 from lightning_gpp.stages.declared import Declared
 from lightning_gpp.strategy.data import peek
+from lightning_gpp.strategy.steps import CONTEXTS
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.costs import measured_costs
 from lightning_gpp.training.machine import footprint_of, present
@@ -89,9 +91,13 @@ def graph_file(config: DictConfig) -> GraphFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The captured training step of a configured model."""
+    """The captured step of a configured model.
 
-    step: Capture | Declared
+    `step`: what is planned: the step itself, or in a run that does not train the same without a backward.
+    """
+
+    captured: Capture | Declared
+    step: Subject
     model: L.LightningModule
     batch: Any
     precision: Precision
@@ -106,6 +112,11 @@ class Step:
         """
         if options.costs != "measured":
             return None
+        if self.captured.step != TRAINING:
+            raise ConfigError(
+                f"strategy.costs=measured times training steps, not step={self.captured.step}. Choose "
+                "strategy.costs=roofline."
+            )
         here = present(1, device_type=device.type).devices[0].name
         if here != cluster.kinds[0].name:
             raise ConfigError(
@@ -113,17 +124,19 @@ class Step:
                 f"has {cluster.kinds[0].name}. Plan on such a machine, or choose strategy.costs=roofline."
             )
         context = self.precision.train_step_context
-        return measured_costs(self.step, self.model, self.batch, options, cluster, device=device, context=context)
+        return measured_costs(self.captured, self.model, self.batch, options, cluster, device=device, context=context)
 
 
 def captured(config: DictConfig, options: Options) -> Step:
-    """The training step on the first mini-batch, under the configured precision.
+    """The configured step on the first mini-batch, under the configured precision.
 
     The module has no memory for its parameters, unless its costs are measured or its code needs their values.
 
     Raises:
-        ConfigError: a batch size is given beside the data.
+        ConfigError: a batch size is given beside the data, or there is no such step.
     """
+    if config.step not in _LOADERS:
+        raise ConfigError(f"step={config.step}; choose one of {', '.join(_LOADERS)}.")
     if config.get("batch_size") is not None:
         raise ConfigError(
             f"batch_size={config.batch_size} is for a graph from a file (graph=...); with a model it is the data's "
@@ -138,7 +151,7 @@ def captured(config: DictConfig, options: Options) -> Step:
 
 
 def _captured(config: DictConfig, options: Options, placed: Callable[[], AbstractContextManager[Any]]) -> Step:
-    """The training step.
+    """The step.
 
     Args:
         placed: context in which the module is built; on the meta device its parameters take no memory.
@@ -148,15 +161,16 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         model: L.LightningModule = built(config.model)
     trainer.precision_plugin.convert_module(model)
     attach_data(trainer, model, datamodule)
-    batch = first_batch(datamodule) if options.example_batch is None else options.example_batch
+    batch = first_batch(datamodule, config.step) if options.example_batch is None else options.example_batch
     with placed():
-        model.setup("fit")
+        model.setup(_LOADERS[config.step][0])
         model.configure_model()
     batch = transferred(model, batch, CPU)
-    context = trainer.precision_plugin.train_step_context
-    step = captured_step(model, outline(batch), TRAINING, options, context, CPU)
+    context = getattr(trainer.precision_plugin, CONTEXTS[config.step])
+    step = captured_step(model, outline(batch), config.step, options, context, CPU)
     optimizers, notes = _optimizers(model, trainer)
     return Step(
+        captured=step,
         step=step,
         model=model,
         batch=batch,
@@ -179,11 +193,30 @@ def _optimizers(model: L.LightningModule, trainer: L.Trainer) -> tuple[Sequence[
     return [leaf for leaf in leaves if isinstance(leaf, Optimizer)], ()
 
 
-def first_batch(datamodule: L.LightningDataModule) -> Any:
-    """The first mini-batch of the training data, in the structure of its loaders."""
+_LOADERS: Final = {
+    TRAINING: ("fit", "train_dataloader"),
+    "validation_step": ("validate", "val_dataloader"),
+    "test_step": ("test", "test_dataloader"),
+    "predict_step": ("predict", "predict_dataloader"),
+}
+"""Steps that can be planned, with the stage of set-up and the method for the loaders of each."""
+
+
+def first_batch(datamodule: L.LightningDataModule, step: str = TRAINING) -> Any:
+    """The first mini-batch for a step, in the structure of its loaders; for evaluation, from the first loader.
+
+    Raises:
+        ConfigError: the data have no loader for the step.
+    """
+    stage, method = _LOADERS[step]
     datamodule.prepare_data()
-    datamodule.setup("fit")
-    loaders = datamodule.train_dataloader()
+    datamodule.setup(stage)
+    try:
+        loaders = getattr(datamodule, method)()
+    except MisconfigurationException as error:
+        raise ConfigError(f"step={step}: {type(datamodule).__name__} has no {method}.") from error
+    if step != TRAINING and isinstance(loaders, list | tuple):
+        loaders = loaders[0]
     return pytree.tree_map(peek, getattr(loaders, "iterables", loaders))
 
 

@@ -57,6 +57,7 @@ class Footprint:
     Args:
         optimizer: a key of OPTIMIZER_STATES.
         precision: a key of PRECISIONS. With "...-true", the parameters themselves have that precision.
+        training: whether there are gradients and an optimizer.
 
     Raises:
         ConfigError: the optimizer or precision is unknown.
@@ -64,6 +65,7 @@ class Footprint:
 
     optimizer: str = "adam"
     precision: str = "32-true"
+    training: bool = True
 
     def __post_init__(self) -> None:
         for key, allowed in (("optimizer", OPTIMIZER_STATES), ("precision", PRECISIONS)):
@@ -76,7 +78,24 @@ class Footprint:
     @property
     def copies(self) -> float:
         """Copies per byte: weights, gradients, the optimizer's state, and autocast's copy."""
-        return 2 + OPTIMIZER_STATES[self.optimizer] + PRECISIONS[self.precision]
+        gradients_and_state = 1 + OPTIMIZER_STATES[self.optimizer] if self.training else 0
+        return 1 + gradients_and_state + PRECISIONS[self.precision]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOnly:
+    """The costs of a model without those of backwards, for inference."""
+
+    costs: CostModel
+
+    @property
+    def name(self) -> str:
+        """The origin of the figures."""
+        return self.costs.name
+
+    def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
+        """See `CostModel`."""
+        return Seconds(self.costs.seconds(operator, num_samples, device).forward)
 
 
 ACCUMULATION_PASSES: Final = 3

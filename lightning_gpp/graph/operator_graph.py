@@ -159,6 +159,15 @@ class OperatorGraph:
         """The same graph with these operators as `whole`."""
         return replace(self, whole=whole)
 
+    def for_inference(self) -> OperatorGraph:
+        """The same operators without a backward: no tensor needs a gradient, and nothing is saved for one."""
+        graph = replace(self, nx=nx.DiGraph())
+        for operator in self:
+            outputs = tuple(replace(spec, requires_grad=False) for spec in operator.outputs)
+            graph.add(replace(operator, outputs=outputs, saved_bytes=Affine()))
+        graph.nx.add_edges_from(self.nx.edges(data=True))
+        return graph
+
     def add(self, operator: Operator) -> None:
         self.nx.add_node(operator.name, operator=operator)
 

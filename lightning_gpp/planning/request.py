@@ -99,7 +99,7 @@ class Request(SearchOptions):
         schedules: names of schedules to choose from.
         model: fingerprint written into the plan.
         costs: seconds of operators; by default the roofline model.
-        footprint: what a device keeps per byte of parameters.
+        footprint: what a device keeps per byte of parameters; without training, only forwards are planned.
         recompute: whether stages recompute their activations, or names of the stages that do; None leaves it to the
             partitioner.
         slicing: how micro-batches are cut along the sequence; None for unsliced stages.

@@ -17,8 +17,9 @@ def period_text(plan: Plan, period: Period) -> str:
     lines = [
         f"Without a flush: {duration(period.seconds)} per mini-batch, {duration(period.fill_and_drain)} to fill "
         f"and drain; with a flush after each: {duration(period.flushed)}.",
-        "Delays, in optimizer steps between a forward and its backward:",
     ]
+    if period.delays:
+        lines.append("Delays, in optimizer steps between a forward and its backward:")
     for index, delay in period.delays.items():
         stage, kept = plan.stages[index], period.copies[index]
         memory = size(kept * stage.figures.parameter_bytes)

@@ -1,7 +1,14 @@
 """The simulator: step time and peak memory of the same program that the runtime executes."""
 
 from lightning_gpp.cluster import Link
-from lightning_gpp.simulation.period import Period, WeightCopies, no_copies, simulate_period, steady_seconds
+from lightning_gpp.simulation.period import (
+    Period,
+    WeightCopies,
+    no_copies,
+    simulate_period,
+    simulate_streaming,
+    steady_seconds,
+)
 from lightning_gpp.simulation.simulator import simulate
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
 from lightning_gpp.simulation.timeline import Collective, Span, Timeline, Transfer
@@ -21,6 +28,7 @@ __all__ = [
     "no_copies",
     "simulate",
     "simulate_period",
+    "simulate_streaming",
     "steady_seconds",
     "trace_of",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Program, compile_program
-from lightning_gpp.schedules.continuous import continuous_program, delays_of, unrolled
+from lightning_gpp.schedules.continuous import continuous_program, delays_of, streaming_program, unrolled
 from lightning_gpp.simulation.simulator import simulate
 from lightning_gpp.simulation.stage_costs import StageCosts
 
@@ -70,6 +70,25 @@ def simulate_period(
             peak + sum(copies[stage] * costs.replica(stage, device).parameter_bytes for stage in plan.stages_on(device))
             for device, peak in enumerate(several.peak_bytes)
         ),
+    )
+
+
+def simulate_streaming(plan: Plan, costs: StageCosts) -> Period:
+    """The same for inference, which has no updates.
+
+    Raises:
+        ScheduleError: see `streaming_program`.
+    """
+    program = streaming_program(plan)
+    number, seconds = program.lead + 2, steady_seconds(program, costs)
+    several = simulate(unrolled(program, number), costs)
+    return Period(
+        seconds=seconds,
+        fill_and_drain=several.makespan - number * seconds,
+        flushed=simulate(compile_program(plan, training=False), costs).makespan,
+        delays={},
+        copies={},
+        peak_bytes=tuple(several.peak_bytes),
     )
 
 

@@ -23,12 +23,14 @@ from lightning_gpp.training.options import Context
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.trace import TraceFile
 
-_CONTEXTS: Final = {
+CONTEXTS: Final = {
     TRAINING: "train_step_context",
     "validation_step": "val_step_context",
     "test_step": "test_step_context",
     "predict_step": "predict_step_context",
 }
+"""The context of each step, a method of the precision plugin."""
+
 _TYPES: Final = {"bf16": torch.bfloat16, "16": torch.float16}
 
 
@@ -47,7 +49,7 @@ class LightningHost(Host):
         self.recorder = LogRecorder(module, self.user_code)
 
     def context(self, step: str) -> Context:
-        context: Context = getattr(self._plugin, _CONTEXTS[step])
+        context: Context = getattr(self._plugin, CONTEXTS[step])
         return context
 
     def around(self, step: str, batch: int | None = None) -> Callable[[int], AbstractContextManager[Any]]:

@@ -10,8 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_gpp.cluster import CLUSTERS, Cluster, Node, preset_cluster
-from lightning_gpp.costs.model import OPTIMIZER_STATES, PRECISIONS, CostModel, Footprint
+from lightning_gpp.costs.model import OPTIMIZER_STATES, PRECISIONS, CostModel, Footprint, ForwardOnly, Roofline
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.measure.detect import detect
 from lightning_gpp.measure.memory import memory_bytes
 
@@ -29,6 +30,12 @@ class Machine:
     cluster: Cluster
     footprint: Footprint = field(default_factory=Footprint)
     costs: CostModel | None = None
+
+    def for_inference(self, graph: OperatorGraph) -> Machine:
+        """The same machine for a run that does not train: no backwards, gradients and optimizer."""
+        known = self.costs is not None or any(operator.flops.at(1) for operator in graph)
+        costs = ForwardOnly(self.costs or Roofline(graph)) if known else None
+        return replace(self, costs=costs, footprint=replace(self.footprint, training=False))
 
 
 def resolved(cluster: Cluster | str | None, num_devices: int, num_nodes: int = 1, device_type: str = "cpu") -> Cluster:

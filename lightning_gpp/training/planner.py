@@ -25,6 +25,7 @@ from lightning_gpp.planning.assignment.stages_spec import read
 from lightning_gpp.planning.problem.partitioner import Progress
 from lightning_gpp.planning.request import SEARCHED, STANDARD, SearchOptions
 from lightning_gpp.schedules.registry import method_of
+from lightning_gpp.simulation import WeightCopies, no_copies
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.declared import Declared, declare, is_declared
 from lightning_gpp.stages.whole_inputs import with_whole_inputs
@@ -103,12 +104,26 @@ def plan_for(
         known = known or options.plan
     if known is None:
         machine = machine or partial(_default, options, num_devices)
-        plan = planned(captured, options, machine, num_devices, progress=progress).plan
+        plan = _new_plan(captured, options, machine, num_devices, progress)
     else:
         plan = refitted(captured, known)
     check_devices(plan, num_devices)
     check_patterns(unsliced(plan).plan, options.eight_bit_edges)
     return plan
+
+
+def _new_plan(
+    captured: Capture | Declared,
+    options: Options,
+    machine: Callable[[], Machine],
+    num_devices: int,
+    progress: Progress | None,
+) -> Plan:
+    if captured.step == TRAINING:
+        return planned(captured, options, machine, num_devices, progress=progress).plan
+    subject, options = inference_of(captured, options)
+    there = lambda: machine().for_inference(subject.graph)  # noqa: E731
+    return planned(subject, options, there, num_devices, progress=progress).plan
 
 
 def _default(options: Options, num_devices: int) -> Machine:
@@ -126,6 +141,22 @@ class Subject(Protocol):
 
     @property
     def fingerprint(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inference:
+    """An evaluation step as the subject of a plan for a run that does not train."""
+
+    graph: OperatorGraph
+    batch_size: int
+    fingerprint: str
+
+
+def inference_of(captured: Subject, options: Options) -> tuple[Inference, Options]:
+    """A step without a backward, for a run that only evaluates, and the options that apply to it."""
+    graph = captured.graph.for_inference()
+    subject = Inference(graph=graph, batch_size=captured.batch_size, fingerprint=captured.fingerprint)
+    return subject, replace(options, recompute=False, slices=1)
 
 
 def planned(
@@ -246,7 +277,7 @@ def request_of(
     progress: Progress | None = None,
 ) -> Request:
     """The request of the settings, for all devices of the machine."""
-    recompute = options.recompute
+    recompute, copies = options.recompute, weight_copies_of(options.weights)
     limits = {field.name: getattr(options, field.name) for field in fields(SearchOptions)}
     return Request(
         **{**limits, "bound_seconds": bound_seconds},
@@ -259,11 +290,16 @@ def request_of(
         recompute=recompute if recompute is None or isinstance(recompute, bool) else tuple(recompute),
         slicing=options.slicing,
         chained=options.chain_baseline,
-        weight_copies=weight_copies_of(options.weights),
+        weight_copies=copies if machine.footprint.training else streaming_copies(options),
         num_pipelines=num_pipelines,
         seconds=options.search_seconds,
         progress=progress,
     )
+
+
+def streaming_copies(options: Options) -> WeightCopies | None:
+    """Inference that does not flush keeps no copies of weights; None if it flushes."""
+    return no_copies if options.streaming and options.sharding != "fsdp" else None
 
 
 def check_devices(plan: Plan, num_devices: int) -> None:

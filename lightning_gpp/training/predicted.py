@@ -20,7 +20,7 @@ def simulated(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines:
         PlanError: the machine has fewer devices than the plan.
     """
     costs = costs_of(plan, graph, machine, num_pipelines)
-    return simulate(compile_program(plan, copies=num_pipelines), costs)
+    return simulate(compile_program(plan, training=machine.footprint.training, copies=num_pipelines), costs)
 
 
 def computing_seconds(plan: Plan, graph: OperatorGraph, machine: Machine) -> dict[int, float]:
@@ -39,14 +39,15 @@ def _knows_costs(graph: OperatorGraph, machine: Machine) -> bool:
 def without_flush(
     plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int, weights: str
 ) -> Period | None:
-    """The steady state of a plan under a weight policy, simulated on a machine; None in synchronous training.
+    """The steady state of a plan under a weight policy, simulated on a machine; None in synchronous training, and for
+    inference, whose program is another.
 
     Raises:
         PlanError: the machine has fewer devices than the plan.
         ScheduleError: the schedule has no steady state.
     """
     copies = weight_copies_of(weights)
-    if copies is None:
+    if copies is None or not machine.footprint.training:
         return None
     return simulate_period(plan, costs_of(plan, graph, machine, num_pipelines), num_pipelines, copies)
 

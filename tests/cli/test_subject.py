@@ -10,9 +10,12 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from gpp_examples.feature_towers import FeatureTowers
+from lightning_gpp.cli.planning import predict, task_of
 from lightning_gpp.cli.subject import Step, captured
 from lightning_gpp.cli.target import built
+from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.schedules.actions import Kind
 from tests.cli.commands import composed
 
 
@@ -71,3 +74,23 @@ def test_its_operators_are_those_of_the_model_in_memory(experiment: str) -> None
 def test_a_model_that_reads_its_parameters_gets_them() -> None:
     step = step_of(config_of(Scaled))
     assert {parameter.device.type for parameter in step.model.parameters()} == {"cpu"}
+
+
+def test_a_run_that_only_evaluates_is_planned_without_backwards() -> None:
+    settings = ("experiment=two_tower", "trainer.devices=4", "strategy.search_seconds=2")
+    trained = predict(task_of(composed(*settings, name="plan")))
+    found = predict(task_of(composed(*settings, "step=validation_step", name="plan")))
+    assert not any(edge.differentiable for edge in found.plan.edges)
+    assert {span.action.kind for row in found.timeline.devices for span in row} == {Kind.DATA, Kind.FORWARD}
+    assert found.period is not None
+    assert trained.period is None
+    assert found.seconds < trained.seconds / 3
+    assert max(found.peak_bytes) < max(trained.peak_bytes) / 3
+    assert found.lower_bound <= found.seconds
+
+
+def test_a_step_without_data_is_told() -> None:
+    with pytest.raises(ConfigError, match="step=predict_step: CaptionedDigits has no predict_dataloader"):
+        task_of(composed("experiment=two_tower", "step=predict_step", name="plan"))
+    with pytest.raises(ConfigError, match="step=forward; choose one of training_step, validation_step"):
+        task_of(composed("experiment=two_tower", "step=forward", name="plan"))

@@ -339,7 +339,7 @@ def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:
 
 def all_reduce_seconds(problem: Problem, stage: DraftStage) -> float:
     """Seconds of the all-reduce of a stage's gradients over its replicas."""
-    if len(stage.devices) == 1:
+    if len(stage.devices) == 1 or not problem.footprint.training:
         return 0.0
     return problem.cluster.all_reduce_seconds(stage.devices, float(problem.parameter_bytes[list(stage.units)].sum()))
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
-from lightning_gpp.errors import GPPError
+from lightning_gpp.errors import GPPError, ScheduleError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import estimate, timed
@@ -21,7 +21,14 @@ from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import Period, Timeline, WeightCopies, simulate, simulate_period
+from lightning_gpp.simulation import (
+    Period,
+    Timeline,
+    WeightCopies,
+    simulate,
+    simulate_period,
+    simulate_streaming,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +168,7 @@ def predicted(
         graph: the operator graph that the plan was made from.
         cluster: device d of pipeline p is its device p x plan.num_devices + d.
         costs: seconds of operators.
-        footprint: what a device keeps per byte of parameters.
+        footprint: what a device keeps per byte of parameters; without training, forwards are simulated.
         num_pipelines: pipeline replicas.
         weight_copies: copies of a stage's weights by its delay, without a flush; None: the pipeline flushes.
 
@@ -172,11 +179,17 @@ def predicted(
     stage_costs = estimate(graph, plan, cluster, costs, footprint=footprint, num_pipelines=num_pipelines)
     limits = memory_limits(plan, cluster)
     plan = timed(plan, stage_costs, limits)
-    timeline = simulate(compile_program(plan, copies=num_pipelines), stage_costs)
+    timeline = simulate(compile_program(plan, training=footprint.training, copies=num_pipelines), stage_costs)
     notes = {"cluster": cluster.name, "simulated_step": f"{timeline.makespan:.6g} s"}
     plan = replace(plan, notes={**plan.notes, **notes})
-    period = None if weight_copies is None else simulate_period(plan, stage_costs, num_pipelines, weight_copies)
-    return Prediction(plan=plan, num_pipelines=num_pipelines, timeline=timeline, memory_bytes=limits, period=period)
+    prediction = Prediction(plan=plan, num_pipelines=num_pipelines, timeline=timeline, memory_bytes=limits)
+    if weight_copies is None:
+        return prediction
+    if not footprint.training:
+        with suppress(ScheduleError):  # such stages flush
+            prediction = replace(prediction, period=simulate_streaming(plan, stage_costs))
+        return prediction
+    return replace(prediction, period=simulate_period(plan, stage_costs, num_pipelines, weight_copies))
 
 
 def memory_limits(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
