@@ -8,6 +8,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -152,9 +153,28 @@ def active_loaders(trainer: Any) -> list[Any]:
     return list(trainer._active_loop._combined_loader.flattened)
 
 
-def evaluation_lengths(trainer: Any) -> list[float]:
-    """The numbers of batches of the current evaluation loop, by data loader."""
-    return list(trainer._active_loop.max_batches)
+def after_evaluation_data(trainer: Any, function: Callable[[str, list[float]], None]) -> None:
+    """Call `function(step, numbers of batches)` when a loop has its data, before it leaves out empty ones."""
+    for step, loop in _evaluation_loops(trainer):
+        loop.setup_data = partial(_set_up, loop, partial(function, step))
+
+
+def _set_up(loop: Any, function: Callable[[list[float]], None]) -> None:
+    type(loop).setup_data(loop)
+    function(list(loop.max_batches))
+
+
+def restore_evaluation_data(trainer: Any) -> None:
+    """Undo `after_evaluation_data`."""
+    for _, loop in _evaluation_loops(trainer):
+        vars(loop).pop("setup_data", None)
+
+
+def _evaluation_loops(trainer: Any) -> Iterator[tuple[str, Any]]:
+    yield "validation_step", trainer.fit_loop.epoch_loop.val_loop
+    yield "validation_step", trainer.validate_loop
+    yield "test_step", trainer.test_loop
+    yield "predict_step", trainer.predict_loop
 
 
 def loader_states(trainer: Any) -> list[dict[str, Any]]:
@@ -260,28 +280,49 @@ def handle_signals_again(trainer: Any) -> None:
     vars(trainer._signal_connector).pop("register_signal_handlers", None)
 
 
-def before_steps(trainer: Any, function: Callable[[], None]) -> None:
-    """Call `function` between two training steps, before the next mini-batch is fetched.
+def around_steps(
+    trainer: Any, *, before: Callable[[], None], after: Callable[[], None], rested: Callable[[], None]
+) -> None:
+    """Call `before` and `after` each training step: before its mini-batch is fetched, and after its last hook.
 
-    It takes the place of the broadcast by which Lightning shares SIGTERM there. The first step after a checkpoint was
-    restored is left out: until then the loops' counters are those of the checkpoint, not of a run.
+    `rested` is called after each validation and each epoch of training. These are the moments at which Lightning looks
+    whether it should stop. `before` takes the place of the broadcast by which Lightning shares SIGTERM. It is left out
+    at the first step after a checkpoint was restored: until then the loops' counters are those of the checkpoint.
     """
-    loop = trainer.fit_loop.epoch_loop
-    plain = type(loop).advance
+    fit = trainer.fit_loop
+    loop = fit.epoch_loop
     loop._broadcast_sigterm_tensor = lambda: None
 
     def advance(data_fetcher: Any) -> None:
         if not loop.restarting:
-            function()
-        plain(loop, data_fetcher)
+            before()
+        type(loop).advance(loop, data_fetcher)
+        after()
 
     loop.advance = advance
+    loop.val_loop.run = _followed(loop.val_loop, "run", rested)
+    fit.on_advance_end = _followed(fit, "on_advance_end", rested)
+
+
+def _followed(loop: Any, name: str, function: Callable[[], None]) -> Callable[[], Any]:
+    def run() -> Any:
+        result = getattr(type(loop), name)(loop)
+        function()
+        return result
+
+    return run
 
 
 def restore_steps(trainer: Any) -> None:
-    """Undo `before_steps`."""
-    for name in ("advance", "_broadcast_sigterm_tensor"):
-        vars(trainer.fit_loop.epoch_loop).pop(name, None)
+    """Undo `around_steps`."""
+    loop = trainer.fit_loop.epoch_loop
+    for owner, name in (
+        (loop, "advance"),
+        (loop, "_broadcast_sigterm_tensor"),
+        (loop.val_loop, "run"),
+        (trainer.fit_loop, "on_advance_end"),
+    ):
+        vars(owner).pop(name, None)
 
 
 def accumulates(trainer: Any) -> bool:

@@ -148,14 +148,24 @@ class FailureMonitor:
 
         Before the start it is kept until then.
         """
-        self._stop_signal = max(self._stop_signal, number)
+        self._stop_signal = self._stop_signal or number
         if self._watcher is not None:
             self._watcher.ask_to_stop(number)
 
+    def ask_to_finish(self) -> None:
+        """Tell rank 0, without waiting, that this rank wants the job to end regularly after one of the next steps."""
+        if self._watcher is not None:
+            self._watcher.ask_to_finish()
+
+    @property
+    def asked_to_finish(self) -> bool:
+        """On rank 0 True if any rank wants the job to end regularly."""
+        return self._watcher is not None and self._watcher.asked_to_finish
+
     @property
     def stop_signal(self) -> int:
-        """The signal that asks the job to stop, 0 if there is none; on rank 0 that of any rank, elsewhere its own."""
-        return max(self._stop_signal, self._watcher.stop_signal if self._watcher is not None else 0)
+        """The first signal that asks the job to stop, 0 if there is none; on rank 0 of any rank, elsewhere its own."""
+        return (self._watcher.stop_signal if self._watcher is not None else 0) or self._stop_signal
 
     def fail(self, event: str, trace: str = "", code: int = EXIT_CODE) -> None:
         """Tell the others that this rank fails by `event`, a verb phrase, not an exception. Returns when they know.

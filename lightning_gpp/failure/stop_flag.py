@@ -44,7 +44,7 @@ class StopFlag:
     ) -> None:
         self.signals = tuple(signals)
         self.received: signal.Signals | None = None
-        """The signal that this rank has received; the one with the highest number if there are several."""
+        """The signal that this rank has received, the first of several."""
         self._overdue, self._heard = overdue, heard
         self._patience = patience
         self._answered = threading.Event()
@@ -98,7 +98,7 @@ class StopFlag:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._process and self._installed:
-            self.received = signal.Signals(max(self.received or 0, number))
+            self.received = self.received or signal.Signals(number)
             return
         # in a worker, or restored after the end by code that had saved it
         signal.signal(number, signal.SIG_DFL)

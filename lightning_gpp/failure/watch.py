@@ -82,7 +82,9 @@ class Watcher(threading.Thread):
         self.known = threading.Event()
         """Set after `cause` is known and printed."""
         self.stop_signal = 0
-        """On rank 0 the highest signal that asks the job to stop, received by any rank; 0 if there is none."""
+        """On rank 0 the first signal that asks the job to stop, received by any rank; 0 if there is none."""
+        self.asked_to_finish = False
+        """On rank 0 True if any rank wants the job to end regularly."""
         self._links = links
         self._timeout = timeout
         self._describe, self._hangs = activity.describe, hangs
@@ -100,6 +102,10 @@ class Watcher(threading.Thread):
     def ask_to_stop(self, number: int) -> None:
         """Tell rank 0 of a signal that asks the job to stop, from another thread."""
         self._post(partial(self._ask, number))
+
+    def ask_to_finish(self) -> None:
+        """Tell rank 0 that this rank wants the job to end regularly, from another thread."""
+        self._post(self._ask_to_finish)
 
     def finish(self, patience: float) -> None:
         """Report the regular end of this rank, from another thread. Returns when all peers end, or after `patience`."""
@@ -134,9 +140,14 @@ class Watcher(threading.Thread):
         return self._links[0].send({"cause": asdict(cause)})
 
     def _ask(self, number: int) -> None:
-        self.stop_signal = max(self.stop_signal, number)
+        self.stop_signal = self.stop_signal or number
         if self.rank != 0 and self._links:
             self._links[0].send({"stop": number})
+
+    def _ask_to_finish(self) -> None:
+        self.asked_to_finish = True
+        if self.rank != 0 and self._links:
+            self._links[0].send({"finish": True})
 
     def _finish(self, patience: float) -> None:
         self._end_by = time.monotonic() + patience
@@ -159,7 +170,8 @@ class Watcher(threading.Thread):
     def _hear(self, link: PeerLink, message: PeerMessage) -> None:
         link.action = message.get("action", link.action)
         link.done = link.done or "done" in message
-        self.stop_signal = max(self.stop_signal, message.get("stop", 0))
+        self.stop_signal = self.stop_signal or message.get("stop", 0)
+        self.asked_to_finish = self.asked_to_finish or "finish" in message
         if "cause" in message:
             self._adopt(Cause.of(message["cause"]))
         self._hear_of_hangs(message)

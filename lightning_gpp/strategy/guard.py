@@ -33,6 +33,7 @@ class Guard(pl.Callback):
         self._trainer, self._monitor, self._grace = trainer, monitor, grace.total_seconds()
         self._preemption: Preemption | None = None
         self._flag: StopFlag | None = None
+        self._said: int | None = None
         self._raised = threading.Event()
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         callbacks.insert(0, self)
@@ -47,13 +48,30 @@ class Guard(pl.Callback):
     def stops_for(self, preemption: Preemption) -> None:
         """Let the run stop between two steps from now on, as there are processes that can agree on it."""
         self._preemption = preemption
-        _compat.before_steps(self._trainer, self.boundary)
+        _compat.around_steps(
+            self._trainer, before=self._before_step, after=self._after_step, rested=preemption.agree_to_finish
+        )
 
-    def boundary(self, *, ended: bool = False) -> None:
+    def _after_step(self) -> None:
+        """Take what rank 0 says: whether a rank was asked to stop, and whether the run should stop after this step."""
+        if self._preemption is not None:
+            self._said = self._preemption.said(self._received)
+
+    def _before_step(self) -> None:
+        """Stop here if rank 0 said so after the step before; at the first one it has to be asked."""
+        said, self._said = self._said, None
+        self.boundary(said=said)
+
+    @property
+    def _received(self) -> int:
+        return 0 if self._flag is None else self._flag.received or 0
+
+    def boundary(self, *, ended: bool = False, said: int | None = None) -> None:
         """Stop here if any rank was asked to. All ranks call this together.
 
         Args:
             ended: the run is complete, no step follows.
+            said: the signal that rank 0 has told already, 0 if there is none.
 
         Raises:
             Preempted: on all ranks, after they saved.
@@ -61,10 +79,11 @@ class Guard(pl.Callback):
         preemption = self._preemption
         if preemption is None or not preemption.possible:
             return
-        received = None if self._flag is None else self._flag.received
-        number = preemption.asked(received or 0, ended=ended)
-        if number is None:
+        if said is None:
+            said = preemption.asked(self._received, ended=ended)
+        if not said:
             return
+        number = signal.Signals(said)
         if self._flag is not None:
             self._flag.answer(number)
         preemption.save(number, ended=ended)

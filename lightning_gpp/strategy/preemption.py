@@ -33,6 +33,10 @@ SIGNALLED: Final = 128
 """A process that a signal has ended has this exit code plus the signal's number, as in shells."""
 
 
+_FINISH: Final = 256
+"""Added to a signal's number if the run should stop after this step as if `trainer.should_stop` were set everywhere."""
+
+
 class Preempted(SystemExit):
     """All ranks have stopped together, because of a signal."""
 
@@ -63,16 +67,34 @@ class Preemption:
         self._trainer, self._control, self._monitor, self._environment = trainer, control, monitor, environment
         self._finish_saving = finish_saving
 
-    def asked(self, received: int, *, ended: bool) -> signal.Signals | None:
-        """The signal for which all ranks stop now. All ranks call this together.
+    def asked(self, received: int, *, ended: bool) -> int:
+        """The signal for which all ranks stop now, 0 if there is none. All ranks call this together.
 
         Args:
             received: the signal of this rank, of which the watch may not know yet; 0 if there is none.
             ended: no step follows at which rank 0 could know of a signal that another rank has received just now.
         """
-        mine = max(received, self._monitor.stop_signal)
-        number = max(self._control.gather(mine)) if ended else self._control.relay(mine)
-        return signal.Signals(number) if number else None
+        mine = self._monitor.stop_signal or received
+        return next(filter(None, self._control.gather(mine)), 0) if ended else self._control.relay(mine)
+
+    def said(self, received: int) -> int:
+        """Like `asked`, after a step of training; here ranks also agree whether the run should stop after it.
+
+        `trainer.should_stop` of rank 0 counts, so that nobody has to wait for all others. Another rank's is handed to
+        rank 0 by the watch, and is in force after one of the next steps.
+        """
+        trainer, monitor = self._trainer, self._monitor
+        mine = (monitor.stop_signal or received) + _FINISH * (trainer.should_stop or monitor.asked_to_finish)
+        finishes, number = divmod(self._control.relay(mine), _FINISH)
+        if trainer.should_stop and not finishes:
+            monitor.ask_to_finish()
+        trainer.should_stop = bool(finishes)
+        return number
+
+    def agree_to_finish(self) -> None:
+        """Stop the run here if it should on any rank. All ranks call this together, when none has a step under way."""
+        trainer = self._trainer
+        trainer.should_stop = self._control.unanimous(trainer.should_stop, everyone=False)
 
     @property
     def possible(self) -> bool:

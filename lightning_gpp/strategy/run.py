@@ -148,6 +148,7 @@ class Run:
             warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True\\)`")
         self._metrics.attach()
         _compat.on_epoch_end_reached(self.trainer, self._metrics.share)
+        _compat.after_evaluation_data(self.trainer, self._compare_lengths)
         if self.engine is not None:
             vars(self.precision)["clip_grad_by_norm"] = self.engine.clip_grad_norm  # over all stages
         if self.control.num_devices > 1:
@@ -163,6 +164,7 @@ class Run:
         self._hooks.detach()
         self._metrics.detach()
         _compat.restore_epoch_end(self.trainer)
+        _compat.restore_evaluation_data(self.trainer)
         _compat.restore_batch_hooks(self.module)
         vars(self.precision).pop("clip_grad_by_norm", None)
         if self._example_input is not None:
@@ -188,15 +190,18 @@ class Run:
             self.reading.train(self.engine.ahead)
 
     def begin_evaluation(self, step: str) -> None:
-        """Read mini-batches before their turn; the engine may be set up at the first one.
+        """Read mini-batches before their turn; the engine may be set up at the first one."""
+        self.reading.evaluate(lambda: 0 if self.engine is None else self.engine.ahead(step))
+
+    def _compare_lengths(self, step: str, num_batches: Sequence[float]) -> None:
+        """Compare the data of an evaluation, once. A rank without any would leave it out while the others wait.
 
         Raises:
             ConfigError: the ranks have data of different lengths.
         """
         if step not in self._compared and self.control.world_size > 1:
             self._compared.add(step)
-            check_alike(facts_of_loaders(step, _compat.evaluation_lengths(self.trainer)), self.control.world)
-        self.reading.evaluate(lambda: 0 if self.engine is None else self.engine.ahead(step))
+            check_alike(facts_of_loaders(step, num_batches), self.control.world)
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 

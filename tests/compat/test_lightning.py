@@ -58,6 +58,11 @@ class Line(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
+class Validated(Line):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("value", 1.0)
+
+
 class At(L.Callback):
     """Calls a function of the trainer in a hook."""
 
@@ -418,11 +423,6 @@ def test_current_hook() -> None:
     assert compat.current_hook(module) is None
 
 
-class Validated(Line):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("value", 1.0)
-
-
 def validated(prepare: Callable[[L.Trainer, list[str]], None]) -> list[str]:
     events: list[str] = []
     trainer = L.Trainer(**QUIET, callbacks=[At(on_validation_epoch_end=lambda _: events.append("hook"))])
@@ -470,26 +470,36 @@ def test_handle_signals_again() -> None:
     assert callable(trainer._signal_connector.register_signal_handlers)
 
 
-def test_before_steps() -> None:
+def nothing() -> None:
+    """Stands for callbacks that do not matter here."""
+
+
+def test_around_steps() -> None:
+    """Functions come between what callbacks do and where Lightning looks whether it should stop."""
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
-    seen: list[int] = []
-    trainer = L.Trainer(**QUIET)
-    compat.before_steps(trainer, lambda: seen.append(trainer.global_step))
-    trainer.fit(Line(), loader(3))
-    assert seen == [0, 1, 2]
+    seen: list[str] = []
+    note = lambda text: lambda *_: seen.append(text)  # noqa: E731
+    hooks = At(on_train_batch_end=note("end"), on_validation_end=note("val"), on_train_epoch_end=note("epoch"))
+    trainer = L.Trainer(**QUIET, callbacks=[hooks], num_sanity_val_steps=0)
+    compat.around_steps(trainer, before=lambda: note("before")(), after=lambda: note("after")(), rested=note("rested"))
+    trainer.fit(Validated(), loader(2), loader(1))
+    assert seen == [*["before", "end", "after"] * 2, "val", "rested", "epoch", "rested"]
 
 
 def test_restore_steps() -> None:
     trainer = L.Trainer(**QUIET)
-    compat.before_steps(trainer, lambda: None)
+    compat.around_steps(trainer, before=nothing, after=nothing, rested=nothing)
     compat.restore_steps(trainer)
-    assert not {"advance", "_broadcast_sigterm_tensor"} & set(vars(trainer.fit_loop.epoch_loop))
+    loop = trainer.fit_loop.epoch_loop
+    assert not {"advance", "_broadcast_sigterm_tensor"} & set(vars(loop))
+    assert "run" not in vars(loop.val_loop)
+    assert "on_advance_end" not in vars(trainer.fit_loop)
 
 
 def test_accumulates() -> None:
     seen: list[bool] = []
     trainer = L.Trainer(**QUIET, accumulate_grad_batches=2)
-    compat.before_steps(trainer, lambda: seen.append(compat.accumulates(trainer)))
+    compat.around_steps(trainer, before=lambda: seen.append(compat.accumulates(trainer)), after=nothing, rested=nothing)
     trainer.fit(Line(), loader(3))
     assert seen == [False, True, False]
 
@@ -592,13 +602,23 @@ class Indexed(Line):
         return batch
 
 
-def test_evaluation_lengths() -> None:
-    lengths: list[Any] = []
-    trainer = L.Trainer(
-        **QUIET, callbacks=[At(on_predict_start=lambda t: lengths.append(compat.evaluation_lengths(t)))]
-    )
+@pytest.mark.filterwarnings("ignore:Total length of")
+def test_after_evaluation_data() -> None:
+    """Also where all loaders are empty, and no hook is called."""
+    found: list[Any] = []
+    trainer = L.Trainer(**QUIET)
+    compat.after_evaluation_data(trainer, lambda step, lengths: found.append((step, lengths)))
     trainer.predict(Indexed(), [loader(2), loader(3)])
-    assert lengths == [[2, 3]]
+    trainer.validate(Validated(), loader(0))
+    assert found == [("predict_step", [2, 3]), ("validation_step", [0])]
+
+
+def test_restore_evaluation_data() -> None:
+    trainer = L.Trainer(**QUIET)
+    compat.after_evaluation_data(trainer, lambda step, lengths: None)
+    compat.restore_evaluation_data(trainer)
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    assert not any("setup_data" in vars(loop) for loop in loops)
 
 
 def test_resuming_from(tmp_path: Path) -> None:

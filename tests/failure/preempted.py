@@ -156,11 +156,16 @@ def fit(
     print("complete", flush=True)
 
 
-def as_torchrun_would(rank: int, world_size: int, port: int, folder: str, asked: tuple[Any, ...], more: Any) -> None:
+def environment(rank: int, world_size: int, port: int) -> None:
+    """Set the variables that torchrun sets."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size}
     places |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="test")
+
+
+def as_torchrun_would(rank: int, world_size: int, port: int, folder: str, asked: tuple[Any, ...], more: Any) -> None:
+    environment(rank, world_size, port)
     signal.signal(signal.SIGUSR2, lambda number, frame: print("handed on", flush=True))
     fit(folder, world_size, *([Asked(*asked)] if asked else []), ckpt_path=newest(folder), **more)
 

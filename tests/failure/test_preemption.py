@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.failure.pipeline_rank import Job, processes_running
-from tests.failure.preempted import as_torchrun_would
+from tests.failure.preempted import Asked, as_torchrun_would, environment, fit
 
 WORLD_SIZE = 3
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
@@ -65,6 +65,20 @@ def test_a_stopped_run_goes_on_to_the_same_values(tmp_path: Path, moment: str, r
     assert running.output(0).count("All ranks end with exit code") == 1
     assert (number == USR2) == all("handed on" in running.output(each) for each in range(WORLD_SIZE))
     assert resumed(tmp_path) == undisturbed()
+
+
+def test_of_several_signals_the_first_counts(tmp_path: Path) -> None:
+    """SLURM sends SIGTERM to a job that has asked to be queued again."""
+    with processes_running(tmp_path, WORLD_SIZE, asked_twice, str(tmp_path)) as running:
+        running.wait(50)
+    assert running.codes == [128 + USR1] * WORLD_SIZE, running.output()
+    assert resumed(tmp_path) == undisturbed()
+
+
+def asked_twice(rank: int, world_size: int, port: int, folder: str) -> None:
+    asked = [Asked(1, USR1, "step 2"), Asked(1, TERM, "step 2"), Asked(0, TERM, "step 3")]
+    environment(rank, world_size, port)
+    fit(folder, world_size, *asked)
 
 
 def test_gradients_of_an_unfinished_optimizer_step_are_not_lost(tmp_path: Path) -> None:
