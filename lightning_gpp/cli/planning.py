@@ -25,7 +25,9 @@ from lightning_gpp.reports.page import report_html
 from lightning_gpp.reports.terminal import show as show_text
 from lightning_gpp.reports.terminal import terminal_width, wrapped
 from lightning_gpp.simulation import trace_of
+from lightning_gpp.slices import unsliced
 from lightning_gpp.strategy import GPPStrategy
+from lightning_gpp.training.eight_bit import check_patterns
 from lightning_gpp.training.machine import Machine, resolved
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.planner import TRAINING, check_devices, devices_wanted, inference_of, planned
@@ -96,11 +98,11 @@ def _write(config: DictConfig, prediction: Prediction) -> None:
     if config.output:
         prediction.plan.save(config.output)
     if config.timeline:
-        prediction.timeline.save(config.timeline)
+        prediction.drawn.save(config.timeline)
     if config.trace:
-        trace_of(prediction.timeline).save(config.trace)
+        trace_of(prediction.drawn).save(config.trace)
     if config.svg:
-        Path(config.svg).write_text(timeline_svg(prediction.timeline))
+        Path(config.svg).write_text(timeline_svg(prediction.drawn))
     if config.graph_svg:
         Path(config.graph_svg).write_text(graph_svg(prediction.plan))
 
@@ -122,6 +124,7 @@ def predict(task: Task) -> Prediction:
             bound_seconds=task.options.bound_seconds,
             progress=progress,
         )
+    check_patterns(unsliced(result.plan).plan, task.options.eight_bit_edges)
     if result.prediction is not None:
         return result.prediction
     check_devices(result.plan, task.num_devices)

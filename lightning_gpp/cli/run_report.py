@@ -41,13 +41,14 @@ class RunReport(L.Callback):
             timeline=strategy.timeline(),
             period=strategy.period(),
         )
-        show(f"One mini-batch, simulated:\n{timeline_text(prediction.timeline, terminal_width())}", prediction.plan)
+        what = "One mini-batch" if prediction.period is None else "Mini-batches without a flush"
+        show(f"{what}, simulated:\n{timeline_text(prediction.drawn, terminal_width())}", prediction.plan)
         if prediction.period is not None:
             show(period_text(prediction.plan, prediction.period), prediction.plan)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "timeline.txt").write_text(f"{run_text(prediction)}\n")
         prediction.plan.save(self.folder / "plan.yaml")
-        prediction.timeline.save(self.folder / "timeline.json")
+        prediction.drawn.save(self.folder / "timeline.json")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         strategy, now = _strategy(trainer), (trainer.global_step, time.perf_counter())

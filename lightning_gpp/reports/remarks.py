@@ -77,7 +77,7 @@ def remarks(prediction: Prediction, comparison: Comparison | None = None) -> lis
     """
     return [
         *_memory(prediction),
-        *_idle(prediction),
+        *(_idle(prediction) if prediction.period is None else ()),
         *_busiest(prediction),
         *_bound(prediction),
         *_measured(comparison),
@@ -86,7 +86,7 @@ def remarks(prediction: Prediction, comparison: Comparison | None = None) -> lis
 
 def _memory(prediction: Prediction) -> Iterator[str]:
     """A remark on the device that is fullest."""
-    pairs = list(zip(prediction.timeline.peak_bytes, prediction.memory_bytes, strict=False))
+    pairs = list(zip(prediction.peak_bytes, prediction.memory_bytes, strict=False))
     device = max(range(len(pairs)), key=lambda device: pairs[device][0] / pairs[device][1], default=0)
     peak, limit = pairs[device] if pairs else (0.0, 0.0)
     if peak > limit:
@@ -107,7 +107,7 @@ def _idle(prediction: Prediction) -> Iterator[str]:
     if times and times[device].total >= MUCH_IDLE:
         yield f"Device {device} idles {percent(times[device].total)}: {_causes(prediction, times[device])}."
     ends = sum(entry.before + entry.after for entry in times) / max(1, len(times))
-    if ends >= MUCH_IDLE and prediction.period is None:
+    if ends >= MUCH_IDLE:
         plan = prediction.plan
         number = max(len(plan.intervals(stage)) for stage in range(len(plan.stages)))
         yield (
@@ -127,23 +127,27 @@ def _causes(prediction: Prediction, idle: IdleTime) -> str:
 
 
 def _busiest(prediction: Prediction) -> Iterator[str]:
-    idle, plan = prediction.timeline.bubble_fractions, prediction.plan
+    idle, plan = prediction.idle_fractions, prediction.plan
     first, *others = sorted(range(len(idle)), key=idle.__getitem__)
     if not others or idle[others[0]] - idle[first] < AHEAD:
         return
     names = " and ".join(plan.stages[stage].name for stage in plan.stages_on(first))
     yield (
-        f"Device {first} computes {percent(1 - idle[first])} of the step, any other at most "
-        f"{percent(1 - idle[others[0]])}: {names} decides the step time. Fewer modules there (strategy.stages), or "
+        f"Device {first} computes {percent(1 - idle[first])} of the {_unit(prediction)}, any other at most "
+        f"{percent(1 - idle[others[0]])}: {names} decides its time. Fewer modules there (strategy.stages), or "
         "more devices for it (strategy.max_replicas=null), help."
     )
+
+
+def _unit(prediction: Prediction) -> str:
+    return "step" if prediction.period is None else "period"
 
 
 def _bound(prediction: Prediction) -> Iterator[str]:
     if prediction.gap is not None and prediction.search is not None:
         yield (
-            f"No plan under {prediction.plan.schedule} can be shorter than {duration(prediction.lower_bound)}: there "
-            f"is at most {percent(1 - prediction.lower_bound / prediction.seconds)} of this step to gain."
+            f"No plan under {prediction.plan.schedule} can be shorter than {duration(prediction.lower_bound)}: at most "
+            f"{percent(1 - prediction.lower_bound / prediction.seconds)} of this {_unit(prediction)} can be gained."
         )
 
 

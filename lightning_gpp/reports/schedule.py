@@ -64,10 +64,22 @@ class DeviceFigures:
 
 
 def device_figures(prediction: Prediction) -> tuple[DeviceFigures, ...]:
-    """The figures of every device of a prediction. Compiles its program."""
-    program = compile_program(prediction.plan, copies=prediction.num_pipelines)
-    figures = schedule_figures(program, prediction.timeline)
-    return tuple(replace(entry, peak_bytes=prediction.peak_bytes[entry.device]) for entry in figures)
+    """The figures of every device of a prediction; without a flush, idle time is that of the period.
+
+    Compiles its program.
+    """
+    timeline, drawn = prediction.timeline, prediction.drawn
+    training = any(span.action.kind in RELEASES for spans in timeline.devices for span in spans)
+    program = compile_program(prediction.plan, training=training, copies=prediction.num_pipelines)
+    return tuple(
+        replace(
+            entry,
+            bubble_fraction=prediction.idle_fractions[entry.device],
+            peak_bytes=prediction.peak_bytes[entry.device],
+            in_flight=_in_flight(training, [span.action for span in drawn.devices[entry.device]]),
+        )
+        for entry in schedule_figures(program, timeline)
+    )
 
 
 def schedule_figures(program: Program, timeline: Timeline) -> tuple[DeviceFigures, ...]:
@@ -85,7 +97,7 @@ def schedule_figures(program: Program, timeline: Timeline) -> tuple[DeviceFigure
             stages=program.plan.stages_on(device),
             bubble_fraction=bubbles[device],
             peak_bytes=timeline.peak_bytes[device],
-            in_flight=_in_flight(program, actions),
+            in_flight=_in_flight(program.training, actions),
             sent=sent[device],
             received=received[device],
             **_collectives(actions),
@@ -109,12 +121,12 @@ def _traffic(program: Program) -> tuple[list[Traffic], list[Traffic]]:
     return sent, received
 
 
-def _in_flight(program: Program, actions: Iterable[Action]) -> int:
+def _in_flight(training: bool, actions: Iterable[Action]) -> int:
     now = most = 0
     for action in actions:
         now += action.kind is Kind.FORWARD
         most = max(most, now)
-        now -= action.kind in RELEASES if program.training else action.kind is Kind.FORWARD
+        now -= action.kind in RELEASES if training else action.kind is Kind.FORWARD
     return most
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_gpp.plan import SOURCE, STEP, Edge, Plan
 from lightning_gpp.reports.terminal import wrapped
@@ -37,7 +37,13 @@ NARROWEST = 14
 """Least width of a column whose cells may be cut."""
 
 
-def plan_table(plan: Plan, batch_size: int | None = None, modules_width: int = 44, width: int | None = None) -> str:
+def plan_table(
+    plan: Plan,
+    batch_size: int | None = None,
+    modules_width: int = 44,
+    width: int | None = None,
+    flights: Mapping[int, int] | None = None,
+) -> str:
     """One row per stage, and a line that sums up the plan.
 
     Args:
@@ -47,11 +53,12 @@ def plan_table(plan: Plan, batch_size: int | None = None, modules_width: int = 4
         modules_width: characters after which a list of modules is cut.
         width: characters of a line. Columns that have no place are left out; the modules of stages whose name does not
             tell them are then below the table.
+        flights: micro-batches in flight on every stage; by default those of a mini-batch with a flush.
 
     Raises:
         ScheduleError: the plan's schedule is unknown or cannot run.
     """
-    flights = in_flight(plan, batch_size)
+    flights = flights or in_flight(plan, batch_size)
     rows = [_row(plan, stage, flights[stage], modules_width) for stage in range(len(plan.stages))]
     kept = kept_columns(HEADER, rows, IMPORTANCE, width, cut="modules")
     table = chosen(HEADER, rows, kept, width, cut="modules")

@@ -19,9 +19,9 @@ def prediction_text(prediction: Prediction, width: int | None = None) -> str:
         prediction: the plan and its simulated step.
         width: characters of a line; None: as many as the tables need.
     """
-    plan, timeline = prediction.plan, prediction.timeline
+    plan, timeline = prediction.plan, prediction.drawn
     sections = (
-        plan_table(plan, width=width),
+        plan_table(plan, width=width, flights=prediction.in_flight),
         graph_text(plan, width),
         timeline_text(timeline, width or WIDTH),
         memory_text(prediction, width),
@@ -34,7 +34,8 @@ def prediction_text(prediction: Prediction, width: int | None = None) -> str:
 
 def run_text(prediction: Prediction) -> str:
     """Plan, timeline and period."""
-    sections = plan_table(prediction.plan), timeline_text(prediction.timeline), _period(prediction)
+    table = plan_table(prediction.plan, flights=prediction.in_flight)
+    sections = table, timeline_text(prediction.drawn), _period(prediction)
     return "\n\n".join(filter(None, sections))
 
 

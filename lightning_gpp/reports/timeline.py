@@ -67,7 +67,7 @@ def _legend(timeline: Timeline) -> list[str]:
 
 
 def summary(timeline: Timeline, width: int | None = None) -> str:
-    """Step time, idle fraction, and for each stage its warm-up and peak of micro-batches in flight.
+    """Time and idle fraction, and for each stage its warm-up and peak of micro-batches in flight.
 
     Args:
         timeline: simulated or measured.
@@ -77,8 +77,9 @@ def summary(timeline: Timeline, width: int | None = None) -> str:
     stages = ", ".join(
         together(f"{timeline.stages[stage]} {warm_up.get(stage, 0)}/{flights[stage]}") for stage in sorted(flights)
     )
+    whole = "step" if timeline.num_batches == 1 else f"{timeline.num_batches} mini-batches without a flush"
     line = (
-        f"step {duration(timeline.makespan)}, idle {percent(timeline.bubble_fraction)}; "
+        f"{whole} {duration(timeline.makespan)}, idle {percent(timeline.bubble_fraction)}; "
         f"warm-up/peak in flight: {stages}"
     )
     return wrapped(line, width or len(line))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.continuous import continuous_program, delays_of, streaming_program, unrolled
 from lightning_gpp.simulation.simulator import simulate
 from lightning_gpp.simulation.stage_costs import StageCosts
+from lightning_gpp.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,7 @@ class Period:
         flushed: seconds of a mini-batch if each is followed by a flush.
         delays: the most updates between a forward and its backward on every stage.
         copies: copies of every stage's weights besides the newest.
-        peak_bytes: peak memory of every device, these copies included.
+        timeline: some mini-batches, from an empty pipeline to an empty one; memory includes these copies.
     """
 
     seconds: float
@@ -30,7 +32,18 @@ class Period:
     flushed: float
     delays: Mapping[int, int]
     copies: Mapping[int, int]
-    peak_bytes: tuple[float, ...]
+    timeline: Timeline
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Peak memory of every device."""
+        return self.timeline.peak_bytes
+
+    @property
+    def idle_fractions(self) -> tuple[float, ...]:
+        """Fraction of a period in which every device does not compute."""
+        whole = self.seconds * self.timeline.num_batches
+        return tuple(1 - busy / whole if whole else 0.0 for busy in self.timeline.busy)
 
 
 WeightCopies = Callable[[int], int]
@@ -57,20 +70,14 @@ def simulate_period(
         ScheduleError: the schedule has no steady state.
     """
     program = continuous_program(plan, num_pipelines=num_pipelines)
-    number, seconds, delays = program.lead + 2, steady_seconds(program, costs), delays_of(program)
-    several = simulate(unrolled(program, number), costs)
+    delays = delays_of(program)
     copies = {stage: weight_copies(delay) for stage, delay in delays.items()}
-    return Period(
-        seconds=seconds,
-        fill_and_drain=several.makespan - number * seconds,
-        flushed=simulate(compile_program(plan, copies=num_pipelines), costs).makespan,
-        delays=delays,
-        copies=copies,
-        peak_bytes=tuple(
-            peak + sum(copies[stage] * costs.replica(stage, device).parameter_bytes for stage in plan.stages_on(device))
-            for device, peak in enumerate(several.peak_bytes)
-        ),
+    copied = tuple(
+        sum(copies[stage] * costs.replica(stage, device).parameter_bytes for stage in plan.stages_on(device))
+        for device in range(plan.num_devices)
     )
+    flushed = compile_program(plan, copies=num_pipelines)
+    return _period(program, flushed, costs, delays=delays, copies=copies, copied_bytes=copied)
 
 
 def simulate_streaming(plan: Plan, costs: StageCosts) -> Period:
@@ -79,16 +86,41 @@ def simulate_streaming(plan: Plan, costs: StageCosts) -> Period:
     Raises:
         ScheduleError: see `streaming_program`.
     """
-    program = streaming_program(plan)
+    return _period(streaming_program(plan), compile_program(plan, training=False), costs)
+
+
+def _period(
+    program: Program,
+    flushed: Program,
+    costs: StageCosts,
+    *,
+    delays: Mapping[int, int] = MappingProxyType({}),
+    copies: Mapping[int, int] = MappingProxyType({}),
+    copied_bytes: Sequence[float] = (),
+) -> Period:
+    """The steady state of a program. `copied_bytes`: bytes of weights that every device keeps besides the newest."""
     number, seconds = program.lead + 2, steady_seconds(program, costs)
-    several = simulate(unrolled(program, number), costs)
+    timeline = replace(simulate(unrolled(program, number), costs), num_batches=number)
+    timeline = _with_more(timeline, copied_bytes) if copied_bytes else timeline
     return Period(
         seconds=seconds,
-        fill_and_drain=several.makespan - number * seconds,
-        flushed=simulate(compile_program(plan, training=False), costs).makespan,
-        delays={},
-        copies={},
-        peak_bytes=tuple(several.peak_bytes),
+        fill_and_drain=timeline.makespan - number * seconds,
+        flushed=simulate(flushed, costs).makespan,
+        delays=delays,
+        copies=copies,
+        timeline=timeline,
+    )
+
+
+def _with_more(timeline: Timeline, num_bytes: Sequence[float]) -> Timeline:
+    """The timeline if every device always holds these bytes, too."""
+    return replace(
+        timeline,
+        peak_bytes=tuple(peak + more for peak, more in zip(timeline.peak_bytes, num_bytes, strict=True)),
+        held_bytes=tuple(
+            tuple((time, held + more) for time, held in device)
+            for device, more in zip(timeline.held_bytes, num_bytes, strict=False)
+        ),
     )
 
 

@@ -50,7 +50,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The timeline of one mini-batch.
+    """The timeline of one mini-batch, or of several without a flush in between, which number their micro-batches on.
 
     Args:
         stages: names of the stages, by index.
@@ -60,6 +60,7 @@ class Timeline:
         all_gathers: all-gathers of parameters, each with the one device that waits for it.
         peak_bytes: peak memory of every device.
         held_bytes: for every device, times with the bytes that it holds from then on; empty if unknown.
+        num_batches: number of mini-batches.
     """
 
     stages: tuple[str, ...]
@@ -69,6 +70,7 @@ class Timeline:
     all_gathers: tuple[Collective, ...] = ()
     peak_bytes: tuple[float, ...] = ()
     held_bytes: tuple[tuple[tuple[float, float], ...], ...] = ()
+    num_batches: int = 1
 
     @property
     def start(self) -> float:
@@ -166,6 +168,7 @@ def _content(timeline: Timeline) -> dict[str, Any]:
         "all_gathers": [[entry.stage, entry.devices, entry.start, entry.stop] for entry in timeline.all_gathers],
         "peak_bytes": timeline.peak_bytes,
         "held_bytes": timeline.held_bytes,
+        "num_batches": timeline.num_batches,
     }
 
 
@@ -184,6 +187,7 @@ def _timeline(content: dict[str, Any]) -> Timeline:
         all_gathers=_collectives_from(content["all_gathers"]),
         peak_bytes=tuple(content["peak_bytes"]),
         held_bytes=tuple(tuple((time, held) for time, held in device) for device in content.get("held_bytes", ())),
+        num_batches=content.get("num_batches", 1),
     )
 
 

@@ -37,8 +37,8 @@ from lightning_gpp.training.checkpoint import load_state
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
-from lightning_gpp.training.predicted import simulated, without_flush
-from lightning_gpp.training.report import write_report
+from lightning_gpp.training.predicted import simulated
+from lightning_gpp.training.report import period_of, write_report
 
 log = logging.getLogger(__name__)
 
@@ -300,10 +300,7 @@ class GPPStrategy(RanksStrategy):
         Raises:
             PlanError: there is no plan yet.
         """
-        engine = self._planned()
-        if engine.plan.num_devices == 1:
-            return None
-        return without_flush(engine.plan, engine.graph, engine.machine(), self.num_pipelines, self.options.weights)
+        return period_of(self._planned(), self.num_pipelines)
 
     def report(self, path: str | Path, record: RunRecord | None = None) -> None:
         """Write plan, timelines and memory as one HTML file, on global rank 0; also after `trainer.fit`.

@@ -7,8 +7,9 @@ from pathlib import Path
 from lightning_gpp.planning import Prediction
 from lightning_gpp.planning.problem.prediction import memory_limits
 from lightning_gpp.reports.page import RunRecord, report_html
+from lightning_gpp.simulation import Period
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.predicted import simulated
+from lightning_gpp.training.predicted import simulated, without_flush
 from lightning_gpp.training.trace import TraceFile
 
 
@@ -26,8 +27,16 @@ def write_report(
         num_pipelines=num_pipelines,
         timeline=simulated(engine.plan, engine.graph, machine, num_pipelines),
         memory_bytes=memory_limits(engine.plan, machine.cluster),
+        period=period_of(engine, num_pipelines),
     )
     title = f"{type(engine.job.module).__name__} on {machine.cluster.name}"
     measured = () if trace is None else trace.measured
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(report_html(prediction, title=title, measured=measured, run=record), encoding="utf-8")
+
+
+def period_of(engine: Engine, num_pipelines: int) -> Period | None:
+    """The simulated steady state of training without a flush; None if the pipeline flushes, or is one device."""
+    if engine.plan.num_devices == 1:
+        return None
+    return without_flush(engine.plan, engine.graph, engine.machine(), num_pipelines, engine.job.options.weights)

@@ -69,6 +69,16 @@ def test_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(rows_of(capsys.readouterr().out)) == list(schedule_names())
 
 
+def test_schedules_without_a_steady_state_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    compare(composed(*QUICK, "strategy.weights=stash", "schedules=all", name="plan"))
+    text = capsys.readouterr().out
+    rows = rows_of(text)
+    assert "period" in next(line for line in text.splitlines() if "|" in line)
+    assert {"1f1b", "zb_h1", "interleaved"} <= set(rows) <= set(schedule_names())
+    assert "gpipe" in text
+    assert "flush" in text
+
+
 def test_replicas_sum_and_gather(capsys: pytest.CaptureFixture[str]) -> None:
     several = ("strategy.num_pipelines=2", "trainer.devices=4", "strategy.sharding=fsdp")
     compare(composed(*QUICK, *several, "schedules=1f1b", name="plan"))

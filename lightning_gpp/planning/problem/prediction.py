@@ -20,7 +20,7 @@ from lightning_gpp.planning.assignment.estimate import estimate, timed
 from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.schedules import compile_program
+from lightning_gpp.schedules import compile_program, in_flight
 from lightning_gpp.simulation import (
     Period,
     Timeline,
@@ -95,14 +95,29 @@ class Prediction:
         return self.timeline.makespan if self.period is None else self.period.seconds
 
     @property
+    def drawn(self) -> Timeline:
+        """The timeline to show: a mini-batch, or without a flush some, from an empty pipeline to an empty one."""
+        return self.timeline if self.period is None else self.period.timeline
+
+    @property
+    def in_flight(self) -> Mapping[int, int]:
+        """The most micro-batches in flight on a replica of every stage."""
+        return in_flight(self.plan) if self.period is None else self.drawn.peak_in_flight
+
+    @property
+    def idle_fractions(self) -> tuple[float, ...]:
+        """Fraction of the step, or of the period, in which every device does not compute."""
+        return self.timeline.bubble_fractions if self.period is None else self.period.idle_fractions
+
+    @property
     def idle(self) -> float:
-        """Mean fraction of the step, or of the period, in which the devices do not compute."""
-        return 1 - (1 - self.timeline.bubble_fraction) * self.timeline.makespan / self.seconds if self.seconds else 0.0
+        """Mean of these fractions."""
+        return sum(self.idle_fractions) / max(1, len(self.idle_fractions))
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
         """Peak memory of every device."""
-        return tuple(self.timeline.peak_bytes) if self.period is None else self.period.peak_bytes
+        return tuple(self.drawn.peak_bytes)
 
     @property
     def samples_per_second(self) -> float:

@@ -17,14 +17,14 @@ def chart_data(prediction: Prediction, measured: Timeline | None = None) -> dict
     A span is [stage, kind, micro-batch, start, stop], a message [sender, its span, receiver, its span, start, stop,
     bytes] with indices of devices and of spans on them, a collective [stage, kind, start, stop].
     """
-    plan, timelines = prediction.plan, {"simulated": prediction.timeline, "measured": measured}
+    plan, timelines = prediction.plan, {"simulated": prediction.drawn, "measured": measured}
     return {
         "stages": [{"name": stage.name, "modules": list(stage.modules)} for stage in plan.stages],
         "kinds": {kind.value: MEANINGS[kind] for kind in Kind},
         "hatched": [kind.value for kind in HATCHED],
         "colors": [{kind.value: action_color(stage, kind) for kind in Kind} for stage in range(len(plan.stages))],
         "limits": list(prediction.memory_bytes),
-        "peaks": list(prediction.timeline.peak_bytes),
+        "peaks": list(prediction.peak_bytes),
         "timelines": {name: _timeline(timeline) for name, timeline in timelines.items() if timeline is not None},
     }
 

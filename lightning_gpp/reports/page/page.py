@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from lightning_gpp.errors import ScheduleError
-from lightning_gpp.plan import Plan, Stage
+from lightning_gpp.plan import Stage
 from lightning_gpp.planning import Prediction
 from lightning_gpp.reports import svg
 from lightning_gpp.reports.graph import graph_picture, where
@@ -25,7 +25,6 @@ from lightning_gpp.reports.remarks import remarks
 from lightning_gpp.reports.schedule import device_figures
 from lightning_gpp.reports.table import micro_batches
 from lightning_gpp.reports.units import count, counted, distance, duration, percent, size
-from lightning_gpp.schedules import in_flight
 from lightning_gpp.simulation import Timeline
 
 FOLDER = "lightning_gpp.reports.page"
@@ -74,11 +73,12 @@ def report_html(
         graph=graph_picture(prediction.plan),
         data=_embedded(chart_data(prediction, measured[-1] if measured else None)),
         has_measured=bool(measured),
-        stages=[_stage_row(prediction.plan, index) for index in range(len(prediction.plan.stages))],
+        stages=[_stage_row(prediction, index) for index in range(len(prediction.plan.stages))],
         devices=_device_rows(prediction),
         compared=_compared_rows(comparison),
         curves=_curves(run),
         search=prediction.search,
+        unit="step" if prediction.period is None else "period",
         bound=duration(prediction.lower_bound) if prediction.lower_bound else "",
         gap=distance(prediction.gap),
         alternatives=sorted(prediction.alternatives, key=lambda entry: entry.seconds),
@@ -120,15 +120,15 @@ def _comparison(prediction: Prediction, measured: Sequence[Timeline]) -> Compari
 
 def _tiles(prediction: Prediction, run: RunRecord | None) -> list[tuple[str, str, str]]:
     """Figure, what it is, and a remark."""
-    plan, timeline = prediction.plan, prediction.timeline
+    plan, peaks = prediction.plan, prediction.peak_bytes
     tiles = [
-        (duration(prediction.seconds), "step", "simulated"),
+        (duration(prediction.seconds), "step" if prediction.period is None else "period", "simulated"),
         (f"{prediction.samples_per_second:.4g}", "samples/s", "simulated"),
-        (percent(timeline.bubble_fraction), "idle", "mean of the devices"),
+        (percent(prediction.idle), "idle", "mean of the devices"),
     ]
-    if timeline.peak_bytes:
+    if peaks:
         limit = f"of {size(min(prediction.memory_bytes))}" if prediction.memory_bytes else "of one device"
-        tiles.append((size(max(timeline.peak_bytes)), "peak memory", limit))
+        tiles.append((size(max(peaks)), "peak memory", limit))
     pipelines = f" in {prediction.num_pipelines} pipelines" if prediction.num_pipelines > 1 else ""
     tiles += [
         (str(len(plan.stages)), "stages", f"{plan.depth} deep, {counted(plan.num_devices, 'device')}{pipelines}"),
@@ -140,8 +140,8 @@ def _tiles(prediction: Prediction, run: RunRecord | None) -> list[tuple[str, str
     return tiles
 
 
-def _stage_row(plan: Plan, index: int) -> dict[str, Any]:
-    stage, flights = plan.stages[index], in_flight(plan)
+def _stage_row(prediction: Prediction, index: int) -> dict[str, Any]:
+    stage = prediction.plan.stages[index]
     figures, samples = stage.figures, stage.micro_batch_size
     backward = figures.input_seconds.at(samples) + figures.weight_seconds.at(samples)
     return {
@@ -154,7 +154,7 @@ def _stage_row(plan: Plan, index: int) -> dict[str, Any]:
         "flops": count(figures.flops.at(samples)),
         "activations": size(figures.activation_bytes.at(samples)),
         "seconds": f"{duration(figures.forward_seconds.at(samples))} + {duration(backward)}" if backward else "-",
-        "flight": flights[index],
+        "flight": prediction.in_flight[index],
     }
 
 
@@ -174,7 +174,7 @@ def _device_rows(prediction: Prediction) -> list[dict[str, Any]]:
             "sent": str(entry.sent),
             "received": str(entry.received),
         }
-        for entry in (device_figures(prediction) if prediction.timeline.peak_bytes else ())
+        for entry in (device_figures(prediction) if prediction.peak_bytes else ())
     ]
 
 

@@ -53,7 +53,7 @@
     return node;
   }
 
-  const svg = element("svg", { height, role: "img", "aria-label": "Timeline of a mini-batch" });
+  const svg = element("svg", { height, role: "img", "aria-label": "Timeline" });
   const room = document.createElement("div");
   room.className = "room";
   scroll.append(room, svg);
