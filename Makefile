@@ -4,7 +4,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test acceptance check lint types contracts format pictures clean
+.PHONY: demo test acceptance check lint types contracts format gpu pictures clean
 
 demo: $(READY) ## train the two-tower example as a pipeline of 4 processes
 	$(BIN)/gpp-train experiment=two_tower
@@ -30,6 +30,9 @@ contracts: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+gpu: $(READY) ## check and measure on the GPUs of this machine, and write docs/gpu.md
+	$(BIN)/python -m benchmarks.gpu --output docs/gpu.md
 
 pictures: $(READY) ## write docs/pictures anew
 	$(BIN)/python -m benchmarks.pictures

@@ -127,6 +127,8 @@ def place() -> str:
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(PACKAGE) and file.name != "control.py":
             return f"{file.relative_to(PACKAGE)}: {frame.f_code.co_name}"
+        if "optim" in file.parts:
+            return f"torch.optim: {frame.f_code.co_name}"
         if "lightning" in file.parts:
             return f"Lightning, {file.name}: {frame.f_code.co_name}"
         frame = frame.f_back

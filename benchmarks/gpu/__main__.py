@@ -1,0 +1,179 @@
+"""Checks and measures the library on the devices of this machine, and writes one report.
+
+    python -m benchmarks.gpu [--output report.md] [--folder traces]
+
+On a machine with GPUs: with several, one process for each over NCCL; on a single one, several processes over gloo
+through host memory, and all stages in one process. Without a GPU: what can be checked on CPUs. The report says what has
+not been run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.gpu import beside_torch, parts
+from benchmarks.gpu.seats import NCCL, SEATINGS, Seating, here, machine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", help="file for the report; printed in any case")
+    parser.add_argument("--folder", help="folder for the traces of torch.profiler; dropped by default")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as dropped:
+        folder = arguments.folder or dropped
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        lines = []
+        for line in report(here(), folder):
+            print(line, flush=True)
+            lines.append(line)
+    if arguments.output:
+        Path(arguments.output).write_text("\n".join(lines) + "\n")
+
+
+def report(seatings: Sequence[Seating], folder: str) -> Iterator[str]:
+    """The lines of the report, as they are known."""
+    yield "# On GPUs\n"
+    yield "The report of `make gpu` (`python -m benchmarks.gpu --output docs/gpu.md`) on this machine:"
+    yield f"{machine()}. `--folder` keeps the traces.\n"
+    yield from coverage(seatings)
+    together = [seating for seating in seatings if seating.world_size > 1]
+    yield from correctness(seatings)
+    yield from waits(seatings)
+    yield from predictions(seatings)
+    yield from eager([seating for seating in seatings if seating.world_size == 1])
+    yield from beside(together)
+    yield from sharded(together)
+    yield from traces(seatings, folder)
+
+
+def coverage(seatings: Sequence[Seating]) -> Iterator[str]:
+    missing = [seating for seating in SEATINGS if seating not in seatings]
+    yield "**Has been run:** " + "; ".join(seating.name for seating in seatings) + ".\n"
+    yield "**Has not been run:** " + "; ".join(seating.name for seating in missing) + ".\n"
+    if not any(seating.on_gpu for seating in seatings):
+        yield NOTHING_ON_GPUS + "\n"
+    elif NCCL not in seatings:
+        yield "**NCCL has not been run**, because this machine has one GPU.\n"
+
+
+NOTHING_ON_GPUS = """No line of this library has run on a GPU for this report: neither kernels of CUDA, nor NCCL, nor
+copies between host and device, nor `torch.cuda.max_memory_allocated`. What follows shows that the same commands and
+programs work on CPUs; it says nothing about speed on GPUs. The reads of tensors that would wait for a GPU are counted
+below, as they are the same."""
+
+
+def correctness(seatings: Sequence[Seating]) -> Iterator[str]:
+    yield "## Correctness\n"
+    yield "Largest errors of one step against the undivided model on the same device over the same micro-batches: the"
+    yield "loss, relative; gradients, relative to the largest of the parameter.\n"
+    rows = []
+    for seating in seatings:
+        for arithmetic in parts.ARITHMETICS:
+            found = seating.run(parts.correctness, arithmetic)
+            loss, gradient = (max(column) for column in zip(*found, strict=True))
+            fine = max(loss, gradient) <= arithmetic.tolerance
+            rows.append(
+                [seating.name, arithmetic.name, f"{loss:.1e}", f"{gradient:.1e}", f"{arithmetic.tolerance:.0e}"]
+            )
+            rows[-1].append("yes" if fine else "**NO**")
+    yield from table("processes | numbers | loss | gradients | allowed | within", rows)
+
+
+def waits(seatings: Sequence[Seating]) -> Iterator[str]:
+    yield "## What a step waits for\n"
+    yield "Per step in the steady state, for each rank: reads of tensors' values (each waits for the device), messages"
+    yield "besides the tensors of the stages, and operations that CUDA reports as synchronising"
+    yield "(`torch.cuda.set_sync_debug_mode`). The loss that a step returns is one read on the rank that computes it;"
+    yield "AdamW counts its steps in tensors on the CPU, for which nothing waits.\n"
+    rows = []
+    for seating in seatings:
+        for rank, (reads, messages, told) in enumerate(seating.run(parts.waits)):
+            cuda = _counts(told) if seating.on_gpu else "not run"
+            rows.append([seating.name, str(rank), _counts(reads), _counts(messages), cuda])
+    yield from table("processes | rank | reads | messages | waits, according to CUDA", rows)
+
+
+def _counts(found: dict[str, float]) -> str:
+    return ", ".join(f"{count:g} `{place}`" for place, count in found.items()) or "none"
+
+
+def predictions(seatings: Sequence[Seating]) -> Iterator[str]:
+    yield "## Predicted and measured\n"
+    yield "A step without the optimizer, from measured costs (`costs=measured`), and the peak of the allocated"
+    yield "memory of a rank in a complete step.\n"
+    rows = []
+    for seating in seatings:
+        for rank, found in enumerate(seating.run(parts.predictions)):
+            rows.append([seating.name, str(rank), *_compared(*found["seconds"], 1e3)])
+            rows[-1] += _compared(*found["bytes"], 1e-6) if seating.on_gpu else ["not run"] * 3
+    header = "processes | rank | predicted, ms | measured, ms | error | predicted, MB | allocated, MB | error"
+    yield from table(header, rows)
+
+
+def _compared(predicted: float, measured: float, scale: float) -> list[str]:
+    return [f"{predicted * scale:.1f}", f"{measured * scale:.1f}", f"{predicted / measured - 1:+.1%}"]
+
+
+def eager(seatings: Sequence[Seating]) -> Iterator[str]:
+    yield "## Stages against the undivided model\n"
+    yield "Forwards and backwards over the same micro-batches in one process, medians of runs in turn.\n"
+    rows = []
+    for seating in seatings:
+        ((ours, theirs),) = seating.run(parts.eager)
+        rows.append([seating.name, f"{ours * 1e3:.1f}", f"{theirs * 1e3:.1f}", f"{ours / theirs:.3f}"])
+    yield from table("processes | stages, ms | undivided, ms | ratio", rows)
+
+
+def beside(seatings: Sequence[Seating]) -> Iterator[str]:
+    yield "## Beside torch.distributed.pipelining\n"
+    yield "The same two stages in the first two processes' places, 1F1B, medians of steps in turn. Overhead per action:"
+    yield "tiny layers, the step less that of free communication, by forwards and backwards of a rank. Ours is an"
+    yield "`Engine` in a plain loop: it also sends the data to the first stage and the loss to all ranks, which"
+    yield "`schedule.step` does not ([benchmarks/README.md](../benchmarks/README.md) compares the executors alone).\n"
+    rows = []
+    for seating in (seating for seating in seatings if seating.world_size == 2):
+        for tiny in (True, False):
+            found = seating.run(beside_torch.beside, tiny)[0]
+            row = [seating.name, "tiny" if tiny else "ordinary", f"{found['ours'] * 1e3:.2f}"]
+            row.append(f"{found['torch'] * 1e3:.2f}" if "torch" in found else "cannot")
+            row.append(f"{found['torch'] / found['ours']:.2f}" if "torch" in found else "")
+            libraries = [library for library in ("ours", "torch") if tiny and library in found]
+            row.append(", ".join(f"{name} {beside_torch.overhead(found, name) * 1e6:.0f}" for name in libraries))
+            rows.append(row)
+    yield from table("processes | layers | ours, ms | torch, ms | throughput, ours / torch | overhead, us/action", rows)
+
+
+def sharded(seatings: Sequence[Seating]) -> Iterator[str]:
+    yield "## Sharding\n"
+    yield "Replicas of one stage on all processes: a complete step with its collectives.\n"
+    rows = []
+    for seating in seatings:
+        seconds = [max(seating.run(parts.sharded, kind)) for kind in ("none", "zero1", "fsdp")]
+        rows.append([seating.name, *(f"{value * 1e3:.1f}" for value in seconds), f"{seconds[2] / seconds[0]:.2f}"])
+    yield from table("processes | none, ms | zero1, ms | fsdp, ms | fsdp / none", rows)
+
+
+def traces(seatings: Sequence[Seating], folder: str) -> Iterator[str]:
+    yield "## Traces\n"
+    yield "A profile of one step (torch.profiler): actions that it names, their time on the CPU, and that of kernels.\n"
+    rows = []
+    for seating in seatings:
+        for rank, (count, on_cpu, on_gpu) in enumerate(seating.run(parts.traced, folder)):
+            shown = f"{on_gpu / 1e3:.1f}" if seating.on_gpu else "not run"
+            rows.append([seating.name, str(rank), str(count), f"{on_cpu / 1e3:.1f}", shown])
+    yield from table("processes | rank | actions | CPU, ms | kernels, ms", rows)
+
+
+def table(header: str, rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {header} |"
+    yield "|---" * (header.count("|") + 1) + "|"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+    yield ""
+
+
+if __name__ == "__main__":
+    main()

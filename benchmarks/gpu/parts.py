@@ -1,0 +1,171 @@
+"""The parts of the report that one library is enough for; each runs in the processes of a seating."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.towers import (
+    autocast,
+    batch_of,
+    gradients_of,
+    medians,
+    model_of,
+    ordinary,
+    pipeline,
+    seconds_of,
+    wait,
+)
+from benchmarks.reads import counted, synchronising
+from lightning_gpp import Options
+from lightning_gpp.capture import capture_step
+from lightning_gpp.costs.model import CostModel
+from lightning_gpp.training.costs import measured_costs
+from lightning_gpp.training.machine import resolved
+from lightning_gpp.training.predicted import simulated
+
+STEPS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """A kind of numbers to compute in, and the error that it may have against one process."""
+
+    name: str
+    dtype: torch.dtype
+    tolerance: float
+    mixed: bool = False
+
+
+ARITHMETICS = (
+    Arithmetic(name="float64", dtype=torch.float64, tolerance=1e-12),
+    Arithmetic(name="float32, tf32 off", dtype=torch.float32, tolerance=1e-5),
+    Arithmetic(name="bf16 autocast", dtype=torch.float32, tolerance=2e-2, mixed=True),
+)
+
+
+def correctness(device: torch.device, arithmetic: Arithmetic) -> tuple[float, float]:
+    """Errors of the loss, relative, and of this rank's gradients, relative to the parameter's largest one.
+
+    The reference is the undivided model on the same device, over the same micro-batches.
+    """
+    shape = replace(ordinary(device), width=256, samples=64)
+    context: Callable[[], AbstractContextManager[Any]] = autocast(device) if arithmetic.mixed else nullcontext
+    reference = model_of(shape, device, arithmetic.dtype)
+    batch = batch_of(shape, device, arithmetic.dtype)
+    expected = gradients_of(reference, batch, shape.micro_batches, context)
+    precision = torch.bfloat16 if arithmetic.mixed else None
+    with pipeline(device, shape, dtype=arithmetic.dtype, context=context, precision=precision) as job:
+        loss = job.engine.train_step(job.batch)
+        wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        held = {name: parameter.grad for name, parameter in job.model.named_parameters() if not parameter.is_meta}
+        errors = [_relative(grad, wanted[name]) for name, grad in held.items()]
+    return abs(float(loss) / float(expected) - 1), max(errors)
+
+
+def _relative(found: Any, expected: Any) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def predictions(device: torch.device) -> dict[str, list[float]]:
+    """Predicted and measured seconds of a step and, on GPUs, peak bytes of every rank; from measured costs."""
+    costs = costs_here(device) if dist.get_rank() == 0 else None
+    with pipeline(device, ordinary(device)) as job:
+        engine = job.engine
+        outcome: list[Any] = [None]
+        if dist.get_rank() == 0:
+            timeline = simulated(engine.plan, engine.graph, replace(engine.machine(), costs=costs))
+            outcome = [(timeline.makespan, timeline.peak_bytes)]
+        dist.broadcast_object_list(outcome)
+        job.step()
+        peak = 0.0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            job.step()
+            wait(device)
+            peak = float(torch.cuda.max_memory_allocated(device))
+        measured = statistics.median(seconds_of(lambda: engine.train_step(job.batch), device) for _ in range(STEPS))
+    makespan, peaks = outcome[0]
+    return {"seconds": [makespan, measured], "bytes": [peaks[dist.get_rank()], peak]}
+
+
+def costs_here(device: torch.device) -> CostModel:
+    """Measured costs of the model's operators."""
+    model, batch = (make(ordinary(device), device, torch.float32) for make in (model_of, batch_of))
+    cluster = resolved(None, dist.get_world_size(), device_type=device.type)
+    return measured_costs(
+        capture_step(model, batch), model, batch, Options(), cluster, device=device, context=nullcontext
+    )
+
+
+def waits(device: torch.device) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Per step in the steady state: reads of tensors, control messages, and waits that CUDA tells of, by place."""
+    shape = replace(ordinary(device), width=256, samples=64)
+    with pipeline(device, shape) as job:
+        for _ in range(3):
+            job.step()
+        with counted() as counts:
+            for _ in range(STEPS):
+                job.step()
+        told: Counter[str] = Counter()
+        if device.type == "cuda":
+            with synchronising() as told:
+                for _ in range(STEPS):
+                    job.step()
+    return _per_step(counts.reads), _per_step(counts.messages), _per_step(told)
+
+
+def _per_step(counter: Counter[str]) -> dict[str, float]:
+    return {place: count / STEPS for place, count in sorted(counter.items())}
+
+
+def eager(device: torch.device) -> tuple[float, float]:
+    """Median seconds of forwards and backwards: all stages in this process, and the undivided model."""
+    shape = ordinary(device)
+    with pipeline(device, shape) as job:
+        reference = model_of(shape, device, torch.float32)
+        ours = lambda: job.engine.train_step(job.batch)  # noqa: E731
+        theirs = lambda: float(gradients_of(reference, job.batch, shape.micro_batches))  # noqa: E731
+        found = medians(device, 2 * STEPS, ours, theirs)
+    return found[0], found[1]
+
+
+def sharded(device: torch.device, sharding: str) -> float:
+    """Median seconds of a step of data parallelism over all processes, with its collectives."""
+    whole = [{"modules": ["left", "right", "head", "@step"], "devices": [0]}]
+    options = {"stages": whole, "num_pipelines": dist.get_world_size(), "sharding": sharding}
+    with pipeline(device, ordinary(device), **options) as job:
+        return medians(device, STEPS, job.step)[0]
+
+
+def traced(device: torch.device, folder: str) -> tuple[int, float, float]:
+    """Actions that a profile of one step names, their microseconds, and those of CUDA kernels; writes the trace."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with pipeline(device, ordinary(device), trace=True) as job:
+        job.step()
+        with torch.profiler.profile(activities=kinds) as profile:
+            job.step()
+            wait(device)
+        session = job.engine.current
+        names = set() if session is None or session.latest is None else {str(a) for a, *_ in session.latest.timings}
+    path = f"{folder}/trace-{device.type}-rank{dist.get_rank()}.json"
+    profile.export_chrome_trace(path)
+    events = json.loads(Path(path).read_text())["traceEvents"]
+    actions = [event for event in events if event["name"] in names and event.get("cat") == "user_annotation"]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    return len(actions), _duration(actions), _duration(kernels)
+
+
+def _duration(events: Iterable[Any]) -> float:
+    return float(sum(event["dur"] for event in events))

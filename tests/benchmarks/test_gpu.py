@@ -1,0 +1,56 @@
+"""`make gpu` says what it has run and what not, and finds no error where it runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.__main__ import coverage
+from benchmarks.gpu.parts import ARITHMETICS, correctness
+from benchmarks.gpu.seats import ALONE, CPU, CPUS, NCCL, SHARED
+from tests.cli.commands import ROOT
+
+PAGE = ROOT / "docs" / "gpu.md"
+
+
+def test_the_report_says_what_has_not_been_run() -> None:
+    without, single, several = ("\n".join(coverage(s)) for s in ([CPUS, CPU], [SHARED, ALONE], [NCCL, SHARED, ALONE]))
+    assert "No line of this library has run on a GPU" in without
+    assert f"Has not been run:** {NCCL.name}; {SHARED.name}; {ALONE.name}." in without
+    assert "NCCL has not been run" in single
+    assert "not been run" not in several.replace(f"**Has not been run:** {CPUS.name}; {CPU.name}.", "")
+
+
+def test_the_page_is_a_report() -> None:
+    page = PAGE.read_text()
+    assert re.findall("^## (.*)", page, re.MULTILINE) == [
+        *("Correctness", "What a step waits for", "Predicted and measured", "Stages against the undivided model"),
+        *("Beside torch.distributed.pipelining", "Sharding", "Traces"),
+    ]
+    assert "**NO**" not in page
+    assert ("0 GPUs" in page) == ("No line of this library has run on a GPU" in page)
+
+
+def test_gradients_are_those_of_the_undivided_model() -> None:
+    ((loss, gradient),) = CPU.run(correctness, ARITHMETICS[0])
+    assert max(loss, gradient) <= 1e-12
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(1200)
+def test_the_whole_report(tmp_path: Path) -> None:
+    arguments = ["--output", str(tmp_path / "gpu.md"), "--folder", str(tmp_path / "traces")]
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    report = (tmp_path / "gpu.md").read_text()
+    assert "**NO**" not in report
+    assert list((tmp_path / "traces").glob("trace-*-rank0.json"))
+    kinds = "CUDA" if torch.cuda.is_available() else "| not run |"
+    assert kinds in report
