@@ -62,7 +62,7 @@ def install_automatic_optimization(trainer: Any) -> None:
         def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
             self.calls += 1
             if self.calls > 1:
-                raise _closure_repeated()
+                raise closure_repeated()
             if self._zero_grad_fn is not None:
                 self._zero_grad_fn()
             output = self._step_fn()
@@ -82,13 +82,15 @@ def install_automatic_optimization(trainer: Any) -> None:
     epoch_loop.automatic_optimization = loop
 
 
-def _closure_repeated() -> Exception:
+def closure_repeated() -> Exception:
+    """The error for optimizers that evaluate the model repeatedly."""
     from lightning_gpp.errors import ConfigError
 
     return ConfigError(
         "The optimizer called its closure more than once in one step. Optimizers that evaluate the model repeatedly "
         "(L-BFGS, sharpness-aware minimisation) use norms over all parameters, of which every rank has only its own. "
-        "Use one that needs a single evaluation."
+        "Use one that needs a single evaluation, or take these steps by hand, in manual optimization, with "
+        "self.trainer.strategy.grad_norm()."
     )
 
 

@@ -90,6 +90,25 @@ def run_backward(
     )
 
 
+def accumulator_of(leaf: Tensor) -> Node:
+    """The node of an autograd graph that adds to the gradient of a leaf; keep it, as torch does not."""
+    function = leaf.view_as(leaf).grad_fn
+    assert function is not None
+    node = function.next_functions[0][0]
+    assert node is not None
+    return node
+
+
+def will_run(node: Node) -> bool:
+    """Inside a backward: True if it comes to a node, False if it was asked for other gradients only."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def graph_is_kept() -> bool:
+    """Inside a backward: True if another backward of the same graph may follow."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def saved(node: Node, name: str) -> Any:
     """The value that a node of an autograd graph saved under a name, unpacked; AttributeError if it has none."""
     return getattr(node, f"_saved_{name}")

@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,11 +17,13 @@ from lightning_gpp.capture.isolate import add_sizes
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.mixing import mark_mixing
 from lightning_gpp.capture.network import Network, extract
-from lightning_gpp.capture.record import RunTime, record
+from lightning_gpp.capture.record import RunTime, StepFunction, record, step_arguments
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP
+
+T = TypeVar("T")
 
 SIZES = (4, 6)
 """Numbers of samples of the recordings; even, because some losses pair samples."""
@@ -33,7 +36,7 @@ class Capture:
     """The computation of the user's step in its modules, for any number of samples.
 
     `uncut`: reasons why modules are called whole and never cut, by path. `cut`: the parts of the batch that are cut
-    into micro-batches, and those that every micro-batch gets.
+    into micro-batches, and those that every micro-batch gets. `function`: what was captured, if it is not the step.
     """
 
     graph: OperatorGraph
@@ -44,6 +47,14 @@ class Capture:
     batch_size: int
     uncut: Mapping[str, str] = field(default_factory=dict)
     cut: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    function: StepFunction | None = None
+
+    def called_on(self, module: nn.Module, batch_idx: int = 0) -> tuple[Callable[..., Any], list[int]]:
+        """What was captured, as a function of the samples for this module, and its arguments after these."""
+        if self.function is not None:
+            return partial(self.function, module), []
+        step = getattr(module, self.step)
+        return step, step_arguments(step, batch_idx)
 
     @property
     def notes(self) -> list[str]:
@@ -53,7 +64,7 @@ class Capture:
         if passed:
             batch += f" Given to every micro-batch: {passed}."
         return [
-            batch,
+            *([batch] if self.function is None else []),
             *(f"Module {path!r} is called whole and never cut. {reason}" for path, reason in self.uncut.items()),
         ]
 
@@ -72,6 +83,7 @@ def capture_step(
     batch_idx: int = 0,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
+    function: StepFunction | None = None,
 ) -> Capture:
     """Capture the computation of `module.<step>(batch, batch_idx)`.
 
@@ -85,15 +97,22 @@ def capture_step(
         batch: one example batch; its first dimension counts the samples.
         context: entered around the step, for example autocast.
         device: the device that the step believes it runs on.
+        function: called with the module and the batch instead of the step.
 
     Raises:
         CaptureError: something cannot be captured; names the line, the reason and the ways out.
     """
     _check_module(module, step)
+    where = torch.device(device)
+    return without_cuts(module, lambda uncut: _capture(module, batch, step, batch_idx, context, where, uncut, function))
+
+
+def without_cuts(module: nn.Module, attempt: Callable[[Mapping[str, str]], T]) -> T:
+    """The result of `attempt(uncut)`, where `uncut` are modules that are never cut: those that cannot be recorded."""
     uncut: dict[str, str] = {}
     while True:
         try:
-            return _capture(module, batch, step, batch_idx, context, torch.device(device), uncut)
+            return attempt(uncut)
         except CaptureError as error:
             path = next((path for path in error.modules if path not in uncut), "")
             if not path or _holds_all(module, path):
@@ -115,6 +134,7 @@ def _capture(
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
     uncut: Mapping[str, str],
+    function: StepFunction | None,
 ) -> Capture:
     total = batch_size_of(batch)
 
@@ -129,6 +149,7 @@ def _capture(
             context=context,
             device=device,
             uncut=uncut,
+            function=function,
         )
         return extract(recording, recorder)
 
@@ -137,7 +158,17 @@ def _capture(
     inputs = input_specs(base, other_size)
     specs = mark_mixing(network, specs, inputs)
     graph = _graph(module, network, specs, inputs)
-    return Capture(graph, network, specs, inputs, step=step, batch_size=total, uncut=dict(uncut), cut=cut_of(batch))
+    return Capture(
+        graph,
+        network,
+        specs,
+        inputs,
+        step=step,
+        batch_size=total,
+        uncut=dict(uncut),
+        cut=cut_of(batch),
+        function=function,
+    )
 
 
 def _check_module(module: nn.Module, step: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.recorder import Recorder, refusal
+from lightning_gpp.capture.recorder import BATCH, Recorder, refusal
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref
 from lightning_gpp.graph import Affine
 
@@ -196,7 +196,7 @@ class _Extraction:
 
     def _check_source(self, after: list[Recorded]) -> None:
         for call in after:
-            if not self.network[call.index] and any(grad for _, _, grad in call.outputs):
+            if call.target != BATCH and not self.network[call.index] and any(grad for _, _, grad in call.outputs):
                 reached = any(ref.call == call.index for ref in self.inputs)
                 if reached:
                     raise refusal(

@@ -27,6 +27,9 @@ from lightning_gpp.capture.uncut import keep_uncut
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import undisturbed
 
+StepFunction = Callable[[nn.Module, Any], Any]
+"""A function from a module and a batch to what a step returns."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTime:
@@ -73,10 +76,13 @@ def record(
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
     uncut: Mapping[str, str],
+    function: StepFunction | None = None,
+    prepare: Callable[[nn.Module, Recorder], None] = lambda replica, recorder: None,
 ) -> tuple[Recording, Recorder]:
     """Record `module.<step>(batch, batch_idx)` with the batch resized from `total` to `num_samples` samples.
 
-    `uncut`: paths of modules that are recorded as one call.
+    `uncut`: paths of modules that are recorded as one call. `function`: called with the module and the batch instead
+    of the step. `prepare`: called with the copy that is recorded, before it runs.
 
     Raises:
         CaptureError: the network part of the step cannot be recorded.
@@ -91,21 +97,29 @@ def record(
         recorder.watch(replica)
         keep_uncut(replica, module, uncut, recorder)
         _observe(replica, trainer_of(module), run_time, recorder)
+        prepare(replica, recorder)
         fake = _fake_batch(batch, total, num_samples, mode, device)
         with _recording(recorder, mode):
             for leaf in pytree.tree_leaves(fake):
                 if isinstance(leaf, torch.Tensor):
                     recorder.batch_tensor(leaf)
-            _run(replica, step, fake, run_time, recorder)
+            _run(replica, _called(replica, step, run_time, function), fake, recorder)
     return recorder.recording, recorder
 
 
-def _run(replica: nn.Module, step: str, batch: Any, run_time: RunTime, recorder: Recorder) -> None:
-    function = getattr(replica, step)
+def _called(replica: nn.Module, step: str, run_time: RunTime, function: StepFunction | None) -> Callable[[Any], Any]:
+    """The recorded step as a function of the batch alone."""
+    if function is not None:
+        return functools.partial(function, replica)
+    method = getattr(replica, step)
+    return lambda batch: method(batch, *step_arguments(method, run_time.batch_idx))
+
+
+def _run(replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder: Recorder) -> None:
     recording = recorder.recording
     try:
         with recorder:
-            result = function(batch, *step_arguments(function, run_time.batch_idx))
+            result = called(batch)
         recorder.use(result)
         recording.result = recorder.refs(result)
     except CaptureError as error:
@@ -188,7 +202,8 @@ def _note_uses(metric: nn.Module, recorder: Recorder) -> None:
 
 def _fake_batch(batch: Any, total: int, num_samples: int, mode: FakeTensorMode, device: torch.device) -> Any:
     def sized(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.new_empty((num_samples, *tensor.shape[1:]), device="meta")
+        empty = tensor.new_empty((num_samples, *tensor.shape[1:]), device="meta")
+        return empty.requires_grad_(tensor.requires_grad)
 
     def listed(items: Any) -> Any:
         return type(items)(items[i % len(items)] for i in range(num_samples))
@@ -197,7 +212,7 @@ def _fake_batch(batch: Any, total: int, num_samples: int, mode: FakeTensorMode, 
         if not isinstance(leaf, torch.Tensor):
             return leaf
         with mode:
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
 
     return pytree.tree_map(fake, map_samples(batch, total, sized, listed))
 

@@ -33,6 +33,9 @@ def _folders(package: str) -> Sequence[str]:
     return (spec.submodule_search_locations if spec is not None else None) or ()
 
 
+BATCH = "batch"
+"""The target of recorded calls that represent tensors of the batch."""
+
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero"}
 _PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_gpp")
 _LIBRARY = (
@@ -74,7 +77,12 @@ def current_context() -> CallModes:
 
 
 class Recorder(TorchFunctionMode):
-    """Fills a `Recording`. Install with `watch(module)`, register the batch with `batch_tensor`, then enter it."""
+    """Fills a `Recording`. Install with `watch(module)`, register the batch with `batch_tensor`, then enter it.
+
+    `reads_between_calls`: whether the step may read values that the network computed, and call modules after it.
+    """
+
+    reads_between_calls = False
 
     def __init__(self, num_samples: int) -> None:
         super().__init__()
@@ -145,7 +153,7 @@ class Recorder(TorchFunctionMode):
         if self.scope == -1 and not _has_state(module):
             self._scopes.append(None)
             return
-        if self.scope == -1:
+        if self.scope == -1 and not self.reads_between_calls:
             self._refuse_late_network(path)
         number = len(self.recording.modules)
         call = ModuleCall(
@@ -279,7 +287,7 @@ class Recorder(TorchFunctionMode):
         self._values[id(tensor)] = Ref(call.index, number)
 
     def batch_tensor(self, tensor: torch.Tensor) -> None:
-        call = self._begin(_no_function, "batch", (), {})
+        call = self._begin(_no_function, BATCH, (), {})
         self._finish(call, tensor, [])
 
     # --- values

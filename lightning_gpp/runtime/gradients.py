@@ -7,7 +7,7 @@ backward, or bucket by bucket during that backward; that of parameters that seve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -105,24 +105,28 @@ class GradientSync:
         for queue in self._queues.values():
             queue.finish()
 
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+    def grad_norm(self, norm_type: float = 2.0, names: Collection[str] | None = None) -> Tensor:
         """The norm of all gradients of the pipeline as one vector, with each parameter counted once. Call `sync` first.
 
         All ranks of the pipeline must call this; all get the same float64 number.
 
         Args:
             norm_type: p of the p-norm, above 0; may be infinite.
+            names: the parameters that count; None for all.
 
         Raises:
             ConfigError: `norm_type` is not above 0.
         """
         pipeline = set(self._mesh.pipeline_ranks())
-        counted = self.counted_on(pipeline)
+        counted = self.counted_on(pipeline, names)
         return norm_over_ranks(counted, norm_type, self._device(), self._mesh.pipeline_group)
 
-    def counted_on(self, ranks: set[int]) -> Iterator[Tensor]:
-        """Gradients of the parameters whose first holder among these ranks is this one."""
+    def counted_on(self, ranks: set[int], names: Collection[str] | None = None) -> Iterator[Tensor]:
+        """Gradients of the parameters, or of some of them, whose first holder among these ranks is this one."""
+        wanted = None if names is None else set(names)
         for name, parameter in self._parameters.items():
+            if wanted is not None and name not in wanted:
+                continue
             first = min(rank for rank in self._holders[name] if rank in ranks)
             if first == self._mesh.rank and parameter.grad is not None:
                 yield parameter.grad

@@ -68,12 +68,13 @@ class State:
         values: the tensors of all messages.
         loss_weight: weight of one sample in the loss, gradient scale included.
         step: number of the mini-batch, which also numbers the random streams.
+        keeps_graphs: whether another backward follows for the same forwards.
     """
 
     def __init__(self, num_messages: int, device: DeviceState) -> None:
         self.device = device
         self.values: MessageTensors = [None] * num_messages
-        self.loss_weight, self.step = 1.0, 0
+        self.loss_weight, self.step, self.keeps_graphs = 1.0, 0, False
 
     def begin(self, loss_weight: float, step: int) -> None:
         """Take the next mini-batch."""
@@ -243,7 +244,7 @@ class ComputeBackward(ComputeGradients):
     def run(self) -> None:
         roots, seeds = self._roots()
         if roots:
-            torch.autograd.backward(roots, seeds)
+            torch.autograd.backward(roots, seeds, retain_graph=self.state.keeps_graphs)
         _hand_out_gradients(self.saved.leaves, self.outgoing, self.state)
         self.saved.clear()
         self.state.device.leave(self.stage)

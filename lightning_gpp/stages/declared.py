@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,14 @@ from torch import nn
 
 from lightning_gpp.capture.batch import batch_size_of
 from lightning_gpp.capture.isolate import add_sizes, names_of
+from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.errors import CaptureError, PlanError
 from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Plan
 from lightning_gpp.runtime.stage import MicroBatch, Slot
+from lightning_gpp.stages.answers import answered, without_effects
 from lightning_gpp.stages.build import Pipeline, build
-from lightning_gpp.stages.step import StepRunner, Stopped, answered, without_effects
+from lightning_gpp.stages.step import StepRunner, Stopped
 
 UNKNOWN = TensorSpec(shape=(), dtype="float32", requires_grad=True, dynamic=True)
 GIVEN = TensorSpec(shape=(), dtype="float32", requires_grad=False, dynamic=True)
@@ -63,6 +65,11 @@ class Declared:
     declarations: tuple[Declaration, ...]
     step: str
     batch_size: int
+
+    def called_on(self, module: nn.Module, batch_idx: int = 0) -> tuple[Callable[..., Any], list[int]]:
+        """The step, as a function of the samples for this module, and its arguments after these."""
+        step = getattr(module, self.step)
+        return step, step_arguments(step, batch_idx)
 
     @property
     def notes(self) -> list[str]:

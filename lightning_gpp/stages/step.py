@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,47 +20,12 @@ from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
+from lightning_gpp.stages.answers import answered, without_effects
 from lightning_gpp.stages.code import variable
 
 
 class Stopped(BaseException):
     """Ends the step after its last network call; not an Exception, so that user code does not catch it."""
-
-
-CallHandler = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-
-
-@functools.cache
-def _answering(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `kind` that differs only in that its calls are answered."""
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return vars(self)[_ANSWER](self, args, kwargs)
-
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
-
-
-_ANSWER: Final = "_gpp_answer"
-
-
-@contextmanager
-def answered(modules: Mapping[str, nn.Module], answer: CallHandler) -> Iterator[None]:
-    """Inside, a call of one of the modules returns `answer(call number, module, args, kwargs)`."""
-    numbers = itertools.count()
-
-    def numbered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return answer(next(numbers), module, args, kwargs)
-
-    kinds = [(module, type(module)) for module in modules.values()]
-    try:
-        for module, kind in kinds:
-            vars(module)[_ANSWER] = numbered
-            module.__class__ = _answering(kind)  # type: ignore[arg-type]
-        yield
-    finally:
-        for module, kind in kinds:
-            module.__class__ = kind
-            vars(module).pop(_ANSWER, None)
 
 
 class _Holes(TorchFunctionMode):
@@ -92,33 +55,6 @@ class _Holes(TorchFunctionMode):
             self.targets.append(target_of(func, getattr(func, "__name__", str(func))))
             self.add(result)
         return result
-
-
-_NOT_ITS_OWN = frozenset(vars(nn.Module()))
-"""Attributes that every module has: parameters, hooks and the like."""
-
-
-@contextmanager
-def without_effects(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore attributes that were set, and lists that grew, when the context ends.
-
-    Changes inside other objects stay.
-    """
-    before = [(module, dict(vars(module)), _lists(module)) for module in modules]
-    try:
-        yield
-    finally:
-        for module, attributes, lists in before:
-            for name in vars(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
-            for items, length in lists:
-                del items[length:]
-
-
-def _lists(module: nn.Module) -> list[tuple[list[Any], int]]:
-    own = (value for name, value in vars(module).items() if name not in _NOT_ITS_OWN)
-    return [(value, len(value)) for value in own if type(value) is list]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_gpp._compat.lightning import uses_dataloader_iter
+from lightning_gpp._compat.lightning import closure_repeated, uses_dataloader_iter
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.agreement import text_of
 from lightning_gpp.training.compiled import compiled_steps
+from lightning_gpp.training.options import Options
 
 _SETTINGS = (
     "max_epochs",
@@ -33,24 +35,30 @@ _SETTINGS = (
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def check_module(module: pl.LightningModule) -> None:
-    """Raise ConfigError if a module uses features that stages do not support."""
-    for problem in _problems(module):
+def runs_whole(module: pl.LightningModule, options: Options) -> bool:
+    """True if the training step runs as a whole, on all ranks."""
+    return options.step == "whole" or (options.step == "auto" and not module.automatic_optimization)
+
+
+def check_module(module: pl.LightningModule, whole: bool) -> None:
+    """Raise ConfigError if a module uses features that stages do not support. `whole`: the step runs as a whole."""
+    for problem in _problems(module, whole):
         raise ConfigError(problem)
 
 
-def _problems(module: pl.LightningModule) -> Iterator[str]:
+def _problems(module: pl.LightningModule, whole: bool) -> Iterator[str]:
     name = type(module).__name__
-    if not module.automatic_optimization:
+    if not module.automatic_optimization and not whole:
         yield (
             f"{name} uses manual optimization (automatic_optimization=False), whose backward calls come from inside "
-            "the step; in a pipeline forwards and backwards of the stages interleave. Use automatic optimization, or "
-            "another strategy."
+            "the step, but strategy.step=micro_batches runs the step once per micro-batch, and forwards and backwards "
+            "of the stages interleave. Use strategy.step=whole (auto chooses it), or automatic optimization."
         )
-    if type(module).backward is not pl.LightningModule.backward:
+    if type(module).backward is not pl.LightningModule.backward and not whole:
         yield (
-            f"{name} overrides `backward`, but in a pipeline every stage runs its own backward. Put the change into "
-            "the loss, or use `on_after_backward` to change gradients."
+            f"{name} overrides `backward`, but in a pipeline every stage runs its own backward. Use "
+            "strategy.step=whole, which calls it once per mini-batch on every rank; or put the change into the loss, "
+            "or use `on_after_backward` to change gradients."
         )
     yield from compiled_steps(module, STEPS)
     for step in STEPS:
@@ -59,6 +67,20 @@ def _problems(module: pl.LightningModule) -> Iterator[str]:
                 f"{name}.{step} takes `dataloader_iter`, but mini-batches must be known before the stages start. Let "
                 "it take `batch` (and `batch_idx`)."
             )
+
+
+def once(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """The closure, which raises ConfigError when it is called again."""
+    calls = 0
+
+    def called() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise closure_repeated()
+        return closure()
+
+    return called
 
 
 def facts_of_trainer(trainer: pl.Trainer) -> dict[str, str]:

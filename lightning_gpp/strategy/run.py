@@ -14,11 +14,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
 from lightning_gpp._compat import lightning as _compat
+from lightning_gpp.capture.calls import samples_in
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.ahead import ReadAhead
-from lightning_gpp.strategy.checks import check_callbacks, check_module, check_precision, facts_of_loaders
+from lightning_gpp.strategy.checks import check_callbacks, check_module, check_precision, facts_of_loaders, runs_whole
 from lightning_gpp.strategy.data import peek
 from lightning_gpp.strategy.hooks import SharedHooks
 from lightning_gpp.strategy.metrics import MetricStates
@@ -36,6 +37,7 @@ from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
 from lightning_gpp.training.setup import agreed_seed, set_up
 from lightning_gpp.training.trace import TraceFile
+from lightning_gpp.training.whole_step import check_whole
 
 
 class Run:
@@ -68,7 +70,11 @@ class Run:
         self.trainer, self.strategy, self.control = trainer, strategy, control
         self.module: pl.LightningModule = trainer.lightning_module
         self.precision = strategy.precision_plugin
-        check_module(self.module)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        whole = fitting and runs_whole(self.module, options)
+        check_module(self.module, whole or not fitting)
+        if whole:
+            check_whole(options)
         check_precision(self.precision)
         check_callbacks(trainer)
         host, device = LightningHost(self.module, self.precision), strategy.root_device
@@ -81,7 +87,8 @@ class Run:
             num_nodes=trainer.num_nodes,
             host=host,
             stored=stored,
-            known=None if trainer.state.fn == TrainerFn.FITTING else known,
+            known=None if fitting else known,
+            whole=whole,
         )
         self.incoming = Incoming(self.module, control)
         self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation)
@@ -124,7 +131,8 @@ class Run:
         self._pipeline = {}
         if self.job.options.trace:
             self.steps.trace = TraceFile(self.trainer.default_root_dir, self.control)
-        _compat.install_automatic_optimization(self.trainer)
+        if not self.job.whole:
+            _compat.install_automatic_optimization(self.trainer)
 
     def _set_up_evaluation(self, step: str, batch: Any) -> Engine:
         return set_up(self.job, self.incoming, batch, step=step, num_steps=self._num_steps)
@@ -140,6 +148,17 @@ class Run:
         with isolate_rng():
             return _compat.transferred(self.module, batch, self.job.device)
 
+    def share(self, batch: Any) -> Any:
+        """A mini-batch of a step as a whole, on all ranks of the pipeline; used only on the rank that loads it."""
+        shared = self._trained.share(batch)
+        self.incoming.batch_size = samples_in(shared)
+        return shared
+
+    @property
+    def trains_whole(self) -> bool:
+        """True while training steps run as a whole."""
+        return self.job.whole and self.engine is not None and self.trainer.training
+
     # -- attached -----------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
@@ -150,7 +169,7 @@ class Run:
         _compat.on_epoch_end_reached(self.trainer, self._metrics.share)
         _compat.after_evaluation_data(self.trainer, self._compare_lengths)
         if self.engine is not None:
-            vars(self.precision)["clip_grad_by_norm"] = self.engine.clip_grad_norm  # over all stages
+            vars(self.precision)["clip_grad_by_norm"] = self._clip  # over all stages
         if self.control.num_devices > 1:
             self._hooks.attach()
         if not self.control.runs_step:
@@ -207,7 +226,7 @@ class Run:
 
     def optimizer_state(self, optimizer: Optimizer, *, sharded: bool = False) -> dict[str, Any]:
         """The undivided optimizer's state; complete on rank 0, or, if `sharded`, what this rank saves."""
-        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        plain = _plain(optimizer)
         is_divided = any(plain is known for known in self._optimizers)
         if self.engine is None or not is_divided:
             return plain.state_dict()
@@ -227,11 +246,19 @@ class Run:
         for optimizer, state in zip(self._optimizers, states, strict=True):
             self._trained.load_optimizer_state_dict(optimizer, state)
 
+    def _clip(self, optimizer: Optimizer, max_norm: float) -> None:
+        self._trained.clip_grad_norm(_plain(optimizer), max_norm)
+
     @property
     def _trained(self) -> Engine:
         if self.engine is None:
             raise GPPError("There is no training run whose optimizers could be loaded.")
         return self.engine
+
+
+def _plain(optimizer: Optimizer) -> Optimizer:
+    """The user's optimizer, without Lightning's wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _first_of(*seeds: int | None) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gpp.strategy.checks import facts_of_trainer
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
@@ -57,6 +57,9 @@ class LightningHost(Host):
 
     def forget(self, batches: range) -> None:
         self.recorder.forget(batches)
+
+    def stand_ins(self, module: nn.Module) -> dict[str, Any]:
+        return stand_ins(self._module)
 
     def facts(self) -> dict[str, str]:
         return facts_of_trainer(self._module.trainer)
@@ -129,3 +132,54 @@ class Steps:
         count = len(rest) - 2 * len(calls)
         self.logs.replay(self.module, calls, rest[count:])
         return rest[:count]
+
+
+class Still:
+    """Replaces an optimizer or scheduler while the step runs on fake tensors, to find its network calls.
+
+    Nothing changes; all else is answered by the real one.
+    """
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Copies of the groups, which the step may change."""
+        return [dict(group) for group in self._real.param_groups]
+
+    def step(self, *args: Any, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        """Run the closure, which calls networks, and change nothing."""
+        called = closure or next((each for each in args if callable(each)), None)
+        return None if called is None else called()
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def toggle_model(self, *_: Any, **__: Any) -> Any:
+        """A context that changes nothing."""
+        return nullcontext()
+
+
+def stand_ins(module: pl.LightningModule) -> dict[str, Any]:
+    """The methods of manual optimization, without effect."""
+    optimizers = [Still(optimizer) for optimizer in module.trainer.optimizers]
+    schedulers = [Still(config.scheduler) for config in module.trainer.lr_scheduler_configs]
+    names = ("manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients", "lr_scheduler_step")
+    return {
+        **dict.fromkeys(names, _nothing),
+        "toggled_optimizer": lambda *_, **__: nullcontext(),
+        "optimizers": lambda use_pl_optimizer=True: _one_or_all(optimizers),
+        "lr_schedulers": lambda: _one_or_all(schedulers) if schedulers else None,
+    }
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Replaces methods that change gradients, parameters or schedules."""
+
+
+def _one_or_all(items: Sequence[Still]) -> Any:
+    return items[0] if len(items) == 1 else list(items)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.reports.page import RunRecord
 from lightning_gpp.simulation import Period, Timeline
 from lightning_gpp.strategy.arguments import Arguments
-from lightning_gpp.strategy.checks import check_layer_sync
+from lightning_gpp.strategy.checks import check_layer_sync, once
 from lightning_gpp.strategy.data import Placeholder, distribute
 from lightning_gpp.strategy.preemption import Preempted
 from lightning_gpp.strategy.ranks import RanksStrategy
@@ -146,6 +146,8 @@ class GPPStrategy(RanksStrategy):
         run, module = self._run, self.lightning_module
         if run is None or module is None or current_hook(module) != "batch_to_device":
             return super().batch_to_device(batch, device, dataloader_idx)
+        if run.trains_whole:
+            return run.share(super().batch_to_device(batch, device, dataloader_idx) if run.control.runs_step else None)
         if not run.control.runs_step:
             known = run.incoming.announce(None)
             return Placeholder(torch.empty(run.incoming.batch_size, 0)) if known else None
@@ -178,7 +180,13 @@ class GPPStrategy(RanksStrategy):
     on_test_end = on_predict_end = on_validation_end
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forwards and backwards of a mini-batch; returns the detached loss, on all ranks of the pipeline."""
+        """Run forwards and backwards of a mini-batch; returns the detached loss, on all ranks of the pipeline.
+
+        A step as a whole runs on all ranks, and its result is its own.
+        """
+        if self._running.trains_whole:
+            with self._training.whole_step():
+                return super().training_step(*args, **kwargs)
         return self._running.steps.train(self._training, [*args, *kwargs.values()], last=not self._accumulating)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,9 +207,18 @@ class GPPStrategy(RanksStrategy):
         if module is None:
             raise ConfigError("The strategy has no module; use trainer.fit(model).")
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if not self._accumulating:
+        if self._running.trains_whole:
+            with self._training.complete_gradients():
+                self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        elif not self._accumulating:
             self._training.sum_gradients()
         return self.precision_plugin.post_backward(closure_loss, module)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step an optimizer. On several devices it may evaluate a step as a whole once, as each steps its own part."""
+        if self._running.trains_whole and self._training.plan.num_devices > 1:
+            closure = once(closure)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

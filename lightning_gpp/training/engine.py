@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from lightning_gpp.errors import ConfigError, GPPError, ShapeError
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
-from lightning_gpp.stages.step import Invocation
+from lightning_gpp.stages.step import Invocation, loss_of
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.checkpoint import (
     load_state,
@@ -46,6 +47,7 @@ from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.shards import whole_states
 from lightning_gpp.training.stragglers import Stragglers
+from lightning_gpp.training.whole_step import WholeStep
 
 CPU: Final = torch.device("cpu")
 
@@ -63,6 +65,7 @@ class Engine:
         asynchronous: training without a flush between mini-batches; None flushes after each.
         gradients: checks and clips gradients if there is no flush.
         finite: checks losses and gradients, of all ranks together; None does not.
+        whole: runs the training step as a whole, on all ranks; None runs it on micro-batches.
         machine: returns the machine that the plan was made for.
         num_steps: number of mini-batches that were trained earlier.
 
@@ -82,9 +85,11 @@ class Engine:
         asynchronous: Asynchronous | None = None,
         gradients: StageGradients | None = None,
         finite: FiniteCheck | None = None,
+        whole: WholeStep | None = None,
     ) -> None:
         self._sessions, self._indices, self._replicas = sessions, indices, replicas
         self._asynchronous, self._gradients, self._finite = asynchronous, gradients, finite
+        self.whole = whole
         self.job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
@@ -128,6 +133,8 @@ class Engine:
             accumulated: mini-batches per optimizer step.
             last: whether an optimizer step follows. Then gradients are complete afterwards.
         """
+        if self.whole is not None:
+            return self._train_whole(batch, batch_idx, accumulated)
         self._expect(batch, anew=self._feed.interrupted)
         self._feed.interrupted = False
         arguments = [batch, *step_arguments(getattr(self.module, TRAINING), batch_idx)]
@@ -136,6 +143,36 @@ class Engine:
             self.sum_gradients()
         loss = self.loss_of(outputs)[0].detach().double().cpu() if outputs else torch.zeros((), dtype=torch.float64)
         return self.control.share(loss)
+
+    def share(self, batch: Any) -> Any:
+        """A mini-batch for a step as a whole, on all ranks of a pipeline; only that of the first rank counts."""
+        return self._wholly.share(batch)
+
+    @property
+    def _wholly(self) -> WholeStep:
+        if self.whole is None:
+            raise GPPError("The engine was not set up to run the training step as a whole (strategy.step=whole).")
+        return self.whole
+
+    def _train_whole(self, batch: Any, batch_idx: int, accumulated: int) -> Tensor:
+        batch, step = self.share(batch), getattr(self.module, TRAINING)
+        with self.whole_step(), self.job.host.context(TRAINING)():
+            loss = loss_of(step(batch, *step_arguments(step, batch_idx)))
+        with self.complete_gradients():
+            (loss / accumulated).backward()
+        return loss.detach().to(CPU, torch.float64)
+
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Inside, the user's training step runs as a whole, on all ranks."""
+        self._end_evaluation()
+        with self._wholly.running(self.num_steps):
+            yield
+        self.num_steps += 1
+
+    def complete_gradients(self) -> AbstractContextManager[None]:
+        """Inside, a backward of a step as a whole runs; at its end gradients are complete."""
+        return self._wholly.reducing()
 
     def evaluate(self, batch: Any, batch_idx: int = 0, *, step: str = "validation_step") -> Any:
         """Run an evaluation step on a mini-batch. Returns its result on ranks with `runs_step`, elsewhere None.
@@ -156,7 +193,7 @@ class Engine:
         if self._gradients is not None and self._asynchronous is not None:
             update, age = self._asynchronous.policy.updates, self._asynchronous.age
             return self._gradients.scale(parameters, max_norm, update, age)
-        norm = self._training.grad_norm()
+        norm = self._training.grad_norm(names=None if self.whole is None else self._index(optimizer).names)
         clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 

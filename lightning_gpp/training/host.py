@@ -46,6 +46,10 @@ class Host:
     def forget(self, batches: range) -> None:
         """Forget mini-batches of training that were dropped before their turn; the step may have run on them."""
 
+    def stand_ins(self, module: nn.Module) -> dict[str, Any]:
+        """Attributes of the module that are replaced while its step runs on fake tensors to find network calls."""
+        return {}
+
     def facts(self) -> dict[str, str]:
         """Settings of training that all ranks must have alike, by the name under which users know them."""
         return {}
@@ -69,6 +73,7 @@ class Job:
         host: the program that runs the engine.
         known: the plan of an earlier run, which evaluation keeps.
         stored: the state dict of a checkpoint folder, for tensors without memory.
+        whole: whether training runs the step as a whole, on all ranks.
     """
 
     module: nn.Module
@@ -80,6 +85,7 @@ class Job:
     host: Host = field(default_factory=Host)
     known: Plan | None = None
     stored: StoredValues | None = None
+    whole: bool = False
 
     @property
     def precision(self) -> torch.dtype:

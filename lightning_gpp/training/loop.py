@@ -24,6 +24,7 @@ from lightning_gpp.training.machine import footprint_of
 from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.setup import agreed_seed, join, set_up
+from lightning_gpp.training.whole_step import check_whole
 
 StepFunction = Callable[[nn.Module, Any], Any]
 """A function from a module and a mini-batch to the loss, or to a dict with the key "loss"."""
@@ -92,7 +93,10 @@ def initialize(
             seed=agreed_seed(options.seed, control),
             num_nodes=_num_nodes(control.world_size),
             host=Host(context, precision),
+            whole=options.step == "whole",
         )
+        if job.whole:
+            check_whole(options)
         for refusal in compiled_steps(module, [TRAINING]):
             raise ConfigError(refusal)
         engine = set_up(

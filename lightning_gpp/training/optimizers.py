@@ -19,11 +19,10 @@ class OptimizerIndex:
     This indexes the optimizer's state in a checkpoint. Build it before parameters are dropped.
 
     Raises:
-        ConfigError: the optimizer cannot work on a part of the parameters.
+        ConfigError: a parameter is not one of the module's.
     """
 
     def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
-        _check(optimizer)
         self.optimizer = optimizer
         self.groups: list[list[str]] = []
         self.labels: list[list[str] | None] = []
@@ -188,7 +187,8 @@ def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
     return names[id(parameter)]
 
 
-def _check(optimizer: Optimizer) -> None:
+def check_first_order(optimizer: Optimizer) -> None:
+    """Raise ConfigError if the optimizer cannot work on a part of the parameters."""
     if isinstance(optimizer, LBFGS):
         raise ConfigError(
             "configure_optimizers returned L-BFGS, which evaluates the model several times per step and takes inner "

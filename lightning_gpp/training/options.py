@@ -205,9 +205,15 @@ class Options(SearchOptions):
         allowed="a list of paths of modules, or null",
     )
 
-    loss_reduction: Literal["mean", "sum"] = option(
-        "mean", "how the loss combines over samples: mean or sum.", section="Correctness"
+    step: Literal["auto", "micro_batches", "whole"] = option(
+        "auto",
+        "how the training step runs: micro_batches runs it once per micro-batch, on the rank that loads the data; "
+        "whole runs it once per mini-batch, on all ranks, and pipelines each of its network calls over micro-batches, "
+        "so that the loss may combine all samples, and the step may run backwards and optimizers (docs/lightning.md); "
+        "auto is whole for manual optimization, otherwise micro_batches.",
+        section="Correctness",
     )
+    loss_reduction: Literal["mean", "sum"] = option("mean", "how the loss combines over samples: mean or sum.")
     on_nonfinite: Literal["stop", "skip", "ignore"] | None = option(
         None,
         "reaction to a loss or a gradient that is not finite: stop ends the run on all ranks before the optimizer "

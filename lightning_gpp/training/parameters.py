@@ -49,15 +49,18 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def place(module: nn.Module, plan: Plan, used: Sequence[Iterable[str]]) -> Placement:
-    """The parameter placement, from the names that each stage uses. Unused tensors are with the user's step."""
+def place(module: nn.Module, plan: Plan, used: Sequence[Iterable[str]], steps: Sequence[int] = (0,)) -> Placement:
+    """The parameter placement, from the names that each stage uses. Unused tensors are with the user's step.
+
+    `steps`: the devices that run the user's step.
+    """
     stages: dict[str, list[Stage]] = {name: [] for name in tensors_of(module)}
     for stage, names in zip(plan.stages, used, strict=True):
         for name in dict.fromkeys(names):
             stages[name].append(stage)
     devices = {name: {device for stage in users for device in stage.devices} for name, users in stages.items()}
     return Placement(
-        {name: tuple(sorted(found or {0})) for name, found in devices.items()},
+        {name: tuple(sorted(found or steps)) for name, found in devices.items()},
         {name: ", ".join(stage.name for stage in users) or STEP for name, users in stages.items()},
     )
 

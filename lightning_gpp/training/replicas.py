@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -157,8 +157,10 @@ class Replicas:
         if added:  # given to an optimizer since the mini-batch began
             self._sum(added)
 
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of the full model's gradient; all ranks call this."""
+    def grad_norm(self, norm_type: float = 2.0, names: Collection[str] | None = None) -> Tensor:
+        """The norm of the full model's gradient, or of that of some parameters; all ranks call this."""
+        if names is not None and isinstance(self._sync, GradientSync):
+            return self._sync.grad_norm(norm_type, names)
         return self._sync.grad_norm(norm_type)
 
     def restore(self) -> None:

@@ -25,7 +25,6 @@ from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.isolate import private_copy
-from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.errors import SelfCheckError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
@@ -160,14 +159,14 @@ def _ignore(*_: Any, **__: Any) -> None:
     """Replaces logging during the check."""
 
 
-def _invocation(job: Job, module: nn.Module, sums: bool = False) -> Invocation:
-    function = getattr(module, TRAINING)
-    return Invocation(function=function, rest=step_arguments(function, 0), around=job.host.around(TRAINING), sums=sums)
+def _invocation(job: Job, captured: Capture | Declared, module: nn.Module) -> Invocation:
+    function, rest = captured.called_on(module)
+    return Invocation(function=function, rest=rest, around=job.host.around(TRAINING))
 
 
 def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, part: Any, samples: int) -> Expected:
     step = build(captured, plan, whole).step
-    step.begin(part, _invocation(job, whole), seed=0)
+    step.begin(part, _invocation(job, captured, whole), seed=0)
     with torch.enable_grad():
         loss = loss_of(step.whole(MicroBatch(0, 0, samples, samples)))
     step.end()
@@ -181,11 +180,11 @@ def _undivided(job: Job, whole: nn.Module, captured: Capture | Declared, plan: P
         CutComparison(
             module=whole,
             step=build(captured, plan, whole).step,
-            invocation=_invocation(job, whole),
+            invocation=_invocation(job, captured, whole),
             batch=samples,
             total=total,
             size=size,
-            sums=job.options.loss_reduction == "sum",
+            sums=job.options.loss_reduction == "sum" and not job.whole,
             tolerance=TOLERANCES[job.precision],
         )
     )
@@ -202,7 +201,7 @@ def _split(
     split = _copy(job.module, job.device, set().union(*(named[stage] for stage in here)))
     placement = Placement({name: tuple(range(control.num_devices)) for name in tensors_of(job.module)})
     session = Session(job, capture=captured, plan=plan, module=split, placement=placement, transport=transport)
-    outputs = session.run(part, _invocation(job, split), samples, loss_weight=1.0 / samples, step=0)
+    outputs = session.run(part, _invocation(job, captured, split), samples, loss_weight=1.0 / samples, step=0)
     loss = loss_of(outputs[0][1]).item() if outputs else 0.0
     return Expected(loss, projections(split)), named
 

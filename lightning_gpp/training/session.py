@@ -97,7 +97,7 @@ class Session:
         self.asynchronous, self.streams = asynchronous, streams
         self.capture, self.plan, self.training = capture, plan, capture.step == TRAINING
         self.pipeline: Pipeline = build(capture, plan, module)
-        _check_placement(self.pipeline, plan, placement, capture.step)
+        check_placement(self.pipeline, plan, placement, capture.step)
         self._job, self._control, self._transport = job, job.control, transport
         self._streams = RandomStreams(job.seed, job.device)
         self.slots = with_eight_bits(self.pipeline.slots, plan, eight_bit)
@@ -266,7 +266,8 @@ def _meetings(program: Program) -> int:
     return 1 + zlib.crc32(str([[str(action) for action in row] for row in rows]).encode())
 
 
-def _check_placement(pipeline: Pipeline, plan: Plan, placement: Placement, step: str) -> None:
+def check_placement(pipeline: Pipeline, plan: Plan, placement: Placement, step: str) -> None:
+    """Raise PlanError if a stage is on a device that does not hold all its parameters and buffers."""
     for index, stage in enumerate(plan.stages):
         for name in (*pipeline.parameters[index], *pipeline.buffers[index]):
             missing = set(stage.devices) - set(placement.devices[name])

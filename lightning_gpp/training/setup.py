@@ -43,7 +43,7 @@ from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.machine import Machine, resolved
 from lightning_gpp.training.nonfinite import FiniteCheck
-from lightning_gpp.training.optimizers import OptimizerIndex
+from lightning_gpp.training.optimizers import OptimizerIndex, check_first_order
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move, place, settle
@@ -51,6 +51,10 @@ from lightning_gpp.training.planner import TRAINING, devices_wanted, plan_for
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.self_check import check_first
 from lightning_gpp.training.sessions import Sessions, capture_of
+from lightning_gpp.training.whole_step import WholeStep, capture_whole, check_states, comparison
+
+NO_FORM: Final = -1
+"""The form of mini-batches of a step as a whole, whose capture is not that of any step."""
 
 
 def set_up(
@@ -83,8 +87,9 @@ def set_up(
         check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.world)
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
     example = job.control.broadcast(outline(batch) if job.control.rank == 0 else None)
-    captured = capture_of(job, step, example, job.known)
-    form = incoming.form_of(example)
+    whole = job.whole and step == TRAINING
+    captured, found_calls = capture_whole(job, example) if whole else (capture_of(job, step, example, job.known), None)
+    form = NO_FORM if whole else incoming.form_of(example)
     machine = _JobMachine(job, footprint or Footprint())
     found = _plan_of_rank_0(job, captured, batch, machine)
     plan = plan_on_one_device(found) if job.options.delayed_devices else found
@@ -92,7 +97,14 @@ def set_up(
     _check_agreement(job, captured, plan)
     _announce(job, captured, plan)
     transport = _connect(job, plan, "training")
-    check_first(job, captured, plan, batch, transport)
+    if found_calls is not None:
+        check_states(found_calls, build(captured, plan, job.module), job.control.num_devices)
+        batch = comparison(job, found_calls, captured.batch_size)
+    if found_calls is None or batch is not None:
+        check_first(job, captured, plan, batch, transport)
+    if not (whole and job.control.world_size == 1):
+        for optimizer in optimizers:
+            check_first_order(optimizer)
     indices = [OptimizerIndex(optimizer, job.module) for optimizer in optimizers]
     layout = _place_parameters(job, captured, plan)
     replicas = Replicas(job.module, layout, indices, job.control) if step == TRAINING else None
@@ -124,6 +136,7 @@ def set_up(
     )
     return Engine(
         sessions,
+        whole=WholeStep(job, layout, transport, replicas) if whole and replicas is not None else None,
         indices=indices,
         replicas=replicas,
         asynchronous=asynchronous,
@@ -287,7 +300,7 @@ def _place_parameters(job: Job, captured: Capture | Declared, plan: Plan) -> Lay
     if warning := warning_of_cuts(job.module, captured, pipeline):
         job.control.warn(warning)
     used = [(*names, *buffers) for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]
-    placement = place(job.module, plan, used)
+    placement = place(job.module, plan, used, range(job.control.num_devices) if job.whole else (0,))
     complete = settle(job.module, placement, job.control, job.device, job.stored)
     move(job.module, job.device)
     uses = {

@@ -196,6 +196,10 @@ def test_install_automatic_optimization() -> None:
     assert plain.events == [1, 1], "Lightning's own closure erases what the step computed"
 
 
+def test_closure_repeated() -> None:
+    assert "by hand, in manual optimization" in str(compat.closure_repeated())
+
+
 def test_closures_run_once() -> None:
     class Repeated(Line):
         def configure_optimizers(self) -> torch.optim.Optimizer:

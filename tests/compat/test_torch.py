@@ -19,10 +19,12 @@ from lightning_gpp._compat.torch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    accumulator_of,
     autograd_function_calls,
     buffers_of,
     checkpoint_regions,
     forget_compiled_call,
+    graph_is_kept,
     is_compiled,
     kept_version_counters,
     pytree,
@@ -35,6 +37,7 @@ from lightning_gpp._compat.torch import (
     uncompiled,
     unset_fake_temporarily,
     version,
+    will_run,
     without_torch_function,
     wrapper,
     wraps_compiled,
@@ -182,6 +185,43 @@ def test_buffers_of() -> None:
 
 
 # --- autograd
+
+
+class Asked(torch.autograd.Function):
+    """Notes facts about the backward that comes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, x: Tensor, node: Any, facts: list[tuple[bool, bool]]) -> Tensor:
+        ctx.node, ctx.facts = node, facts
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.facts.append((will_run(ctx.node), graph_is_kept()))
+        return None, gradient, None, None
+
+
+def facts_of_backwards() -> list[tuple[bool, bool]]:
+    facts: list[tuple[bool, bool]] = []
+    token, x = torch.zeros((), requires_grad=True), torch.ones(2, requires_grad=True)
+    result = Asked.apply(token, x, accumulator_of(token), facts).sum()  # type: ignore[no-untyped-call]
+    result.backward(retain_graph=True)
+    torch.autograd.grad(result, x)
+    return facts
+
+
+def test_accumulator_of() -> None:
+    leaf = torch.zeros(2, requires_grad=True)
+    assert accumulator_of(leaf).name().endswith("AccumulateGrad")
+    assert accumulator_of(leaf) is (leaf * 2).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def test_will_run() -> None:
+    assert [wanted for wanted, _ in facts_of_backwards()] == [True, False]
+
+
+def test_graph_is_kept() -> None:
+    assert [kept for _, kept in facts_of_backwards()] == [True, False]
 
 
 def test_run_backward() -> None:

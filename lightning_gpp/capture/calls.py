@@ -1,0 +1,213 @@
+"""The network calls of a step, each by itself: for steps that run once, on the undivided mini-batch, on all ranks.
+
+Such a step may do anything between its calls: read values, run backwards, step optimizers. So it is recorded only to
+find which modules it calls, and with arguments of which form; each call is captured by itself, as a function of its
+arguments. The batch of that function has the arguments of one call or of several, and a tensor that counts samples:
+
+    {"count": <b samples>, "calls": {"generator": {"args": {0: z}, "kwargs": {}}, "critic": ...}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp._compat.torch import pytree
+from lightning_gpp.capture.batch import map_samples
+from lightning_gpp.capture.captured import Capture, capture_step, without_cuts
+from lightning_gpp.capture.record import RunTime, record
+from lightning_gpp.capture.recorder import Recorder, refusal
+from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Ref, StateRef
+
+STEP_NAME = "training_step"
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCalls:
+    """What a step calls: arguments without memory by path, for the first call of each module, and the parameters and
+    buffers that it uses itself, outside of modules.
+    """
+
+    arguments: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]]
+    states: frozenset[str]
+
+
+def find_calls(
+    module: nn.Module,
+    batch: Any,
+    *,
+    context: Context,
+    device: torch.device,
+    stand_ins: Callable[[nn.Module], Mapping[str, Any]],
+    divided: bool = True,
+) -> StepCalls:
+    """Run the step on fake tensors to find its network calls.
+
+    Args:
+        module: the user's module.
+        batch: an example mini-batch, perhaps without memory.
+        context: entered around the step, for example autocast.
+        device: the device that the step believes it runs on.
+        stand_ins: returns attributes of the module that are replaced, such as methods that step optimizers.
+        divided: whether there are several devices.
+
+    Raises:
+        CaptureError: the step calls no module with parameters, or something that cannot work.
+    """
+
+    def prepare(replica: nn.Module, recorder: Recorder) -> None:
+        recorder.reads_between_calls = True
+        for name, value in stand_ins(module).items():
+            object.__setattr__(replica, name, value)
+
+    def attempt(uncut: Mapping[str, str]) -> Recording:
+        total = samples_in(batch)
+        return record(
+            module,
+            batch,
+            step=STEP_NAME,
+            total=total,
+            num_samples=total,
+            run_time=RunTime(),
+            context=context,
+            device=device,
+            uncut=uncut,
+            prepare=prepare,
+        )[0]
+
+    recording = without_cuts(module, attempt)
+    if not recording.network_calls():
+        raise refusal("its first line", "it calls no submodule that has parameters", "call modules, not functions")
+    if divided:
+        _check_gradients(recording)
+    return _found(module, recording)
+
+
+def _check_gradients(recording: Recording) -> None:
+    for call in recording.calls:
+        if call.scope == -1 and call.target == "grad" and call.kwargs.get("create_graph"):
+            raise refusal(call.line, *NO_SECOND_ORDER)
+
+
+NO_SECOND_ORDER = (
+    "the step differentiates a gradient (torch.autograd.grad with create_graph=True), and the gradient of a network "
+    "call comes from other devices, without a graph",
+    "compute that gradient (a penalty) in the forward of a module that is in one stage: it is called as it is, with "
+    "torch.autograd.grad inside",
+)
+
+
+def _found(module: nn.Module, recording: Recording) -> StepCalls:
+    arguments: dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]] = {}
+    for call in recording.network_calls():
+        if call.path not in arguments:
+            arguments[call.path] = _outlined(module, recording, call)
+    states = {name for call in recording.calls if call.scope == -1 for name in call.states()}
+    return StepCalls(arguments, frozenset(states))
+
+
+def _outlined(module: nn.Module, recording: Recording, call: ModuleCall) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments of a call, as tensors without memory."""
+
+    def outline(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            shape, dtype, grad = recording.calls[leaf.call].outputs[leaf.output]
+            return torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=grad)
+        if isinstance(leaf, StateRef):
+            leaf = _state(module, leaf.name)
+        if isinstance(leaf, ModuleRef):
+            raise refusal(call.line, "a network call gets a module as an argument", "pass tensors")
+        return leaf.detach().to("meta").requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+    args, kwargs = pytree.tree_map(outline, (call.args, call.kwargs))
+    return args, kwargs
+
+
+def _state(module: nn.Module, name: str) -> Tensor:
+    path, _, attribute = name.rpartition(".")
+    state: Tensor = getattr(module.get_submodule(path), attribute)
+    return state
+
+
+def samples_in(batch: Any) -> int:
+    """Number of samples of a mini-batch or of arguments: the first dimension of the first tensor; 1 if none has one."""
+    sizes = (leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0)
+    return int(next(sizes, 1))
+
+
+def call_batch(arguments: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]], num_samples: int) -> dict[str, Any]:
+    """The batch of captured calls."""
+    calls = {
+        path: {"args": dict(enumerate(args)), "kwargs": dict(kwargs)} for path, (args, kwargs) in arguments.items()
+    }
+    return {"count": torch.empty(num_samples, device="meta"), "calls": calls}
+
+
+def call_networks(module: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
+    """Call the modules whose arguments are in the batch; returns their results."""
+    return [_called(module, path, entry) for path, entry in batch["calls"].items()]
+
+
+def _called(module: nn.Module, path: str, entry: Mapping[str, Any]) -> Any:
+    return module.get_submodule(path)(*entry["args"].values(), **entry["kwargs"])
+
+
+def capture_calls(module: nn.Module, batch: Mapping[str, Any], *, context: Context, device: torch.device) -> Capture:
+    """Capture calls of modules, from a `call_batch`.
+
+    Raises:
+        CaptureError: a module cannot be captured.
+    """
+    return capture_step(module, batch, context=context, device=device, function=call_networks)
+
+
+def joint_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """A loss of all results, a mean over samples, for comparisons: nobody trains by it."""
+    leaves = pytree.tree_leaves(call_networks(module, batch))
+    numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.stack([number.square().mean() for number in numbers]).sum()
+
+
+def capture_joint(module: nn.Module, batch: Mapping[str, Any], *, context: Context, device: torch.device) -> Capture:
+    """Capture all network calls of a step, from a `joint_batch`, with a loss behind them.
+
+    Raises:
+        CaptureError: a module cannot be captured.
+    """
+    return capture_step(module, batch, context=context, device=device, function=joint_loss)
+
+
+def made_up(batch: Any, device: torch.device) -> Any:
+    """A batch with values that most modules accept: normally distributed numbers; ones, which are indices."""
+
+    def value(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.is_floating_point():
+            return torch.randn(leaf.shape, dtype=leaf.dtype, device=device)
+        return torch.ones(leaf.shape, dtype=leaf.dtype, device=device)
+
+    return pytree.tree_map(value, batch)
+
+
+def joint_batch(found: StepCalls, num_samples: int) -> dict[str, Any]:
+    """The batch of all calls of a step, each with the same number of samples."""
+
+    def resized(arguments: Any) -> Any:
+        def tensor(sample: Tensor) -> Tensor:
+            empty = sample.new_empty((num_samples, *sample.shape[1:]))
+            return empty.requires_grad_(sample.requires_grad)
+
+        def listed(items: Any) -> Any:
+            return type(items)(items[i % len(items)] for i in range(num_samples))
+
+        return map_samples(arguments, samples_in(arguments), tensor, listed)
+
+    return call_batch({path: resized(arguments) for path, arguments in found.arguments.items()}, num_samples)

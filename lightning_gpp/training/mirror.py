@@ -1,0 +1,79 @@
+"""Gives all ranks of a pipeline what its first rank has: mini-batches, results, and the state of random streams."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gpp._compat.torch import pytree
+from lightning_gpp.training.control import Control
+
+
+class Mirror:
+    """Broadcasts from the rank that loads the data to all ranks of its pipeline, which call this together.
+
+    Args:
+        control: the side channel of this rank.
+        device: the device of this rank.
+    """
+
+    def __init__(self, control: Control, device: torch.device) -> None:
+        self._control, self._device = control, device
+
+    def tree(self, tree: Any) -> Any:
+        """A structure of tensors and values; tensors on an accelerator come to that of each rank."""
+        control = self._control
+        if control.num_devices == 1:
+            return tree
+        leaves, structure = pytree.tree_flatten(tree)
+        outline = [_Outline(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        outline, structure = control.share_object((outline, structure) if control.runs_step else None)
+        known = leaves if control.runs_step else outline
+        return pytree.tree_unflatten([self._leaf(*pair) for pair in zip(known, outline, strict=True)], structure)
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """Fill a contiguous tensor, of the same form on all ranks, with the values of the first rank; returns it."""
+        mesh = self._control.mesh
+        group = mesh.pipeline_control_group if tensor.device.type == "cpu" else mesh.pipeline_group
+        if self._control.num_devices > 1:
+            dist.broadcast(tensor, src=self._control.step_rank, group=group)
+        return tensor
+
+    def streams(self) -> None:
+        """Continue the user's random streams of the first rank: Python's, NumPy's, and torch's on CPU and device."""
+        control = self._control
+        if control.num_devices == 1:
+            return
+        states = control.share_object(self._states() if control.runs_step else None)
+        if not control.runs_step:
+            python, numpy, cpu, *accelerator = states
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_rng_state(cpu)
+            for state in accelerator:
+                torch.cuda.set_rng_state(state, self._device)
+
+    def _states(self) -> list[Any]:
+        cuda = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return [random.getstate(), np.random.get_state(), torch.get_rng_state(), *cuda]
+
+    def _leaf(self, leaf: Any, outline: Any) -> Any:
+        if not isinstance(outline, _Outline):
+            return leaf
+        if self._control.runs_step:
+            self.tensor(leaf.detach().contiguous())
+            return leaf
+        device = torch.device("cpu") if outline.on_cpu else self._device
+        return self.tensor(torch.empty(outline.shape, dtype=outline.dtype, device=device))
+
+
+class _Outline:
+    """The form of a tensor that follows."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self.on_cpu = tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu"

@@ -1,0 +1,180 @@
+"""Network calls of a step that every rank runs: each is pipelined over micro-batches, forwards at once, backwards when
+autograd comes to it.
+
+    every rank                 the pipeline
+    ----------                 ------------
+    fake = self.generator(z)   D, F0 F1 F2 ... on all stages of the generator; all ranks get the result
+    loss = ...                 (each rank computes it)
+    loss.backward()            B0 B1 B2 ... on all stages; all ranks get the gradient of z, if it needs one
+
+A call is one operation for autograd, so the step may do between calls what it likes, as long as all ranks do the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp._compat.torch import BatchNorm, accumulator_of, graph_is_kept, pytree, will_run
+from lightning_gpp.capture.calls import call_batch, capture_calls, samples_in
+from lightning_gpp.errors import GPPError
+from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.random import RandomStreams, undisturbed
+from lightning_gpp.runtime.transport import Transport
+from lightning_gpp.stages.answers import Answers
+from lightning_gpp.training.batches import outline, signature
+from lightning_gpp.training.call_session import CallSession, NetworkRun
+from lightning_gpp.training.host import Job
+from lightning_gpp.training.mirror import Mirror
+from lightning_gpp.training.parameters import Placement, tensors_of
+from lightning_gpp.training.planner import TRAINING
+
+
+class NetworkCalls:
+    """Answers the calls of modules whose parameters are not on every rank.
+
+    Args:
+        job: the job of the run.
+        plan: the plan of the run.
+        placement: the parameter placement; what all devices hold is computed by each.
+        transport: transport to the other devices.
+        mirror: gives results to all ranks.
+
+    Attributes:
+        must_reduce: whether gradients are summed over ranks at the end of a backward.
+        reduces: whether they will be at the end of the current one.
+    """
+
+    def __init__(self, job: Job, *, plan: Plan, placement: Placement, transport: Transport, mirror: Mirror) -> None:
+        self.must_reduce = self.reduces = False
+        self._job, self._plan, self._placement = job, plan, placement
+        self._transport, self._mirror = transport, mirror
+        self._streams = RandomStreams(job.seed, job.device)
+        self._sessions: dict[tuple[Any, ...], CallSession] = {}
+        self._token = torch.zeros((), requires_grad=True)
+        self._accumulator = accumulator_of(self._token)
+        self._paths = dict(self._divided())
+        parts = [job.module.get_submodule(path) for path in self._paths.values()]
+        self._answers = Answers(parts, self._answer)
+        self._step = self._number = 0
+        self._warned = False
+
+    def _divided(self) -> Iterator[tuple[int, str]]:
+        """Ids and paths of modules with tensors that some devices do not have."""
+        count = self._job.control.num_devices
+        apart = {name for name, devices in self._placement.devices.items() if len(devices) < count}
+        ids = {id(tensor) for name, tensor in tensors_of(self._job.module).items() if name in apart}
+        for path, part in self._job.module.named_modules():
+            if any(id(tensor) in ids for tensor in (*part.parameters(), *part.buffers())):
+                yield id(part), path
+
+    @contextmanager
+    def answered(self, step: int) -> Iterator[None]:
+        """Inside, network calls are pipelined. `step` numbers the mini-batch."""
+        self._step, self._number = step, 0
+        with self._answers.given():
+            yield
+
+    def _answer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        path = self._paths[id(module)]
+        with self._answers.suspended(), undisturbed():
+            return self._call(path, module, args, kwargs)
+
+    def _call(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._number += 1
+        given = pytree.tree_leaves((args, kwargs))
+        inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        wanted = [*inputs, *module.parameters()]
+        differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in wanted)
+        session = self._session(path, module, (args, kwargs), differentiable)
+        run = NetworkRun(
+            session=session,
+            batch=call_batch({path: (args, kwargs)}, samples_in((args, kwargs))),
+            number=self._step * _MOST_CALLS + self._number,
+            mirror=self._mirror,
+            differentiable=differentiable and session.differentiable,
+        )
+        if not run.differentiable:
+            return session.result(run.forward(), given)
+        results = _Call.apply(self, run, self._token, *inputs)  # type: ignore[no-untyped-call]
+        return session.result(results, given)
+
+    def backward(self, run: NetworkRun, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward of a call, inside one of autograd."""
+        parameters = will_run(self._accumulator)
+        if parameters and self.must_reduce and not self.reduces:
+            raise GPPError(
+                "A backward was started by loss.backward(), but several ranks hold the same parameters, whose "
+                "gradients are summed at its end. Use self.manual_backward(loss) (or engine.backward(loss))."
+            )
+        with self._answers.suspended(), undisturbed():
+            return run.backward(gradients, with_parameters=parameters, again=graph_is_kept())
+
+    def _session(self, path: str, module: nn.Module, arguments: Any, differentiable: bool) -> CallSession:
+        flags = bytes(part.training for part in module.modules())
+        trained = bytes(parameter.requires_grad for parameter in module.parameters())
+        needs = tuple(
+            differentiable and leaf.requires_grad for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)
+        )
+        batch = call_batch({path: arguments}, samples_in(arguments))
+        key = path, signature(batch), zlib.crc32(flags), zlib.crc32(trained), needs, differentiable
+        if key not in self._sessions:
+            self._sessions[key] = self._new(path, batch, needs, module)
+        return self._sessions[key]
+
+    def _new(self, path: str, batch: Mapping[str, Any], needs: Sequence[bool], module: nn.Module) -> CallSession:
+        job, example = self._job, _needing(outline(batch), needs)
+        captured = capture_calls(job.module, example, context=job.host.context(TRAINING), device=job.device)
+        session = CallSession(job, captured, self._plan, self._placement, self._transport, self._streams)
+        if session.is_cut and not self._warned and _normalises(module):
+            self._warned = True
+            job.control.warn(
+                f"Module {path!r} has BatchNorm, which normalises each micro-batch by itself, and updates its running "
+                "statistics once for each. strategy.num_micro_batches=1 gives the numbers of one process."
+            )
+        return session
+
+
+_MOST_CALLS = 1 << 20
+"""More than the network calls of any step; numbers of calls are unique in a run."""
+
+
+def _normalises(module: nn.Module) -> bool:
+    return any(isinstance(part, BatchNorm) and part.training for part in module.modules())
+
+
+def _needing(batch: Any, needs: Sequence[bool]) -> Any:
+    """The batch with tensors that need a gradient or not; the first tensor counts samples."""
+    flags = iter((False, *needs))
+
+    def flagged(leaf: Any) -> Any:
+        return leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(flagged, batch)
+
+
+class _Call(torch.autograd.Function):
+    """A network call as one operation; the token makes its results need a gradient, as its parameters do."""
+
+    @staticmethod
+    def forward(ctx: Any, calls: NetworkCalls, run: NetworkRun, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.calls, ctx.run = calls, run
+        ctx.set_materialize_grads(False)
+        results = run.forward()
+        ctx.mark_non_differentiable(*(r for r, needs in zip(results, run.session.needs_grad, strict=True) if not needs))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise GPPError(
+                "The gradient of a network call was asked for with create_graph=True, but it comes from other devices, "
+                "without a graph. Compute what differentiates a gradient (a penalty) in the forward of a module that "
+                "is in one stage: it is called as it is, with torch.autograd.grad inside."
+            )
+        return None, None, None, *ctx.calls.backward(ctx.run, gradients)

@@ -1,0 +1,197 @@
+"""The step as a whole: every rank runs it once, on the undivided mini-batch, and network calls are pipelined.
+
+    rank 0 loads a mini-batch -> all ranks have it, and rank 0's random numbers
+    all ranks run the step    -> network calls: network_calls.py; all else is computed by each rank, with equal results
+    a backward                -> each rank has the gradients of its parameters; shared ones are summed at its end
+
+So the step may call networks, backwards and optimizers in any order, and its loss may combine all samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp.capture import Capture
+from lightning_gpp.capture.calls import (
+    StepCalls,
+    capture_joint,
+    find_calls,
+    joint_batch,
+    joint_loss,
+    made_up,
+    samples_in,
+)
+from lightning_gpp.capture.isolate import private_copy
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.runtime.random import undisturbed
+from lightning_gpp.runtime.transport import Transport
+from lightning_gpp.stages import Pipeline
+from lightning_gpp.stages.declared import is_declared
+from lightning_gpp.training.host import Job
+from lightning_gpp.training.mirror import Mirror
+from lightning_gpp.training.network_calls import NetworkCalls
+from lightning_gpp.training.option_values import SYNCHRONOUS
+from lightning_gpp.training.options import Options
+from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.replicas import Layout, Replicas
+
+
+class WholeStep:
+    """Runs a step as a whole. All ranks call its methods together.
+
+    Args:
+        job: the job of the run.
+        layout: the parameter placement.
+        transport: transport to the other devices.
+        replicas: sums gradients of parameters that several ranks hold.
+    """
+
+    def __init__(self, job: Job, layout: Layout, transport: Transport, replicas: Replicas) -> None:
+        self._job, self._layout, self._replicas = job, layout, replicas
+        self._mirror = Mirror(job.control, job.device)
+        self._calls = NetworkCalls(
+            job, plan=layout.plan, placement=layout.placement, transport=transport, mirror=self._mirror
+        )
+        self._calls.must_reduce = bool(self._shared())
+
+    def share(self, batch: Any) -> Any:
+        """The mini-batch of the rank that loads the data, on all ranks of its pipeline."""
+        return self._mirror.tree(batch)
+
+    @contextmanager
+    def running(self, number: int) -> Iterator[None]:
+        """Inside, the user's step runs on mini-batch `number`, on all ranks with the same random numbers."""
+        self._mirror.streams()
+        with self._calls.answered(number):
+            yield
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Inside, a backward runs; at its end gradients are complete, and added to those of earlier backwards."""
+        self._replicas.begin(last=True)
+        shared = self._shared()
+        before = {name: parameter.grad for name, parameter in shared.items()}
+        for parameter in shared.values():
+            parameter.grad = None
+        self._calls.reduces = True
+        try:
+            yield
+        finally:
+            self._calls.reduces = False
+        self._weight(shared)
+        self._replicas.finish()
+        for name, parameter in shared.items():
+            parameter.grad = _sum(before[name], parameter.grad)
+
+    def _shared(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters that other ranks hold, too."""
+        control, placement = self._job.control, self._layout.placement
+        held = placement.names_on(control.device)
+        several = control.num_pipelines > 1
+        return {
+            name: parameter
+            for name, parameter in self._job.module.named_parameters()
+            if name in held and (several or len(placement.devices[name]) > 1)
+        }
+
+    def _weight(self, shared: dict[str, nn.Parameter]) -> None:
+        """Make the sum over ranks the mean over pipelines; parameters of no stage have one gradient on all ranks."""
+        control = self._job.control
+        pipelines = 1 if self._job.options.loss_reduction == "sum" else control.num_pipelines
+        for name, parameter in shared.items():
+            copies = pipelines * (1 if self._layout.uses[name] else control.num_devices)
+            if parameter.grad is not None and copies > 1:
+                parameter.grad.div_(copies)
+
+
+def _sum(before: Tensor | None, fresh: Tensor | None) -> Tensor | None:
+    if before is None or fresh is None:
+        return before if fresh is None else fresh
+    return before.add_(fresh)
+
+
+def capture_whole(job: Job, example: Any) -> tuple[Capture, StepCalls]:
+    """Capture the network calls of the step, together, for planning; and what was found in the step.
+
+    Raises:
+        CaptureError: the step cannot be run on fake tensors, or a module cannot be captured.
+    """
+    context = job.host.context(TRAINING)
+    found = find_calls(
+        job.module,
+        example,
+        context=context,
+        device=job.device,
+        stand_ins=job.host.stand_ins,
+        divided=job.control.num_devices > 1,
+    )
+    batch = joint_batch(found, samples_in(example))
+    return capture_joint(job.module, batch, context=context, device=job.device), found
+
+
+def comparison(job: Job, found: StepCalls, num_samples: int) -> Any:
+    """Made-up arguments of all network calls, for the self-check, on the ranks that run the step.
+
+    None if the modules do not accept made-up values.
+    """
+    with undisturbed():
+        batch = made_up(joint_batch(found, num_samples), job.device) if job.control.runs_step else {}
+    failure = ""
+    if job.control.rank == 0 and not any(parameter.is_meta for parameter in job.module.parameters()):
+        try:
+            with undisturbed(), torch.no_grad(), job.host.context(TRAINING)():
+                joint_loss(private_copy(job.module).to(job.device), batch)
+        except Exception as error:  # user code on values that it is not written for
+            failure = f"{type(error).__name__}: {error}"
+            job.host.inform(f"The self-check (strategy.self_check) is skipped: on made-up values, {failure}.")
+    return None if job.control.broadcast(failure) else batch
+
+
+def check_states(found: StepCalls, pipeline: Pipeline, num_devices: int) -> None:
+    """Raise ConfigError if the step itself uses parameters or buffers that stages have."""
+    used = {name for names in (*pipeline.parameters, *pipeline.buffers) for name in names}
+    if num_devices > 1 and (both := sorted(found.states & used)):
+        raise ConfigError(
+            f"The step uses {', '.join(both[:5])} itself, and a module in a stage uses it, too. The step runs on all "
+            "ranks, of which only those of that stage have it. Use it inside a module's forward, for example by a "
+            "method of that module that returns what the step needs, called through a module of its own."
+        )
+
+
+def check_whole(options: Options) -> None:
+    """Refuse options that a step as a whole does not support.
+
+    Raises:
+        ConfigError: names the option, the reason and a remedy.
+    """
+    declared = is_declared(options.stages)
+    problems = {
+        "schedule": (
+            options.schedule not in (None, "gpipe"),
+            "orders the forwards of a micro-batch and the backwards of another, but here all forwards of a call run "
+            "before the step goes on. Leave it out",
+        ),
+        "weights": (options.weights != SYNCHRONOUS, "does not wait for the end of a step. Leave it out"),
+        "slices": (options.slices not in (None, 1), "cuts sequences in the program of a step. Leave it out"),
+        "sharding": (options.sharding not in (None, "none"), "reduces gradients inside the program. Leave it out"),
+        "stages": (declared, "declares edges (`inputs`), which leaves capture out. Leave `inputs` out"),
+        "mini_batch": (options.mini_batch == "shared", "weighs losses by samples. Use own"),
+        "costs": (options.costs == "measured", "times the step on micro-batches. Use roofline"),
+        "trace": (options.trace, "measures the program of a step. Leave it out"),
+        "on_nonfinite": (
+            options.on_nonfinite in ("stop", "skip"),
+            "looks at gradients before the optimizer step that the loop does. Leave it out, and check in the step",
+        ),
+    }
+    for name, (given, reason) in problems.items():
+        if given:
+            value = "[...]" if name == "stages" else repr(getattr(options, name))
+            raise ConfigError(
+                f"strategy.{name}={value} does not go together with strategy.step=whole (which manual optimization "
+                f"needs): it {reason}."
+            )
