@@ -270,7 +270,7 @@ class Freed(Steady):
     """Asks for a second backward of a freed graph."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        scores = self.critic(batch[0])
+        scores = self.critic(self(batch[1]))
         self.manual_backward(scores.mean())
         self.manual_backward(scores.square().mean())
 
@@ -279,7 +279,7 @@ class Penalised(Steady):
     """Differentiates a gradient."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        real = batch[0].requires_grad_()
+        real = self(batch[1])
         (slope,) = torch.autograd.grad(self.critic(real).sum(), real, create_graph=self.penalises())
         self.manual_backward(slope.square().sum() + self.critic(real).mean())
 
@@ -306,7 +306,7 @@ class Meddling(Steady):
     """Uses a parameter of a stage in the step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(self.critic(batch[0]).mean() + self.generator[0].weight.square().sum())
+        self.manual_backward(self.critic(self(batch[1])).mean() + self.generator[0].weight.square().sum())
 
 
 class Climbing(torch.optim.SGD):
