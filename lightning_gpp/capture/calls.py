@@ -31,8 +31,8 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, slots=True)
 class StepCalls:
-    """What a step calls: arguments without memory by path, for the first call of each module, and the parameters and
-    buffers that it uses itself, outside of modules.
+    """The calls of a step: arguments without memory by path, for the first call of each module, and the parameters and
+    buffers that the step uses itself, outside of modules.
     """
 
     arguments: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]]

@@ -50,7 +50,7 @@ class Capture:
     function: StepFunction | None = None
 
     def called_on(self, module: nn.Module, batch_idx: int = 0) -> tuple[Callable[..., Any], list[int]]:
-        """What was captured, as a function of the samples for this module, and its arguments after these."""
+        """The captured step, as a function of the samples for this module, and its arguments after these."""
         if self.function is not None:
             return partial(self.function, module), []
         step = getattr(module, self.step)

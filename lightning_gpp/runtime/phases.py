@@ -27,7 +27,7 @@ Graphs = tuple[dict[str, Tensor], dict[str, GradientEdge], tuple[GradientEdge, T
 """The content of `Saved`."""
 
 Recomputed = tuple[dict[str, Tensor], dict[str, int], Snapshot]
-"""What a recomputed forward keeps."""
+"""The inputs of a recomputed forward, their versions, and the state of its modules."""
 
 
 @dataclass(frozen=True, slots=True)

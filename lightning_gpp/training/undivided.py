@@ -107,8 +107,7 @@ class CutComparison:
         return (
             "Samples depend on each other or do not count the same (a contrastive loss, a mean over unmasked tokens), "
             "or the first dimension of the batch does not count samples (let it be the first). Give the step the "
-            "undivided mini-batch by a stage {modules: ['@step'], micro_batch_size: <samples of a mini-batch>} in "
-            "strategy.stages, or divide the loss by the number of samples."
+            "undivided mini-batch by strategy.step=whole, or divide the loss by the number of samples."
         )
 
     def _differs_by_batch_norm(self) -> bool:

@@ -21,7 +21,7 @@ from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, drop, settle, tensors_of
-from lightning_gpp.training.session import _check_placement
+from lightning_gpp.training.session import check_placement
 from lightning_gpp.training.setup import _check_step_device, set_up
 from tests.distributed import run_distributed
 
@@ -137,7 +137,7 @@ def test_a_parameter_that_lives_elsewhere() -> None:
         parameters, buffers = (("left.0.weight",),), ((),)
 
     with pytest.raises(PlanError, match=r"In test_step, stage 'all' on devices \[0\] needs 'left.0.weight'.*\[1\]"):
-        _check_placement(Uses(), plan, Placement({"left.0.weight": (1,)}), "test_step")  # type: ignore[arg-type]
+        check_placement(Uses(), plan, Placement({"left.0.weight": (1,)}), "test_step")  # type: ignore[arg-type]
 
 
 def test_dropping_keeps_names_ties_and_flags() -> None:
