@@ -26,7 +26,7 @@ from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Re
 
 STEP_NAME = "training_step"
 
-Context = Callable[[], AbstractContextManager[Any]]
+Entered = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def find_calls(
     module: nn.Module,
     batch: Any,
     *,
-    context: Context,
+    context: Entered,
     device: torch.device,
     stand_ins: Callable[[nn.Module], Mapping[str, Any]],
     divided: bool = True,
@@ -159,7 +159,7 @@ def _called(module: nn.Module, path: str, entry: Mapping[str, Any]) -> Any:
     return module.get_submodule(path)(*entry["args"].values(), **entry["kwargs"])
 
 
-def capture_calls(module: nn.Module, batch: Mapping[str, Any], *, context: Context, device: torch.device) -> Capture:
+def capture_calls(module: nn.Module, batch: Mapping[str, Any], *, context: Entered, device: torch.device) -> Capture:
     """Capture calls of modules, from a `call_batch`.
 
     Raises:
@@ -175,7 +175,7 @@ def joint_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return torch.stack([number.square().mean() for number in numbers]).sum()
 
 
-def capture_joint(module: nn.Module, batch: Mapping[str, Any], *, context: Context, device: torch.device) -> Capture:
+def capture_joint(module: nn.Module, batch: Mapping[str, Any], *, context: Entered, device: torch.device) -> Capture:
     """Capture all network calls of a step, from a `joint_batch`, with a loss behind them.
 
     Raises:

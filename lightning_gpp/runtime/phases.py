@@ -31,7 +31,7 @@ Recomputed = tuple[dict[str, Tensor], dict[str, int], Snapshot]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptForwards:
     """The state that the forwards of a program keep for its backwards, by stage and micro-batch."""
 
     graphs: dict[tuple[int, int], Graphs]
@@ -57,14 +57,14 @@ class PhasedExecutor(Executor):
             return instruction.action is not None and instruction.action.kind not in (Kind.DATA, Kind.FORWARD)
         return message_of(self.program, instruction).gradient
 
-    def forward(self, step: int) -> Kept:
+    def forward(self, step: int) -> KeptForwards:
         """Run the forwards for a mini-batch. `step` numbers their random streams."""
         self._kept_lane.state.begin(1.0, step)
         self._state.begin()
         self._run_part(self._forwards, training=self.program.training)
         return self._taken()
 
-    def backward(self, kept: Kept, step: int, *, again: bool = False) -> None:
+    def backward(self, kept: KeptForwards, step: int, *, again: bool = False) -> None:
         """Run the backwards of a forward; gradients are added to the parameters' `.grad`.
 
         Args:
@@ -93,16 +93,16 @@ class PhasedExecutor(Executor):
             self._drop()
             raise
 
-    def _taken(self) -> Kept:
+    def _taken(self) -> KeptForwards:
         lane = self._kept_lane
         graphs = {key: (saved.leaves, saved.outputs, saved.loss) for key, saved in lane.saved.items()}
         inputs = {key: (each.inputs, each.versions, each.snapshot) for key, each in lane.recomputed.items()}
         for kept in (lane.saved, lane.recomputed):
             for entry in kept.values():
                 entry.clear()
-        return Kept(graphs, inputs)
+        return KeptForwards(graphs, inputs)
 
-    def _put(self, kept: Kept) -> None:
+    def _put(self, kept: KeptForwards) -> None:
         for key, (leaves, outputs, loss) in kept.graphs.items():
             saved = self._kept_lane.saved[key]
             saved.leaves, saved.outputs, saved.loss = dict(leaves), dict(outputs), loss

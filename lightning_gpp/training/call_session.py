@@ -21,7 +21,7 @@ from lightning_gpp.graph import OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign, make_plan
 from lightning_gpp.planning.assignment.rebuild import separated
-from lightning_gpp.runtime.phases import Kept, PhasedExecutor
+from lightning_gpp.runtime.phases import KeptForwards, PhasedExecutor
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
 from lightning_gpp.runtime.transport import Transport
@@ -220,7 +220,7 @@ class NetworkRun:
     number: int
     mirror: Mirror
     differentiable: bool
-    _kept: Kept | None = None
+    _kept: KeptForwards | None = None
     _leaves: dict[tuple[int, int, int], Leaves] = field(default_factory=dict)
     _seeds: _Seeds = field(default_factory=_Seeds)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_gpp.capture.record import StepFunction
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.hangs import Activity
 from lightning_gpp.failure.monitor import FailureMonitor
@@ -25,9 +26,6 @@ from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.setup import agreed_seed, join, set_up
 from lightning_gpp.training.whole_step import check_whole
-
-StepFunction = Callable[[nn.Module, Any], Any]
-"""A function from a module and a mini-batch to the loss, or to a dict with the key "loss"."""
 
 
 @contextmanager

@@ -101,7 +101,7 @@ class NetworkCalls:
         )
         if not run.differentiable:
             return session.result(run.forward(), given)
-        results = _Call.apply(self, run, self._token, *inputs)  # type: ignore[no-untyped-call]
+        results = _PipelinedCall.apply(self, run, self._token, *inputs)  # type: ignore[no-untyped-call]
         return session.result(results, given)
 
     def backward(self, run: NetworkRun, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -158,7 +158,7 @@ def _needing(batch: Any, needs: Sequence[bool]) -> Any:
     return pytree.tree_map(flagged, batch)
 
 
-class _Call(torch.autograd.Function):
+class _PipelinedCall(torch.autograd.Function):
     """A network call as one operation; the token makes its results need a gradient, as its parameters do."""
 
     @staticmethod
