@@ -58,6 +58,12 @@ class SearchOptions:
         "true: plans may leave devices idle, because fewer are faster or just as fast. false: every device gets a "
         "stage; if fewer would be faster, the planner says so, and by how much.",
     )
+    simplicity: Annotated[float, Ge(0)] = option(
+        0.02,
+        "share of the step time by which a simpler plan may be slower than the fastest one found: a plan with fewer "
+        "stages, then with fewer modules cut in the middle, then with equal numbers of replicas.",
+        allowed="0 or more",
+    )
     stages_per_device: Count | None = option(
         None, "number of stages on every device. Default: the number that the schedule is made for."
     )
@@ -176,6 +182,7 @@ class Request(SearchOptions):
             replicable=self.num_pipelines is None,
             weight_copies=self.weight_copies,
             idle_devices=self.idle_devices,
+            simplicity=self.simplicity,
         )
 
     def _sizes(self) -> tuple[int, ...]:

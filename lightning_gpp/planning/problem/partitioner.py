@@ -38,6 +38,7 @@ class Answer:
         alternatives: drafts that lost, best first.
         compared: if the draft leaves devices idle, the best draft found on all; otherwise the best on fewer, if the
             partitioner looked for one.
+        tolerance: share of the time by which a simpler draft may be slower than the fastest of all of these.
         notes: remarks for the user, one sentence each.
         interrupted: the user ended the search; no other search is started.
     """
@@ -48,6 +49,7 @@ class Answer:
     states: int
     alternatives: tuple[Alternative, ...] = ()
     compared: Draft | None = None
+    tolerance: float = 0.0
     notes: tuple[str, ...] = ()
     interrupted: bool = False
 

@@ -5,7 +5,7 @@ A draft is tried by making its timed plan and simulating the program that would 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import nsmallest
@@ -20,6 +20,7 @@ from lightning_gpp.planning.assignment.estimate import estimate, timed
 from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer
 from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.simplicity import complexity
 from lightning_gpp.schedules import compile_program, in_flight
 from lightning_gpp.simulation import (
     Period,
@@ -146,10 +147,10 @@ class Prediction:
         return self.excess_bytes, 1 / self.samples_per_second
 
 
-NUM_RUNNERS_UP: Final = 6
+NUM_RUNNERS_UP: Final = 9
 """Runners-up of a search that are simulated beside its best draft."""
 
-MAX_ACTIONS: Final = 40_000
+MAX_ACTIONS: Final = 60_000
 """Runners-up are tried if all their steps together have no more actions."""
 
 
@@ -254,13 +255,25 @@ def best_trial(problem: Problem, answer: Answer, predict: Callable[[Draft], Pred
             failures.append(error)
     if not predictions:
         raise failures[0]
-    draft, prediction = min(predictions, key=lambda entry: entry[1].rank)
+    draft, prediction = _chosen(problem, answer, predictions)
     compared = None
     if answer.compared is not None:
         with suppress(GPPError):
             compared = predict(answer.compared)
     others = _others(answer, draft, dict(predictions))
     return Trial(draft=draft, prediction=prediction, alternatives=others, compared=compared)
+
+
+def _chosen(
+    problem: Problem, answer: Answer, predictions: Sequence[tuple[Draft, Prediction]]
+) -> tuple[Draft, Prediction]:
+    """The simplest of those that are nearly as fast as the fastest."""
+    excess, seconds = min(prediction.rank for _, prediction in predictions)
+    limit = excess, seconds * (1 + answer.tolerance)
+    near = [entry for entry in predictions if entry[1].rank <= limit]
+    if not answer.tolerance:
+        return min(near, key=lambda entry: entry[1].rank)
+    return min(near, key=lambda entry: (complexity(problem, entry[0]), entry[1].rank))
 
 
 def _drafts_to_try(problem: Problem, answer: Answer) -> list[Draft]:

@@ -57,6 +57,7 @@ class Problem:
         num_slices: slices per sample, each of which counts as a sample of the mini-batch; a pipeline gets all slices of
             one.
         idle_devices: whether a plan may leave devices without a stage.
+        simplicity: share of the time by which a simpler draft may be slower than the fastest.
         single_step: the user's step has to run on one device, so a last stage with replicas gives it to a stage of its
             own.
     """
@@ -75,6 +76,7 @@ class Problem:
     weight_copies: WeightCopies | None = None
     num_slices: int = 1
     idle_devices: bool = False
+    simplicity: float = 0.0
     single_step: bool = True
     _seconds: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict, init=False)
     _saved: dict[int, Array] = field(default_factory=dict, init=False)

@@ -6,6 +6,8 @@ gets shorter. Then they are perturbed and improved again, until the time is up, 
 the step is as short as the lower bound (`bound`) allows. Every candidate is judged by the simulated seconds of its
 whole step and by the memory of every device.
 
+Of those that are nearly as fast as the best, the simplest one is the answer (`Problem.simplicity`).
+
 Fewer devices may be faster. If the problem allows idle ones, moves release and take devices; otherwise a brief second
 search finds out what they would be worth.
 """
@@ -30,6 +32,7 @@ from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.simplicity import complexity
 
 PATIENCE = 150
 """The search ends after this many perturbations in a row without improvement."""
@@ -52,6 +55,9 @@ MAX_EVALUATIONS = 40_000
 GOOD_ENOUGH = 1.002
 """Multiple of the lower bound at which the search ends, because little is left to be gained."""
 
+NEARLY = 1.1
+"""Multiple of the wanted time below which shapes with fewer stages are improved to reach it."""
+
 INTERRUPTED = "The search was interrupted; this is the best plan so far."
 
 Rank = tuple[float, float]
@@ -64,6 +70,7 @@ def auto(problem: Problem, control: SearchControl) -> Answer:
     try:
         search.run(_first_results(search))
         search.simplify()
+        search.stop_recomputing()
         return replace(search.answer(), compared=_compared(search))
     except KeyboardInterrupt:
         return replace(search.answer(), notes=(INTERRUPTED,), interrupted=True)
@@ -104,7 +111,7 @@ class Search:
     """The state of one search: the ranks of shapes, and the best shape.
 
     `refused` are shapes that are no better than the one they were made from; `published` are those that partitioners of
-    the literature found, with their names.
+    the literature found, with their names; `fastest` is the best shape before simpler ones were preferred.
     """
 
     problem: Problem
@@ -116,6 +123,7 @@ class Search:
     published: dict[Shape, str] = field(default_factory=dict)
     best: Shape | None = None
     rank: Rank = (inf, inf)
+    fastest: Shape | None = None
 
     def __post_init__(self) -> None:
         self.evaluate = Evaluator(self.problem)
@@ -134,7 +142,7 @@ class Search:
 
     @property
     def done(self) -> bool:
-        good = self.rank[0] == 0 and self.rank[1] <= self.bound * GOOD_ENOUGH
+        good = self.fastest is None and self.rank[0] == 0 and self.rank[1] <= self.bound * GOOD_ENOUGH
         return good or self.control.expired or self.evaluate.evaluations >= MAX_EVALUATIONS
 
     def run(self, starts: Sequence[Shape] = ()) -> None:
@@ -151,6 +159,27 @@ class Search:
             failures = 0 if self.rank < before else failures + 1
 
     def simplify(self) -> None:
+        """Answer with the simplest shape that is nearly as fast as the fastest."""
+        if self.best is None or self.rank[0] > 0 or not self.problem.simplicity:
+            return
+        self.fastest, limit = self.best, self.rank[1] * (1 + self.problem.simplicity)
+        for shape in self._with_fewer_stages(len(self.best.groups), limit):
+            self._improve(shape, limit)
+        near = [shape for shape, rank in self.known.items() if rank <= (0, limit)]
+        fewest = min(len(shape.groups) for shape in near)
+        simple = [shape for shape in near if len(shape.groups) == fewest]
+        self.best = min(simple, key=lambda shape: (complexity(self.problem, shape.draft()), self.known[shape]))
+        self.rank = self.known[self.best]
+
+    def _with_fewer_stages(self, number: int, limit: float) -> list[Shape]:
+        """The best shape for each smaller number of stages, fewest first, if it may get as fast as the limit."""
+        best: dict[int, Shape] = {}
+        for shape, rank in sorted(self.known.items(), key=lambda entry: entry[1]):
+            if len(shape.groups) < number and (0, limit) < rank <= (0, limit * NEARLY):
+                best.setdefault(len(shape.groups), shape)
+        return [best[stages] for stages in sorted(best)][:NUM_STARTS]
+
+    def stop_recomputing(self) -> None:
         """Turn off recomputation where it is not needed: off the slowest path it costs no time, but still energy."""
         if self.best is None or self.problem.recompute is not None:
             return
@@ -220,11 +249,11 @@ class Search:
                 self.control.report(self.control.elapsed / self.control.seconds, rank[1], self.bound)
         return self.known[shape]
 
-    def _improve(self, shape: Shape) -> None:
-        """Apply changes that make the step shorter until there is none."""
+    def _improve(self, shape: Shape, enough: float = 0.0) -> None:
+        """Apply changes that make the step shorter until there is none, or it is short enough."""
         rank = self._judge(shape)
         improved = True
-        while improved and not self.done:
+        while improved and not self.done and rank > (0, enough):
             improved = False
             for candidate in moves(self.problem, shape, self._loads(shape)):
                 if self.done:
@@ -257,26 +286,37 @@ class Search:
             objective_name=f"seconds of a {self.problem.judged_by}",
             states=self.evaluate.evaluations,
             alternatives=tuple(sorted(self._alternatives(), key=lambda entry: entry.seconds)),
+            tolerance=self.problem.simplicity,
         )
 
     def _alternatives(self) -> Iterator[Alternative]:
         """The best shapes with another micro-batch size, number of stages or recomputation."""
         for shape, name in self.published.items():
             if shape != self.best and shape in self.known and self.known[shape][1] < inf:
-                found = self.evaluate(shape.draft())
-                reason = f"{name}'s: {self._reason(found)}"
-                yield Alternative(draft=shape.draft(), seconds=found.seconds, reason=reason)
+                found = self._alternative(shape)
+                yield replace(found, reason=f"{name}'s: {found.reason}")
         kinds = {_kind(self.best)} if self.best else set()
+        if self.fastest is not None and self.fastest != self.best:
+            kinds.add(_kind(self.fastest))
+            yield self._alternative(self.fastest)
         for shape, rank in sorted(self.known.items(), key=lambda entry: entry[1]):
             if rank[1] < inf and _kind(shape) not in kinds and len(kinds) < 6:
                 kinds.add(_kind(shape))
-                draft = shape.draft()
-                found = self.evaluate(draft)
-                yield Alternative(draft=draft, seconds=found.seconds, reason=self._reason(found))
+                yield self._alternative(shape)
+
+    def _alternative(self, shape: Shape) -> Alternative:
+        draft = shape.draft()
+        found = self.evaluate(draft)
+        return Alternative(draft=draft, seconds=found.seconds, reason=self._reason(found))
 
     def _reason(self, evaluation: Evaluation) -> str:
         if not evaluation.fits:
             return f"needs {evaluation.excess_bytes / 1e9:.2f} GB more memory than a device has"
+        if evaluation.seconds < self.rank[1]:
+            less = 1 - evaluation.seconds / self.rank[1]
+            return (
+                f"the {self.problem.judged_by} takes {less:.1%} less, but the plan is less simple (strategy.simplicity)"
+            )
         return f"the {self.problem.judged_by} takes {evaluation.seconds / self.rank[1] - 1:.1%} longer"
 
 

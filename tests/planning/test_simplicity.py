@@ -1,0 +1,70 @@
+"""Of plans that are nearly as fast as the fastest, the simplest one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_gpp.cluster import Cluster, Device, Link
+from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request, SearchControl, best_plan
+from lightning_gpp.planning.partitioners.auto.search import auto
+from lightning_gpp.planning.problem.simplicity import complexity
+from tests.planning import graphs
+
+DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e10)
+
+
+def problem_of(num_devices: int, **settings: Any) -> Problem:
+    cluster = Cluster.uniform(DEVICE, num_devices, Link(latency=1e-5, bytes_per_second=1e7))
+    return Request(cluster=cluster, batch_size=24, **settings).problem(graphs.two_towers(4))
+
+
+def draft_of(problem: Problem, *borders: int, devices: list[tuple[int, ...]]) -> Draft:
+    stops = (*borders, problem.num_units)
+    stages = [
+        DraftStage(units=tuple(range(start, stop)), devices=devices[index], micro_batch_size=4)
+        for index, (start, stop) in enumerate(zip((0, *borders), stops, strict=True))
+    ]
+    return Draft(stages=tuple(stages))
+
+
+def test_fewer_stages_before_undivided_blocks_before_equal_replicas() -> None:
+    problem = problem_of(4)
+    names = [unit.modules[0] for unit in problem.units.units]
+    attention = names.index("image_tower.blocks.2.attn")
+    one = draft_of(problem, devices=[(0, 1, 2, 3)])
+    between = draft_of(problem, attention, devices=[(2, 3), (0, 1)])
+    unequal = draft_of(problem, attention, devices=[(3,), (0, 1, 2)])
+    inside = draft_of(problem, attention + 1, devices=[(2, 3), (0, 1)])
+    three = draft_of(problem, attention, attention + 2, devices=[(3,), (2,), (0, 1)])
+    keys = [complexity(problem, draft) for draft in (one, between, unequal, inside, three)]
+    assert keys == sorted(keys)
+    assert len(set(keys)) == 5
+    assert keys[0] == (1, 0, 1)
+
+
+@pytest.mark.parametrize("simplicity", [0.02, 0.1, 0.5])
+def test_simpler_plans_stay_within_the_limit(simplicity: float) -> None:
+    fast = problem_of(4, simplicity=0.0)
+    fastest = auto(fast, SearchControl(seconds=30.0))
+    simple = auto(replace(fast, simplicity=simplicity), SearchControl(seconds=30.0))
+    assert fastest.draft is not None
+    assert simple.draft is not None
+    assert simple.objective == Evaluator(fast)(simple.draft).seconds <= fastest.objective * (1 + simplicity)
+    assert complexity(fast, simple.draft) <= complexity(fast, fastest.draft)
+    if simplicity == 0.5:
+        assert complexity(fast, simple.draft) < complexity(fast, fastest.draft)
+        said = [entry.reason for entry in simple.alternatives if "less simple (strategy.simplicity)" in entry.reason]
+        assert said
+
+
+def test_the_programs_decide_what_is_near() -> None:
+    """A plan's runners-up are judged by their programs, within the same limit."""
+    request = Request(cluster=problem_of(4).cluster, batch_size=24, num_pipelines=1, max_replicas=2)
+    fastest, simple = (
+        best_plan("auto", graphs.two_towers(4), replace(request, simplicity=limit)) for limit in (0.0, 0.3)
+    )
+    assert simple.seconds <= fastest.seconds * 1.3
+    assert len(simple.plan.stages) <= len(fastest.plan.stages)
