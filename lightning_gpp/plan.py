@@ -90,6 +90,8 @@ class Stage:
             i modulo their number.
         recompute: keep only the inputs of a micro-batch; the backward runs the forward again. Not for the stage that
             lists STEP.
+        slack: micro-batches that the stage holds in flight beyond those that the rule of `1f1b` needs, so that late
+            messages do not delay it; its predecessors hold as many more. Other schedules ignore it.
         tokens: interval `[start, stop)` of the sequence if the stage is a slice (`lightning_gpp.slices`); None: all.
         figures: its costs.
     """
@@ -100,6 +102,7 @@ class Stage:
     micro_batch_size: int
     round_robin: bool = False
     recompute: bool = False
+    slack: int = 0
     tokens: tuple[int, int] | None = None
     figures: Figures = Figures()
 
@@ -311,6 +314,8 @@ def _check_stages(plan: Plan) -> None:
 
 
 def _check_flags(stage: Stage) -> None:
+    if not isinstance(stage.slack, int) or stage.slack < 0:
+        raise PlanError(f"Stage {stage.name!r}: slack is {stage.slack!r}; it must be a whole number, 0 or more.")
     for name in ("recompute", "round_robin"):
         if not isinstance(getattr(stage, name), bool):
             raise PlanError(f"Stage {stage.name!r}: {name} is {getattr(stage, name)!r}; it must be true or false.")

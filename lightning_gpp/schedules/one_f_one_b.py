@@ -8,6 +8,9 @@ Sliced stages alternate backward and forward of slices: Seq1F1B (Sun et al., 202
 chains; on a graph the distance to the sink takes the place of the number of stages that follow. Forwards go from the
 first slice to the last, backwards from the last to the first.
 
+Stages of a graph hold fewer micro-batches than those of a chain, too few where messages take long: then a stage waits
+for gradients that are on their way. Its slack (`Stage.slack`) are micro-batches that it holds in addition.
+
 The warm-up rule looks at one edge at a time. Along several edges, micro-batch sizes that do not divide each other add
 up (10 -> {9, 8} -> 1 -> 4 with 93 samples): a backward may need, through a join, a forward that comes after it in the
 same order. Such plans are rare, 92 of 8 million random ones with sizes up to 13; their warm-ups are raised.
@@ -67,7 +70,9 @@ def in_flight_samples(plan: Plan) -> dict[int, int]:
         return slices_in_flight(plan)
     graph = plan.graph()
     sizes = [stage.micro_batch_size for stage in plan.stages]
-    return dict(enumerate(samples_in_flight(sizes, [list(graph.successors(stage)) for stage in range(len(sizes))])))
+    successors = [list(graph.successors(stage)) for stage in range(len(sizes))]
+    slack = [stage.slack * stage.micro_batch_size for stage in plan.stages]
+    return dict(enumerate(samples_in_flight(sizes, successors, slack=slack)))
 
 
 def slices_in_flight(plan: Plan) -> dict[int, int]:
@@ -128,10 +133,11 @@ def samples_in_flight(
     successors: Sequence[Sequence[int]],
     least: Sequence[int] | None = None,
     step: Callable[[int, int], int] | None = None,
+    slack: Sequence[int] | None = None,
 ) -> list[int]:
     """Samples that every stage holds in flight, so that no stage waits in a balanced steady state.
 
-    w_sink = b;  w_i = max over successors j of roundup_{b_i}(w_j + max(b_i, b_j)).
+    w_sink = b;  w_i = slack_i + max over successors j of roundup_{b_i}(w_j + max(b_i, b_j)).
 
     With one micro-batch size b this is b times the depth of the stage. With other sizes a stage must run ahead by the
     larger of both sizes: its successor starts only when a complete micro-batch of its own has arrived.
@@ -141,12 +147,15 @@ def samples_in_flight(
         successors: the successors of every stage.
         least: samples of the stages without successors; by default their sizes.
         step: samples by which a stage is ahead of a successor; by default the larger of both sizes.
+        slack: samples that every stage holds in addition, multiples of its size; none for the sinks.
     """
     samples = list(least or sizes)
     for stage in reversed(range(len(sizes))):
         size = sizes[stage]
         steps = [(j, step(stage, j) if step else max(size, sizes[j])) for j in successors[stage]]
-        samples[stage] = max((_round_up(samples[j] + more, size) for j, more in steps), default=samples[stage])
+        if steps:
+            ahead = max(_round_up(samples[j] + more, size) for j, more in steps)
+            samples[stage] = ahead + (slack[stage] if slack else 0)
     return samples
 
 

@@ -69,8 +69,9 @@ class Options(SearchOptions):
         None,
         "stages by hand, instead of a plan: a mapping from module path to stage number, for example {image_tower: 0, "
         "text_tower: 1, head: 2}, or a list of stages. A stage in the list has the key modules (paths) and, if wanted, "
-        "name, devices (numbers inside one pipeline), micro_batch_size, recompute and round_robin (replicas take "
-        'micro-batches in turn instead of a share of each). The path "@step" is the training step itself (the '
+        "name, devices (numbers inside one pipeline), micro_batch_size, recompute, round_robin (replicas take "
+        "micro-batches in turn instead of a share of each) and slack (micro-batches in flight beyond 1f1b's rule). "
+        'The path "@step" is the training step itself (the '
         "loss); without it the step joins the last stage.",
         convert=stages_given,
     )

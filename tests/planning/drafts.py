@@ -50,6 +50,7 @@ def random_draft(problem: Problem, num_stages: int, random: Random) -> Draft:
             devices=devices,
             micro_batch_size=problem.sizes[0],
             recompute=problem.num_units - 1 not in group and random.random() < 0.3,
+            slack=0 if problem.num_units - 1 in group else random.choice((0, 0, 1, 2)),
         )
         for group, devices in zip(groups, random.choice(layouts(replicas)), strict=True)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_gpp.plan import Plan
@@ -17,6 +19,11 @@ def _plan(pairs: list[tuple[int, int]], sizes: list[int], **options: object) -> 
     return plan_of(pairs, sizes, 8, data=True, **options)  # type: ignore[arg-type]
 
 
+def with_slack(plan: Plan, slack: list[int]) -> Plan:
+    stages = zip(plan.stages, slack, strict=True)
+    return replace(plan, stages=tuple(replace(stage, slack=count) for stage, count in stages))
+
+
 CASES = {
     "two towers": Case(_plan(TWO_TOWERS, [2, 2, 2]), 8),
     "two towers, gpipe": Case(_plan(TWO_TOWERS, [2, 2, 2], schedule="gpipe"), 8),
@@ -27,6 +34,7 @@ CASES = {
     "replicas, some without samples": Case(_plan(TWO_TOWERS, [3, 1, 2], devices=[(2, 3), (1,), (0,)]), 7),
     "replicas of the step": Case(_plan(TWO_TOWERS, [4, 4, 4], devices=[(2,), (2,), (0, 1)]), 8),
     "several stages on a device": Case(_plan(DIAMOND, [2] * 4, devices=[(0,), (1,), (1,), (0,)]), 8),
+    "slack": Case(with_slack(_plan(DIAMOND, [2] * 4), [2, 0, 1, 0]), 12),
     "one device": Case(_plan(DIAMOND, [2, 1, 3, 2], devices=[(0,)] * 4), 8),
     "two pipeline replicas": Case(_plan(TWO_TOWERS, [2, 2, 2], devices=[(1,), (1,), (0,)]), 8, num_pipelines=2),
     "tied weights": Case(_plan(TWO_TOWERS, [2, 2, 2]), 8, tied=True),
@@ -54,6 +62,14 @@ def test_activations_in_flight_are_what_the_schedule_promises(schedule: str) -> 
     if schedule == "1f1b":
         assert promised == {0: 3, 1: 2, 2: 3, 3: 2, 4: 1}
         assert {stage: n for outcome in outcomes for stage, n in outcome.warm_up.items()} == promised
+
+
+def test_slack_adds_to_what_is_in_flight() -> None:
+    """Two towers of two stages and a head; a stage's slack also counts for the stages before it."""
+    plan = with_slack(towers(2, 2, batch_size=12), [1, 1, 0, 0, 0])
+    outcomes = run_case(Case(plan, 12))
+    peak = {stage: number for outcome in outcomes for stage, number in outcome.peak_in_flight.items()}
+    assert peak == in_flight(plan, 12) == {0: 5, 1: 3, 2: 3, 3: 2, 4: 1}
 
 
 @pytest.mark.parametrize(("chained", "depth"), [(False, 5), (True, 9)])

@@ -11,7 +11,7 @@ from lightning_gpp.errors import ConfigError
 StagesSpec = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """One of: module path -> stage number; stage name -> its keys (or its list of modules); a list of stages' keys."""
 
-KEYS: Final = ("name", "modules", "devices", "micro_batch_size", "recompute", "round_robin")
+KEYS: Final = ("name", "modules", "devices", "micro_batch_size", "recompute", "round_robin", "slack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,7 @@ class Entry:
     micro_batch_size: int | None = None
     recompute: bool = False
     round_robin: bool = False
+    slack: int = 0
 
 
 def read(spec: StagesSpec) -> list[Entry]:
@@ -72,6 +73,9 @@ def _entry(where: str, keys: Any) -> Entry:
     size = keys.get("micro_batch_size")
     if size is not None and (not isinstance(size, int) or size < 1):
         raise ConfigError(f"{where}.micro_batch_size is {size!r}; it must be a whole number >= 1.")
+    slack = keys.get("slack", 0)
+    if not isinstance(slack, int) or isinstance(slack, bool) or slack < 0:
+        raise ConfigError(f"{where}.slack is {slack!r}; it must be a whole number >= 0.")
     flags = {key: keys.get(key, False) for key in ("recompute", "round_robin")}
     for key, value in flags.items():
         if not isinstance(value, bool):
@@ -81,6 +85,7 @@ def _entry(where: str, keys: Any) -> Entry:
         modules=tuple(_list(f"{where}.modules", keys["modules"], str)),
         devices=tuple(_list(f"{where}.devices", keys["devices"], int)) if keys.get("devices") is not None else None,
         micro_batch_size=size,
+        slack=slack,
         **flags,
     )
 

@@ -20,12 +20,16 @@ from lightning_gpp.planning.problem.problem import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStage:
-    """Units on devices; each device takes an equal share of every micro-batch of `micro_batch_size` samples."""
+    """Units on devices; each device takes an equal share of every micro-batch of `micro_batch_size` samples.
+
+    `slack`: micro-batches in flight beyond the rule of `1f1b`, see `plan.Stage`.
+    """
 
     units: tuple[int, ...]
     devices: tuple[int, ...]
     micro_batch_size: int
     recompute: bool = False
+    slack: int = 0
 
     @property
     def share(self) -> int:
@@ -46,7 +50,10 @@ class Draft:
     chained: bool = False
 
     def __str__(self) -> str:
-        stages = [f"{len(stage.units)}u x{len(stage.devices)}{'r' * stage.recompute}" for stage in self.stages]
+        stages = [
+            f"{len(stage.units)}u x{len(stage.devices)}{'r' * stage.recompute}{f'+{stage.slack}' * (stage.slack > 0)}"
+            for stage in self.stages
+        ]
         sizes = sorted({stage.micro_batch_size for stage in self.stages})
         chain = ", a chain" * self.chained
         return f"{len(stages)} stages ({', '.join(stages)}), b={'/'.join(map(str, sizes))}, {self.schedule}{chain}"
@@ -194,6 +201,7 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
             devices=stage.devices,
             micro_batch_size=stage.micro_batch_size,
             recompute=stage.recompute and STEP not in paths[index],
+            slack=stage.slack if draft.schedule == "1f1b" and STEP not in paths[index] else 0,
         )
         for index, (name, stage) in enumerate(zip(stage_names(paths), draft.stages, strict=True))
     ]

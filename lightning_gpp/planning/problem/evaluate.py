@@ -147,7 +147,7 @@ class Evaluator:
         apart = self.problem.single_step and len(stages[-1].devices) > 1 and not copies
         size = stages[0].micro_batch_size
         number = -(-self.problem.batch_size // size)
-        counts = self._in_flight(len(stages), edges, schedule, number, apart)
+        counts = self._in_flight([stage.slack for stage in stages], edges, schedule, number, apart)
         figures = [self.figures(stage) for stage in stages]
         pipeline, busiest = self._pipeline(stages, figures, edges, copies)
         copied = [self._copied_bytes(stage, count, number) for stage, count in zip(stages, counts, strict=True)]
@@ -166,11 +166,11 @@ class Evaluator:
         )
 
     def _in_flight(
-        self, num_stages: int, edges: Mapping[tuple[int, int], Flow], schedule: str, number: int, apart: bool
+        self, slack: Sequence[int], edges: Mapping[tuple[int, int], Flow], schedule: str, number: int, apart: bool
     ) -> list[int]:
         """The most micro-batches in flight on each stage; without a flush, of several mini-batches."""
-        most = num_stages + 1 if self.problem.continuous else number
-        return [min(most, count + apart) for count in in_flight_counts(num_stages, edges, schedule, most)]
+        most = len(slack) + 1 if self.problem.continuous else number
+        return [min(most, count + apart) for count in in_flight_counts(slack, edges, schedule, most)]
 
     def _copied_bytes(self, stage: DraftStage, in_flight: int, number: int) -> float:
         """Bytes of the weights that a stage keeps besides the newest.
@@ -358,13 +358,14 @@ def read_by(value: Value, units: Set[int]) -> bool:
 
 
 def in_flight_counts(
-    num_stages: int, edges: Mapping[tuple[int, int], Flow], schedule: str, num_micro_batches: int
+    slack: Sequence[int], edges: Mapping[tuple[int, int], Flow], schedule: str, num_micro_batches: int
 ) -> list[int]:
-    """The most micro-batches in flight on each stage, in topological order."""
+    """The most micro-batches in flight on each stage, in topological order. `slack`: that of each stage."""
+    num_stages = len(slack)
     if schedule == "gpipe":
         return [num_micro_batches] * num_stages
     successors: list[list[int]] = [[] for _ in range(num_stages)]
     for src, dst in edges:
         successors[src].append(dst)
-    samples = samples_in_flight([1] * num_stages, successors)
+    samples = samples_in_flight([1] * num_stages, successors, slack=slack)
     return [min(count, num_micro_batches) for count in samples]

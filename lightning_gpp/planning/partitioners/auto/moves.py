@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from lightning_gpp.planning.partitioners.auto.shape import Shape, flat
-from lightning_gpp.planning.problem.draft import stage_of_units
+from lightning_gpp.planning.partitioners.auto.shape import SLACKENED, Shape, flat
+from lightning_gpp.planning.problem.draft import flows, stage_of_units
+from lightning_gpp.planning.problem.evaluate import topological_order
 from lightning_gpp.planning.problem.problem import Problem
 
 FOCUS = 4
@@ -18,7 +19,7 @@ def moves(problem: Problem, shape: Shape, loads: list[float]) -> Iterator[Shape]
 
     Units leave the stages that take longest, alone or with all that follow or precede them there; these stages get
     devices of others, or idle ones; stages are merged and divided; micro-batch size, recomputation and positions on the
-    devices change; and if the problem allows it, devices become idle.
+    devices change, and micro-batches in flight; and if the problem allows it, devices become idle.
     """
     slow = sorted(range(len(loads)), key=loads.__getitem__, reverse=True)[:FOCUS]
     fast = sorted(range(len(loads)), key=loads.__getitem__)
@@ -31,6 +32,7 @@ def moves(problem: Problem, shape: Shape, loads: list[float]) -> Iterator[Shape]
     yield from _joins(problem, shape)
     yield from _recomputation(problem, shape)
     yield from _places(problem, shape)
+    yield from _slack(problem, shape, slow)
     if problem.idle_devices:
         yield from _releases(problem, shape, fast)
 
@@ -181,6 +183,46 @@ def _recomputation(problem: Problem, shape: Shape) -> Iterator[Shape]:
             flags = list(shape.recompute)
             flags[stage] = not again
             yield replace(shape, recompute=tuple(flags))
+
+
+MAX_SLACK = 2
+"""Most micro-batches of slack of a stage, besides what makes a chain's warm-up."""
+
+
+def _slack(problem: Problem, shape: Shape, slow: list[int]) -> Iterator[Shape]:
+    """More or fewer micro-batches in flight: on all stages, as in a chain of the same stages, on one of the slowest."""
+    if shape.schedule != SLACKENED or problem.continuous or problem.num_slices > 1 or len(shape.groups) == 1:
+        return
+    last, slack = len(shape.groups) - 1, shape.slacks
+    for change in (1, -1):
+        everywhere = tuple(_changed(entry, change) for entry in slack)
+        singles = (_with_entry(slack, stage, _changed(slack[stage], change)) for stage in slow if stage != last)
+        for other in ((*everywhere[:-1], 0), *singles):
+            if other != slack:
+                yield replace(shape, slack=other)
+    chain = slack_of_chain(problem, shape.groups)
+    if chain != slack:
+        yield replace(shape, slack=chain)
+
+
+def _changed(slack: int, change: int) -> int:
+    return slack if change > 0 and slack >= MAX_SLACK else max(0, slack + change)
+
+
+def _with_entry(entries: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*entries[:index], value, *entries[index + 1 :])
+
+
+def slack_of_chain(problem: Problem, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The slack with which every stage holds as many micro-batches as in a chain of the stages in topological order."""
+    pairs = list(flows(problem, stage_of_units(problem.num_units, groups)))
+    order = topological_order(pairs, len(groups))
+    held, slack = dict[int, int](), [0] * len(groups)
+    for number, stage in enumerate(reversed(order), start=1):
+        least = max((held[dst] + 1 for src, dst in pairs if src == stage), default=1)
+        slack[stage] = number - least if least > 1 else 0
+        held[stage] = least + slack[stage]
+    return tuple(slack)
 
 
 MAX_SWAPPED = 16

@@ -70,7 +70,7 @@ def auto(problem: Problem, control: SearchControl) -> Answer:
     try:
         search.run(_first_results(search))
         search.simplify()
-        search.stop_recomputing()
+        search.save()
         return replace(search.answer(), compared=_compared(search))
     except KeyboardInterrupt:
         return replace(search.answer(), notes=(INTERRUPTED,), interrupted=True)
@@ -179,16 +179,21 @@ class Search:
                 best.setdefault(len(shape.groups), shape)
         return [best[stages] for stages in sorted(best)][:NUM_STARTS]
 
-    def stop_recomputing(self) -> None:
-        """Turn off recomputation where it is not needed: off the slowest path it costs no time, but still energy."""
-        if self.best is None or self.problem.recompute is not None:
+    def save(self) -> None:
+        """Turn off recomputation and slack that gain no time: they still cost energy and memory."""
+        if self.best is None:
             return
         for stage in range(len(self.best.groups)):
-            flags = tuple(again and index != stage for index, again in enumerate(self.best.recompute))
-            shape = replace(self.best, recompute=flags)
-            rank = self.evaluate(shape.draft()).rank
-            if rank <= self.rank:
-                self.best, self.rank, self.known[shape] = shape, rank, rank
+            slack = tuple(0 if index == stage else count for index, count in enumerate(self.best.slacks))
+            self._take_if_as_good(replace(self.best, slack=slack))
+            if self.problem.recompute is None:
+                again = tuple(flag and index != stage for index, flag in enumerate(self.best.recompute))
+                self._take_if_as_good(replace(self.best, recompute=again))
+
+    def _take_if_as_good(self, shape: Shape) -> None:
+        rank = self.evaluate(shape.draft()).rank
+        if rank <= self.rank:
+            self.best, self.rank, self.known[shape] = shape, rank, rank
 
     def run_briefly(self, start: Shape) -> None:
         """Improve a shape, and the best first ones on fewer devices; do not perturb."""

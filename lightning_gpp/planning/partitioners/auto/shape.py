@@ -7,8 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Final
 
 from lightning_gpp.planning.problem.draft import Devices, Draft, DraftStage, copies, side_by_side
+
+SLACKENED: Final = "1f1b"
+"""The schedule under which slack counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +26,7 @@ class Shape:
         size: samples of a micro-batch.
         schedule: name of the schedule.
         spread: replicas of a stage are one pipeline apart instead of side by side; requires equal numbers of replicas.
+        slack: the slack of every stage; empty: none.
         places: the devices to use, in the order in which stages take them, device 0 among those of the last stage;
             empty: the first devices, in ascending order. Only for replicas side by side.
     """
@@ -32,12 +37,15 @@ class Shape:
     size: int
     schedule: str
     spread: bool = False
+    slack: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Normalise what makes no difference, so that equal drafts have equal shapes."""
         if self.spread and (len(self.groups) == 1 or max(self.replicas) == 1 or len(set(self.replicas)) > 1):
             object.__setattr__(self, "spread", False)
+        if self.slack and (not any(self.slack) or self.schedule != SLACKENED):
+            object.__setattr__(self, "slack", ())
         if self.places:
             self._normalise_places()
 
@@ -53,6 +61,11 @@ class Shape:
         """Number of devices that have a stage; a problem may have more, which stay idle."""
         return sum(self.replicas)
 
+    @property
+    def slacks(self) -> tuple[int, ...]:
+        """The slack of every stage."""
+        return self.slack or (0,) * len(self.groups)
+
     def devices(self) -> Devices:
         """The devices of every stage, ascending."""
         if self.spread:
@@ -64,11 +77,11 @@ class Shape:
 
     def draft(self) -> Draft:
         """The shape as a draft, with devices."""
-        stages = zip(self.groups, self.devices(), self.recompute, strict=True)
+        stages = zip(self.groups, self.devices(), self.recompute, self.slacks, strict=True)
         return Draft(
             stages=tuple(
-                DraftStage(units=units, devices=where, micro_batch_size=self.size, recompute=again)
-                for units, where, again in stages
+                DraftStage(units=units, devices=where, micro_batch_size=self.size, recompute=again, slack=slack)
+                for units, where, again, slack in stages
             ),
             schedule=self.schedule,
         )
@@ -84,6 +97,7 @@ class Shape:
             groups=tuple(tuple(sorted(stage.units)) for stage in stages),
             replicas=tuple(len(stage.devices) for stage in stages),
             recompute=tuple(stage.recompute for stage in stages),
+            slack=tuple(stage.slack for stage in stages),
             size=stages[0].micro_batch_size,
             schedule=draft.schedule,
         )
@@ -113,29 +127,34 @@ class Shape:
 
     def merged(self, first: int, second: int, num_replicas: int | None = None) -> Shape:
         """Merge two stages, at the position of the second, on the devices of both or on fewer."""
-        groups, replicas, again = list(self.groups), list(self.replicas), list(self.recompute)
+        groups, replicas, again, slack = self._lists()
         groups[second] = tuple(sorted((*groups[first], *groups[second])))
         replicas[second] = num_replicas or replicas[first] + replicas[second]
         again[second] = again[first] and again[second]
-        for entries in (groups, replicas, again):
+        for entries in (groups, replicas, again, slack):
             del entries[first]
-        return self._with(groups, replicas, again)
+        return self._with(groups, replicas, again, slack)
 
     def divided(self, stage: int, upper: Sequence[int], num_upper: int, num_lower: int) -> Shape:
         """Divide a stage: the units `upper` on `num_upper` devices, in front of the rest on `num_lower`."""
-        groups, replicas, again = list(self.groups), list(self.replicas), list(self.recompute)
+        groups, replicas, again, slack = self._lists()
         rest = tuple(unit for unit in groups[stage] if unit not in set(upper))
         groups[stage : stage + 1] = [tuple(sorted(upper)), rest]
         replicas[stage : stage + 1] = [num_upper, num_lower]
         again[stage : stage + 1] = [again[stage]] * 2
-        return self._with(groups, replicas, again)
+        slack[stage : stage + 1] = [slack[stage]] * 2
+        return self._with(groups, replicas, again, slack)
 
-    def _with(self, groups: list[tuple[int, ...]], replicas: list[int], again: list[bool]) -> Shape:
+    def _lists(self) -> tuple[list[tuple[int, ...]], list[int], list[bool], list[int]]:
+        return list(self.groups), list(self.replicas), list(self.recompute), list(self.slacks)
+
+    def _with(self, groups: list[tuple[int, ...]], replicas: list[int], again: list[bool], slack: list[int]) -> Shape:
         return replace(
             self,
             groups=tuple(groups),
             replicas=tuple(replicas),
             recompute=tuple(again),
+            slack=tuple(slack),
             places=self._places_for(sum(replicas)),
         )
 
@@ -148,6 +167,7 @@ class Shape:
             groups=tuple(self.groups[i] for i in order),
             replicas=tuple(self.replicas[i] for i in order),
             recompute=tuple(self.recompute[i] for i in order),
+            slack=tuple(self.slacks[i] for i in order),
         )
 
 

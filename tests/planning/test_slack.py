@@ -1,0 +1,104 @@
+"""Slack: micro-batches in flight for messages that take long, searched for within the memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from lightning_gpp.cluster import Cluster, Device, Link
+from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.planning import Draft, Evaluator, Problem, Request, SearchControl
+from lightning_gpp.planning.partitioners.auto.moves import moves, slack_of_chain
+from lightning_gpp.planning.partitioners.auto.search import auto
+from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.problem.prediction import simulated
+from tests.planning import graphs
+from tests.planning.problems import random_problem
+from tests.planning.test_moves import _random_shape
+
+DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9)
+
+
+def problem_of(**settings: Any) -> Problem:
+    """A chain of four equal layers on four devices, whose messages take about as long as a forward."""
+    cluster = Cluster.uniform(DEVICE, 4, Link(latency=2e-3, bytes_per_second=1e9))
+    options = {"max_replicas": 1, "num_pipelines": 1, "batch_size": 24, "micro_batch_size": 1, **settings}
+    return Request(cluster=cluster, simplicity=0.0, **options).problem(graphs.chain(4))
+
+
+def found(problem: Problem) -> Draft:
+    draft = auto(problem, SearchControl(seconds=30.0)).draft
+    assert draft is not None
+    return draft
+
+
+def without(draft: Draft) -> Draft:
+    return replace(draft, stages=tuple(replace(stage, slack=0) for stage in draft.stages))
+
+
+def test_late_messages_get_slack_and_the_program_gains_as_much() -> None:
+    problem = problem_of()
+    draft = found(problem)
+    assert any(stage.slack for stage in draft.stages)
+    evaluate = Evaluator(problem)
+    gain = evaluate(without(draft)).seconds / evaluate(draft).seconds
+    programs = simulated(problem, without(draft)).seconds / simulated(problem, draft).seconds
+    assert gain > 1.1
+    assert programs == pytest.approx(gain, rel=0.02)
+
+
+def test_quick_messages_get_none() -> None:
+    problem = problem_of()
+    quick = replace(problem, cluster=Cluster.uniform(DEVICE, 4, Link(latency=1e-9, bytes_per_second=1e12)))
+    assert not any(stage.slack for stage in found(quick).stages)
+
+
+def test_slack_stays_within_the_memory() -> None:
+    problem = problem_of()
+    most = max(Evaluator(problem)(without(found(problem))).peak_bytes)
+    small = Cluster.uniform(replace(DEVICE, memory_bytes=most * 1.001), 4, problem.cluster.levels[0].link)
+    tight = replace(problem, cluster=small, recompute=False)
+    assert Evaluator(tight)(found(tight)).fits
+
+
+def test_a_graph_with_slack_is_never_slower_than_the_chain_of_the_same_stages() -> None:
+    """With the warm-up of the chain, all orders are those of the chain, and fewer stages wait for each other."""
+    slower = 0
+    for seed in range(200):
+        problem = random_problem(seed, num_units=6, num_devices=4)
+        shape = _random_shape(problem, Random(seed))
+        evaluate = Evaluator(problem)
+        chain = evaluate(replace(shape.draft(), chained=True)).seconds
+        tight = evaluate(shape.draft()).seconds
+        as_chain = replace(shape, slack=slack_of_chain(problem, shape.groups))
+        if chain < float("inf"):
+            assert min(tight, evaluate(as_chain.draft()).seconds) <= chain * (1 + 1e-9), seed
+            slower += tight > chain * (1 + 1e-9)
+            assert as_chain == shape or as_chain in set(moves(problem, shape, [1.0] * len(shape.groups)))
+    assert slower > 0
+
+
+def test_only_1f1b_has_slack() -> None:
+    shape = Shape(
+        groups=((0,), (1,)), replicas=(1, 1), recompute=(False, False), size=1, schedule="gpipe", slack=(1, 0)
+    )
+    assert shape.slack == ()
+    draft = replace(found(problem_of()), schedule="gpipe")
+    assert not any(stage.slack for stage in simulated(problem_of(), draft).plan.stages)
+
+
+@pytest.mark.parametrize("slack", [-1, 0.5, True, "1"])
+def test_slack_by_hand_is_checked(slack: object) -> None:
+    from lightning_gpp.planning.assignment.stages_spec import read
+
+    with pytest.raises(ConfigError, match=r"strategy.stages\[0\].slack is .*; it must be a whole number >= 0"):
+        read([{"modules": ["a"], "slack": slack}])
+
+
+def test_slack_of_a_plan_is_checked() -> None:
+    plan = simulated(problem_of(), found(problem_of())).plan
+    with pytest.raises(PlanError, match="slack is -1; it must be a whole number, 0 or more"):
+        replace(plan, stages=(replace(plan.stages[0], slack=-1), *plan.stages[1:]))
