@@ -10,30 +10,18 @@ step take only T seconds?
 * **z** waits for the slowest stage ahead, before its first forward and after its last backward: L + Y / M <= T. So it
   has capacity for min(C_r(L), N_r(T - head)), where C is like N (see `knapsack`), but without all-reduces, and head is
   the least part of Y / M that is that stage's forward.
-* **A stage s ahead** waits for z. In 1F1B it has w = min(M, n + 1 + a) micro-batches in flight, where n is the number
-  of stages on its longest path to the sink, and a = 1 if the user's step gets a stage of its own. That path can be
-  taken to go through z. Let P be the seconds of the path there and back, P = tau_z + sum tau_i over the n - 1 others.
-  Between its first forward and its first backward s runs w - 1 forwards and idles for A; between its last forward and
-  its last backward it runs w - 1 backwards and idles for B. So max(A, B) >= P - (w - 1) x for x >= min(f_s, g_s); and
-  if w < M, the two waits do not overlap: A + B >= 2 P - (w - 1) tau_s.
-
-  Assume first that no tau_i is below Y / 2M. Then, as x <= Y / 2M, s idles for at least
-
-      c = max( tau_z - (1 + a) x,                                               (w - 1 <= n + a)
-               min( 2 tau_z - (1 + a) Y / M,                                     (w < M)
-                    tau_z + max(0, M - 2 - a) Y / 2M - (M - 1) x ) )             (M - 1 <= n + a)
-
-  For other schedules than 1F1B, c = tau_z - (M - 1) x. So stages ahead hold at most min(R(T - c), C(Y)) per device.
+* **A stage s ahead** waits for z: between its last forward and its last backward it runs at most M - 1 backwards, and
+  between its first forward and its first backward at most M - 1 forwards, and in both a micro-batch goes through z. So
+  it idles for at least c = tau_z - (M - 1) x for x >= min(f_s, g_s), where x <= Y / 2M. Stages ahead hold at most
+  min(R(T - c), C(Y)) per device. (Fewer micro-batches in flight, as in 1F1B, do not make them wait for longer: their
+  slack is free.)
 * **A stage behind** waits for z and for the slowest stage ahead, before its first forward and after its last backward.
   So it holds at most min(C(T - (L + Y) / M), R(T - head)) per device, where head is the forwards' part of (L + Y) / M.
-* **Small stages** on the path shorten the wait by xi_i = max(0, Y / M - 2 tau_i) each, but hold at most (Y - M xi_i) /
-  2 seconds. With one such device, the others ahead idle for c - xi; with two or more, these hold Y / 2 seconds each,
-  and no waiting of the others is assumed.
 
 Units behind j are in z or in a stage behind it, units ahead are in z or in a stage ahead; N, R and C are computed from
-these units alone. If T is feasible, all work fits for some r, k, L, Y, and xi: z takes the units behind j, and those
+these units alone. If T is feasible, all work fits for some r, k, L and Y: z takes the units behind j, and those
 ahead of it, that do not fit into the stages on their side. Capacities grow with T, so the smallest feasible T bounds
-the step from below. L, Y and xi are treated in intervals, each at its better end. The bound is computed for the longest
+the step from below. L and Y are treated in intervals, each at its better end. The bound is computed for the longest
 of the bottleneck units with few units behind them, and for the last one. It requires gradients to return along all
 edges.
 """
@@ -42,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf
 from typing import Any, TypeAlias
 
@@ -54,9 +41,6 @@ from lightning_gpp.planning.problem.problem import Array, Problem
 
 STRIDE = 64
 """Cells of the grid per interval of L and Y."""
-
-SMALL = 6
-"""Intervals of xi."""
 
 MAX_BEHIND = 3.0
 """Bottleneck units with more work behind them than this many devices do are ignored."""
@@ -163,8 +147,7 @@ class _Feasibility:
     def __init__(self, problem: Problem, size: int, capacities: Capacities, split: PassSplit, unit: int) -> None:
         self.number, self.micro_batches = -(-problem.batch_size // size), problem.batch_size / size
         self.capacities, self.split, self.unit = capacities, split, unit
-        self.devices, self.single_step = problem.num_devices, problem.single_step
-        self.one_f_one_b = set(problem.schedules) <= {"1f1b"}
+        self.devices = problem.num_devices
         behind = _reached(range(problem.num_units - 1, -1, -1), problem.order.successors)[unit]
         sides = [other for other in range(problem.num_units) if other != unit]
         self.sides = only(capacities, sides, self.micro_batches)
@@ -191,10 +174,10 @@ class _Feasibility:
             return True
         spans = _spans(cells, self.capacities.cell, own)
         inside = self._inside(spans, number)
+        ahead, behind = self._ahead(spans), self._behind(spans)
         return any(
-            self._packs(inside, *outside)
-            for behind in self._numbers_behind(cells, others, most)
-            for outside in self._outside(spans, others - behind, behind, share.fewest)
+            self._packs(inside, (others - following) * ahead, following * behind)
+            for following in self._numbers_behind(cells, others, most)
         )
 
     def _own(self, number: int) -> float:
@@ -225,51 +208,17 @@ class _Feasibility:
         following = inside + np.minimum(behind, self.wanted_behind)
         return bool(np.any((following >= self.wanted_behind) & (following + ahead >= self.wanted)))
 
-    def _waiting(self, spans: _BusySpans, behind: int, replicas: int) -> BottleneckSeconds:
+    def _waiting(self, spans: _BusySpans) -> BottleneckSeconds:
         """Seconds c, see the module."""
-        number, (low, high) = self.number, spans.slowest
-        through, most = spans.busy[0] / number, high / number
+        through, most = spans.busy[0] / self.number, spans.slowest[1] / self.number
         shorter = np.minimum(self.split.share * most + self.split.extra, most / 2)
-        if not self.one_f_one_b:
-            return np.asarray(np.maximum(0.0, through - (number - 1) * shorter))
-        apart = self.single_step and behind != 1 and (behind > 0 or replicas > 1)
-        many = 2 * through - (1 + apart) * most
-        few = through + max(0, number - 2 - apart) * low / (2 * number) - (number - 1) * shorter
-        waiting: BottleneckSeconds = np.maximum(0.0, np.maximum(through - (1 + apart) * shorter, np.minimum(many, few)))
+        waiting: BottleneckSeconds = np.maximum(0.0, through - (self.number - 1) * shorter)
         return waiting
 
-    def _outside(self, spans: _BusySpans, ahead: int, behind: int, replicas: int) -> Iterator[tuple[Array, Array]]:
-        """Alternatives: capacities of the stages ahead of z and of those behind it, on these numbers of devices."""
-        waiting, following = self._waiting(spans, behind, replicas), self._behind(spans)
-        yield ahead * self._ahead(spans, waiting), behind * following
-        if not self.one_f_one_b:
-            return
-        for low, high in pairwise(np.linspace(0.0, 1.0, SMALL + 1)):
-            short = spans.slowest[1] * (1 - low) / 2
-            dense = self._ahead(spans, waiting - high * spans.slowest[1] / self.number)
-            if ahead:
-                yield self.ahead.at(self.ahead.computing[0], short) + (ahead - 1) * dense, behind * following
-            if behind:
-                yield ahead * dense, self.behind.at(self.behind.computing[0], short) + (behind - 1) * following
-        yield from self._with_two_small(spans, ahead, behind, following)
-
-    def _with_two_small(
-        self, spans: _BusySpans, ahead: int, behind: int, following: Array
-    ) -> Iterator[tuple[Array, Array]]:
-        half, dense = spans.slowest[1] / 2, self._ahead(spans, np.zeros(1))
-        small_ahead = np.minimum(dense, self.ahead.at(self.ahead.computing_density, half))
-        small_behind = np.minimum(following, self.behind.at(self.behind.computing_density, half))
-        for first, second in ((0, 2), (1, 1), (2, 0)):
-            if first <= ahead and second <= behind:
-                yield (
-                    first * small_ahead + (ahead - first) * dense,
-                    second * small_behind + (behind - second) * following,
-                )
-
-    def _ahead(self, spans: _BusySpans, waiting: BottleneckSeconds) -> Array:
-        """Capacity per device ahead of z for stages that wait this long."""
+    def _ahead(self, spans: _BusySpans) -> Array:
+        """Capacity per device ahead of z."""
         computing = self.ahead.at(self.ahead.computing_density, spans.slowest[1])
-        return np.minimum(computing, self.ahead.at(self.ahead.density, spans.seconds - np.maximum(0.0, waiting)))
+        return np.minimum(computing, self.ahead.at(self.ahead.density, spans.seconds - self._waiting(spans)))
 
     def _behind(self, spans: _BusySpans) -> Array:
         """Capacity per device behind z."""
