@@ -23,7 +23,7 @@ from lightning_gpp.planning.problem.prediction import simulated
 from tests.planning.graphs import Builder
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e10)
-SLACK = (0, 1)
+SLACK = (0, 1, 2)
 
 Groups = list[tuple[int, ...]]
 
