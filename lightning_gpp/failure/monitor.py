@@ -39,7 +39,7 @@ _CONSEQUENCES: Final = ("Connection closed", "Connection reset", "Broken pipe", 
 _START: Final = 300.0
 """Seconds for all ranks to start: imports from a busy file server take minutes."""
 _END: Final = 60.0
-"""Seconds for which rank 0 waits for the others at the end."""
+"""Seconds for which ranks wait for each other at the end."""
 _HEARTBEATS: Final = 5
 """The time limit for the end of all ranks, divided by this, is the silence after which a rank counts as stopped."""
 _HANG: Final = 0.9
@@ -189,7 +189,7 @@ class FailureMonitor:
         watcher.known.wait(self._exit_grace)
 
     def stop(self) -> None:
-        """End the watch. Ranks may do so at different times: rank 0 waits up to a minute for the others.
+        """End the watch. Ranks may do so at different times: they wait up to a minute for each other.
 
         Does nothing after a failure of this rank, so that the error can be raised. After a failure of another rank the
         process ends here.
@@ -200,7 +200,7 @@ class FailureMonitor:
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._excepthook
         if watcher.cause is None and watcher.is_alive():
-            watcher.finish(_END if self.rank == 0 else 1.0)
+            watcher.finish(_END)
         if watcher.cause is not None and watcher.cause.rank != self.rank:
             self._wait_for_the_end()
 

@@ -108,7 +108,11 @@ class Watcher(threading.Thread):
         self._post(self._ask_to_finish)
 
     def finish(self, patience: float) -> None:
-        """Report the regular end of this rank, from another thread. Returns when all peers end, or after `patience`."""
+        """Report the regular end of this rank, from another thread. Returns when all have ended, or after `patience`.
+
+        Until then a rank that is stopped is noticed: rank 0 waits for all others, which wait for its word that all have
+        finished. If rank 0 ends without it, all that they had to do is done.
+        """
         self._post(partial(self._finish, patience))
         self.join(patience + 2.0)
 
@@ -155,8 +159,6 @@ class Watcher(threading.Thread):
             for link in self._links.values():
                 link.done = True
                 link.send({"done": True})
-                with contextlib.suppress(OSError):
-                    link.socket.shutdown(socket.SHUT_WR)
 
     # --- incoming messages
 
@@ -213,7 +215,8 @@ class Watcher(threading.Thread):
     def _judge(self, now: float) -> None:
         for link in self._links.values():
             silence = now - link.heard
-            if link.done or self.cause is not None or silence <= self._timeout:
+            has_finished = self.rank == 0 and link.done
+            if has_finished or self.cause is not None or silence <= self._timeout:
                 continue
             state = link.process.state()
             if state in _STARVED and silence <= _LENIENCE * self._timeout:

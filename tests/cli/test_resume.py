@@ -94,7 +94,7 @@ def test_the_same_command_goes_on(tmp_path: Path) -> None:
     common = ("train", *SHORT, "trainer.devices=1", "hydra.job.chdir=false")
     lines = [
         (*common, "hydra.run.dir=whole", "trainer.max_epochs=2"),
-        (*common, "hydra.run.dir=parts", "trainer.max_epochs=1"),
+        (*common, "hydra.run.dir=parts", "trainer.max_epochs=2", "trainer.max_steps=3"),  # an epoch; T_max is the same
         (*common, "hydra.run.dir=parts", "trainer.max_epochs=2"),
         (*common, "train=false", "test=true"),
     ]

@@ -19,11 +19,13 @@ COMMANDS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 def test_every_command(cluster: Cluster, tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "examples/slurm", tmp_path / "examples/slurm")
     job: Job | None = None
+    ends = "COMPLETED"
     for command in COMMANDS:
         if "multirun" in command:
             pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
         if job is not None and "$job" not in command:
-            assert job.wait(900)["JobState"] == "COMPLETED", job.output
+            assert job.wait(900)["JobState"] == ends, job.output
+        ends = "CANCELLED" if command.startswith("scancel $job") else "COMPLETED"
         if job is not None and "scancel" in command:
             job.wait_for("One mini-batch, simulated", 300)
         print(command, flush=True)

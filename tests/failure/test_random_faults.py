@@ -1,0 +1,171 @@
+"""Random faults: kinds x moments x ranks x launchers. None hangs, no process remains, the exit code is not zero, the
+first cause is named, and the last checkpoint resumes to the same values.
+
+GPP_FAULTS=100:200 makes the acceptance run take these seeds only, so that it can be done in parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.failure import faulty
+from tests.failure.faulty import KINDS, MOMENTS, WORLD_SIZE
+from tests.failure.pipeline_rank import CONTEXT, free_port
+from tests.failure.test_fit import still_there
+
+BOUND = 30.0
+"""Seconds from the fault to the end of all; a quiet machine needs less than 5."""
+LIMIT = 150.0
+"""Seconds of a run; its start takes most of them on a busy machine."""
+SEEDS = range(*map(int, os.environ.get("GPP_FAULTS", "0:300").split(":")))
+SAMPLE = (0, 1, 2, 3, 4, 5)
+"""Faults that every run of the tests tries."""
+
+SAID = {
+    "kill": r"was killed",
+    "stop": r"stopped answering",
+    "exit 0": r"(exited with code 0|was killed or exited) without finishing",
+    "exit 1": r"(exited with code 1|was killed or exited) without finishing",
+    "raise": r"raised ValueError: the injected fault",
+    "memory": r"raised RuntimeError: .*(memory|allocate)",
+    "interrupt": r"was interrupted",
+    "interrupt all": r"was interrupted",
+    "worker raises": r"raised ValueError: Caught ValueError in DataLoader worker",
+    "worker killed": r"raised RuntimeError: DataLoader worker .* killed by signal",
+    "disk full": r"raised (RuntimeError|OSError|CheckpointError)",
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A fault, and who starts the processes."""
+
+    kind: str
+    moment: str
+    rank: int
+    launcher: str
+
+    @classmethod
+    def random(cls, seed: int) -> Trial:
+        chance = random.Random(seed)
+        kind, moment = chance.choice(list(KINDS)), chance.choice(MOMENTS)
+        rank = chance.randrange(WORLD_SIZE)
+        launcher = "lightning" if chance.random() < 0.1 else "torchrun"
+        if kind.startswith("worker"):
+            rank, moment = 0, "loading"
+        if kind == "disk full":
+            rank, moment = 0, "saving"
+        if moment == "import" and (kind == "stop" or launcher == "lightning"):
+            moment = "start-up"  # before the watch stands, a stopped process is one that never comes
+        return cls(kind, moment, rank, launcher)
+
+
+@functools.cache
+def undisturbed() -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        code, text, _ = run(Path(folder), None)
+        assert code == 0, text
+        return told(text)
+
+
+def told(text: str) -> list[str]:
+    return re.findall("^(?:trained|validated) .*$", text, re.MULTILINE)
+
+
+def run(folder: Path, trial: Trial | None) -> tuple[int | None, str, float]:
+    """Run to the end; returns the exit code (None if it had to be killed), the output, and when it ended."""
+    start = of_lightning if trial is not None and trial.launcher == "lightning" else of_torchrun
+    output = folder / f"output{len(list(folder.glob('output*')))}.txt"
+    output.touch()
+    code = start(folder, trial, output)
+    return code, output.read_text(), time.monotonic()
+
+
+def of_torchrun(folder: Path, trial: Trial | None, output: Path) -> int | None:
+    fault = (trial.kind, trial.moment, trial.rank) if trial else None
+    process = CONTEXT.Process(target=faulty.under_torchrun, args=(str(folder), fault, str(output), free_port()))
+    process.start()
+    process.join(LIMIT)
+    code = process.exitcode
+    clean_up(process.pid or 0)
+    process.join()
+    return code
+
+
+def of_lightning(folder: Path, trial: Trial, output: Path) -> int | None:
+    fault = json.dumps((trial.kind, trial.moment, trial.rank))
+    path = str(Path(__file__).parents[2])
+    variables = {**os.environ, "FAULT": fault, "MASTER_PORT": str(free_port()), "PYTHONPATH": path}
+    command = [sys.executable, faulty.__file__]
+    with output.open("wb") as stream:
+        piped = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=stream)
+        process = subprocess.Popen(
+            command, stdout=piped.stdin, stderr=piped.stdin, cwd=folder, env=variables, start_new_session=True
+        )
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(LIMIT)
+    code = process.poll()
+    clean_up(process.pid)
+    process.wait()
+    piped.communicate()
+    return code
+
+
+def clean_up(session: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
+
+
+def check(folder: Path, trial: Trial) -> float:
+    """Seconds from the fault to the end."""
+    code, text, ended = run(folder, trial)
+    began = re.findall(r"^fault at ([\d.]+)$", text, re.MULTILINE)
+    assert began, (trial, "did not happen", text)
+    seconds = ended - float(began[0])
+    assert code, (trial, text)
+    assert seconds < BOUND, (trial, text)
+    assert not still_there(text, patience=3.0), (trial, text)
+    assert names_cause(text, trial), (trial, text)
+    code, text, _ = run(folder, None)
+    assert code == 0, (trial, text)
+    values = told(text)
+    assert undisturbed()[len(undisturbed()) - len(values) :] == values, (trial, text)
+    return seconds
+
+
+def names_cause(text: str, trial: Trial) -> bool:
+    """The watch names the cause; before it stands the launcher does."""
+    if trial.moment == "import":
+        return bool(re.search(rf"rank +: {trial.rank} |local_rank: {trial.rank} |got signal", text))
+    if trial.kind == "terminate":
+        return "Received SIGTERM" in text
+    rank = r"\d" if trial.kind == "interrupt all" else trial.rank
+    return bool(re.search(rf"First cause: rank {rank} \(.*\) {SAID[trial.kind]}", text))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", SAMPLE)
+def test_a_few_random_faults(tmp_path: Path, seed: int) -> None:
+    check(tmp_path, Trial.random(seed))
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_faults(tmp_path: Path, seed: int) -> None:
+    trial = Trial.random(seed)
+    print(trial, f"{check(tmp_path, trial):.1f} s")
