@@ -109,6 +109,23 @@ def graph_is_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def check_gradients_by(
+    scaler: torch.amp.GradScaler, agree: Callable[[dict[torch.device, Tensor]], dict[torch.device, Tensor]]
+) -> None:
+    """Let a scaler replace what it found in an optimizer's gradients, by device, by the result of `agree`."""
+    plain = type(scaler)._unscale_grads_
+
+    def found(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        return agree(plain(scaler, *args, **kwargs))
+
+    vars(scaler)["_unscale_grads_"] = found
+
+
+def check_gradients_plainly(scaler: torch.amp.GradScaler) -> None:
+    """Undo `check_gradients_by`."""
+    vars(scaler).pop("_unscale_grads_", None)
+
+
 def saved(node: Node, name: str) -> Any:
     """The value that a node of an autograd graph saved under a name, unpacked; AttributeError if it has none."""
     return getattr(node, f"_saved_{name}")

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, StochasticWeightAveraging
-from lightning.pytorch.plugins.precision import Precision
 
 from lightning_gpp._compat.lightning import closure_repeated, uses_dataloader_iter
 from lightning_gpp.errors import ConfigError
@@ -96,15 +95,6 @@ def facts_of_trainer(trainer: pl.Trainer) -> dict[str, str]:
 def facts_of_loaders(step: str, num_batches: Iterable[float]) -> dict[str, str]:
     """The lengths of the data of an evaluation."""
     return {f"the numbers of batches for {step} (lengths of the data loaders)": str(list(num_batches))}
-
-
-def check_precision(precision: Precision) -> None:
-    """Raise ConfigError for precisions with a loss scale that every rank would have to agree on."""
-    if getattr(precision, "scaler", None) is not None:
-        raise ConfigError(
-            "trainer.precision='16-mixed' scales the loss and skips steps by the gradients of one rank, but each rank "
-            "has other gradients. Use precision='bf16-mixed', or '32-true'."
-        )
 
 
 def check_callbacks(trainer: pl.Trainer) -> None:

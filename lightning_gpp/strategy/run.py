@@ -19,7 +19,7 @@ from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.ahead import ReadAhead
-from lightning_gpp.strategy.checks import check_callbacks, check_module, check_precision, facts_of_loaders, runs_whole
+from lightning_gpp.strategy.checks import check_callbacks, check_module, facts_of_loaders, runs_whole
 from lightning_gpp.strategy.data import peek
 from lightning_gpp.strategy.hooks import SharedHooks
 from lightning_gpp.strategy.metrics import MetricStates
@@ -31,6 +31,7 @@ from lightning_gpp.training.engine import CPU, Engine
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.loaders import mini_batches_of, warn_of_others
+from lightning_gpp.training.loss_scale import check_scaled
 from lightning_gpp.training.machine import footprint_of
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
@@ -75,7 +76,8 @@ class Run:
         check_module(self.module, whole or not fitting)
         if whole:
             check_whole(options)
-        check_precision(self.precision)
+        if fitting and getattr(self.precision, "scaler", None) is not None:
+            check_scaled(options)
         check_callbacks(trainer)
         host, device = LightningHost(self.module, self.precision), strategy.root_device
         self.job = Job(
@@ -170,6 +172,7 @@ class Run:
         _compat.after_evaluation_data(self.trainer, self._compare_lengths)
         if self.engine is not None:
             vars(self.precision)["clip_grad_by_norm"] = self._clip  # over all stages
+            self.steps.scale.attach()
         if self.control.num_devices > 1:
             self._hooks.attach()
         if not self.control.runs_step:
@@ -186,6 +189,7 @@ class Run:
         _compat.restore_evaluation_data(self.trainer)
         _compat.restore_batch_hooks(self.module)
         vars(self.precision).pop("clip_grad_by_norm", None)
+        self.steps.scale.detach()
         if self._example_input is not None:
             self.module.example_input_array = self._example_input
         if self.engine is None:

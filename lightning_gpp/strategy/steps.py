@@ -19,6 +19,7 @@ from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Host
 from lightning_gpp.training.incoming import Incoming
+from lightning_gpp.training.loss_scale import LossScale
 from lightning_gpp.training.options import Context
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.trace import TraceFile
@@ -40,11 +41,13 @@ class LightningHost(Host):
     Attributes:
         recorder: recorder of the logs of the user's step.
         user_code: flag of the user's step or a hook.
+        scaler: the precision plugin's scaler of the loss, if it has one.
     """
 
     def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
         super().__init__(precision=_TYPES.get(str(plugin.precision).split("-")[0]))
         self._module, self._plugin = module, plugin
+        self.scaler = getattr(plugin, "scaler", None)
         self.user_code = UserCode()
         self.recorder = LogRecorder(module, self.user_code)
 
@@ -81,6 +84,7 @@ class Steps:
 
     Attributes:
         engine: the engine that runs the steps; None before it is set up.
+        scale: the scale of the loss.
         trace: trace of the training steps, if the user wants one.
     """
 
@@ -95,13 +99,15 @@ class Steps:
     ) -> None:
         self.module, self.control, self.host, self.incoming, self.device = module, control, host, incoming, device
         self.logs = LogExchange(control, device)
+        self.scale = LossScale(host.scaler, control, device)
         self.engine: Engine | None = None
         self.trace: TraceFile | None = None
         self._set_up = set_up
 
     def train(self, engine: Engine, arguments: Sequence[Any], last: bool) -> Any:
         """Run forwards and backwards of a mini-batch; returns the loss, with the rest of a dict where the step ran."""
-        outputs = engine.train(arguments, accumulated=self.module.trainer.accumulate_grad_batches, last=last)
+        accumulated = self.module.trainer.accumulate_grad_batches
+        outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=self.scale.factor)
         self.host.recorder.turn(engine.num_steps - 1)
         if self.trace is not None:
             self.trace.add(engine)

@@ -214,17 +214,20 @@ class Engine:
         """
         return self._incoming.announce(batch)
 
-    def train(self, arguments: Sequence[Any], *, accumulated: int = 1, last: bool = True) -> Outputs:
+    def train(
+        self, arguments: Sequence[Any], *, accumulated: int = 1, last: bool = True, scale: float = 1.0
+    ) -> Outputs:
         """Run forwards and backwards of the announced mini-batch. Returns the results of the user's step where it ran.
 
         Args:
             arguments: arguments of the user's step, the mini-batch first.
             accumulated: mini-batches per optimizer step.
             last: whether an optimizer step follows.
+            scale: factor of the gradients, for half precision.
         """
         self._training.begin(last=last)
         self._end_evaluation()
-        weight = 1.0 / accumulated
+        weight = scale / accumulated
         if not self._sums:
             weight /= self._incoming.batch_size * self.control.num_pipelines
         if self._asynchronous is None:

@@ -22,6 +22,8 @@ from lightning_gpp._compat.torch import (
     accumulator_of,
     autograd_function_calls,
     buffers_of,
+    check_gradients_by,
+    check_gradients_plainly,
     checkpoint_regions,
     forget_compiled_call,
     graph_is_kept,
@@ -222,6 +224,28 @@ def test_will_run() -> None:
 
 def test_graph_is_kept() -> None:
     assert [kept for _, kept in facts_of_backwards()] == [True, False]
+
+
+def scaled_step(agree: Callable[[Any], Any]) -> tuple[torch.amp.GradScaler, Tensor]:
+    scaler, weight = torch.amp.GradScaler("cpu", init_scale=8.0), torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    check_gradients_by(scaler, agree)
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler, weight.detach()
+
+
+def test_check_gradients_by() -> None:
+    scaler, weight = scaled_step(lambda found: {torch.device("cpu"): torch.ones(1)})
+    assert (scaler.get_scale(), weight.tolist()) == (4.0, [1, 1]), "another rank found one that is not finite"
+
+
+def test_check_gradients_plainly() -> None:
+    scaler, weight = scaled_step(lambda found: found)
+    assert weight.tolist() == [0.5, 0.5]
+    check_gradients_plainly(scaler)
+    assert "_unscale_grads_" not in vars(scaler)
 
 
 def test_run_backward() -> None:

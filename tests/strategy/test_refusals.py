@@ -10,13 +10,12 @@ import pytest
 import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader
 
 from lightning_gpp import ConfigError, GPPError, GPPStrategy, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
-from lightning_gpp.strategy.checks import check_precision
 from lightning_gpp.strategy.data import Placeholder, peek
+from lightning_gpp.training.loss_scale import check_scaled
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_data
 
@@ -218,10 +217,10 @@ def test_runs(messages: dict[str, str], name: str) -> None:
     assert re.search(CASES[name][3], messages[name], re.DOTALL), messages[name]
 
 
-def test_a_scaled_loss() -> None:
-    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    with pytest.raises(ConfigError, match=r"precision='16-mixed' scales the loss.*bf16-mixed"):
-        check_precision(precision)
+@pytest.mark.parametrize("option", [{"weights": "stash"}, {"sharding": "fsdp"}, {"on_nonfinite": "skip"}])
+def test_a_scaled_loss(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"does not go together with trainer.precision='16-mixed'.*bf16-mixed"):
+        check_scaled(GPPStrategy(**option).options)
 
 
 @pytest.mark.parametrize("use", [lambda b: b[0], len, list, lambda b: b["x"], lambda b: b.size(0)])

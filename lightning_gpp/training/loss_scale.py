@@ -1,0 +1,74 @@
+"""The scale of the loss in half precision, which all ranks change together: an infinite gradient on one skips on all.
+
+Every rank has the gradients of its stages only, so torch's `GradScaler` alone would skip steps and change the scale by
+itself on each. Here what it looks for is agreed on by all ranks, also by those without a gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+from lightning_gpp._compat.torch import check_gradients_by, check_gradients_plainly
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.option_values import SYNCHRONOUS
+from lightning_gpp.training.options import Options
+
+
+class LossScale:
+    """The scale of a run. All ranks attach it together, and step their optimizers in the same order.
+
+    Args:
+        scaler: the scaler; None, or one that is not enabled, leaves losses alone.
+        control: the side channel of this rank.
+        device: the device of this rank.
+    """
+
+    def __init__(self, scaler: GradScaler | None, control: Control, device: torch.device) -> None:
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._control, self._device = control, device
+
+    @property
+    def factor(self) -> float:
+        """The factor of the loss in the current step."""
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
+
+    def attach(self) -> None:
+        """Let all ranks agree on gradients that are not finite."""
+        if self._scaler is not None and self._control.world_size > 1:
+            check_gradients_by(self._scaler, self._agreed)
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+        if self._scaler is not None:
+            check_gradients_plainly(self._scaler)
+
+    def _agreed(self, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        """One number: above 0 if some gradient on some rank is not finite."""
+        here = any(bool(each.item()) for each in found.values())
+        anywhere = self._control.unanimous(here, everyone=False)
+        return {self._device: torch.full((1,), float(anywhere), device=self._device)}
+
+
+def check_scaled(options: Options) -> None:
+    """Refuse options that a scaled loss does not support.
+
+    Raises:
+        ConfigError: names the option and a remedy.
+    """
+    problems = {
+        "weights": (options.weights != SYNCHRONOUS, "mini-batches in the pipeline would have different scales"),
+        "sharding": (options.sharding == "fsdp", "the scaler cannot look at sharded gradients"),
+        "on_nonfinite": (
+            options.on_nonfinite in ("stop", "skip"),
+            "the scaler skips these steps, on all ranks, and takes a smaller scale",
+        ),
+    }
+    for name, (given, reason) in problems.items():
+        if given:
+            raise ConfigError(
+                f"strategy.{name}={getattr(options, name)!r} does not go together with trainer.precision='16-mixed', "
+                f"which scales the loss: {reason}. Leave it out, or use precision='bf16-mixed'."
+            )
