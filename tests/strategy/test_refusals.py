@@ -30,7 +30,10 @@ from tests.strategy.harness import TwoTowers, loader, make_data
         ({"self_check": "never"}, "self_check is 'never'"),
         ({"stages": {}}, "strategy.stages is empty"),
         ({"stages": {"a": 0, "b": 2}}, r"without gaps, got \[0, 2\]"),
-        ({"stages": [{"modules": ["a"], "device": 1}]}, "a stage needs `modules`"),
+        (
+            {"stages": [{"modules": ["a"], "device": 1}]},
+            r"strategy.stages\[0\].device is not a key. Did you mean devices",
+        ),
         ({"stages": ["a"]}, "'a' is not a mapping"),
         ({"timeout": -1}, "strategy.timeout is .*; it must be more than 0 seconds"),
         ({"failure_timeout": "soon"}, "failure_timeout is 'soon'; give seconds"),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from annotated_types import Ge, MinLen
 
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.validation import validated
 
 StagesSpec = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """One of: module path -> stage number; stage name -> its keys (or its list of modules); a list of stages' keys."""
@@ -18,13 +21,13 @@ KEYS: Final = ("name", "modules", "devices", "micro_batch_size", "recompute", "r
 class Entry:
     """A stage as the user wrote it; None for keys that are left out."""
 
-    modules: tuple[str, ...]
+    modules: Annotated[tuple[str, ...], MinLen(1)]
     name: str | None = None
     devices: tuple[int, ...] | None = None
-    micro_batch_size: int | None = None
+    micro_batch_size: Annotated[int, Ge(1)] | None = None
     recompute: bool = False
     round_robin: bool = False
-    slack: int = 0
+    slack: Annotated[int, Ge(0)] = 0
 
 
 def read(spec: StagesSpec) -> list[Entry]:
@@ -68,30 +71,12 @@ def _named(name: str, keys: Any) -> Any:
 
 
 def _entry(where: str, keys: Any) -> Entry:
-    if not isinstance(keys, Mapping) or not keys.get("modules") or set(keys) - set(KEYS):
-        raise ConfigError(f"{where}: a stage needs `modules`, and may have {', '.join(KEYS)}, inputs; got {keys!r}.")
-    size = keys.get("micro_batch_size")
-    if size is not None and (not isinstance(size, int) or size < 1):
-        raise ConfigError(f"{where}.micro_batch_size is {size!r}; it must be a whole number >= 1.")
-    slack = keys.get("slack", 0)
-    if not isinstance(slack, int) or isinstance(slack, bool) or slack < 0:
-        raise ConfigError(f"{where}.slack is {slack!r}; it must be a whole number >= 0.")
-    flags = {key: keys.get(key, False) for key in ("recompute", "round_robin")}
-    for key, value in flags.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{where}.{key} is {value!r}; it must be true or false.")
-    return Entry(
-        name=keys.get("name"),
-        modules=tuple(_list(f"{where}.modules", keys["modules"], str)),
-        devices=tuple(_list(f"{where}.devices", keys["devices"], int)) if keys.get("devices") is not None else None,
-        micro_batch_size=size,
-        slack=slack,
-        **flags,
-    )
+    if isinstance(keys, Mapping):
+        keys = {key: [value] if key == "modules" and isinstance(value, str) else value for key, value in keys.items()}
+    return validated(Entry, keys, error=ConfigError, key=where, remedy=_REMEDY)
 
 
-def _list(where: str, values: Any, kind: type) -> list[Any]:
-    found = [values] if isinstance(values, str) else values
-    if not isinstance(found, Sequence) or not all(isinstance(value, kind) for value in found):
-        raise ConfigError(f"{where} must be a list of {kind.__name__}, got {values!r}.")
-    return list(found)
+_REMEDY: Final = (
+    "A stage has `modules` (paths of modules), and may have name, devices, micro_batch_size, recompute, round_robin, "
+    "slack."
+)

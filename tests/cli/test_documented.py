@@ -1,0 +1,107 @@
+"""Every command of README and docs is run by a test: here in a folder of a user, or in the test that its way names."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_gpp.cli.check import check
+from lightning_gpp.cli.plan import overrides
+from tests.cli.commands import ROOT, command, composed
+from tests.cli.documented import COMMANDS, PAGES, Documented, Elsewhere, Run, way_of
+
+RUNNABLE = sorted({item.page for item in COMMANDS if isinstance(way_of(item), Run)})
+INVENTED = re.compile(r"runs/two_tower/2026-01-01_12-00-00|(?<![\w./])last\.ckpt")
+"""Names of folders that a reader has others for."""
+
+
+@pytest.mark.parametrize("item", COMMANDS, ids=lambda item: f"{item.page}: {item.text}")
+def test_every_command_has_a_way(item: Documented) -> None:
+    way = way_of(item)
+    assert way is not None, f"tests/cli/documented.py does not say how {item.text!r} of {item.page} is tested"
+    assert isinstance(way, Run) or (ROOT / way.test).is_file()
+
+
+def test_other_tests_are_for_what_they_need() -> None:
+    reasons = {way.reason for item in COMMANDS if isinstance(way := way_of(item), Elsewhere)}
+    assert reasons == {"SLURM", "makes an environment", "a GPU", "a model of the internet", "hours"}
+
+
+COMPOSED = [
+    item
+    for item in COMMANDS
+    if re.match("gpp-(train|plan)", item.text) and not re.search("--config-dir|--multirun|graph=", item.text)
+]
+
+
+@pytest.mark.parametrize("text", sorted({item.text for item in COMPOSED}))
+def test_configurations_compose_and_name_what_exists(text: str) -> None:
+    name, *arguments = Documented("", text).words
+    check(composed(*overrides(arguments), name=name.removeprefix("gpp-")))
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("page", RUNNABLE)
+def test_every_command_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    folder = tmp_path
+    prepare(ROOT / page, folder)
+    for item in (item for item in COMMANDS if item.page == page):
+        way = way_of(item)
+        if isinstance(way, Run):
+            folder = run(item, way, folder)
+
+
+def prepare(page: Path, folder: Path) -> None:
+    """Files that a page takes for granted."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    for group in ("data", "model", "experiment"):
+        (folder / "mine" / group).mkdir(parents=True)
+        shutil.copy(ROOT / "configs" / group / "two_tower.yaml", folder / "mine" / group / "mine.yaml")
+    experiment = folder / "mine" / "experiment" / "mine.yaml"
+    experiment.write_text(experiment.read_text().replace(": two_tower", ": mine"))
+    for block in blocks:
+        if name := re.match(r"# ([\w.]+\.yaml)$", block.partition("\n")[0]):
+            (folder / name[1]).write_text(block)
+    if "graph=graph.json" in page.read_text():
+        (folder / "graph.json").write_text(shell(["python", "-m", "benchmarks.workloads", "candle_uno"], folder))
+
+
+def run(item: Documented, way: Run, folder: Path) -> Path:
+    """Run a command in a folder; returns the folder of the next one."""
+    words = [*item.words, *way.arguments]
+    print(item.text, flush=True)
+    if words[0] == "cd":
+        return folder / words[1]
+    if words[0] == "python":
+        *words, _, file = words
+        (folder / file).write_text(shell(words, folder))
+        return folder
+    name, *arguments = [INVENTED.sub(lambda found: newest(found[0], folder), word) for word in words]
+    ended = command(name.removeprefix("gpp-"), *arguments, cwd=folder, timeout=900)
+    assert ended.returncode == 0, f"{item.text}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
+    assert "Traceback" not in ended.stderr, ended.stderr
+    return folder
+
+
+def newest(name: str, folder: Path) -> str:
+    """The run folder, or the checkpoint, of the latest run."""
+    latest = max((folder / "runs" / "two_tower").iterdir(), key=lambda path: path.stat().st_mtime)
+    return str(latest / "checkpoints" / name if name.endswith(".ckpt") else latest)
+
+
+def shell(words: list[str], folder: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
+    ran = subprocess.run([sys.executable, *words[1:]], cwd=folder, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_pages_are_found() -> None:
+    assert {path.name for path in PAGES} >= {"README.md", "hydra.md", "gpu.md"}
