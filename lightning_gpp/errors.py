@@ -18,10 +18,12 @@ class CaptureError(GPPError):
     Attributes:
         modules: paths of the called modules in which it happened, the innermost first.
         reason: the reason alone.
+        refuted: number of the truth value, read by the step, without which it would not have happened.
     """
 
     modules: Sequence[str] = ()
     reason: str = ""
+    refuted: int | None = None
 
 
 class PlanError(GPPError):

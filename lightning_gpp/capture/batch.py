@@ -1,86 +1,268 @@
-"""Cutting of mini-batches along their samples: tensors along the first dimension, lists of samples by index."""
+"""Cutting of mini-batches along their samples: tensors along the dimension that counts samples, lists by index.
+
+The dimension is the first one, unless the user says something else by its path in the mini-batch:
+
+    {"tokens": 1, "class_weights": None}    tokens are (time, samples); the weights are the same for all samples
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
+from torch import nn
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.errors import ShapeError
+from lightning_gpp.errors import ConfigError, ShapeError, did_you_mean
+
+BatchDims = Mapping[str, int | None]
+"""The dimension that counts samples, or None, by the path of a part of the batch, such as "tokens" or "0.boxes"."""
+
+GUESSED: Final[BatchDims] = {}
 
 
-def batch_size_of(batch: Any) -> int:
-    """Number of samples: the size of the first dimension of the first tensor that has one.
+def batch_size_of(batch: Any, dims: BatchDims = GUESSED) -> int:
+    """Number of samples: as `dims` says, otherwise the length of a list of mappings or of tensors of different shapes,
+    otherwise the size of the first dimension of the first tensor that has one.
 
     Raises:
-        ShapeError: no tensor in the batch has a dimension.
+        ShapeError: nothing in the batch counts samples.
+        ConfigError: `dims` names a part that does not exist, or a dimension that its tensor does not have.
     """
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return int(leaf.shape[0])
+    parts = list(_parts(batch, ""))
+    _check_names(parts, dims)
+    sizes = [*_told(parts, dims), *_listed(parts, dims), *_first(parts, dims)]
+    if sizes:
+        return sizes[0]
     raise ShapeError(
         f"The batch (a {type(batch).__name__}) has no tensor with a batch dimension, so it cannot be cut into "
-        "micro-batches. Let the dataloader collate samples into tensors whose first dimension counts the samples."
+        "micro-batches. Let the dataloader collate samples into tensors whose first dimension counts the samples, in "
+        "dicts, lists, tuples, dataclasses or objects with a method `to`; or name the dimension by strategy.batch_dims."
     )
 
 
-def slice_batch(batch: Any, start: int, stop: int, total: int) -> Any:
+def slice_batch(batch: Any, start: int, stop: int, total: int, dims: BatchDims = GUESSED) -> Any:
     """Samples `[start, stop)` of a batch of `total`; values that are not per sample are unchanged.
 
     Per sample are tensors whose first dimension is `total`, and lists and tuples inside the batch with `total` entries:
     strings and numbers, mappings, sequences of numbers, or tensors of which none has `total` as its first dimension.
+    `dims` comes before all that.
     """
-    return map_samples(batch, total, lambda tensor: tensor[start:stop], lambda items: items[start:stop])
+    return map_samples(
+        batch, total, lambda tensor, dim: tensor.narrow(dim, start, stop - start), lambda items: items[start:stop], dims
+    )
 
 
 def map_samples(
     batch: Any,
     total: int,
-    on_tensor: Callable[[torch.Tensor], torch.Tensor],
+    on_tensor: Callable[[torch.Tensor, int], torch.Tensor],
     on_list: Callable[[Any], Any],
+    dims: BatchDims = GUESSED,
 ) -> Any:
-    """Apply a function to every per-sample tensor, and one to every per-sample list or tuple, of a batch."""
+    """Apply a function to every per-sample tensor and its batch dimension, and one to every per-sample list or tuple,
+    of a batch.
+    """
 
-    def is_samples(node: Any) -> bool:
-        return node is not batch and _is_list_of_samples(node, total)
-
-    def convert(node: Any) -> Any:
+    def convert(node: Any, name: str) -> Any:
         if isinstance(node, torch.Tensor):
-            return on_tensor(node) if _counts_samples(node, total) else node
-        return on_list(node) if is_samples(node) else node
+            dim = _dim_of(node, name, total, dims)
+            return node if dim is None else on_tensor(node, dim)
+        if node is not batch and _is_list_of_samples(node, name, total, dims):
+            return on_list(node)
+        children, structure = _children(node)
+        if children is None:
+            return node
+        return pytree.tree_unflatten([convert(child, _join(name, key)) for key, child in children], structure)
 
-    return pytree.tree_map(convert, batch, is_leaf=is_samples)
+    return convert(batch, "")
 
 
-def cut_of(batch: Any) -> tuple[list[str], list[str]]:
+def cut_of(batch: Any, dims: BatchDims = GUESSED) -> tuple[list[str], list[str]]:
     """The parts of a batch that are cut into micro-batches, and those that every micro-batch gets, with their sizes."""
-    total = batch_size_of(batch)
-    is_samples = lambda node: node is not batch and _is_list_of_samples(node, total)  # noqa: E731
+    total = batch_size_of(batch, dims)
     cut, passed = list[str](), list[str]()
-    for path, leaf in pytree.tree_leaves_with_path(batch, is_leaf=is_samples):
-        name = pytree.keystr(path) or "the batch"
-        if isinstance(leaf, torch.Tensor):
-            (cut if _counts_samples(leaf, total) else passed).append(f"{name} {tuple(leaf.shape)}")
-        elif is_samples(leaf):  # type: ignore[no-untyped-call]
-            cut.append(f"{name} ({type(leaf).__name__} of {total})")
-        elif leaf is not None:
-            passed.append(f"{name} ({type(leaf).__name__})")
+
+    def visit(node: Any, name: str) -> None:
+        label = name or "the batch"
+        if isinstance(node, torch.Tensor):
+            dim = _dim_of(node, name, total, dims)
+            along = f" along dimension {dim}" if dim else ""
+            (passed if dim is None else cut).append(f"{label} {tuple(node.shape)}{along}")
+        elif node is not batch and _is_list_of_samples(node, name, total, dims):
+            cut.append(f"{label} ({type(node).__name__} of {total})")
+        elif (children := _children(node)[0]) is not None:
+            for key, child in children:
+                visit(child, _join(name, key))
+        elif node is not None:
+            passed.append(f"{label} ({type(node).__name__})")
+
+    visit(batch, "")
     return cut, passed
 
 
-def _counts_samples(tensor: torch.Tensor, total: int) -> bool:
-    return tensor.dim() > 0 and tensor.shape[0] == total
+def cut_note(cut: Sequence[str], passed: Sequence[str]) -> str:
+    """A sentence that says how a batch is cut, see `cut_of`."""
+    note = f"Cut into micro-batches: {', '.join(cut)}."
+    return f"{note} Given to every micro-batch: {', '.join(passed)}." if passed else note
 
 
-def _is_list_of_samples(node: Any, total: int) -> bool:
+# --- number of samples
+
+
+def _parts(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The nodes of a batch with their paths, outer ones first."""
+    yield name, node
+    for key, child in _children(node)[0] or ():
+        yield from _parts(child, _join(name, key))
+
+
+def _check_names(parts: Sequence[tuple[str, Any]], dims: BatchDims) -> None:
+    names = [name for name, _ in parts]
+    for wrong in (name for name in dims if name not in names):
+        raise ConfigError(
+            f"strategy.batch_dims names {wrong!r}, which is no part of the batch.{did_you_mean(wrong, names[1:])}"
+        )
+
+
+def _told(parts: Sequence[tuple[str, Any]], dims: BatchDims) -> Iterator[int]:
+    for name, node in parts:
+        dim = _said(name, dims)
+        if isinstance(node, list | tuple) and dims.get(name) == 0:
+            yield len(node)
+        elif isinstance(node, torch.Tensor) and isinstance(dim, int):
+            if -node.dim() <= dim < node.dim():
+                yield node.shape[dim]
+            elif name in dims:
+                raise ConfigError(f"strategy.batch_dims: {name!r} has no dimension {dim}; it is {tuple(node.shape)}.")
+
+
+def _listed(parts: Sequence[tuple[str, Any]], dims: BatchDims) -> Iterator[int]:
+    """Lengths of lists that can only be lists of samples: of mappings, or of tensors of different lengths."""
+    for name, node in parts[1:]:
+        several = type(node) in (list, tuple) and len(node) > 1 and _said(name, dims) is not _NO
+        if several and (all(isinstance(item, Mapping) for item in node) or _is_ragged(node)):
+            yield len(node)
+
+
+def _first(parts: Sequence[tuple[str, Any]], dims: BatchDims) -> Iterator[int]:
+    for name, node in parts:
+        if isinstance(node, torch.Tensor) and node.dim() > 0 and _said(name, dims) is not _NO:
+            yield int(node.shape[0])
+
+
+# --- dimensions
+
+_NO: Final = object()
+
+
+def _said(name: str, dims: BatchDims) -> Any:
+    """The user's word on a part, or on one around it: a dimension, `_NO` for none, None for nothing."""
+    while name and name not in dims:
+        name = name.rpartition(".")[0]
+    return (_NO if dims[name] is None else dims[name]) if name in dims else None
+
+
+def _dim_of(tensor: torch.Tensor, name: str, total: int, dims: BatchDims) -> int | None:
+    """The dimension of a tensor that counts samples, if there is one."""
+    said = _said(name, dims)
+    if said is _NO:
+        return None
+    dim = int(said or 0)
+    if -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] == total:
+        return dim % tensor.dim()
+    if name in dims:
+        raise ShapeError(
+            f"strategy.batch_dims: dimension {dim} of {name!r} counts samples, but its shape is {tuple(tensor.shape)}, "
+            f"and the batch has {total} samples."
+        )
+    return None
+
+
+def _is_list_of_samples(node: Any, name: str, total: int, dims: BatchDims) -> bool:
     if type(node) not in (list, tuple) or len(node) != total or total == 0:
         return False
+    if _said(name, dims) is _NO or dims.get(name) == 0:
+        return dims.get(name) == 0
     if all(isinstance(item, torch.Tensor) for item in node):
-        return not any(_counts_samples(item, total) for item in node)
+        return not any(_dim_of(item, name, total, dims) is not None for item in node) or _is_ragged(node)
     return all(isinstance(item, str | int | float | Mapping) or _is_plain_sequence(item) for item in node)
+
+
+def _is_ragged(node: Sequence[Any]) -> bool:
+    """True for tensors that differ only in their length, such as point clouds."""
+    if not all(isinstance(item, torch.Tensor) and item.dim() > 0 for item in node):
+        return False
+    return len({(item.dtype, item.shape[1:]) for item in node}) == 1 and len({len(item) for item in node}) > 1
 
 
 def _is_plain_sequence(node: Any) -> bool:
     return type(node) in (list, tuple) and all(isinstance(item, str | int | float) for item in node)
+
+
+# --- structure
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _children(node: Any) -> tuple[list[tuple[Any, Any]] | None, Any]:
+    """The children of a node with their keys, None for a leaf; and what puts it together again."""
+    _make_known(node)
+    paths, structure = pytree.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+    if structure.is_leaf():
+        return None, structure
+    return [(_key_of(path[0]), child) for path, child in paths], structure
+
+
+def _key_of(entry: Any) -> Any:
+    """The index, key or attribute that an entry of a pytree's path stands for."""
+    return next(getattr(entry, name) for name in ("idx", "key", "name") if hasattr(entry, name))
+
+
+def known_to_pytree(batch: Any) -> Any:
+    """Let pytree look into all parts of a batch; returns the batch."""
+    for _ in _parts(batch, ""):
+        pass
+    return batch
+
+
+def _make_known(node: Any) -> None:
+    """Let pytree look into mappings such as `BatchEncoding`, dataclasses, and objects with a method `to`."""
+    kind = type(node)
+    if kind in pytree.SUPPORTED_NODES or isinstance(node, torch.Tensor | nn.Module | type | tuple):
+        return
+    if dataclasses.is_dataclass(node):
+        _register(kind, lambda item: {field.name: getattr(item, field.name) for field in dataclasses.fields(item)})
+    elif isinstance(node, Mapping):
+        _register(kind, dict, lambda values: kind(values))
+    elif callable(getattr(node, "to", None)) and hasattr(node, "__dict__"):
+        _register(kind, lambda item: dict(vars(item)))
+
+
+def _register(
+    kind: type, take_apart: Callable[[Any], Mapping[Any, Any]], put_together: Callable[[Any], Any] | None = None
+) -> None:
+    def flatten(item: Any) -> tuple[list[Any], list[Any]]:
+        parts = take_apart(item)
+        return list(parts.values()), list(parts)
+
+    def flatten_with_keys(item: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
+        parts = take_apart(item)
+        return [(pytree.MappingKey(name), value) for name, value in parts.items()], list(parts)
+
+    def unflatten(values: Any, names: list[Any]) -> Any:
+        parts = dict(zip(names, values, strict=True))
+        return put_together(parts) if put_together is not None else _with_attributes(kind, parts)
+
+    pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)
+
+
+def _with_attributes(kind: type, attributes: Mapping[str, Any]) -> Any:
+    made: Any = object.__new__(kind)
+    for name, value in attributes.items():
+        object.__setattr__(made, name, value)
+    return made

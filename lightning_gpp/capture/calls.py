@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import map_samples
-from lightning_gpp.capture.captured import Capture, capture_step, without_cuts
+from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_step
 from lightning_gpp.capture.record import RunTime, record
 from lightning_gpp.capture.recorder import Recorder, refusal
 from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Ref, StateRef
@@ -63,11 +63,11 @@ def find_calls(
     """
 
     def prepare(replica: nn.Module, recorder: Recorder) -> None:
-        recorder.reads_between_calls = True
+        recorder.reads_between_calls, recorder.runs_rest = True, False
         for name, value in stand_ins(module).items():
             object.__setattr__(replica, name, value)
 
-    def attempt(uncut: Mapping[str, str]) -> Recording:
+    def attempt(changes: Changes) -> Recording:
         total = samples_in(batch)
         return record(
             module,
@@ -78,11 +78,12 @@ def find_calls(
             run_time=RunTime(),
             context=context,
             device=device,
-            uncut=uncut,
+            uncut=changes.uncut,
+            refuted=changes.refuted,
             prepare=prepare,
         )[0]
 
-    recording = without_cuts(module, attempt)
+    recording = attempted(module, attempt, opens=False)
     if not recording.network_calls():
         raise refusal("its first line", "it calls no submodule that has parameters", "call modules, not functions")
     if divided:
@@ -159,13 +160,17 @@ def _called(module: nn.Module, path: str, entry: Mapping[str, Any]) -> Any:
     return module.get_submodule(path)(*entry["args"].values(), **entry["kwargs"])
 
 
+_COUNTED = {"count": 0}
+"""The part of a `call_batch` that counts samples."""
+
+
 def capture_calls(module: nn.Module, batch: Mapping[str, Any], *, context: Entered, device: torch.device) -> Capture:
     """Capture calls of modules, from a `call_batch`.
 
     Raises:
         CaptureError: a module cannot be captured.
     """
-    return capture_step(module, batch, context=context, device=device, function=call_networks)
+    return capture_step(module, batch, context=context, device=device, function=call_networks, dims=_COUNTED)
 
 
 def joint_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -181,7 +186,7 @@ def capture_joint(module: nn.Module, batch: Mapping[str, Any], *, context: Enter
     Raises:
         CaptureError: a module cannot be captured.
     """
-    return capture_step(module, batch, context=context, device=device, function=joint_loss)
+    return capture_step(module, batch, context=context, device=device, function=joint_loss, dims=_COUNTED)
 
 
 def made_up(batch: Any, device: torch.device) -> Any:
@@ -201,9 +206,10 @@ def joint_batch(found: StepCalls, num_samples: int) -> dict[str, Any]:
     """The batch of all calls of a step, each with the same number of samples."""
 
     def resized(arguments: Any) -> Any:
-        def tensor(sample: Tensor) -> Tensor:
-            empty = sample.new_empty((num_samples, *sample.shape[1:]))
-            return empty.requires_grad_(sample.requires_grad)
+        def tensor(sample: Tensor, dim: int) -> Tensor:
+            shape = [*sample.shape]
+            shape[dim] = num_samples
+            return sample.new_empty(shape).requires_grad_(sample.requires_grad)
 
         def listed(items: Any) -> Any:
             return type(items)(items[i % len(items)] for i in range(num_samples))

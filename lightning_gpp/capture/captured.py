@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lightning_gpp.capture.batch import batch_size_of, cut_of
-from lightning_gpp.capture.isolate import add_sizes
+from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
+from lightning_gpp.capture.isolate import add_sizes, caches_of_functions, forgotten
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.mixing import mark_mixing
 from lightning_gpp.capture.network import Network, extract
@@ -35,8 +35,10 @@ OTHER_RUN_TIME = RunTime(batch_idx=1_000_003, current_epoch=1_000_033, global_st
 class Capture:
     """The computation of the user's step in its modules, for any number of samples.
 
-    `uncut`: reasons why modules are called whole and never cut, by path. `cut`: the parts of the batch that are cut
-    into micro-batches, and those that every micro-batch gets. `function`: what was captured, if it is not the step.
+    `uncut`: reasons why modules are called whole and never cut, by path. `opened`: reasons why the forwards of modules
+    run as parts of the step, by path. `cut`: the parts of the batch that are cut into micro-batches, and those that
+    every micro-batch gets. `dims`: what the user said about the dimensions that count samples. `function`: what was
+    captured, if it is not the step.
     """
 
     graph: OperatorGraph
@@ -46,7 +48,9 @@ class Capture:
     step: str
     batch_size: int
     uncut: Mapping[str, str] = field(default_factory=dict)
+    opened: Mapping[str, str] = field(default_factory=dict)
     cut: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    dims: BatchDims = field(default_factory=dict)
     function: StepFunction | None = None
 
     def called_on(self, module: nn.Module, batch_idx: int = 0) -> tuple[Callable[..., Any], list[int]]:
@@ -59,13 +63,24 @@ class Capture:
     @property
     def notes(self) -> list[str]:
         """Remarks for people: how mini-batches are cut, and modules that are never cut."""
-        cut, passed = (", ".join(parts) for parts in self.cut)
-        batch = f"Samples are counted by the first dimension. Cut into micro-batches: {cut}."
-        if passed:
-            batch += f" Given to every micro-batch: {passed}."
         return [
-            *([batch] if self.function is None else []),
+            *(
+                [f"The mini-batch has {self.batch_size} samples. {cut_note(*self.cut)}"]
+                if self.function is None
+                else []
+            ),
             *(f"Module {path!r} is called whole and never cut. {reason}" for path, reason in self.uncut.items()),
+            *(f"The forward of {path!r} runs as a part of the step. {reason}" for path, reason in self.opened.items()),
+            *self._note_of_rest(),
+        ]
+
+    def _note_of_rest(self) -> list[str]:
+        recording = self.network.recording
+        if not recording.left:
+            return []
+        names = ", ".join(recording.left[:5]) + (" and others" if len(recording.left) > 5 else "")
+        return [
+            f"The step cannot be recorded to its end. The rest runs on its device, with {names}. {recording.stopped}"
         ]
 
     @property
@@ -84,41 +99,80 @@ def capture_step(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
     function: StepFunction | None = None,
+    dims: BatchDims | None = None,
 ) -> Capture:
     """Capture the computation of `module.<step>(batch, batch_idx)`.
 
-    A module that cannot be recorded becomes one operator, which calls it: the smallest one that solves the problem.
+    A module that cannot be recorded becomes one operator, which calls it: the smallest one that solves the problem. The
+    forward of a module with all parameters cannot: it counts as a part of the step instead, and the modules that it
+    calls are recorded.
 
     The model takes no memory and computes nothing: only shapes and dtypes of parameters and batch matter, so both may
     be on the meta device. The module and the random number generators do not change.
 
     Args:
         module: a LightningModule (or any module with a method named `step`).
-        batch: one example batch; its first dimension counts the samples.
+        batch: one example batch.
         context: entered around the step, for example autocast.
         device: the device that the step believes it runs on.
         function: called with the module and the batch instead of the step.
+        dims: the dimension of parts of the batch that counts samples, see `batch_dims` in the options.
 
     Raises:
         CaptureError: something cannot be captured; names the line, the reason and the ways out.
     """
     _check_module(module, step)
-    where = torch.device(device)
-    return without_cuts(module, lambda uncut: _capture(module, batch, step, batch_idx, context, where, uncut, function))
+    where, known = torch.device(device), dims or GUESSED
+    attempt = partial(_capture, module, batch, step, batch_idx, context, where, known, function)
+    return attempted(module, attempt, opens=function is None)
 
 
-def without_cuts(module: nn.Module, attempt: Callable[[Mapping[str, str]], T]) -> T:
-    """The result of `attempt(uncut)`, where `uncut` are modules that are never cut: those that cannot be recorded."""
-    uncut: dict[str, str] = {}
+def attempted(module: nn.Module, attempt: Callable[[Changes], T], opens: bool = True) -> T:
+    """The result of `attempt(changes)`, with changes for what cannot be recorded. `opens`: see `Changes`."""
+    changes = Changes(caches_of_functions(), opens)
     while True:
         try:
-            return attempt(uncut)
+            return attempt(changes)
         except CaptureError as error:
-            path = next((path for path in error.modules if path not in uncut), "")
-            if not path or _holds_all(module, path):
-                raise
-            uncut = {inner: reason for inner, reason in uncut.items() if not inner.startswith(f"{path}.")}
-            uncut[path] = error.reason
+            if not changes.answer(error, module):
+                raise (changes.opened_for[0] if changes.opened_for else error) from error.__cause__
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Parts that are recorded in another way, because they were refused.
+
+    `uncut` and `opened` are those of `Capture`, `refuted` are those of `Recorder`.
+
+    Args:
+        caches: those of functions.
+        opens: whether forwards may run as parts of the step.
+    """
+
+    caches: list[Any]
+    opens: bool = True
+    uncut: dict[str, str] = field(default_factory=dict)
+    opened: dict[str, str] = field(default_factory=dict)
+    refuted: set[int] = field(default_factory=set)
+    opened_for: list[CaptureError] = field(default_factory=list)
+    """The refusals that modules were opened for; the user's reason if that does not help."""
+
+    def answer(self, error: CaptureError, module: nn.Module) -> bool:
+        """Note what to do about a refusal; false if nothing can be done."""
+        path = next((path for path in error.modules if path not in self.uncut), None)
+        if error.refuted is not None:
+            self.refuted.add(error.refuted)
+        elif path is None or (_holds_all(module, path) and not self.opens):
+            return False
+        elif _holds_all(module, path):
+            self.refuted.clear()
+            self.opened_for.append(error)
+            self.opened.update(dict.fromkeys(error.modules[error.modules.index(path) :], error.reason))
+        else:
+            for inner in [inner for inner in self.uncut if inner.startswith(f"{path}.")]:
+                del self.uncut[inner]
+            self.uncut[path] = error.reason
+        return True
 
 
 def _holds_all(module: nn.Module, path: str) -> bool:
@@ -133,24 +187,29 @@ def _capture(
     batch_idx: int,
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
-    uncut: Mapping[str, str],
+    dims: BatchDims,
     function: StepFunction | None,
+    changes: Changes,
 ) -> Capture:
-    total = batch_size_of(batch)
+    total = batch_size_of(batch, dims)
 
     def run(num_samples: int, run_time: RunTime) -> Network:
-        recording, recorder = record(
-            module,
-            batch,
-            step=step,
-            total=total,
-            num_samples=num_samples,
-            run_time=run_time,
-            context=context,
-            device=device,
-            uncut=uncut,
-            function=function,
-        )
+        with forgotten(changes.caches):
+            recording, recorder = record(
+                module,
+                batch,
+                step=step,
+                total=total,
+                dims=dims,
+                num_samples=num_samples,
+                run_time=run_time,
+                context=context,
+                device=device,
+                uncut=changes.uncut,
+                opened=changes.opened,
+                refuted=changes.refuted,
+                function=function,
+            )
         return extract(recording, recorder)
 
     base, other_size = run(SIZES[0], RunTime(batch_idx=batch_idx)), run(SIZES[1], RunTime(batch_idx=batch_idx))
@@ -165,8 +224,10 @@ def _capture(
         inputs,
         step=step,
         batch_size=total,
-        uncut=dict(uncut),
-        cut=cut_of(batch),
+        uncut=changes.uncut,
+        opened=changes.opened,
+        cut=cut_of(batch, dims),
+        dims=dims,
         function=function,
     )
 

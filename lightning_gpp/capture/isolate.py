@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,27 @@ from lightning_gpp.graph import OperatorGraph
 
 _CONTAINERS = (list, dict, set, tuple)
 _COPIED = (nn.Module, torch.Tensor, types.MethodType, functools.partial, *_CONTAINERS)
+
+
+_CACHE = type(functools.lru_cache(int))
+
+
+def caches_of_functions() -> list[Any]:
+    """The caches of functions (`functools.lru_cache`), except for those of torch, which know fake tensors."""
+    found = (item for item in gc.get_objects() if type(item) is _CACHE)
+    return [cache for cache in found if not str(getattr(cache, "__module__", "")).startswith("torch")]
+
+
+@contextmanager
+def forgotten(caches: Sequence[Any]) -> Iterator[None]:
+    """Clear the caches that are filled inside: they may hold fake tensors."""
+    before = [cache.cache_info().misses for cache in caches]
+    try:
+        yield
+    finally:
+        for cache, misses in zip(caches, before, strict=True):
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
 
 
 def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:

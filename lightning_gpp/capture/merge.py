@@ -17,6 +17,8 @@ from lightning_gpp.capture.recording import AffineSize, ModuleCall, Recorded
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Affine, TensorSpec
 
+_CHANGING = "`batch_idx`, `current_epoch`, `global_step` or a value that the step reads from a tensor"
+
 
 class Opaque:
     """An argument that cannot be replayed: an object that every run creates anew."""
@@ -39,7 +41,7 @@ def merge(base: Network, other_run: Network, other_size: Network) -> tuple[Netwo
     Raises:
         CaptureError: they differ in more than sizes.
     """
-    _same_structure(base, other_run, "`batch_idx`, `current_epoch` or `global_step`")
+    _same_structure(base, other_run, _CHANGING)
     _same_structure(base, other_size, "the number of samples in the batch")
     sizes = (base.recording.num_samples, other_size.recording.num_samples)
     calls = []
@@ -126,7 +128,7 @@ def _merge_leaf(a: Any, b: Any, c: Any, sizes: tuple[int, int], line: str) -> An
         return _frozen(a, b, c, line)
     if isinstance(a, int):
         if a != b:
-            raise _depends(line, f"the number {a} was {b}", "`batch_idx`, `current_epoch` or `global_step`")
+            raise _depends(line, f"the number {a} was {b}", _CHANGING)
         return a if a == c else AffineSize(fit(a, c, sizes))
     if isinstance(a, float | complex):
         return _frozen(a, b, c, line)
@@ -137,7 +139,7 @@ def _merge_leaf(a: Any, b: Any, c: Any, sizes: tuple[int, int], line: str) -> An
 
 def _frozen(a: Any, b: Any, c: Any, line: str) -> Any:
     if not _same(a, b):
-        raise _depends(line, f"the value {a!r} was {b!r}", "`batch_idx`, `current_epoch` or `global_step`")
+        raise _depends(line, f"the value {a!r} was {b!r}", _CHANGING)
     if not _same(a, c):
         raise _depends(line, f"the value {a!r} was {c!r}", "the number of samples in the batch")
     return a

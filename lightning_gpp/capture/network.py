@@ -79,7 +79,7 @@ class _Extraction:
             calls=calls,
             modules=modules,
             needed=self._needed(after),
-            step_states=sorted({name for call in after for name in call.states()}),
+            step_states=sorted({*self.recording.left, *(name for call in after for name in call.states())}),
             step_flops=Affine(0, sum(call.flops for call in after)),
             step_saved_bytes=Affine(0, sum(self._newly_saved(call) for call in self._behind_result(after))),
             step_targets=[call.target for call in self._step_calls()],

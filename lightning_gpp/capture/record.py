@@ -7,7 +7,7 @@ import functools
 import inspect
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +18,13 @@ from torch import nn
 
 from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
 from lightning_gpp._compat.torch import FakeTensorMode, autograd_function_calls, checkpoint_regions, pytree
-from lightning_gpp.capture.batch import map_samples
-from lightning_gpp.capture.isolate import isolated_copy
+from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
+from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.meter import Meter
-from lightning_gpp.capture.recorder import Recorder, is_user_code, refusal, user_line
+from lightning_gpp.capture.recorder import Recorder, refusal
 from lightning_gpp.capture.recording import Recording
 from lightning_gpp.capture.uncut import keep_uncut
+from lightning_gpp.capture.user_code import is_user_code, user_line
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import undisturbed
 
@@ -76,13 +77,17 @@ def record(
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
     uncut: Mapping[str, str],
+    opened: Mapping[str, str] = {},
+    refuted: Collection[int] = (),
+    dims: BatchDims = GUESSED,
     function: StepFunction | None = None,
     prepare: Callable[[nn.Module, Recorder], None] = lambda replica, recorder: None,
 ) -> tuple[Recording, Recorder]:
     """Record `module.<step>(batch, batch_idx)` with the batch resized from `total` to `num_samples` samples.
 
-    `uncut`: paths of modules that are recorded as one call. `function`: called with the module and the batch instead
-    of the step. `prepare`: called with the copy that is recorded, before it runs.
+    `uncut`: paths of modules that are recorded as one call; `opened`: of modules whose forward counts as a part of the
+    step. `refuted`: see `Recorder`. `function`: called with the module and the batch instead of the step. `prepare`:
+    called with the copy that is recorded, before it runs.
 
     Raises:
         CaptureError: the network part of the step cannot be recorded.
@@ -93,12 +98,13 @@ def record(
     if step != "training_step":
         replica.eval()
     with torch.set_grad_enabled(step == "training_step"), context():
-        recorder = Recorder(num_samples)
+        recorder = Recorder(num_samples, opened, refuted, number=2 if run_time.global_step else 1)
         recorder.watch(replica)
         keep_uncut(replica, module, uncut, recorder)
         _observe(replica, trainer_of(module), run_time, recorder)
+        recorder.runs_rest = function is None
         prepare(replica, recorder)
-        fake = _fake_batch(batch, total, num_samples, mode, device)
+        fake = _fake_batch(batch, total, num_samples, dims, mode, device)
         with _recording(recorder, mode):
             for leaf in pytree.tree_leaves(fake):
                 if isinstance(leaf, torch.Tensor):
@@ -126,10 +132,13 @@ def _run(replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder:
         error.modules = error.modules or recorder.recording.called(recorder.scope)
         raise
     except Exception as error:
-        recording.complete, recording.stopped = False, _line_of(error)
-        if recorder.scope != -1 or not recording.network_calls() or _uncalled(replica, recorder):
+        recording.complete, recording.stopped = False, f"{line_of(error)}: {type(error).__name__}: {error}"
+        refuted = recorder.refutable() if recorder.scope == -1 else None
+        if recorder.scope != -1 or refuted is not None or not _ends_here(replica, recorder):
             modules = recording.called(recorder.scope)
-            raise refusal(recording.stopped, f"{type(error).__name__}: {error}", _remedy(error), modules) from error
+            refused = refusal(line_of(error), f"{type(error).__name__}: {error}", _remedy(error), modules)
+            refused.refuted = refuted
+            raise refused from error
 
 
 def _remedy(error: Exception) -> str:
@@ -148,12 +157,21 @@ def step_arguments(function: Callable[..., Any], batch_idx: int) -> list[int]:
     return [known.get(name, batch_idx if position == 0 else 0) for position, name in enumerate(names[:2])]
 
 
-def _uncalled(replica: nn.Module, recorder: Recorder) -> bool:
-    """True if a trainable parameter belongs to no module that was called."""
+def _ends_here(replica: nn.Module, recorder: Recorder) -> bool:
+    """End the network where the recording ended, if it has most of the trained parameters.
+
+    The step then calls the remaining modules itself, if it runs as a step (`runs_rest`).
+    """
     called = {call.path for call in recorder.recording.modules}
     states = {name for call in recorder.recording.calls for name in call.states()}
-    trainable = [name for name, parameter in replica.named_parameters() if parameter.requires_grad]
-    return any(name not in states and not _prefixes(name) & called for name in trainable)
+    tensors = dict(names_of(replica))
+    left = {name: tensor for tensor, name in tensors.items() if name not in states and not _prefixes(name) & called}
+    recorder.recording.left = sorted(left)
+    trained = [parameter for parameter in replica.parameters() if parameter.requires_grad]
+    late = sum(tensor.numel() for tensor in left.values() if tensor.requires_grad)
+    if not recorder.runs_rest:
+        return bool(called) and not late
+    return bool(called) and 2 * late < sum(parameter.numel() for parameter in trained)
 
 
 def _prefixes(name: str) -> set[str]:
@@ -161,7 +179,7 @@ def _prefixes(name: str) -> set[str]:
     return {".".join(parts[: i + 1]) for i in range(len(parts))} | {""}
 
 
-def _line_of(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     """The innermost line of user code in the error's traceback."""
     line, traceback = "unknown line", error.__traceback__
     while traceback is not None:
@@ -200,10 +218,13 @@ def _note_uses(metric: nn.Module, recorder: Recorder) -> None:
         object.__setattr__(metric, name, functools.partial(noted, getattr(metric, name)))
 
 
-def _fake_batch(batch: Any, total: int, num_samples: int, mode: FakeTensorMode, device: torch.device) -> Any:
-    def sized(tensor: torch.Tensor) -> torch.Tensor:
-        empty = tensor.new_empty((num_samples, *tensor.shape[1:]), device="meta")
-        return empty.requires_grad_(tensor.requires_grad)
+def _fake_batch(
+    batch: Any, total: int, num_samples: int, dims: BatchDims, mode: FakeTensorMode, device: torch.device
+) -> Any:
+    def sized(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        shape = [*tensor.shape]
+        shape[dim] = num_samples
+        return tensor.new_empty(shape, device="meta").requires_grad_(tensor.requires_grad)
 
     def listed(items: Any) -> Any:
         return type(items)(items[i % len(items)] for i in range(num_samples))
@@ -214,7 +235,7 @@ def _fake_batch(batch: Any, total: int, num_samples: int, mode: FakeTensorMode, 
         with mode:
             return torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
 
-    return pytree.tree_map(fake, map_samples(batch, total, sized, listed))
+    return pytree.tree_map(fake, map_samples(batch, total, sized, listed, dims))
 
 
 @contextmanager

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -24,26 +21,13 @@ from torch.overrides import TorchFunctionMode
 from lightning_gpp._compat.torch import FakeTensor, pytree, storage_id, version
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import CallModes, ModuleCall, ModuleRef, Recorded, Recording, Ref, StateRef
+from lightning_gpp.capture.user_code import user_line
 from lightning_gpp.errors import CaptureError
-
-
-def _folders(package: str) -> Sequence[str]:
-    """The folders of a package, without importing it; none if it is not installed."""
-    spec = find_spec(package)
-    return (spec.submodule_search_locations if spec is not None else None) or ()
-
 
 BATCH = "batch"
 """The target of recorded calls that represent tensors of the batch."""
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero"}
-_PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_gpp")
-_LIBRARY = (
-    *(f"{folder}{os.sep}" for package in _PACKAGES for folder in _folders(package)),
-    str(contextlib.__file__),
-    "<",
-)
-"""Folders whose code is not the user's."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +40,6 @@ class FunctionApply:
         return self.function.apply(*args, **kwargs)
 
 
-def user_line() -> str:
-    """`file:line` of the innermost frame that is not library code."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if is_user_code(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "unknown line"
-
-
-def is_user_code(file: str) -> bool:
-    return not file.startswith(_LIBRARY)
-
-
 def current_context() -> CallModes:
     devices = ("cpu", "cuda")
     cast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
@@ -79,13 +49,25 @@ def current_context() -> CallModes:
 class Recorder(TorchFunctionMode):
     """Fills a `Recording`. Install with `watch(module)`, register the batch with `batch_tensor`, then enter it.
 
-    `reads_between_calls`: whether the step may read values that the network computed, and call modules after it.
+    Args:
+        num_samples: samples of the batch.
+        opened: paths of modules whose forward counts as a part of the step.
+        refuted: numbers of truth values, read by the step, that are false; it cannot go on with others.
+        number: what it reads from other tensors; recordings with different numbers show what depends on them.
+
+    Attributes:
+        reads_between_calls: whether the step may read values that the network computed, and call modules after it.
+        runs_rest: whether it may call modules after the recording ended.
     """
 
     reads_between_calls = False
+    runs_rest = True
 
-    def __init__(self, num_samples: int) -> None:
+    def __init__(
+        self, num_samples: int, opened: Collection[str] = (), refuted: Collection[int] = (), number: int = 1
+    ) -> None:
         super().__init__()
+        self._opened, self._refuted, self._number = opened, refuted, number
         self.recording = Recording(num_samples, current_context())
         self.current: Recorded | None = None
         self._values: dict[int, Ref] = {}
@@ -150,7 +132,7 @@ class Recorder(TorchFunctionMode):
         if self.paused:
             self._scopes.append(None)
             return
-        if self.scope == -1 and not _has_state(module):
+        if self.scope == -1 and (path in self._opened or not _has_state(module)):
             self._scopes.append(None)
             return
         if self.scope == -1 and not self.reads_between_calls:
@@ -232,9 +214,10 @@ class Recorder(TorchFunctionMode):
         finally:
             self.current, self._paused = outer, paused
         changed = [t for t, before in zip(tensors, versions, strict=True) if version(t) != before]
-        if target.endswith("__set__") and isinstance(args[0], torch.Tensor):
+        flagged = [args[0]] if target.endswith("requires_grad.__set__") else []
+        if target.endswith("__set__") and isinstance(args[0], torch.Tensor) and not flagged:
             changed.append(args[0])
-        self._finish(call, result, changed)
+        self._finish(call, result, changed, flagged)
         return result
 
     def _begin(
@@ -252,9 +235,13 @@ class Recorder(TorchFunctionMode):
             checkpoint=self._regions[-1] if self._regions else None,
         )
 
-    def _finish(self, call: Recorded, result: Any, changed: list[torch.Tensor]) -> None:
+    def _finish(
+        self, call: Recorded, result: Any, changed: list[torch.Tensor], flagged: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Note the result and effects of a call. `flagged`: tensors that changed without their memory."""
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        aliases = self._aliases(changed, outputs)
+        aliases = [*self._aliases(changed, outputs), *(t for t in flagged if id(t) in self._values)]
+        changed = [*changed, *flagged]
         states = [self.state_storages[storage_id(t)] for t in changed if storage_id(t) in self.state_storages]
         self.recording.state_changes.extend((name, call.scope, call.line) for name in states)
         if not outputs and not changed:
@@ -321,7 +308,20 @@ class Recorder(TorchFunctionMode):
         ref = self._values.get(id(tensor))
         if ref is not None and self.network[ref.call]:
             self.recording.value_reads.append((len(self.recording.modules), line))
-        return _plausible(name, tensor)
+        value = _plausible(name, tensor, self._number)
+        return self._truth(line) if isinstance(value, bool) else value
+
+    def _truth(self, line: str) -> bool:
+        """The next truth value that the step reads: true, unless that was refuted."""
+        self.recording.truths.append((len(self.recording.calls), line))
+        return len(self.recording.truths) - 1 not in self._refuted
+
+    def refutable(self) -> int | None:
+        """The number of the truth value that was read last, if it is true and nothing was computed since."""
+        number = len(self.recording.truths) - 1
+        if number < 0 or number in self._refuted or self.recording.truths[number][0] != len(self.recording.calls):
+            return None
+        return number
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep a tensor alive, so that no other tensor gets its id or memory."""
@@ -358,15 +358,15 @@ def target_of(func: Callable[..., Any], name: str) -> str:
     return name
 
 
-def _plausible(name: str, tensor: torch.Tensor) -> Any:
+def _plausible(name: str, tensor: torch.Tensor, number: int) -> Any:
     """A value with which the step can continue; no captured value may depend on it."""
-    ones = np.ones(tuple(tensor.shape))
+    ones = np.full(tuple(tensor.shape), float(number))
     if name in ("tolist", "numpy", "__array__"):
         return ones.tolist() if name == "tolist" else ones
     kind = {"__bool__": bool, "is_nonzero": bool, "__int__": int, "__index__": int, "__float__": float}.get(name)
     if kind is None:
         kind = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
-    return kind(1)
+    return kind(number)
 
 
 def register_dataclasses(output: Any) -> None:

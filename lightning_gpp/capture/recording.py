@@ -127,8 +127,12 @@ class Recording:
     complete: bool = True
     """True if the recording reached the end of the step; otherwise `stopped` says where it ended."""
     stopped: str = ""
+    left: list[str] = field(default_factory=list)
+    """Parameters and buffers that the step may use after the recording ended."""
     value_reads: list[tuple[int, str]] = field(default_factory=list)
     """Reads of a tensor's value at the level of the step: (number of module calls before, line)."""
+    truths: list[tuple[int, str]] = field(default_factory=list)
+    """Reads of truth values at the level of the step: (number of calls before, line)."""
     state_reads: list[tuple[str, int, str]] = field(default_factory=list)
     """Reads of run-time values such as `current_epoch`: (attribute, scope, line)."""
     state_changes: list[tuple[str, int, str]] = field(default_factory=list)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpp.capture.captured import Capture
+from lightning_gpp.capture.captured import Capture, name_of
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import TensorSpec
@@ -130,6 +130,8 @@ def _user_step(capture: Capture, module: nn.Module) -> UserStep:
         input_keys=keys,
         input_specs=dict(zip(keys, capture.inputs, strict=True)),
         returns_loss=capture.step == "training_step",
+        opened=tuple(capture.opened),
+        dims=capture.dims,
     )
 
 
@@ -170,7 +172,8 @@ def _stage(
     holds_step = STEP in plan.stages[index].modules
     answers = [ref for ref in capture.network.needed if ref.call in mine] if holds_step else []
     wanted = list(dict.fromkeys([*sent, *answers]))
-    code = StageCode(capture.network, module, mine, list(received), wanted)
+    specs = lambda ref: _spec(capture, (name_of(ref.call, capture.network), ref.output))  # noqa: E731
+    code = StageCode(capture.network, module, mine, list(received), wanted, specs)
     forward = code.compile()
     states = code.used_states | {name for op in operators.values() for name in (*op.parameters, *op.buffers)}
     parameters = tuple(name for name in capture.graph.parameter_sizes if name in states)

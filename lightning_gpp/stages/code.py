@@ -31,6 +31,7 @@ from lightning_gpp.capture.network import Network
 from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.capture.recording import AffineSize, CallModes, ModuleCall, ModuleRef, Recorded, Ref, StateRef
 from lightning_gpp.errors import CaptureError
+from lightning_gpp.graph import TensorSpec
 
 StageFunction = Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]]
 
@@ -48,6 +49,7 @@ class StageCode:
         mine: numbers of the recorded calls of this stage.
         received: values from other stages or the source.
         wanted: values that other stages or the step read.
+        specs: the shape and dtype of a value.
     """
 
     network: Network
@@ -55,11 +57,14 @@ class StageCode:
     mine: set[int]
     received: list[Ref]
     wanted: list[Ref]
+    specs: Callable[[Ref], TensorSpec]
     lines: list[str] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
     used_states: set[str] = field(default_factory=set)
     modules: list[str] = field(default_factory=list)
     defined: set[str] = field(default_factory=set)
+    unread: set[Ref] = field(default_factory=set)
+    """Arguments of the module being called whose values nothing inside reads."""
     temporaries: int = 0
 
     def compile(self) -> StageFunction:
@@ -158,8 +163,11 @@ class StageCode:
         self.used_states |= {name for number in inside for name in self.network.calls[number].states()}
         if call.checkpoint is not None and self._region_of(call.parent) != call.checkpoint:
             target = self._name("checkpoint", functools.partial(checkpoint, self.names[target], use_reentrant=False))
+        read = {ref for number in inside for ref in self.network.calls[number].refs()}
+        self.unread = {leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)} - read
         result = self._temporary() if not isinstance(call.result, Ref) else variable(call.result)
         self._line(f"{result} = {target}({self._arguments(call.args, call.kwargs)})", call.context)
+        self.unread = set()
         if not isinstance(call.result, Ref):
             self._unpack(result, call.result)
         else:
@@ -240,7 +248,11 @@ class StageCode:
 
     def _expression(self, value: Any) -> str:
         if isinstance(value, Ref):
-            return variable(value)
+            return (
+                self._shape_of(value)
+                if value in self.unread and variable(value) not in self.defined
+                else variable(value)
+            )
         if isinstance(value, StateRef):
             return self._state(value.name)
         if isinstance(value, AffineSize):
@@ -250,6 +262,10 @@ class StageCode:
         if value is None or value is Ellipsis or type(value) in (bool, int, str):
             return repr(value)
         return self._container(value)
+
+    def _shape_of(self, ref: Ref) -> str:
+        """A value that nothing reads, of which a module may ask the shape."""
+        return f"{self._name('unread', functools.partial(_shaped, self.specs(ref)))}(values, b)"
 
     def _container(self, value: Any) -> str:
         if type(value) is slice:
@@ -285,6 +301,12 @@ class StageCode:
         """A name for a result that is not a single tensor."""
         self.temporaries += 1
         return f"out_{self.temporaries}"
+
+
+def _shaped(spec: TensorSpec, values: dict[str, torch.Tensor], num_samples: int) -> torch.Tensor:
+    """A tensor that takes no memory, on the device of the stage."""
+    device = next((value.device for value in values.values()), None)
+    return torch.zeros((), dtype=getattr(torch, spec.dtype), device=device).expand(spec.sizes(num_samples))
 
 
 def _is_name(text: str) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpp.capture.batch import batch_size_of
+from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of
 from lightning_gpp.capture.isolate import add_sizes, names_of
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.errors import CaptureError, PlanError
@@ -65,6 +65,7 @@ class Declared:
     declarations: tuple[Declaration, ...]
     step: str
     batch_size: int
+    dims: BatchDims
 
     def called_on(self, module: nn.Module, batch_idx: int = 0) -> tuple[Callable[..., Any], list[int]]:
         """The step, as a function of the samples for this module, and its arguments after these."""
@@ -86,7 +87,10 @@ def _build_declared(declared: Declared, plan: Plan, module: nn.Module) -> Pipeli
     by_path = {declaration.module: declaration for declaration in declared.declarations}
     ordered = [_declaration_of(stage.modules, by_path) for stage in plan.stages]
     step = DeclaredStep(
-        module=module, returns_loss=declared.step == "training_step", declarations=declared.declarations
+        module=module,
+        returns_loss=declared.step == "training_step",
+        declarations=declared.declarations,
+        dims=declared.dims,
     )
     stages = tuple(
         EagerStage(
@@ -121,7 +125,9 @@ def _slots(plan: Plan, ordered: Sequence[Declaration], src: int, dst: int, artif
     return tuple(Slot(r, UNKNOWN) for r in ordered[dst].references if r == prefix or _stage_of(r) == prefix)
 
 
-def declare(module: nn.Module, batch: Any, entries: Sequence[Mapping[str, Any]], *, step: str) -> Declared:
+def declare(
+    module: nn.Module, batch: Any, entries: Sequence[Mapping[str, Any]], *, step: str, dims: BatchDims | None = None
+) -> Declared:
     """Check the declared stages and make their graph.
 
     Raises:
@@ -129,7 +135,9 @@ def declare(module: nn.Module, batch: Any, entries: Sequence[Mapping[str, Any]],
     """
     declarations = tuple(_declaration(module, entry, number) for number, entry in enumerate(entries))
     _check(declarations)
-    return Declared(_graph(module, declarations), declarations, step, batch_size_of(batch))
+    return Declared(
+        _graph(module, declarations), declarations, step, batch_size_of(batch, dims or GUESSED), dims or GUESSED
+    )
 
 
 def _declaration(module: nn.Module, entry: Mapping[str, Any], number: int) -> Declaration:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.batch import batch_size_of, slice_batch
+from lightning_gpp.capture.batch import BatchDims, batch_size_of, slice_batch
 from lightning_gpp.capture.network import InputKey, Network
-from lightning_gpp.capture.recorder import refusal, target_of
+from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.capture.recording import AffineSize, ModuleCall, Recorded, Ref
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.graph import TensorSpec
@@ -22,39 +21,11 @@ from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
 from lightning_gpp.stages.answers import answered, without_effects
 from lightning_gpp.stages.code import variable
+from lightning_gpp.stages.holes import Holes, device_of
 
 
 class Stopped(BaseException):
     """Ends the step after its last network call; not an Exception, so that user code does not catch it."""
-
-
-class _Holes(TorchFunctionMode):
-    """Returns meta tensors for calls on values of other devices, and notes the real values they are combined with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.holes: dict[int, torch.Tensor] = {}
-        self.calls: list[list[Any]] = []
-        self.targets: list[str] = []
-
-    def add(self, tree: Any) -> Any:
-        self.holes.update({id(leaf): leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)})
-        return tree
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs or {}))
-        if not any(id(leaf) in self.holes for leaf in leaves):
-            return func(*args, **(kwargs or {}))
-        on_meta = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(on_meta, structure)
-        result = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
-            self.calls.append(leaves)
-            self.targets.append(target_of(func, getattr(func, "__name__", str(func))))
-            self.add(result)
-        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +74,7 @@ class StepRunner:
 
     module: nn.Module
     returns_loss: bool
+    dims: BatchDims = field(default_factory=dict)
     _open: dict[int, OpenBatch] = field(default_factory=dict)
     _users_streams: ExitStack = field(default_factory=ExitStack)
 
@@ -124,7 +96,8 @@ class StepRunner:
 
     def open(self, lane: int, batch: Any, invocation: Invocation, seed: int) -> None:
         """Take another mini-batch, besides those that are open; micro-batches name its lane."""
-        self._open[lane] = OpenBatch(batch=batch, invocation=invocation, seed=seed, total=batch_size_of(batch))
+        total = batch_size_of(batch, self.dims)
+        self._open[lane] = OpenBatch(batch=batch, invocation=invocation, seed=seed, total=total)
 
     def close(self, lane: int) -> list[tuple[MicroBatch, Any]]:
         """Drop one mini-batch; returns the outputs of the step on its micro-batches."""
@@ -148,7 +121,7 @@ class StepRunner:
         if micro_batch.lane not in self._open:
             raise CaptureError("The user's step was asked to run without a batch; call begin() first.")
         entry = self._open[micro_batch.lane]
-        samples = slice_batch(entry.batch, micro_batch.start, micro_batch.stop, entry.total)
+        samples = slice_batch(entry.batch, micro_batch.start, micro_batch.stop, entry.total, self.dims)
         return entry.invocation(samples, micro_batch.num_samples)
 
     def start_streams(self, micro_batch: MicroBatch) -> None:
@@ -164,6 +137,8 @@ class UserStep(StepRunner):
     specs: list[list[TensorSpec]]
     input_keys: dict[str, InputKey]
     input_specs: dict[str, TensorSpec]
+    opened: Sequence[str] = ()
+    """Paths of modules whose forward is a part of the step."""
 
     def __post_init__(self) -> None:
         self._calls = self.network.network_calls()
@@ -184,7 +159,7 @@ class UserStep(StepRunner):
             CaptureError: the step calls its modules differently than when it was captured.
         """
         found: dict[str, torch.Tensor] = {}
-        holes = _Holes()
+        holes = Holes(device_of(self._open[micro_batch.lane].batch))
 
         def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = self._expect(number, module)
@@ -194,7 +169,8 @@ class UserStep(StepRunner):
             return holes.add(self._result(call, lambda ref: self._hole(ref, micro_batch.num_samples)))
 
         self.start_streams(micro_batch)
-        with without_effects([self.module]), answered(self._modules, answer), torch.no_grad():
+        changing = [self.module, *map(self.module.get_submodule, self.opened)]
+        with without_effects(changing), answered(self._modules, answer), torch.no_grad():
             try:
                 with holes if self._mixes else nullcontext():
                     self.call(micro_batch)
@@ -221,7 +197,7 @@ class UserStep(StepRunner):
         number: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        holes: _Holes,
+        holes: Holes,
     ) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
         captured = pytree.tree_leaves((call.args, call.kwargs))
@@ -230,7 +206,7 @@ class UserStep(StepRunner):
             if key[:2] == ("call", number):
                 found[name] = leaves[key[2]]
 
-    def _compare(self, captured: list[Any], leaves: list[Any], holes: _Holes, call: ModuleCall | Recorded) -> None:
+    def _compare(self, captured: list[Any], leaves: list[Any], holes: Holes, call: ModuleCall | Recorded) -> None:
         """Check that captured Python values are the same now, so that none is frozen silently."""
         if len(captured) != len(leaves):
             raise refusal(call.line, "the call has different arguments than when it was captured", "keep them the same")
@@ -243,7 +219,7 @@ class UserStep(StepRunner):
                     "pass values that change as tensors",
                 )
 
-    def _take_mixed(self, found: dict[str, torch.Tensor], holes: _Holes) -> None:
+    def _take_mixed(self, found: dict[str, torch.Tensor], holes: Holes) -> None:
         if self._mixes and holes.targets != self.network.step_targets:
             raise refusal(
                 self._calls[-1].line,
@@ -291,7 +267,7 @@ class UserStep(StepRunner):
         Values that the captured step only passed on to network calls are meta tensors, and so are values computed from
         them; reading them is an error of torch.
         """
-        holes = _Holes()
+        holes = Holes(device_of(self._open[micro_batch.lane].batch))
 
         def value(ref: Ref) -> torch.Tensor:
             known = values.get(self._names[ref])

@@ -92,7 +92,7 @@ class Run:
             known=None if fitting else known,
             whole=whole,
         )
-        self.incoming = Incoming(self.module, control)
+        self.incoming = Incoming(self.module, control, options.batch_dims)
         self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation)
         self.reading = ReadAhead(trainer, self.incoming, device)
         self._num_steps, self._pipeline = int(resumed.get("step", 0)), dict(resumed.get("pipeline", {}))

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.batch import batch_size_of, map_samples
+from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, known_to_pytree, map_samples
 
 
-def signature(batch: Any) -> int:
+def signature(batch: Any, dims: BatchDims = GUESSED) -> int:
     """A 63-bit fingerprint of a batch's structure, dtypes and shapes, whatever the samples and their number."""
-    total = batch_size_of(batch)
-    one = map_samples(batch, total, lambda tensor: tensor[:1], lambda items: items[:1])
+    total = batch_size_of(batch, dims)
+    one = map_samples(batch, total, lambda tensor, dim: tensor.narrow(dim, 0, 1), lambda items: items[:1], dims)
     leaves, spec = pytree.tree_flatten(one)
     text = repr([str(spec), *map(_describe, leaves)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
@@ -26,4 +26,4 @@ def _describe(leaf: Any) -> str:
 
 def outline(batch: Any) -> Any:
     """The batch with every tensor replaced by one without memory."""
-    return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
+    return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, known_to_pytree(batch))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp.capture import slice_batch
+from lightning_gpp.capture.batch import GUESSED, slice_batch
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.reports.units import size
@@ -66,7 +66,7 @@ def tell_error(
             job.host.inform(f"The error of 8-bit edges in {step} is not measured: {reason}.")
         return
     samples = min(batch_size, *(stage.micro_batch_size for stage in plan.stages))
-    part = slice_batch(batch, 0, samples, batch_size) if control.runs_step else None
+    part = slice_batch(batch, 0, samples, batch_size, job.options.batch_dims or GUESSED) if control.runs_step else None
     exact, changed = NetworkResults(), NetworkResults()
     sessions = make((), exact), make(patterns, changed)
     for session in sessions:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpp.capture.batch import batch_size_of
+from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of
 from lightning_gpp.training.batches import signature
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.feed import Feed
@@ -28,8 +28,8 @@ class Incoming:
         anew: whether the latest mini-batch replaces others that were announced before.
     """
 
-    def __init__(self, module: nn.Module, control: Control) -> None:
-        self.module, self.control = module, control
+    def __init__(self, module: nn.Module, control: Control, dims: BatchDims | None = None) -> None:
+        self.module, self.control, self._dims = module, control, dims or GUESSED
         self.batch_size, self.form = 0, 0
         self.facts: list[Facts] = []
         self.feed = Feed()
@@ -69,14 +69,17 @@ class Incoming:
         self.batch_size, self.form = rows[0]
         return bool(self.facts)
 
+    def _described(self, batch: Any) -> tuple[int, int]:
+        return batch_size_of(batch, self._dims), signature(batch, self._dims)
+
     def form_of(self, batch: Any) -> int:
         """Fingerprint of all that a capture depends on: the batch's structure, and the set of trained parameters."""
-        return signature(batch) ^ self._trained()
+        return signature(batch, self._dims) ^ self._trained()
 
     def _facts_of(self, batches: Sequence[Any]) -> list[tuple[int, int]]:
         """Samples and form of consecutive mini-batches; each is looked at once, when it is announced first."""
         seen = {id(batch): described for batch, described in self._upcoming}
-        described = [seen.get(id(batch)) or (batch_size_of(batch), signature(batch)) for batch in batches]
+        described = [seen.get(id(batch)) or self._described(batch) for batch in batches]
         self._upcoming = list(zip(batches[1:], described[1:], strict=True))
         trained = self._trained()
         return [(size, form ^ trained) for size, form in described]

@@ -98,7 +98,11 @@ def initialize(
         for refusal in compiled_steps(module, [TRAINING]):
             raise ConfigError(refusal)
         engine = set_up(
-            job, Incoming(module, control), example_batch, optimizers=given, footprint=footprint_of(given, "32-true")
+            job,
+            Incoming(module, control, options.batch_dims),
+            example_batch,
+            optimizers=given,
+            footprint=footprint_of(given, "32-true"),
         )
         yield engine
         engine.release()

@@ -93,6 +93,21 @@ def cluster_given(cluster: Any) -> Cluster | str | None:
     )
 
 
+def dims_given(dims: Any) -> Mapping[str, int | None] | None:
+    """The dimensions that count samples, by the path of a part of the mini-batch; of the mini-batch itself it is "".
+
+    Raises:
+        ConfigError: it has none of the forms.
+    """
+    if dims is None:
+        return None
+    named = {"": dims} if isinstance(dims, int) else dims
+    whole = isinstance(named, Mapping) and all(type(dim) is int or dim is None for dim in named.values())
+    if not whole or isinstance(dims, bool):
+        raise refusal("batch_dims", dims, "a number, a mapping from paths in the batch to numbers or null, or null")
+    return {str(name): dim for name, dim in named.items()}
+
+
 def stages_given(stages: Any) -> StagesSpec | None:
     """The stages spec itself, after a check.
 

@@ -31,6 +31,7 @@ from lightning_gpp.training.option_values import (
     ClusterSpec,
     check_policy,
     cluster_given,
+    dims_given,
     duration,
     loaded_plan,
     partitioner_given,
@@ -213,6 +214,13 @@ class Options(SearchOptions):
         "so that the loss may combine all samples, and the step may run backwards and optimizers (docs/lightning.md); "
         "auto is whole for manual optimization, otherwise micro_batches.",
         section="Correctness",
+    )
+    batch_dims: Converted[int | Mapping[str, int | None] | None, Mapping[str, int | None] | None] = option(
+        None,
+        "the dimension that counts samples, by the path of a tensor or list in the mini-batch, and null for what every "
+        "micro-batch gets undivided, for example {tokens: 1, class_weights: null, 0.boxes: 0}; a single number is for "
+        "all tensors. Default: the first dimension, see docs/capture.md.",
+        convert=dims_given,
     )
     loss_reduction: Literal["mean", "sum"] = option("mean", "how the loss combines over samples: mean or sum.")
     on_nonfinite: Literal["stop", "skip", "ignore"] | None = option(

@@ -57,8 +57,8 @@ def captured_step(
     """
     stages = options.stages
     if is_declared(stages) and isinstance(stages, Sequence):
-        return declare(module, batch, [dict(entry) for entry in stages], step=step)
-    captured = capture_step(module, batch, step=step, context=context, device=device)
+        return declare(module, batch, [dict(entry) for entry in stages], step=step, dims=options.batch_dims)
+    captured = capture_step(module, batch, step=step, context=context, device=device, dims=options.batch_dims)
     plan = known or options.plan
     slicing = options.slicing or (slicing_of(plan) if plan is not None else None)
     if slicing is None or step != TRAINING:

@@ -24,8 +24,10 @@ from torchmetrics import Metric
 from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
+from lightning_gpp.capture.batch import cut_note, cut_of
 from lightning_gpp.capture.isolate import private_copy
-from lightning_gpp.errors import SelfCheckError
+from lightning_gpp.capture.record import line_of
+from lightning_gpp.errors import GPPError, SelfCheckError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.neutral import Neutral
@@ -112,15 +114,17 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         SelfCheckError: on all ranks, naming what differs.
     """
     control, samples = job.control, samples_of(plan, captured.batch_size)
-    part = slice_batch(batch, 0, samples, captured.batch_size) if control.runs_step else None
-    expected, warning = Expected(), ""
+    part = slice_batch(batch, 0, samples, captured.batch_size, captured.dims) if control.runs_step else None
+    expected, warning, failure = Expected(), "", ""
     # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
     with torch.compiler.set_stance("force_eager"), Neutral():  # type: ignore[no-untyped-call]
         if control.runs_step:
             whole = _copy(job.module, job.device)
-            expected = _unsplit(job, whole, captured, plan, part, samples)
-            warning = _undivided(job, whole, captured, plan, batch)
+            expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, samples)
+            warning = "" if failure else _undivided(job, whole, captured, plan, batch)
             del whole
+        if failure := control.share_object(failure):
+            raise SelfCheckError(failure)
         actual, stages = _split(job, captured, plan, transport, part, samples)
     difference = _compare(job, stages, expected, actual)
     if warning and not difference:
@@ -164,6 +168,22 @@ def _invocation(job: Job, captured: Capture | Declared, module: nn.Module) -> In
     return Invocation(function=function, rest=rest, around=job.host.around(TRAINING))
 
 
+def _unsplit_or_failure(
+    job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, part: Any, samples: int
+) -> tuple[Expected, str]:
+    try:
+        return _unsplit(job, whole, captured, plan, part, samples), ""
+    except GPPError:
+        raise
+    except Exception as error:  # user code, which may fail on fewer samples than it is written for
+        cut = cut_note(*cut_of(part, captured.dims))
+        return Expected(), (
+            f"The training step fails on a micro-batch, the first {samples} of {captured.batch_size} samples, in one "
+            f"process, too: {type(error).__name__}: {error} ({line_of(error)}). {cut} If that is wrong, say it by "
+            "strategy.batch_dims; a step that needs all samples gets them by strategy.num_micro_batches=1."
+        )
+
+
 def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, part: Any, samples: int) -> Expected:
     step = build(captured, plan, whole).step
     step.begin(part, _invocation(job, captured, whole), seed=0)
@@ -175,7 +195,7 @@ def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Pla
 
 
 def _undivided(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, batch: Any) -> str:
-    samples, total, size = few_samples(plan, batch, captured.batch_size)
+    samples, total, size = few_samples(plan, batch, captured.batch_size, captured.dims)
     return difference(
         CutComparison(
             module=whole,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import BatchNorm
-from lightning_gpp.capture.batch import slice_batch
+from lightning_gpp.capture.batch import GUESSED, BatchDims, slice_batch
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.draws import Draws
 from lightning_gpp.runtime.stage import MicroBatch
@@ -106,8 +106,9 @@ class CutComparison:
             )
         return (
             "Samples depend on each other or do not count the same (a contrastive loss, a mean over unmasked tokens), "
-            "or the first dimension of the batch does not count samples (let it be the first). Give the step the "
-            "undivided mini-batch by strategy.step=whole, or divide the loss by the number of samples."
+            "or the batch is cut along a dimension that does not count samples (say which by strategy.batch_dims). "
+            "Give the step the undivided mini-batch by strategy.step=whole, or divide the loss by the number of "
+            "samples."
         )
 
     def _differs_by_batch_norm(self) -> bool:
@@ -148,11 +149,11 @@ class CutComparison:
         return loss.item()
 
 
-def few_samples(plan: Plan, batch: Any, batch_size: int) -> tuple[Any, int, int]:
+def few_samples(plan: Plan, batch: Any, batch_size: int, dims: BatchDims = GUESSED) -> tuple[Any, int, int]:
     """The samples to compare, their number, and that of a micro-batch; as many if the step's stage does not cut any."""
     size = min(SAMPLES, plan.stages[plan.step_stage].micro_batch_size)
     total = min(2 * size, batch_size) if plan.stages[plan.step_stage].micro_batch_size < batch_size else size
-    return slice_batch(batch, 0, total, batch_size), total, size
+    return slice_batch(batch, 0, total, batch_size, dims), total, size
 
 
 def difference(comparison: CutComparison) -> str:

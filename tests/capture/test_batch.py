@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_gpp.capture import slice_batch
-from lightning_gpp.capture.batch import cut_of
+from lightning_gpp.capture import batch_size_of, slice_batch
+from lightning_gpp.capture.batch import cut_of, known_to_pytree
+from lightning_gpp.errors import ConfigError, ShapeError
 
 BOXES = [torch.zeros(n, 4) for n in (1, 3, 2, 5)]
 X = torch.arange(8.0).view(4, 2)
@@ -54,5 +57,73 @@ def test_the_batch_itself_is_not_a_list_of_samples() -> None:
 def test_names_and_sizes() -> None:
     batch = {"x": X, "mask": torch.zeros(5, 5), "names": ["a", "b", "c", "d"], "scale": 2.0, "none": None}
     cut, passed = cut_of(batch)
-    assert cut == ["['x'] (4, 2)", "['names'] (list of 4)"]
-    assert passed == ["['mask'] (5, 5)", "['scale'] (float)"]
+    assert cut == ["x (4, 2)", "names (list of 4)"]
+    assert passed == ["mask (5, 5)", "scale (float)"]
+
+
+@dataclass(frozen=True)
+class Data:
+    x: torch.Tensor
+    names: list[str]
+
+
+class Movable:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.names = x, ["a", "b", "c", "d"]
+
+    def to(self, device: Any) -> Movable:
+        return self
+
+
+@pytest.mark.parametrize("batch", [Data(X, ["a", "b", "c", "d"]), Movable(X)], ids=["dataclass", "to"])
+def test_objects(batch: Any) -> None:
+    assert batch_size_of(batch) == 4
+    part = slice_batch(batch, 1, 3, 4)
+    assert type(part) is type(batch)
+    assert torch.equal(part.x, X[1:3])
+    assert part.names == ["b", "c"]
+    assert batch.names == ["a", "b", "c", "d"]
+
+
+def test_other_mappings() -> None:
+    part = slice_batch(known_to_pytree([UserDict(x=X, n=2)]), 1, 3, 4)
+    assert torch.equal(part[0]["x"], X[1:3])
+    assert part[0]["n"] == 2
+
+
+TIME_MAJOR = {
+    "tokens": torch.zeros(7, 4),
+    "weights": torch.zeros(4),
+    "clouds": BOXES,
+    "inner": {"x": torch.zeros(7, 4)},
+}
+DIMS = {"tokens": 1, "weights": None, "inner": 1}
+
+
+def test_the_user_says_what_counts_samples() -> None:
+    assert batch_size_of(TIME_MAJOR, DIMS) == 4
+    part = slice_batch(TIME_MAJOR, 1, 3, 4, DIMS)
+    assert part["tokens"].shape == part["inner"]["x"].shape == (7, 2)
+    assert part["weights"].shape == (4,)
+    assert [len(cloud) for cloud in part["clouds"]] == [3, 2]
+    assert cut_of(TIME_MAJOR, DIMS) == (
+        ["tokens (7, 4) along dimension 1", "clouds (list of 4)", "inner.x (7, 4) along dimension 1"],
+        ["weights (4,)"],
+    )
+    assert batch_size_of([torch.zeros(7, 4), torch.zeros(3, 4)], {"": 1}) == 4
+    assert batch_size_of({"images": [torch.zeros(3, 9, 9)] * 4}, {"images": 0}) == 4
+
+
+def test_what_the_user_says_has_to_fit() -> None:
+    with pytest.raises(ConfigError, match=r"batch_dims names 'token', which is no part.*mean tokens"):
+        batch_size_of(TIME_MAJOR, {"token": 1})
+    with pytest.raises(ConfigError, match="'tokens' has no dimension 2"):
+        batch_size_of(TIME_MAJOR, {"tokens": 2})
+    with pytest.raises(ShapeError, match=r"dimension 0 of 'weights' counts samples, but its shape is \(4,\)"):
+        slice_batch(TIME_MAJOR, 0, 2, 7, {"tokens": 0, "weights": 0})
+
+
+def test_lists_that_count_samples() -> None:
+    assert batch_size_of({"clouds": BOXES}) == 4
+    assert batch_size_of((["a"], [torch.zeros(3, 8, 8)] * 2, [{"boxes": boxes} for boxes in BOXES[:2]])) == 2
+    assert batch_size_of({"loader": [torch.zeros(4, 3), torch.zeros(4)]}) == 4

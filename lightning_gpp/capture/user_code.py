@@ -1,0 +1,38 @@
+"""Which code is the user's, and at which line of it a call was made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+
+def _folders(package: str) -> Sequence[str]:
+    """The folders of a package, without importing it; none if it is not installed."""
+    spec = find_spec(package)
+    return (spec.submodule_search_locations if spec is not None else None) or ()
+
+
+_PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_gpp")
+_LIBRARY = (
+    *(f"{folder}{os.sep}" for package in _PACKAGES for folder in _folders(package)),
+    str(contextlib.__file__),
+    "<",
+)
+"""Folders whose code is not the user's."""
+
+
+def user_line() -> str:
+    """`file:line` of the innermost frame that is not library code."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if is_user_code(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "unknown line"
+
+
+def is_user_code(file: str) -> bool:
+    return not file.startswith(_LIBRARY)

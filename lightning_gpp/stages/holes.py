@@ -1,0 +1,60 @@
+"""Holes: tensors without memory, in place of values of other devices while the step looks for its stages' inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lightning_gpp._compat.torch import pytree, version
+from lightning_gpp.capture.recorder import target_of
+
+
+class Holes(TorchFunctionMode):
+    """Returns meta tensors for calls on values of other devices, and notes the real values they are combined with.
+
+    `device`: the device that they seem to be on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.holes: dict[int, torch.Tensor] = {}
+        self.calls: list[list[Any]] = []
+        self.targets: list[str] = []
+
+    def add(self, tree: Any) -> Any:
+        self.holes.update({id(leaf): leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)})
+        return tree
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs or {}))
+        if not any(id(leaf) in self.holes for leaf in leaves):
+            return func(*args, **(kwargs or {}))
+        target = target_of(func, getattr(func, "__name__", str(func)))
+        if target == "Tensor.device.__get__":
+            return self.device
+        on_meta = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        versions = [version(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in on_meta]
+        args, kwargs = pytree.tree_unflatten(on_meta, structure)
+        result = func(*args, **(kwargs or {}))
+        changed = [
+            leaf
+            for leaf, meta, before in zip(leaves, on_meta, versions, strict=True)
+            if isinstance(meta, torch.Tensor) and version(meta) != before
+        ]
+        if changed or any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            self.calls.append(leaves)
+            self.targets.append(target)
+            self.add((result, changed))
+        return result
+
+
+def device_of(batch: Any) -> torch.device:
+    """The device of a mini-batch."""
+    devices = (leaf.device for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    return next(devices, torch.device("cpu"))

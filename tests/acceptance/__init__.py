@@ -1,0 +1,3 @@
+from tests.acceptance.torchvision_operators import declare
+
+declare()

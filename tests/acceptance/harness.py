@@ -1,0 +1,269 @@
+"""Runs the zoo: many models, one after the other, in the same processes with one process group.
+
+Each model is trained for one mini-batch in the planner's stages, and for the same mini-batch in one process. A failure
+may leave the processes out of step; then the next models get new ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import json
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_gpp.capture import batch_size_of, slice_batch
+from lightning_gpp.capture.batch import GUESSED, BatchDims
+from lightning_gpp.errors import GPPError
+from lightning_gpp.training.host import Job
+from lightning_gpp.training.incoming import Incoming
+from lightning_gpp.training.machine import footprint_of
+from lightning_gpp.training.options import Options
+from lightning_gpp.training.setup import join, set_up
+from tests import distributed
+from tests.acceptance.models import zoo
+from tests.distributed import run_distributed
+
+distributed._CONTEXT.set_forkserver_preload(["tests.acceptance", *distributed._PRELOADED, "tests.acceptance.harness"])
+
+TOLERANCE: Final = 1e-12
+ROUNDING: Final = 1e-6
+"""Relative difference that code with parts in float32 has between a batch and its halves."""
+SCREEN: Final = 2000
+"""Characters of a message that fits a screen."""
+PATIENCE: Final = 60.0
+"""Seconds for one model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a model.
+
+    Attributes:
+        kind: "passed", "micro-batches" (equal to one process over the same micro-batches, and warned of it if more than
+            rounding explains the difference), "refused", "wrong", "crashed" or "missing" (a library).
+        message: the refusal, or the error.
+        error: largest relative difference of loss and gradients from those of one process over the same micro-batches.
+        undivided: the same from those of one process over the undivided mini-batch.
+        set_up: CPU seconds of capture, plan and self-check on the rank that needs most, with a plan that is given.
+        search: the same with the search.
+        stages: modules of the stages.
+    """
+
+    name: str
+    kind: str
+    message: str = ""
+    error: float = 0.0
+    undivided: float = 0.0
+    set_up: float = 0.0
+    search: float = 0.0
+    stages: tuple[tuple[str, ...], ...] = ()
+
+
+def run_zoo(world_size: int, names: Sequence[str], max_replicas: int | None = 1, timed: bool = False) -> list[Outcome]:
+    """Run models of the zoo in `world_size` processes."""
+    outcomes: dict[str, Outcome] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        while rest := [name for name in names if name not in outcomes]:
+            try:
+                run_distributed(
+                    world_size, _work, folder, rest, max_replicas, timed, timeout=PATIENCE * (1 + len(rest))
+                )
+            except AssertionError as error:
+                broken = next(name for name in rest if not _reports(Path(folder), name, world_size))
+                known = list(_known(Path(folder), broken, world_size))
+                outcomes[broken] = (
+                    known[0] if known else Outcome(name=broken, kind="crashed", message=str(error)[-SCREEN:])
+                )
+            for name in rest:
+                if reports := _reports(Path(folder), name, world_size):
+                    outcomes[name] = _worst(reports)
+    return [outcomes[name] for name in names]
+
+
+_ORDER: Final = ("crashed", "wrong", "refused", "missing", "left alone", "micro-batches", "passed")
+
+
+def _worst(reports: Sequence[Outcome]) -> Outcome:
+    worst = min(reports, key=lambda report: (_ORDER.index(report.kind), -report.error))
+    return replace(worst, set_up=max(r.set_up for r in reports), search=max(r.search for r in reports))
+
+
+def _known(folder: Path, name: str, world_size: int) -> Iterator[Outcome]:
+    for rank in range(world_size):
+        file = folder / f"{name}.{rank}"
+        if file.exists():
+            yield Outcome(**json.loads(file.read_text()))
+
+
+def _reports(folder: Path, name: str, world_size: int) -> list[Outcome]:
+    """The reports of all ranks; none if one lacks."""
+    found = list(_known(folder, name, world_size))
+    return found if len(found) == world_size else []
+
+
+def _work(rank: int, folder: str, names: Sequence[str], max_replicas: int | None, timed: bool) -> None:
+    """Run models on one rank, and leave a report of each."""
+    faulthandler.cancel_dump_traceback_later()
+    entries = zoo()
+    _warm_up()
+    for name in names:
+        with open(f"{folder}/stacks{rank}", "w") as stacks:
+            faulthandler.dump_traceback_later(PATIENCE, exit=True, file=stacks)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                outcome = _attempt(name, entries[name], rank, max_replicas, timed, caught)
+            faulthandler.cancel_dump_traceback_later()
+        _leave(Path(folder), outcome, rank)
+
+
+def _warm_up() -> None:
+    """Import what the first backward imports."""
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
+def _leave(folder: Path, outcome: Outcome, rank: int) -> None:
+    file = folder / f"{outcome.name}.{rank}"
+    file.with_suffix(f".new{rank}").write_text(json.dumps(asdict(outcome)))
+    file.with_suffix(f".new{rank}").rename(file)
+    if outcome.kind == "left alone":
+        os._exit(1)
+    if outcome.kind not in ("refused", "crashed"):
+        return
+    deadline = time.monotonic() + 3.0
+    while not _reports(folder, outcome.name, dist.get_world_size()):
+        if time.monotonic() > deadline:
+            os._exit(1)
+        time.sleep(0.01)
+
+
+def _attempt(
+    name: str, entry: Any, rank: int, max_replicas: int | None, timed: bool, caught: list[warnings.WarningMessage]
+) -> Outcome:
+    try:
+        torch.manual_seed(0)
+        module, batch, *given = entry()
+    except ImportError as error:
+        return Outcome(name=name, kind="missing", message=str(error))
+    module = without_dropout(module.double().train())
+    chosen = given[0] if given else {}
+    options = Options(num_micro_batches=2, max_replicas=max_replicas, search_seconds=0.5, **chosen)
+    try:
+        return _compared(name, module, batch, options, timed, caught)
+    except GPPError as error:
+        return Outcome(name=name, kind="refused", message=f"{type(error).__name__}: {error}")
+    except Exception:
+        trace = traceback.format_exc()
+        kind = "left alone" if "Connection closed" in trace or "Connection reset" in trace else "crashed"
+        return Outcome(name=name, kind=kind, message=trace)
+
+
+def without_dropout(module: nn.Module) -> nn.Module:
+    """Draws differ between one process and several."""
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+    return module
+
+
+def _compared(
+    name: str,
+    module: nn.Module,
+    batch: Any,
+    options: Options,
+    timed: bool,
+    caught: list[warnings.WarningMessage],
+) -> Outcome:
+    alone = copy.deepcopy(module)
+    again = copy.deepcopy(module) if timed else None
+    copy.deepcopy(module).training_step(batch).backward()  # what fails in one process, too, is a mistake of the zoo
+    engine, search = _engine(module, batch, options)
+    dims = options.batch_dims or GUESSED
+    size = engine.plan.stages[engine.plan.step_stage].micro_batch_size
+    loss = float(engine.train_step(batch))
+    found = {n: p.grad for n, p in module.named_parameters() if not p.is_meta}
+    undivided = error = _difference(copy.deepcopy(alone), batch, dims, [(0, batch_size_of(batch, dims))], loss, found)
+    kind = "passed"
+    if undivided > TOLERANCE:
+        kind, error = "micro-batches", _difference(alone, batch, dims, _parts(batch, dims, size), loss, found)
+        warned = any("undivided" in str(warning.message) for warning in caught)
+        if error > TOLERANCE or not (warned or undivided < ROUNDING or dist.get_rank()):
+            kind = "wrong"
+    stages = tuple(stage.modules for stage in engine.plan.stages)
+    message = f"{undivided:.3g} from one process, without a warning" if kind == "wrong" else ""
+    given = _engine(again, batch, replace(options, plan=engine.plan))[1] if again is not None else 0.0
+    return Outcome(
+        name=name,
+        kind=kind,
+        message=message,
+        error=error,
+        undivided=undivided,
+        set_up=given,
+        search=search,
+        stages=stages,
+    )
+
+
+def _engine(module: nn.Module, batch: Any, options: Options) -> tuple[Any, float]:
+    """The engine, and the CPU seconds of its set-up."""
+    control = join(options, dist.get_rank(), dist.get_world_size())
+    job = Job(module=module, control=control, options=options, device=torch.device("cpu"), seed=1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    start = time.process_time()
+    engine = set_up(
+        job,
+        Incoming(module, control, options.batch_dims),
+        batch,
+        optimizers=[optimizer],
+        footprint=footprint_of([optimizer], "32-true"),
+    )
+    return engine, time.process_time() - start
+
+
+def _parts(batch: Any, dims: BatchDims, size: int) -> list[tuple[int, int]]:
+    total = batch_size_of(batch, dims)
+    return [(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _difference(
+    alone: nn.Module,
+    batch: Any,
+    dims: BatchDims,
+    parts: Sequence[tuple[int, int]],
+    loss: float,
+    found: dict[str, Tensor | None],
+) -> float:
+    """The largest relative difference of loss and gradients from those of one process over parts of the mini-batch."""
+    total, expected = batch_size_of(batch, dims), 0.0
+    for start, stop in parts:
+        part = batch if len(parts) == 1 else slice_batch(batch, start, stop, total, dims)
+        result = alone.training_step(part) * ((stop - start) / total)
+        result.backward()
+        expected += float(result)
+    wanted = {n: _dense(p) for n, p in alone.named_parameters()}
+    scale = max(float(gradient.abs().max()) for gradient in wanted.values() if gradient.numel())
+    differences = [abs(loss - expected) / max(abs(expected), 1e-300)]
+    for name, gradient in found.items():
+        here = torch.zeros_like(wanted[name]) if gradient is None else _plain(gradient)
+        floor = max(float(wanted[name].abs().max()) if wanted[name].numel() else 0.0, 1e-3 * scale, 1e-300)
+        differences.append(float((here - wanted[name]).abs().max()) / floor if here.numel() else 0.0)
+    return max(float("inf") if value != value else value for value in differences)
+
+
+def _dense(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else _plain(parameter.grad)
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -1,0 +1,142 @@
+"""Vision: classification, segmentation, depth, masked images, detection."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.acceptance.models.base import B, Entry, images, labels, numbers, pretrained
+
+IMAGE = {"pixel_values": images(), "labels": labels()}
+LARGE = {"pixel_values": images(32), "labels": labels()}
+HEAD = "ForImageClassification"
+_VIT = {"image_size": 16, "patch_size": 8}
+_STAGED = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2, "image_size": 16, "patch_size": 2}
+
+
+def _boxes() -> list[dict[str, torch.Tensor]]:
+    return [
+        {"class_labels": torch.tensor([i % 3, 1]), "boxes": 0.2 + 0.1 * numbers(2, 4, seed=i)[0].abs().clamp(max=3)}
+        for i in range(B)
+    ]
+
+
+MODELS: dict[str, Entry] = {
+    "vit": pretrained("ViT", _VIT, IMAGE, head=HEAD),
+    "deit": pretrained("DeiT", _VIT, IMAGE, head=HEAD),
+    "beit": pretrained("Beit", {**_VIT, "use_relative_position_bias": True}, IMAGE, head=HEAD),
+    "dinov2": pretrained("Dinov2", _VIT, IMAGE, head=HEAD),
+    "swin": pretrained("Swin", _STAGED, IMAGE, head=HEAD),
+    "swinv2": pretrained("Swinv2", _STAGED, IMAGE, head=HEAD),
+    "convnext": pretrained("ConvNext", {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2}, IMAGE, head=HEAD),
+    "resnet": pretrained(
+        "ResNet",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+        LARGE,
+        head=HEAD,
+    ),
+    "mobilenet": pretrained("MobileNetV2", {"depth_multiplier": 0.1}, LARGE, head=HEAD),
+    "poolformer": pretrained(
+        "PoolFormer",
+        {
+            "hidden_sizes": [8, 16],
+            "depths": [1, 1],
+            "num_encoder_blocks": 2,
+            "patch_sizes": [3, 3],
+            "strides": [2, 2],
+            "padding": [1, 1],
+        },
+        IMAGE,
+        head=HEAD,
+    ),
+    "segformer": pretrained(
+        "Segformer",
+        {
+            "num_encoder_blocks": 2,
+            "depths": [1, 1],
+            "sr_ratios": [2, 1],
+            "hidden_sizes": [8, 16],
+            "num_attention_heads": [1, 2],
+            "mlp_ratios": [2, 2],
+            "patch_sizes": [3, 3],
+            "strides": [2, 2],
+            "decoder_hidden_size": 16,
+        },
+        {"pixel_values": images(), "labels": torch.ones(B, 16, 16).long()},
+        head="ForSemanticSegmentation",
+    ),
+    "pvt": pretrained(
+        "Pvt",
+        {
+            "image_size": 32,
+            "hidden_sizes": [8, 16, 16, 16],
+            "depths": [1, 1, 1, 1],
+            "num_attention_heads": [1, 1, 2, 2],
+        },
+        LARGE,
+        head=HEAD,
+    ),
+    "focalnet": pretrained(
+        "FocalNet",
+        {
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 8,
+            "depths": [1, 1],
+            "focal_levels": [1, 1],
+            "focal_windows": [3, 3],
+            "hidden_sizes": [8, 16],
+        },
+        IMAGE,
+        head=HEAD,
+    ),
+    "levit": pretrained(
+        "Levit",
+        {
+            "image_size": 32,
+            "hidden_sizes": [16, 16, 16],
+            "num_attention_heads": [2, 2, 2],
+            "depths": [1, 1, 1],
+            "key_dim": [8, 8, 8],
+        },
+        LARGE,
+        head=HEAD,
+    ),
+    "mobilevit": pretrained(
+        "MobileViT",
+        {"image_size": 32, "hidden_sizes": [16, 16, 16], "neck_hidden_sizes": [8, 8, 8, 8, 16, 16, 16]},
+        LARGE,
+        head=HEAD,
+    ),
+    "vit_mae": pretrained(
+        "ViTMAE",
+        {
+            **_VIT,
+            "mask_ratio": 0.5,
+            "decoder_hidden_size": 16,
+            "decoder_num_hidden_layers": 2,
+            "decoder_num_attention_heads": 2,
+            "decoder_intermediate_size": 32,
+        },
+        {"pixel_values": images(), "noise": numbers(4)},
+        head="ForPreTraining",
+    ),
+    "yolos": pretrained(
+        "Yolos",
+        {**_VIT, "image_size": [16, 16], "num_detection_tokens": 4},
+        {"pixel_values": images(), "labels": _boxes()},
+        head="ForObjectDetection",
+    ),
+    "dpt": pretrained(
+        "DPT",
+        {
+            **_VIT,
+            "num_hidden_layers": 4,
+            "backbone_out_indices": [0, 1, 2, 3],
+            "neck_hidden_sizes": [8, 8, 8, 8],
+            "fusion_hidden_size": 8,
+            "is_hybrid": False,
+        },
+        {"pixel_values": images(), "labels": torch.ones(B, 16, 16).long()},
+        head="ForSemanticSegmentation",
+    ),
+}

@@ -1,0 +1,58 @@
+"""Architectures of many libraries and idioms, in the planner's stages: equal to one process, or refused in a sentence.
+
+All of the zoo needs `pip install -e .[zoo]`; models of libraries that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.acceptance.harness import SCREEN, Outcome, run_zoo
+from tests.acceptance.models import zoo
+
+SAMPLE = ["llama", "expert_blocks", "slices_in_step", "time_major_told", "dataclass"]
+
+REFUSED = {
+    "wav2vec2_masked": "draws random numbers by other means than torch",
+    "byol_in_step": "would do so once per micro-batch",
+    "experts": "nonzero",
+    "packed_lstm": "_pack_padded_sequence",
+    "graph": "fails on a micro-batch, .* in one process, too",
+    "bags_with_offsets": "fails on a micro-batch, .* in one process, too",
+    "table_of_weights": "fails on a micro-batch, .* in one process, too",
+    "point_clouds": "depends on the number of samples",
+    "gradient_penalty": "",
+    "penalty_inside": "",
+    "torchvision_retinanet": "",
+    "llava": "",
+}
+"""Models that no pipeline of stages can train as they are, with the reason that users read."""
+
+
+def _check(outcomes: list[Outcome]) -> None:
+    found = [outcome for outcome in outcomes if outcome.kind != "missing"]
+    wrong = [outcome for outcome in found if outcome.kind not in ("passed", "micro-batches", "refused")]
+    assert wrong == []
+    refused = {outcome.name: outcome.message for outcome in found if outcome.kind == "refused"}
+    assert set(refused) <= set(REFUSED)
+    for name, message in refused.items():
+        assert re.search(REFUSED[name], message), name
+        assert len(message) <= SCREEN
+    assert len(found) - len(refused) >= 0.85 * len(found)
+
+
+@pytest.mark.timeout(180)
+def test_a_few_models() -> None:
+    pytest.importorskip("transformers")
+    outcomes = run_zoo(2, SAMPLE)
+    _check(outcomes)
+    assert all(len(outcome.stages) == 2 for outcome in outcomes)
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("processes", "max_replicas"), [(2, 1), (4, None)], ids=["two", "four"])
+def test_all_models(processes: int, max_replicas: int | None) -> None:
+    _check(run_zoo(processes, list(zoo()), max_replicas))

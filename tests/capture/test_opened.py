@@ -1,0 +1,200 @@
+"""Forwards that run as parts of the step, steps that are recorded up to where their modules end, and arguments that
+nothing reads: what cannot be recorded around the network does not keep it from being cut.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_gpp.capture import capture_step
+from lightning_gpp.errors import CaptureError
+from tests.capture import zoo
+from tests.capture.zoo import Base, linear
+from tests.stages.inprocess import assert_transparent, chain_of
+
+
+class Inner(nn.Module):
+    """All parameters of the model, and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear(), linear()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.b(self.a(x).tanh()), y)
+
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        rows = (y[:, 0] > -9).nonzero()[:, 0]
+        return F.mse_loss(out[rows], y[rows])
+
+
+class Checks(Inner):
+    """Validates its targets."""
+
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        if (y > 9).any():
+            raise ValueError("too large")
+        return F.mse_loss(out, y)
+
+
+class ChecksFirst(Inner):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.abs().max() > 9:
+            raise ValueError("too large")
+        if not x.isfinite().all():
+            raise ValueError("not finite")
+        return super().forward(x, y)
+
+
+class Wrapped(Base):
+    stages = [["net.a"], ["net.b"]]
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        del self.a, self.b
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch["x"], batch["y"])
+
+
+@pytest.mark.parametrize("kind", [Inner, Checks, ChecksFirst])
+def test_a_forward_around_all_parameters_runs_as_a_part_of_the_step(kind: type[Inner]) -> None:
+    torch.manual_seed(0)
+    module = Wrapped(kind()).double()
+    captured = capture_step(module, zoo.batch())
+    assert "net" in captured.opened
+    assert any("The forward of 'net' runs as a part of the step" in note for note in captured.notes)
+    assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
+
+
+class Ends(Base):
+    """Selects rows by their values, and calls its last module for these."""
+
+    stages = [["a"], ["b"]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = self.b(self.a(batch["x"]).tanh())
+        rows = (batch["y"][:, 0] > -9).nonzero()[:, 0]
+        return self.head(h[rows]).square().mean()
+
+
+class EndsEarly(Ends):
+    stages = [["a"], ["head"]]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = self.a(batch["x"])
+        return self.head(self.b(h[h[:, 0].nonzero()[:, 0]])).square().mean()
+
+
+def test_modules_behind_the_end_of_the_recording_run_with_the_step() -> None:
+    torch.manual_seed(0)
+    module = Ends().double()
+    captured = capture_step(module, zoo.batch())
+    assert set(captured.graph["step"].parameters) == {"head.weight", "head.bias"}
+    assert any("The rest runs on its device, with head.bias, head.weight" in note for note in captured.notes)
+    assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
+
+
+def test_a_network_without_most_parameters_is_none() -> None:
+    with pytest.raises(CaptureError, match="DynamicOutputShapeException"):
+        capture_step(EndsEarly().double(), zoo.batch())
+
+
+class ByShape(nn.Module):
+    """Reads no more than the shape of its second argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.layer(x) * mask.shape[1]
+
+
+class Unread(Base):
+    stages = [["a"], ["b"]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = ByShape()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.b(self.a(x), mask.cumsum(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch["x"], batch["mask"]).square().mean()
+
+
+def test_an_argument_of_which_only_the_shape_is_read() -> None:
+    torch.manual_seed(0)
+    module = Unread().double()
+    captured = capture_step(module, zoo.batch())
+    assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
+
+
+class Written(Base):
+    """Between its module calls the step writes results into a tensor, and asks for their device."""
+
+    stages = [["a"], ["b"]]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch["x"]
+        h = torch.zeros_like(x)
+        h[:, :4] = self.a(x)[:, :4]
+        return F.mse_loss(self.b(h + torch.ones(1, 8, device=h.device, dtype=h.dtype)), batch["y"])
+
+
+def test_results_that_the_step_writes_into_a_tensor() -> None:
+    torch.manual_seed(0)
+    module = Written().double()
+    captured = capture_step(module, zoo.batch())
+    assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
+
+
+class RequiresGrad(Base):
+    """Makes its input require a gradient, as models do for checkpointing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None]
+        x.requires_grad = True
+        return self.b(self.a(x).tanh())[:, 0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch["x"]), batch["x"])
+
+
+def test_an_input_that_the_model_lets_require_a_gradient() -> None:
+    torch.manual_seed(0)
+    module = RequiresGrad().double()
+    captured = capture_step(module, zoo.batch())
+    assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
+
+
+@functools.lru_cache
+def _positions(length: int) -> Tensor:
+    return torch.arange(length) / length
+
+
+class Cached(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) + _positions(x.shape[1]))
+
+
+def test_caches_keep_no_fake_tensors() -> None:
+    torch.manual_seed(0)
+    _positions.cache_clear()
+    module = Cached().double()
+    captured = capture_step(module, zoo.batch())
+    assert _positions(8).sum().item() == 3.5
+    assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
