@@ -194,7 +194,10 @@ def fit_as_worker(folder: str) -> None:
     """Without the handlers that a fork has from its agent; a worker of torchrun is a fresh process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    fit(folder)
+    try:
+        fit(folder)
+    except KeyboardInterrupt:  # which torch takes for a regular end of a function
+        os._exit(130)
 
 
 def under_torchrun(folder: str, fault: tuple[str, str, int] | None, output: str, port: int) -> None:
