@@ -20,6 +20,7 @@ from hydra.errors import HydraException, InstantiationException, OverrideParseEx
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from lightning_gpp.cli import schema
 from lightning_gpp.cli.help import ASKED, help_text
@@ -72,7 +73,7 @@ def run(command: Command) -> None:
     except KeyboardInterrupt as interrupt:
         print(f"{command.name}: interrupted{' ' * bool(str(interrupt))}{interrupt}.", file=sys.stderr)
         sys.exit(EXIT_CODE)
-    except (GPPError, HydraException, OmegaConfBaseException, OSError, UnicodeError) as error:
+    except (GPPError, HydraException, OmegaConfBaseException, OSError, UnicodeError, YAMLError, ValueError) as error:
         if not _is_told(error, job.started):
             raise
         print(f"{command.name}: {explain(error)}", file=sys.stderr)
@@ -93,8 +94,8 @@ def _prepare() -> None:
 
 def _is_told(error: Exception, started: bool) -> bool:
     """True for a user's mistake, for which the message is enough; other errors need a traceback."""
-    if isinstance(error, OSError | UnicodeError):
-        return not started  # before: a run folder or a configuration file; after: the user's code
+    if isinstance(error, OSError | ValueError | YAMLError):
+        return not started  # before: arguments, a run folder or a configuration file; after: the user's code
     return not isinstance(error, InstantiationException)  # from a constructor
 
 
@@ -145,6 +146,11 @@ def explain(error: BaseException) -> str:
         return f"{error.filename}: {error.strerror}. hydra.run.dir=FOLDER chooses another run folder."
     if isinstance(error, GPPError):
         return str(error)
+    if isinstance(error, YAMLError):
+        return f"A configuration file is not YAML: {' '.join(str(error).split())}."
+    if type(error) is ValueError:  # from Hydra, about arguments
+        reason = str(error).rstrip(".!")
+        return f"{reason}. Arguments have the form KEY=VALUE, for example trainer.devices=4; --help lists them."
     lines = (line for cause in _causes(error) for line in (*_message(cause), _keys(cause)))
     return "\n".join(dict.fromkeys(filter(None, lines)))
 

@@ -70,10 +70,24 @@ def _check_checkpoint(path: str | None, train: bool) -> None:
     if path == AUTO:
         raise ConfigError("ckpt_path=auto goes on with training, and train=false. Give the checkpoint to test.")
     named = path is None or "://" in path or path in ("best", "last", "hpc")
-    if path is None or named or Path(path).is_file() or is_folder(path):
+    if path is None or named or is_folder(path):
+        return
+    if Path(path).is_file():
+        _check_format(path)
         return
     what = "is a folder, but not a whole checkpoint" if Path(path).is_dir() else "does not exist"
     raise ConfigError(f"ckpt_path={path} {what}. Give a checkpoint: runs/<name>/<date_time>/checkpoints/....ckpt.")
+
+
+def _check_format(path: str) -> None:
+    """Refuse files that neither torch.save nor pickle, its former format, wrote."""
+    with Path(path).open("rb") as file:
+        begins = file.read(2)
+    if begins not in (b"PK", b"\x80\x02"):
+        raise ConfigError(
+            f"ckpt_path={path} is not a checkpoint: torch.save did not write this file, or not to its end. Give one of "
+            "runs/<name>/<date_time>/checkpoints/."
+        )
 
 
 def _test(job: Job, ckpt_path: str | None) -> None:
@@ -97,12 +111,24 @@ def build(config: DictConfig) -> Job:
         ConfigError: the configuration names something that does not exist.
     """
     check(config)
-    if config.seed is not None:
-        L.seed_everything(config.seed, workers=True, verbose=False)
+    seed_all(config.seed)
     strategy = built(config.strategy)
     datamodule = built(config.data)
     model = built(config.model)
     return Job(trainer=build_trainer(config, strategy), model=model, datamodule=datamodule)
+
+
+def seed_all(seed: Any) -> None:
+    """Seed all generators of this process.
+
+    Raises:
+        ConfigError: the seed is not one that they take.
+    """
+    if seed is None:
+        return
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ConfigError(f"seed={seed} is not a whole number from 0 to {2**32 - 1}; seed=null leaves it to chance.")
+    L.seed_everything(seed, workers=True, verbose=False)
 
 
 def build_trainer(config: DictConfig, strategy: Strategy) -> L.Trainer:

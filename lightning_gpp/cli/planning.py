@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_gpp.cli.check import check
+from lightning_gpp.cli.job import seed_all
 from lightning_gpp.cli.subject import GraphFile, Step, captured, graph_file
 from lightning_gpp.cli.target import built
 from lightning_gpp.cluster import Cluster, cluster_of
@@ -171,8 +171,7 @@ def task_of(config: DictConfig) -> Task:
         raise ConfigError(f"gpp-plan plans for strategy=gpp, not for {type(strategy).__name__}.")
     options = strategy.options
     whole = cluster_for(config, options)
-    if config.seed is not None:
-        L.seed_everything(config.seed, workers=True, verbose=False)
+    seed_all(config.seed)
     subject = captured(config, options) if config.graph is None else graph_file(config)
     costs = subject.costs(options, whole, torch.device(device_type(config.trainer.accelerator)))
     machine = Machine(cluster=whole.with_headroom(options.memory_headroom), footprint=subject.footprint, costs=costs)

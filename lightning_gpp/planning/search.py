@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import GPPError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
@@ -211,6 +212,7 @@ class PlanSearch:
         )
         plan = replace(plan, notes={"partitioner": self.name})
         number *= candidate.num_pipelines or 1
+        _check_number(plan, number, request.cluster)
         return predicted(
             plan,
             self.graph,
@@ -335,3 +337,12 @@ def _reason(outcome: _Outcome, best: _Outcome) -> str:
         return f"{what} it needs more memory"
     slower = best.prediction.samples_per_second / outcome.prediction.samples_per_second - 1
     return f"{what} the {best.search.problem.judged_by} takes {slower:.1%} longer"
+
+
+def _check_number(plan: Plan, number: int, cluster: Cluster) -> None:
+    """Refuse drafts that a schedule's own layout spreads over more devices than there are."""
+    if plan.num_devices * number > cluster.num_devices:
+        raise PlanError(
+            f"schedule={plan.schedule} lays this draft out on {plan.num_devices} devices per pipeline, so {number} "
+            f"pipelines need {plan.num_devices * number}; the cluster {cluster.name!r} has {cluster.num_devices}."
+        )

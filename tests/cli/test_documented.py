@@ -92,7 +92,8 @@ def run(item: Documented, way: Run, folder: Path) -> Path:
 
 def newest(name: str, folder: Path) -> str:
     """The run folder, or the checkpoint, of the latest run."""
-    latest = max((folder / "runs" / "two_tower").iterdir(), key=lambda path: path.stat().st_mtime)
+    complete = (path for path in (folder / "runs" / "two_tower").iterdir() if (path / "checkpoints/last.ckpt").exists())
+    latest = max(complete, key=lambda path: path.stat().st_mtime)
     return str(latest / "checkpoints" / name if name.endswith(".ckpt") else latest)
 
 

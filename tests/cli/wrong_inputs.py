@@ -1,0 +1,173 @@
+"""What careless users give the commands: files that are something else, and command lines, with what they are told."""
+
+from __future__ import annotations
+
+_STAGES = """version: 1
+stages:
+- name: a
+  modules: [{modules}]
+  devices: [1]
+  micro_batch_size: 16
+- name: b
+  modules: ['@step']
+  devices: [0]
+  micro_batch_size: 16
+edges:
+- src: 0
+  dst: 1
+{more}batch_size: 64
+schedule: {schedule}
+"""
+
+FILES = {
+    "list.yaml": "- 1\n- 2\n",
+    "text.yaml": "just some words\n",
+    "tab.yaml": "a:\n\t- b\n",
+    "no_link.yaml": "nodes:\n  - {device: t4, count: 4}\n",
+    "device.yaml": "nodes:\n  - {device: rtx9000, count: 4, link: {bytes_per_second: 1e9}}\n",
+    "slow.yaml": "nodes:\n  - {device: t4, count: 4, link: {bytes_per_second: -5}}\n",
+    "typo.yaml": "nodes:\n  - {device: t4, cuont: 4}\n",
+    "half.json": '{"operators": [',
+    "list.json": "[1, 2]",
+    "empty.json": "",
+    "nothing.json": "{}",
+    "words.json": '{"operators": "many"}',
+    "plan9.yaml": "version: 9\nstages: []\n",
+    "empty_plan.yaml": "version: 1\nstages: []\nedges: []\nbatch_size: 4\nschedule: 1f1b\n",
+    "other.yaml": _STAGES.format(modules="nowhere", more="", schedule="1f1b"),
+    "circle.yaml": _STAGES.format(modules="head", more="- src: 1\n  dst: 0\n", schedule="1f1b"),
+    "far.yaml": _STAGES.format(modules="head", more="- src: 0\n  dst: 7\n", schedule="1f1b"),
+    "odd.yaml": _STAGES.format(modules="head", more="", schedule="fastest"),
+    "junk.ckpt": "no checkpoint",
+    "empty.ckpt": "",
+    "mine/experiment/lame.yaml": "# @package _global_\ndefaults:\n  - override /data: two_tower\n"
+    "  - override /model: no_such\n",
+    "mine/experiment/broken.yaml": "# @package _global_\ndefaults: [\n",
+    "mine/experiment/silent.yaml": "",
+}
+
+LINES: dict[str, str] = {
+    # arguments that are none
+    "gpp-train two_tower": r"'two_tower' is not KEY=VALUE, for example",
+    "gpp-train experiment=two_tower =4": r"Config group override must be .* KEY=VALUE, for example",
+    "gpp-train experiment=two_tower trainer.devices": r"'trainer.devices' is not KEY=VALUE",
+    "gpp-train experiment=two_tower trainer.devices==4": r"'trainer.devices==4' is not KEY=VALUE",
+    "gpp-train experiment=two_tower trainer,devices=4": r"'trainer,devices=4' is not KEY=VALUE",
+    "gpp-train experiment=two_tower 'model={'": r"'model={' is not KEY=VALUE",
+    "gpp-train -experiment=two_tower": r"unrecognized arguments: -experiment=two_tower",
+    "gpp-train --experiment two_tower": r"File two_tower does not exist. .* KEY=VALUE",
+    "gpp-train experiment=two_tower Trainer.devices=2": r"'Trainer.devices'.* Did you mean trainer",
+    "gpp-plan comapre experiment=two_tower": r"'comapre' is not KEY=VALUE",
+    # groups and configuration folders
+    "gpp-train experiment=": r"experiment",
+    "gpp-train data=two_tower": r"You must specify 'model'.* two_tower",
+    "gpp-train model=two_tower": r"You must specify 'data'.* two_tower",
+    "gpp-train experiment=two_tower callbacks=nope": r"'callbacks/nope' Available options .* run_report",
+    "gpp-train --config-dir nowhere experiment=two_tower": r"directory '.*nowhere' not found",
+    "gpp-train --config-dir mine.py experiment=two_tower": r"directory '.*mine\.py' not found",
+    "gpp-train --config-name nope experiment=two_tower": r"nope",
+    "gpp-train --config-dir mine experiment=lame": r"'model/no_such' Available options in 'model': .*two_tower",
+    "gpp-train --config-dir mine experiment=broken": r"is not YAML: .*broken\.yaml.* line 2",
+    "gpp-train --config-dir mine experiment=silent": r"You must specify 'model', e\.g",
+    "gpp-train experiment=two_tower hydra.run.dir=/proc/x": r"/proc/x: .*hydra\.run\.dir=FOLDER",
+    "gpp-train experiment=two_tower strategy._target_=lightning.pytorch.strategies.DDPStrategyy": r"no attribute 'DDPS",
+    # what Lightning refuses
+    "gpp-train experiment=two_tower trainer.devices=0": r"trainer\.devices=0.*not a valid input",
+    "gpp-train experiment=two_tower trainer.devices=-2": r"trainer\.devices=-2.*int > 0",
+    "gpp-train experiment=two_tower trainer.devices=1.5": r"trainer\.devices=1\.5.*int > 0",
+    "gpp-train experiment=two_tower 'trainer.devices=[0,0]'": r"trainer\.devices=\[0, 0\].*int > 0",
+    "gpp-train experiment=two_tower trainer.num_nodes=0": r"`num_nodes` must be a positive integer, but got 0",
+    "gpp-train experiment=two_tower trainer.precision=fp8": r"'fp8' is invalid\. Allowed precision values",
+    "gpp-train experiment=two_tower trainer.accelerator=gpus": r"accelerator='gpus'.* Available names are: .*cpu",
+    "gpp-train experiment=two_tower trainer.gradient_clip_val=high trainer.devices=1": r"`gradient_clip_val` should be",
+    "gpp-train experiment=two_tower logger=wandb trainer.devices=1": r"WandbLogger cannot be built: .*pip install",
+    # seeds and checkpoints
+    "gpp-train experiment=two_tower seed=one": r"seed=one is not a whole number",
+    "gpp-train experiment=two_tower seed=-1": r"seed=-1 is not a whole number",
+    "gpp-train experiment=two_tower seed=1.5": r"seed=1\.5 is not a whole number",
+    "gpp-plan experiment=two_tower seed=one": r"seed=one is not a whole number",
+    "gpp-train experiment=two_tower ckpt_path=junk.ckpt": r"ckpt_path=junk\.ckpt is not a checkpoint",
+    "gpp-train experiment=two_tower ckpt_path=empty.ckpt": r"ckpt_path=empty\.ckpt is not a checkpoint",
+    "gpp-train experiment=two_tower ckpt_path=latin.yaml": r"ckpt_path=latin\.yaml is not a checkpoint",
+    # options of the strategy
+    "gpp-train experiment=two_tower strategy.schedule=1f2b": r"strategy\.schedule is '1f2b'; it must be one of",
+    "gpp-train experiment=two_tower strategy.partitioner=best": r"strategy\.partitioner is 'best'; it must be one of",
+    "gpp-train experiment=two_tower strategy.sharding=zero3": r"strategy\.sharding is 'zero3'; it must be one of",
+    "gpp-train experiment=two_tower strategy.weights=stashed": r"strategy\.weights='stashed' is not .* Choose one of",
+    "gpp-train experiment=two_tower strategy.delayed_devices=2": r"strategy\.delayed_devices=2 .* strategy\.weights=stash",
+    "gpp-train experiment=two_tower strategy.slices=0": r"strategy\.slices is 0",
+    "gpp-train experiment=two_tower strategy.timeout=-1": r"strategy\.timeout is .*more than 0 seconds",
+    "gpp-train experiment=two_tower strategy.on_nonfinite=panic": r"strategy\.on_nonfinite is 'panic'; it must be one",
+    "gpp-plan experiment=two_tower strategy.micro_batch_size=0": r"strategy\.micro_batch_size is 0",
+    "gpp-plan experiment=two_tower strategy.num_micro_batches=4 strategy.micro_batch_size=4": r"num_micro_batches=4 and",
+    "gpp-plan experiment=two_tower strategy.num_micro_batches=65": r"65",
+    "gpp-plan experiment=two_tower 'strategy.slices=[0,0]'": r"strategy\.slices",
+    "gpp-plan experiment=two_tower strategy.num_pipelines=3": r"num_pipelines=3",
+    "gpp-plan experiment=two_tower strategy.recompute=nothing": r"strategy\.recompute",
+    # stages
+    "gpp-plan experiment=two_tower 'strategy.stages={image_tower:0}'": r"strategy\.stages leaves parameters",
+    "gpp-plan experiment=two_tower 'strategy.stages=[]'": r"strategy\.stages is empty",
+    "gpp-plan experiment=two_tower strategy.stages=5": r"strategy\.stages",
+    "gpp-plan experiment=two_tower strategy.stages=list.yaml": r"strategy\.stages",
+    "gpp-plan experiment=two_tower 'strategy.stages=[{modules:[head],name:5}]'": r"stages\[0\]\.name is 5; it must be",
+    "gpp-plan experiment=two_tower 'strategy.stages=[{modules:[head],devices:[-1]}]'": r"-1",
+    # plan files
+    "gpp-plan experiment=two_tower strategy.plan=other.yaml trainer.devices=2": r"nowhere",
+    "gpp-plan experiment=two_tower strategy.plan=circle.yaml trainer.devices=2": r"circle\.yaml \(strategy\.plan\)",
+    "gpp-plan experiment=two_tower strategy.plan=far.yaml trainer.devices=2": r"far\.yaml \(strategy\.plan\).*7",
+    "gpp-plan experiment=two_tower strategy.plan=odd.yaml trainer.devices=2": r"fastest",
+    "gpp-plan experiment=two_tower strategy.plan=plan9.yaml": r"plan9\.yaml \(strategy\.plan\).* version is 9",
+    "gpp-plan experiment=two_tower strategy.plan=empty_plan.yaml": r"empty_plan\.yaml \(strategy\.plan\)",
+    "gpp-plan experiment=two_tower strategy.plan=list.yaml": r"list\.yaml \(strategy\.plan\): the content is \[1, 2\]",
+    "gpp-plan experiment=two_tower strategy.plan=tab.yaml": r"tab\.yaml \(strategy\.plan\): is not YAML",
+    "gpp-plan experiment=two_tower strategy.plan=3": r"strategy\.plan|3 ",
+    # clusters
+    "gpp-plan experiment=two_tower cluster=nope": r"'cluster/nope' Available options in 'cluster': cpu_host",
+    "gpp-plan experiment=two_tower cluster=dgx_h100 cluster.num_nodes=0": r"cluster\.num_nodes is 0; it must be >= 1",
+    "gpp-plan experiment=two_tower cluster=cpu_host cluster.num_devices=many": r"num_devices is 'many'; it must be a wh",
+    "gpp-plan experiment=two_tower strategy.cluster=dgx": r"strategy\.cluster='dgx' .* Did you mean dgx_h",
+    "gpp-plan experiment=two_tower strategy.cluster=list.yaml": r"strategy\.cluster=list\.yaml: cluster is \[1, 2\]",
+    "gpp-plan experiment=two_tower strategy.cluster=no_link.yaml": r"no_link\.yaml: cluster\.nodes\[0\]\.link is missing",
+    "gpp-plan experiment=two_tower strategy.cluster=device.yaml": r"device\.yaml: .*rtx9000",
+    "gpp-plan experiment=two_tower strategy.cluster=slow.yaml": r"slow\.yaml: .*bytes_per_second=-5 must be above 0",
+    "gpp-plan experiment=two_tower strategy.cluster=typo.yaml": r"cuont is not a key\. Did you mean count",
+    "gpp-plan experiment=two_tower strategy.cluster=text.yaml": r"cluster is 'just some words'; it must be a mapping",
+    # graph files
+    "gpp-plan graph=half.json cluster=summit batch_size=8": r"half\.json: is not JSON",
+    "gpp-plan graph=list.json cluster=summit batch_size=8": r"list\.json",
+    "gpp-plan graph=empty.json cluster=summit batch_size=8": r"empty\.json: is not JSON",
+    "gpp-plan graph=nothing.json cluster=summit batch_size=8": r"nothing\.json",
+    "gpp-plan graph=words.json cluster=summit batch_size=8": r"words\.json",
+    "gpp-plan graph=none.json cluster=summit batch_size=8": r"none\.json: cannot be read: No such file",
+    "gpp-plan graph=half.json": r"graph|batch_size",
+    "gpp-plan graph=nothing.json cluster=summit batch_size=none": r"batch_size|nothing\.json",
+    # what gpp-plan is asked for
+    "gpp-plan experiment=two_tower batch_size=64": r"batch_size",
+    "gpp-plan experiment=two_tower step=train_step": r"train_step",
+    "gpp-plan experiment=two_tower schedules=all": r"schedules=all is for gpp-plan compare",
+    "gpp-plan experiment=two_tower strategy=ddp": r"gpp-plan plans for strategy=gpp, not for DDPStrategy",
+    "gpp-plan experiment=two_tower trainer.devices=auto": r"trainer\.devices=auto: .* for example trainer\.devices=4",
+    "gpp-plan compare experiment=two_tower 'schedules=[nope]'": r"nope",
+    "gpp-plan compare experiment=two_tower 'partitioners=[nope]'": r"nope",
+    "gpp-plan experiment=two_tower output=.": r"output=\. cannot be written: Is a directory",
+    "gpp-plan experiment=two_tower report=/proc/report.html": r"report=/proc/report\.html cannot be written",
+    "gpp-plan experiment=two_tower trace=mine.py/trace.json": r"trace=mine\.py/trace\.json cannot be written",
+    # the other commands
+    "gpp-checkpoint": r"usage: gpp-checkpoint",
+    "gpp-checkpoint show": r"arguments are required",
+    "gpp-checkpoint display junk.ckpt": r"invalid choice: 'display'",
+    "gpp-checkpoint show none.ckpt": r"none\.ckpt does not exist",
+    "gpp-checkpoint show junk.ckpt": r"junk\.ckpt is not a checkpoint that can be read",
+    "gpp-checkpoint show empty.ckpt": r"empty\.ckpt is not a checkpoint that can be read",
+    "gpp-checkpoint show deep": r"deep",
+    "gpp-checkpoint convert none.ckpt new.ckpt": r"none\.ckpt does not exist",
+    "gpp-checkpoint convert junk.ckpt new.ckpt": r"junk\.ckpt is not a checkpoint",
+    "gpp-checkpoint convert junk.ckpt": r"arguments are required",
+    "gpp-checkpoint convert junk.ckpt junk.ckpt": r"junk\.ckpt",
+    "gpp-init": r"arguments are required",
+    "gpp-init my-project": r"my-project.* cannot be the name of a Python package",
+    "gpp-init class": r"class.* cannot be the name of a Python package",
+    "gpp-init deep": r"deep exists already",
+    "gpp-init a b": r"unrecognized arguments: b",
+}
+"""Command lines, with patterns of what they say."""
