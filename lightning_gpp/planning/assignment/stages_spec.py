@@ -23,7 +23,7 @@ class Entry:
 
     modules: Annotated[tuple[str, ...], MinLen(1)]
     name: str | None = None
-    devices: tuple[int, ...] | None = None
+    devices: tuple[Annotated[int, Ge(0)], ...] | None = None
     micro_batch_size: Annotated[int, Ge(1)] | None = None
     recompute: bool = False
     round_robin: bool = False
