@@ -20,6 +20,7 @@ from lightning_gpp.checkpoints.saver import Saver
 from lightning_gpp.checkpoints.stored import Folder
 from lightning_gpp.errors import CheckpointError
 from lightning_gpp.reports import plan_table
+from lightning_gpp.training.checkpoint import fill
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.foreign import pickled_as
@@ -105,7 +106,10 @@ class Checkpoints:
                 checkpoint[KEY]["pipeline"] = engine.pipeline_state_dict(sharded=self.sharded(engine))
         if engine is not None and self.sharded(engine):
             self._save_folder(checkpoint, path, engine.control)
-        elif first:
+            return
+        if engine is not None and engine.control.world_size > 1:
+            checkpoint = fill(checkpoint, engine.control)
+        if first:
             self._saver.wait()  # before its memory is used again
             staged = self._saver.staged(checkpoint)
             write = partial(self._io().save_checkpoint, staged, path, storage_options=storage_options)
@@ -113,6 +117,11 @@ class Checkpoints:
 
     def _save_folder(self, checkpoint: Mapping[str, Any], path: Any, control: Control) -> None:
         path = control.broadcast(str(path))
+        if "averaging_state" in checkpoint:
+            raise CheckpointError(
+                f"The checkpoint {path} has averaged weights (the callback WeightAveraging), which folders cannot have "
+                "yet. Set strategy.state_dict_type=full."
+            )
         if _is_url(path):
             raise CheckpointError(
                 f"The checkpoint {path} is to be a folder (strategy.state_dict_type={self._options.state_dict_type}), "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
+from torch import nn
 
 from lightning_gpp._compat.lightning import closure_repeated, uses_dataloader_iter
+from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.agreement import text_of
 from lightning_gpp.training.compiled import compiled_steps
@@ -97,20 +99,46 @@ def facts_of_loaders(step: str, num_batches: Iterable[float]) -> dict[str, str]:
     return {f"the numbers of batches for {step} (lengths of the data loaders)": str(list(num_batches))}
 
 
-def check_callbacks(trainer: pl.Trainer) -> None:
-    """Raise ConfigError for callbacks that work on the full module."""
-    kinds: tuple[type, ...] = (StochasticWeightAveraging, BatchSizeFinder, BaseFinetuning, *_averaging())
+def check_callbacks(trainer: pl.Trainer, num_devices: int) -> None:
+    """Raise ConfigError for callbacks that cannot work where every rank has a part of the module."""
+    if num_devices == 1:
+        return
     for callback in getattr(trainer, "callbacks", ()):
-        if isinstance(callback, kinds):
-            raise ConfigError(
-                f"The callback {type(callback).__name__} copies, restores or compares the full module, but every rank "
-                "holds only a part of it. Remove it (trainer.callbacks)."
-            )
+        for kinds, reason in _UNSUITED.items():
+            if isinstance(callback, kinds):
+                raise ConfigError(f"The callback {type(callback).__name__} {reason} (trainer.callbacks).")
+    _check_averages(trainer)
 
 
-def _averaging() -> tuple[type, ...]:
-    found = getattr(pl.callbacks, "WeightAveraging", None)
-    return () if found is None else (found,)
+_UNSUITED: Final[dict[type, str]] = {
+    BatchSizeFinder: (
+        "runs trials whose memory differs from device to device, and goes back to a checkpoint when one fails, which "
+        "the other ranks do not notice. Remove it, and look at the memory of each device in gpp-plan"
+    ),
+    ModelPruning: (
+        "masks parameters by the importance of all of them, of which every rank has only its own. Remove it, and prune "
+        "the module before training, or the saved one after it"
+    ),
+}
+"""Callbacks that need the undivided module, and why."""
+
+
+def _check_averages(trainer: pl.Trainer) -> None:
+    """BatchNorm's statistics of averaged weights are computed in an additional epoch, from mini-batches."""
+    averages = any(isinstance(callback, StochasticWeightAveraging) for callback in getattr(trainer, "callbacks", ()))
+    if averages and any(isinstance(part, BatchNorm) for part in trainer.lightning_module.modules()):
+        raise ConfigError(
+            "The callback StochasticWeightAveraging computes the statistics of BatchNorm anew, from mini-batches, but "
+            "stages see micro-batches. Use EMAWeightAveraging(use_buffers=True), or a norm within samples "
+            "(trainer.callbacks)."
+        )
+
+
+def copies_of(module: nn.Module, callbacks: Iterable[object]) -> list[nn.Module]:
+    """Copies of the module that callbacks made before it was divided, such as averages."""
+    kept = (value for callback in callbacks for value in vars(callback).values() if isinstance(value, nn.Module))
+    parts = (part for value in kept for part in (value, getattr(value, "module", None)))
+    return [part for part in parts if type(part) is type(module) and part is not module]
 
 
 def check_layer_sync(layer_sync: object) -> None:

@@ -19,7 +19,13 @@ from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.ahead import ReadAhead
-from lightning_gpp.strategy.checks import check_callbacks, check_module, facts_of_loaders, runs_whole
+from lightning_gpp.strategy.checks import (
+    check_callbacks,
+    check_module,
+    copies_of,
+    facts_of_loaders,
+    runs_whole,
+)
 from lightning_gpp.strategy.data import peek
 from lightning_gpp.strategy.hooks import SharedHooks
 from lightning_gpp.strategy.metrics import MetricStates
@@ -78,7 +84,7 @@ class Run:
             check_whole(options)
         if fitting and getattr(self.precision, "scaler", None) is not None:
             check_scaled(options)
-        check_callbacks(trainer)
+        check_callbacks(trainer, control.num_devices)
         host, device = LightningHost(self.module, self.precision), strategy.root_device
         self.job = Job(
             module=self.module,
@@ -133,6 +139,8 @@ class Run:
         self._pipeline = {}
         if self.job.options.trace:
             self.steps.trace = TraceFile(self.trainer.default_root_dir, self.control)
+        for copied in copies_of(self.module, getattr(self.trainer, "callbacks", ())):
+            self.steps.engine.divide(copied)
         if not self.job.whole:
             _compat.install_automatic_optimization(self.trainer)
 

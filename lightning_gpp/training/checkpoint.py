@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.foreign import Foreign
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, materialise, replace_tensors, tensors_of, with_values
 from lightning_gpp.training.shards import is_shard, loadable, outline, state_shard, whole_states, whole_values
@@ -176,3 +179,17 @@ def make_whole(module: nn.Module, placement: Placement, control: Control) -> Non
         if tensor.is_meta:
             swaps[id(tensor)] = (tensor, with_values(tensor, received[name]))
     replace_tensors(module, swaps)
+
+
+def fill(tree: Any, control: Control) -> Any:
+    """The tree with the values of its foreign tensors on global rank 0; all ranks call this, with trees alike."""
+    pairs, structure = pytree.tree_flatten_with_path(tree)
+    leaves = {pytree.keystr(path): leaf for path, leaf in pairs}
+    missing = {name: min(leaf.ranks) for name, leaf in leaves.items() if isinstance(leaf, Foreign)}
+    for name, source in control.broadcast(missing).items():
+        if control.rank == 0:
+            leaves[name] = torch.empty(leaves[name].shape, dtype=leaves[name].dtype)
+            dist.recv(leaves[name], src=source, group=control.world)
+        elif control.rank == source:
+            dist.send(leaves[name].detach().cpu().contiguous(), dst=0, group=control.world)
+    return pytree.tree_unflatten(list(leaves.values()), structure)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
@@ -365,6 +365,10 @@ class Engine:
         load_state(self.module, state, strict)
         drop(self.module, self._layout.placement.elsewhere(self.control), self.device)
         self._incoming.follow()
+
+    def divide(self, copy: nn.Module) -> None:
+        """Leave this rank's part of a copy of the module, which was made before set-up, as in the module itself."""
+        drop(copy, self._layout.placement.elsewhere(self.control), self.device)
 
     def optimizer_state_dict(self, optimizer: Optimizer, *, sharded: bool = False) -> dict[str, Any]:
         """The state dict of the undivided optimizer, in the user's indexing; complete on global rank 0.

@@ -92,6 +92,8 @@ class Foreign(Tensor):
         name, attribute = getattr(func, "__name__", str(func)), getattr(func, "__self__", None)
         if name in _READS:
             raise _refusal(name, args[:1])
+        if name == "equal" and all(map(_is_parameter, args)) and not all(isinstance(each, Foreign) for each in args):
+            return False  # callbacks look for a parameter among those of an optimizer, which are here
         if name == "__get__" and attribute is Tensor.grad:
             return _gradient_of(args[0])
         if name == "__set__" and attribute in (Tensor.grad, Tensor.data):
@@ -102,9 +104,11 @@ class Foreign(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """The results of an operator, without values."""
+        name = func.overloadpacket.__name__
+        if name.startswith("_foreach"):
+            return _one_by_one(func, name, args, kwargs or {})
         leaves, structure = pytree.tree_flatten((args, kwargs or {}))
         foreign = [leaf for leaf in leaves if isinstance(leaf, Foreign)]
-        name = func.overloadpacket.__name__
         if _DEPENDS_ON_VALUES & set(func.tags):
             raise _refusal(name, foreign)
         _check(name, foreign, _written(func, args, kwargs or {}), leaves)
@@ -188,13 +192,42 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, Tensor)]
 
 
+def _one_by_one(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operator on lists of tensors: done on those places of the lists that are here."""
+    length = len(args[0])
+    places = [[arg[place] for arg in args if _is_list(arg, length)] for place in range(length)]
+    here = [place for place, items in enumerate(places) if not any(isinstance(item, Foreign) for item in items)]
+    for place in set(range(length)) - set(here):
+        written = [args[0][place]] if name.endswith("_") else []
+        foreign = [item for item in places[place] if isinstance(item, Foreign)]
+        _check(name, foreign, written, places[place])
+    picked = [[arg[place] for place in here] if _is_list(arg, length) else arg for arg in args]
+    done = func(*picked, **kwargs) if here else []
+    if name.endswith("_"):
+        return None
+    results = dict(zip(here, done, strict=True))
+    return [results[place] if place in results else args[0][place].detach() for place in range(length)]
+
+
+def _is_list(value: Any, length: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == length
+
+
 def _check(name: str, foreign: Sequence[Foreign], written: Sequence[Tensor], operands: Sequence[Any]) -> None:
     """Refuse what no rank would do, or not all of it."""
-    here = [leaf for leaf in operands if isinstance(leaf, Tensor) and not leaf.is_meta]
+    here = [leaf for leaf in operands if isinstance(leaf, Tensor) and not leaf.is_meta and not _is_count(leaf)]
     left_to_others = bool(written) and all(isinstance(tensor, Foreign) for tensor in written) and not _alone.get()
     apart = not frozenset.intersection(*(tensor.ranks for tensor in foreign))
     if apart or any(map(_is_parameter, here)) or ((written or here) and not left_to_others):
         raise _refusal(name, foreign)
+
+
+def _is_count(tensor: Tensor) -> bool:
+    """True for single numbers in hooks, such as a count of updates.
+
+    If such a number came from parameters, the ranks that change a tensor by it would lack it, and refuse.
+    """
+    return tensor.dim() == 0 and not _is_parameter(tensor) and not _alone.get()
 
 
 def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:

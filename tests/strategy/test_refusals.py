@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.utils.data import DataLoader
 
 from lightning_gpp import ConfigError, GPPError, GPPStrategy, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.strategy.data import Placeholder, peek
 from lightning_gpp.training.loss_scale import check_scaled
-from tests.strategy import harness
+from tests.strategy import harness, test_callbacks, test_manual
 from tests.strategy.harness import TwoTowers, loader, make_data
 
 
@@ -181,12 +181,6 @@ CASES: dict[str, Case] = {
     "no rule of prediction": (Unpredictable, {"weights": "predicted"}, {}, "cannot predict Adagrad .*weights=stash"),
     "no loss": (Skipping, {}, {}, "must return the loss"),
     "logging a tensor": (Scalarless, {}, {}, r"self.log\('logits', ...\) was given a tensor of shape \(\d, 3\)"),
-    "weight averaging": (
-        TwoTowers,
-        {},
-        {"callbacks": [StochasticWeightAveraging(0.1)]},
-        "StochasticWeightAveraging copies, restores",
-    ),
     "synchronised BatchNorm": (TwoTowers, {}, {"sync_batchnorm": True}, "sync_batchnorm=True would average"),
     "uneven pipelines": (TwoTowers, {"num_pipelines": 2}, {}, "num_pipelines=2 does not divide the 1 devices"),
 }
@@ -240,3 +234,29 @@ def test_data_that_can_be_read_once() -> None:
 def test_empty_data() -> None:
     with pytest.raises(ConfigError, match="The data loader is empty"):
         peek(DataLoader(make_data(3), batch_size=4, drop_last=True))
+
+
+ROWS: dict[str, list[Any]] = {
+    "manual optimization or": ["manual optimization", "own backward"],
+    "`dataloader_iter` in a step": ["dataloader_iter"],
+    "L-BFGS": ["L-BFGS"],
+    "an optimizer that calls": ["repeated closure"],
+    "`sync_batchnorm=True`": ["synchronised BatchNorm"],
+    "BatchSizeFinder": [test_callbacks.test_refused_on_two_devices],
+    "ModelPruning": [test_callbacks.test_refused_on_two_devices],
+    "StochasticWeightAveraging": [test_callbacks.test_batch_norm_is_not_averaged_from_micro_batches],
+    "asynchronous weights, FSDP": [test_a_scaled_loss],
+    "a gradient of a gradient": ["gradient of a gradient", "gradient of a gradient, later"],
+    "a parameter of a stage": ["parameter of a stage"],
+    "`loss.backward()`": ["own backward with shared parameters"],
+    "a schedule, policy": [name for name in CASES if name.endswith("of a step as a whole")],
+}
+"""The beginning of every row of the table in docs/lightning.md, and its tests: functions, or names of cases."""
+
+
+def test_every_row_of_the_table_has_a_test() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text()
+    table = text[text.index("| what | reason | way out |") :].partition("\n\n")[0].splitlines()[2:]
+    assert [next(row for row in ROWS if line.startswith(f"| {row}")) for line in table] == list(ROWS)
+    cases = CASES.keys() | test_manual.REFUSED.keys()
+    assert all(tests and all(callable(test) or test in cases for test in tests) for tests in ROWS.values())
