@@ -40,7 +40,7 @@ pictures: $(READY) ## write docs/pictures anew
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,hf,examples,slurm]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,hf,examples,slurm,cli]"
 	touch $(READY)
 
 clean: ## remove the environment and everything that was built; run folders stay

@@ -49,6 +49,7 @@ WAYS: tuple[tuple[str, Way], ...] = (
     (r"make (demo|test)", Elsewhere("tests/benchmarks/test_first_steps.py", "makes an environment")),
     (r".* trainer=gpu\b", Elsewhere("tests/benchmarks/test_gpu.py", "a GPU")),
     (r"python -m gpp_examples\.finetune", Elsewhere("tests/examples/test_finetune.py", "a model of the internet")),
+    (r"python -m gpp_examples\.lightning_cli", Elsewhere("tests/examples/test_lightning_cli.py", "an extra")),
     (r"python -m benchmarks\.quality", Elsewhere("tests/benchmarks/test_quality.py", "hours")),
     (r"gpp-init", Run()),
     (r"cd ", Run()),
