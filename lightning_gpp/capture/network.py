@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.recorder import BATCH, Recorder, refusal
-from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref
+from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref, StateRef
 from lightning_gpp.graph import Affine
 
 InputKey = tuple[str, int, int]
@@ -71,6 +73,7 @@ class _Extraction:
         positions = {call.index: number for number, call in enumerate(self._step_calls())}
         calls = [self._renumber(self.recording.calls[index], positions.get(index, -1)) for index in self.number]
         after = [c for c in self.recording.calls if c.index not in self.number]
+        self._check_gradients()
         self._check_source(after)
         self._check_changes()
         return Network(
@@ -204,6 +207,23 @@ class _Extraction:
                         "the step uses a parameter before its first module call",
                         "use the parameter inside a module's forward",
                     )
+
+    def _check_gradients(self) -> None:
+        """Gradients of the network's results with respect to its arguments would need the graphs of other devices."""
+        arguments = {ref for top in self.tops for ref in _refs((top.args, top.kwargs))}
+        for call in self.recording.calls:
+            if call.scope != -1 or call.function is not torch.autograd.grad:
+                continue
+            inputs = pytree.tree_leaves(call.kwargs.get("inputs", call.args[1:2]))
+            if any(
+                isinstance(leaf, StateRef) or leaf in arguments for leaf in inputs if isinstance(leaf, Ref | StateRef)
+            ):
+                raise refusal(
+                    call.line,
+                    "the step differentiates its network (torch.autograd.grad), which is on other devices, without a "
+                    "graph between them",
+                    "compute this gradient, and the penalty of it, in the forward of a module that is in one stage",
+                )
 
     def _check_changes(self) -> None:
         """The step runs once per micro-batch, on one rank, and its beginning twice."""

@@ -23,8 +23,8 @@ REFUSED = {
     "bags_with_offsets": "fails on a micro-batch, .* in one process, too",
     "table_of_weights": "fails on a micro-batch, .* in one process, too",
     "point_clouds": "depends on the number of samples",
-    "gradient_penalty": "",
-    "penalty_inside": "",
+    "gradient_penalty": "differentiates its network",
+    "penalty_inside": "differentiates its network",
     "torchvision_retinanet": "",
     "llava": "",
 }

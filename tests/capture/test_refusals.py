@@ -119,12 +119,32 @@ class NoNetwork(Base):
         return F.linear(batch["x"], self.a.weight).mean()
 
 
+class Penalty(Base):
+    """A gradient penalty of the step."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = batch["x"].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+
+class PenaltyBetween(Base):
+    """The same, on what another module computed."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = self.a(batch["x"]).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.b(x).sum(), x, create_graph=True)
+        return slope.square().mean() + self.b(self.a(batch["x"])).mean()
+
+
 class Broken(Base):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x)[:, :3])
 
 
 REFUSED = [
+    (Penalty, "differentiates its network"),
+    (PenaltyBetween, "differentiates its network"),
     (Branches, "bool` reads the value of a tensor inside a module"),
     (Item, "item` reads the value of a tensor inside a module"),
     (Nonzero, "DynamicOutputShapeException|depends on"),

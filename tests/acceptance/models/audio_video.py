@@ -112,10 +112,4 @@ MODELS: dict[str, Entry] = {
         },
         head="ForPrediction",
     ),
-    "decision_transformer": pretrained(
-        "DecisionTransformer",
-        {"state_dim": 4, "act_dim": 2, "n_layer": 2, "n_head": 2, "max_ep_len": 16},
-        {},
-        head="Model",
-    ),
 }

@@ -114,6 +114,7 @@ MODELS: dict[str, Entry] = {
             "num_sparse_encoder_layers": 1,
             "num_sparse_decoder_layers": 1,
             "router_jitter_noise": 0.0,
+            "router_dtype": "float64",
         },
         SEQ2SEQ,
         head=SEQ,
@@ -130,8 +131,5 @@ MODELS: dict[str, Entry] = {
         {"block_sizes": [1, 1], "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32, "num_decoder_layers": 1},
         TEXT,
         head=CLASS,
-    ),
-    "canine": pretrained(
-        "Canine", {"local_transformer_stride": 4, "num_hash_buckets": 16, "downsampling_rate": 2}, TEXT, head=CLASS
     ),
 }
