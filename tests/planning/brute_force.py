@@ -112,7 +112,7 @@ def _least(problem: Problem, draft: Draft) -> float:
     """Seconds that the draft's step cannot beat; infinite if its weights exceed the memory.
 
     A stage computes all micro-batches, after the first went forward through all stages ahead of it, and before the last
-    goes backward through them.
+    goes backward through them. (If the last stage has replicas, the user's step is apart, and only that need wait.)
     """
     owner = {unit: index for index, stage in enumerate(draft.stages) for unit in stage.units}
     pairs = {(owner[a], owner[b]) for a, b in problem.order.edges if owner[a] != owner[b]}
@@ -121,7 +121,12 @@ def _least(problem: Problem, draft: Draft) -> float:
     graph.add_edges_from(pairs)
     seconds, ahead = [_stage_seconds(problem, stage) for stage in draft.stages], dict[int, float]()
     for stage in nx.topological_sort(graph):
-        ahead[stage] = max((ahead[before] + seconds[before] for before in graph.predecessors(stage)), default=0.0)
+        alone = problem.num_units - 1 in draft.stages[stage].units and len(draft.stages[stage].devices) > 1
+        ahead[stage] = (
+            0.0
+            if alone
+            else max((ahead[before] + seconds[before] for before in graph.predecessors(stage)), default=0.0)
+        )
     number = -(-problem.batch_size // draft.stages[0].micro_batch_size)
     too_much = any(_static(problem, stage) > problem.memory_bytes.min() for stage in draft.stages)
     return inf if too_much else max(ahead[stage] + number * own for stage, own in enumerate(seconds))

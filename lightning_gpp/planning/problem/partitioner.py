@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from typing import Final
@@ -39,6 +39,8 @@ class Answer:
         compared: if the draft leaves devices idle, the best draft found on all; otherwise the best on fewer, if the
             partitioner looked for one.
         tolerance: share of the time by which a simpler draft may be slower than the fastest of all of these.
+        neighbours: the drafts one change away from a draft, the most promising first, with which it may be improved by
+            its program; None if the partitioner's draft is to stay as it is.
         notes: remarks for the user, one sentence each.
         interrupted: the user ended the search; no other search is started.
     """
@@ -50,6 +52,7 @@ class Answer:
     alternatives: tuple[Alternative, ...] = ()
     compared: Draft | None = None
     tolerance: float = 0.0
+    neighbours: Callable[[Draft], Iterator[Draft]] | None = field(default=None, compare=False, repr=False)
     notes: tuple[str, ...] = ()
     interrupted: bool = False
 

@@ -5,7 +5,7 @@ A draft is tried by making its timed plan and simulating the program that would 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import nsmallest
@@ -150,8 +150,21 @@ class Prediction:
 NUM_RUNNERS_UP: Final = 9
 """Runners-up of a search that are simulated beside its best draft."""
 
+NUM_STARTS: Final = 3
+"""Drafts, of different numbers of stages, whose neighbours are simulated."""
+
+MAX_NEIGHBOURS: Final = 40
+"""Most neighbours that are simulated from one start."""
+
+MAX_NEIGHBOUR_ACTIONS: Final = 10_000
+"""Most actions of all of these."""
+
 MAX_ACTIONS: Final = 60_000
 """Runners-up are tried if all their steps together have no more actions."""
+
+
+Tried = tuple[Draft, Prediction]
+"""A draft and the prediction for its plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +259,7 @@ def best_trial(problem: Problem, answer: Answer, predict: Callable[[Draft], Pred
     Raises:
         GPPError: none of the drafts can become a plan; the error is that of the search's best draft.
     """
-    predictions: list[tuple[Draft, Prediction]] = []
+    predictions: list[Tried] = []
     failures: list[GPPError] = []
     for draft in _drafts_to_try(problem, answer):
         try:
@@ -255,6 +268,7 @@ def best_trial(problem: Problem, answer: Answer, predict: Callable[[Draft], Pred
             failures.append(error)
     if not predictions:
         raise failures[0]
+    _improved(problem, answer, predictions, predict)
     draft, prediction = _chosen(problem, answer, predictions)
     compared = None
     if answer.compared is not None:
@@ -264,9 +278,49 @@ def best_trial(problem: Problem, answer: Answer, predict: Callable[[Draft], Pred
     return Trial(draft=draft, prediction=prediction, alternatives=others, compared=compared)
 
 
-def _chosen(
-    problem: Problem, answer: Answer, predictions: Sequence[tuple[Draft, Prediction]]
-) -> tuple[Draft, Prediction]:
+def _improved(problem: Problem, answer: Answer, known: list[Tried], predict: Callable[[Draft], Prediction]) -> None:
+    """Add drafts that follow from the best ones by changes that shorten their programs, and those tried on the way.
+
+    Estimates leave out some waiting, most where latencies rule, so the best estimate need not have the best program.
+    """
+    if answer.neighbours is None:
+        return
+    starts: dict[int, Tried] = {}
+    for entry in sorted(known, key=_rank):
+        starts.setdefault(len(entry[0].stages), entry)
+    for start in list(starts.values())[:NUM_STARTS]:
+        _climb(problem, answer.neighbours, start, known, predict)
+
+
+def _climb(
+    problem: Problem,
+    neighbours: Callable[[Draft], Iterator[Draft]],
+    best: Tried,
+    known: list[Tried],
+    predict: Callable[[Draft], Prediction],
+) -> None:
+    tried = {draft for draft, _ in known}
+    number, actions = MAX_NEIGHBOURS, MAX_NEIGHBOUR_ACTIONS
+    waiting = neighbours(best[0])
+    while (draft := next(waiting, None)) is not None:
+        if draft in tried:
+            continue
+        tried.add(draft)
+        number, actions = number - 1, actions - num_actions(problem, draft)
+        if number < 0 or actions < 0:
+            return
+        with suppress(GPPError):
+            known.append((draft, predict(draft)))
+            if _rank(known[-1]) < _rank(best):
+                best = known[-1]
+                waiting = neighbours(best[0])
+
+
+def _rank(entry: Tried) -> tuple[float, float]:
+    return entry[1].rank
+
+
+def _chosen(problem: Problem, answer: Answer, predictions: Sequence[Tried]) -> Tried:
     """The simplest of those that are nearly as fast as the fastest."""
     excess, seconds = min(prediction.rank for _, prediction in predictions)
     limit = excess, seconds * (1 + answer.tolerance)

@@ -58,6 +58,9 @@ GOOD_ENOUGH = 1.002
 NEARLY = 1.1
 """Multiple of the wanted time below which shapes with fewer stages are improved to reach it."""
 
+MAX_MOVES = 500
+"""Most moves that are rated to improve a draft by its program: the last ones, which change no stage's units."""
+
 INTERRUPTED = "The search was interrupted; this is the best plan so far."
 
 Rank = tuple[float, float]
@@ -292,7 +295,17 @@ class Search:
             states=self.evaluate.evaluations,
             alternatives=tuple(sorted(self._alternatives(), key=lambda entry: entry.seconds)),
             tolerance=self.problem.simplicity,
+            neighbours=self._neighbours,
         )
+
+    def _neighbours(self, draft: Draft) -> Iterator[Draft]:
+        """The drafts one move away that fit the memory, the shortest estimates first."""
+        shape = Shape.of(draft)
+        if shape is None:
+            return
+        others = list(moves(self.problem, shape, self._loads(shape)))[-MAX_MOVES:]
+        ranks = {other: self.evaluate(other.draft()).rank for other in others}
+        yield from (other.draft() for other in sorted(ranks, key=ranks.__getitem__) if ranks[other] < (0, inf))
 
     def _alternatives(self) -> Iterator[Alternative]:
         """The best shapes with another micro-batch size, number of stages or recomputation."""
