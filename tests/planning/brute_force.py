@@ -29,7 +29,7 @@ Groups = list[tuple[int, ...]]
 
 
 def random_request(seed: int) -> tuple[OperatorGraph, Request]:
-    """A random model of three to five modules, and a request for two to four devices."""
+    """A random model of three to five modules, the last of which reads all branches, for two to four devices."""
     random = Random(seed)
     graph = _random_graph(random, random.randint(3, 5))
     cluster = _random_cluster(random, random.randint(2, 4))
@@ -53,12 +53,14 @@ def random_request(seed: int) -> tuple[OperatorGraph, Request]:
 def _random_graph(random: Random, number: int) -> OperatorGraph:
     build, results, read = Builder(), list[str](), set[int]()
     for index in range(number):
-        sources = random.sample(range(index), k=min(index, random.choice((0, 1, 1, 2))))
+        last = index == number - 1
+        unread = [other for other in range(index) if other not in read]
+        sources = unread if last else random.sample(range(index), k=min(index, random.choice((0, 1, 1, 2))))
         inputs = [results[source] for source in sources] or [build.data()]
         read |= set(sources)
         width = random.choice((32, 64, 256))
         results.append(build.linear(f"m{index}", *inputs, width=width, work=random.uniform(0.2, 2.0)))
-    return build.step(*(results[index] for index in range(number) if index not in read))
+    return build.step(results[-1])
 
 
 def _random_cluster(random: Random, number: int) -> Cluster:

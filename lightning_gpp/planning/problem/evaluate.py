@@ -150,6 +150,9 @@ class Evaluator:
         counts = self._in_flight([stage.slack for stage in stages], edges, schedule, number, apart)
         figures = [self.figures(stage) for stage in stages]
         pipeline, busiest = self._pipeline(stages, figures, edges, copies)
+        clocked = [*counts]
+        if apart and self._step_apart(pipeline, stages[-1]):
+            clocked.append(1)
         copied = [self._copied_bytes(stage, count, number) for stage, count in zip(stages, counts, strict=True)]
         peaks = [
             warm_up_peak(entry.static_bytes + more, entry.kept_bytes, entry.working_bytes, count)
@@ -158,7 +161,7 @@ class Evaluator:
         limits = [min(self._memory[device] for device in stage.devices) for stage in stages]
         place = sorted(range(len(order)), key=order.__getitem__)
         return Evaluation(
-            seconds=max(number * busiest, self._seconds(pipeline, counts, number, figures, limit)),
+            seconds=max(number * busiest, self._seconds(pipeline, clocked, number, figures, limit)),
             excess_bytes=float(max(0.0, *(peak - room for peak, room in zip(peaks, limits, strict=True)))),
             peak_bytes=tuple(peaks[index] for index in place),
             copied_bytes=tuple(copied[index] for index in place),
@@ -191,7 +194,7 @@ class Evaluator:
         limit: float,
     ) -> float:
         """Seconds of a mini-batch: without a flush those of the busiest stage or link, else of the whole step."""
-        all_reduce = [entry.all_reduce for entry in figures]
+        all_reduce = [entry.all_reduce for entry in figures] + [0.0] * (len(counts) - len(figures))
         if self.problem.continuous:
             return _period_seconds(pipeline, number, all_reduce)
         return _step_seconds(pipeline, counts, number, all_reduce, limit)
@@ -223,6 +226,20 @@ class Evaluator:
             returned=returned,
         )
         return pipeline, busiest
+
+    def _step_apart(self, pipeline: ClockedStages, last: DraftStage) -> bool:
+        """Add a stage of the user's step alone, which the replicas of the last stage send to; its work stays theirs."""
+        flows = self.problem.bytes_to_step
+        size = sum((flows[unit] for unit in last.units if unit in flows), Affine())
+        links = [self._route(device, 0)[0] for device in last.devices if device]
+        seconds = max((link.seconds(size.at(last.share)) for link in links), default=0.0)
+        if not flows or not seconds:
+            return False
+        pair = len(pipeline.forward) - 1, len(pipeline.forward)
+        for entries in (pipeline.forward, pipeline.again, pipeline.backward, pipeline.data):
+            entries.append(0.0)
+        pipeline.sent[pair] = pipeline.returned[pair] = seconds
+        return True
 
     def _data(self, stage: DraftStage, copies: bool) -> float:
         """Seconds until a micro-batch's data have come from device 0; each pipeline replica loads its own."""

@@ -25,10 +25,10 @@ class ClockedStages:
     none.
     """
 
-    forward: Sequence[float]
-    again: Sequence[float]
-    backward: Sequence[float]
-    data: Sequence[float]
+    forward: list[float]
+    again: list[float]
+    backward: list[float]
+    data: list[float]
     sent: dict[tuple[int, int], float]
     returned: dict[tuple[int, int], float]
     """Seconds of the transfers of gradients, by (producer, consumer) of the forward."""

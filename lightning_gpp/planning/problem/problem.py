@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
-from lightning_gpp.graph import Operator, OperatorGraph
-from lightning_gpp.planning.problem.units import UnitGraph
+from lightning_gpp.graph import Affine, Operator, OperatorGraph
+from lightning_gpp.planning.problem.units import UnitGraph, bytes_to_step
 from lightning_gpp.simulation import WeightCopies
 
 Array = NDArray[np.float64]
@@ -132,6 +132,11 @@ class Problem:
     def memory_bytes(self) -> Array:
         """Memory of every device."""
         return np.array([device.memory_bytes for device in self.cluster.devices], dtype=float)
+
+    @cached_property
+    def bytes_to_step(self) -> dict[int, Affine]:
+        """Bytes per micro-batch that the user's step reads from each unit, its own included."""
+        return bytes_to_step(self.graph, [unit.modules for unit in self.units.units])
 
     @cached_property
     def order(self) -> nx.DiGraph:

@@ -210,6 +210,22 @@ def step_owner(graph: OperatorGraph, modules: Sequence[Sequence[str]]) -> int:
     return max(candidates, key=lambda src: (candidates[src], src), default=step - 1)
 
 
+def bytes_to_step(graph: OperatorGraph, modules: Sequence[Modules]) -> dict[int, Affine]:
+    """Bytes per micro-batch that the user's step reads from each of the modules' groups, its own group included.
+
+    Empty if no group has the step.
+    """
+    if not any(STEP in paths for paths in modules):
+        return {}
+    rest = [tuple(path for path in paths if path != STEP) for paths in modules]
+    values = crossing(graph, assign(graph, [*rest, (STEP,)]))
+    return {
+        src: sum((graph[name].outputs[output].affine_bytes for name, output in flow), Affine())
+        for (src, dst), flow in values.items()
+        if dst == len(rest) and src != SOURCE
+    }
+
+
 def _bytes(graph: OperatorGraph, values: Iterable[tuple[str, int]]) -> int:
     return sum(graph[name].outputs[output].bytes(1) for name, output in values)
 

@@ -191,7 +191,7 @@ MAX_SLACK = 2
 
 def _slack(problem: Problem, shape: Shape, slow: list[int]) -> Iterator[Shape]:
     """More or fewer micro-batches in flight: on all stages, as in a chain of the same stages, on one of the slowest."""
-    if shape.schedule != SLACKENED or problem.continuous or problem.num_slices > 1 or len(shape.groups) == 1:
+    if not _may_have_slack(problem, shape):
         return
     last, slack = len(shape.groups) - 1, shape.slacks
     for change in (1, -1):
@@ -203,6 +203,18 @@ def _slack(problem: Problem, shape: Shape, slow: list[int]) -> Iterator[Shape]:
     chain = slack_of_chain(problem, shape.groups)
     if chain != slack:
         yield replace(shape, slack=chain)
+
+
+def _may_have_slack(problem: Problem, shape: Shape) -> bool:
+    flushes = not problem.continuous and problem.num_slices == 1
+    return flushes and shape.schedule == SLACKENED and len(shape.groups) > 1
+
+
+def with_most_slack(problem: Problem, shapes: Iterable[Shape]) -> Iterator[Shape]:
+    """The shapes with the most slack on all stages but the last."""
+    for shape in shapes:
+        if _may_have_slack(problem, shape):
+            yield replace(shape, slack=(*[MAX_SLACK] * (len(shape.groups) - 1), 0))
 
 
 def _changed(slack: int, change: int) -> int:

@@ -24,7 +24,7 @@ from random import Random
 
 from lightning_gpp.planning.bounds.bound import busy_bound
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
-from lightning_gpp.planning.partitioners.auto.moves import moves
+from lightning_gpp.planning.partitioners.auto.moves import moves, with_most_slack
 from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, orders, seeds
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.partitioners.auto.starts import on_fewer_devices, published, variants
@@ -60,6 +60,9 @@ NEARLY = 1.1
 
 MAX_MOVES = 500
 """Most moves that are rated to improve a draft by its program: the last ones, which change no stage's units."""
+
+NUM_SLACKENED = 100
+"""Number of first shapes that are judged with slack, too."""
 
 INTERRUPTED = "The search was interrupted; this is the best plan so far."
 
@@ -219,6 +222,7 @@ class Search:
             self._judge(shape)
             if self.control.elapsed - began > FIRST_SHARE * self.control.seconds:
                 break
+        self.take(with_most_slack(self.problem, nsmallest(NUM_SLACKENED, self.known, key=self.known.__getitem__)))
         return self.leaders()
 
     def _first_shapes(self) -> Iterator[Shape]:
