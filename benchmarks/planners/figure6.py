@@ -13,12 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
+
 from benchmarks.planners.common import Run, run, table, typical_deviation, verdict
 from benchmarks.planners.paper import BATCH_SIZES, HARDWARE, LAYERS, NUM_DEVICES, THROUGHPUT
 from benchmarks.workloads import graph
 
 CLOSE = 0.15
 """Deviation of a ratio from the paper's that still counts as agreement."""
+
+CONSTANT = 1.25
+"""The ratio that the null model has for all cells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +104,23 @@ def goals(cells: list[Cell]) -> Iterator[str]:
     pairs = list(comparisons(cells))
     num = sum(agrees(ours, theirs) for _, _, ours, theirs in pairs)
     yield f"Ratios that agree in direction and within {CLOSE:.0%}: {num} of {len(pairs)}."
+    yield from null_model(pairs)
     behind = [c for c in cells if c.throughput("auto") < c.throughput("graphpipe") * (1 - 1e-9)]
     yield f"auto is never behind graphpipe: {verdict(not behind)} in {len(cells) - len(behind)} of {len(cells)} cells."
     for c in cells:
         if (c.model, c.num_devices) == ("candle_uno", 4):
             ratio = c.throughput("auto") / c.throughput("pipedream")
             yield f"candle_uno on 4 devices: auto over PipeDream {ratio:.2f}; at least 1.00: {verdict(ratio >= 1)}."
+
+
+def null_model(pairs: list[tuple[Cell, str, float, float]]) -> Iterator[str]:
+    """A constant ratio instead of our planners' programs, and whether cells that gain more here do in the paper."""
+    num = sum(agrees(CONSTANT, theirs) for _, _, _, theirs in pairs)
+    yield f"A constant ratio of {CONSTANT} for all cells agrees with {num} of {len(pairs)}."
+    ours, theirs = zip(*((ours, theirs) for _, base, ours, theirs in pairs if base == "pipedream"), strict=True)
+    if len(ours) > 2:
+        correlation = float(np.corrcoef(*(np.argsort(np.argsort(ratios)) for ratios in (ours, theirs)))[0, 1])
+        yield f"Rank correlation of the {len(ours)} ratios over pipedream, here and in the paper: {correlation:+.2f}."
 
 
 def deviations(cells: list[Cell]) -> Iterator[str]:
