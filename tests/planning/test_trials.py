@@ -1,0 +1,84 @@
+"""The best draft of an answer by its program: runners-up, and drafts that follow from the best by single changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lightning_gpp.cluster import Cluster, Link
+from lightning_gpp.errors import PlanError
+from lightning_gpp.planning import Answer, Draft, DraftStage, Prediction, Problem, Request
+from lightning_gpp.planning.problem.prediction import MAX_NEIGHBOURS, best_trial, simulated
+from tests.planning import graphs
+from tests.planning.drafts import DEVICE
+
+
+def problem_of() -> Problem:
+    cluster = Cluster.uniform(DEVICE, 2, Link(latency=2e-3, bytes_per_second=1e9))
+    return Request(cluster=cluster, batch_size=16, micro_batch_size=1, num_pipelines=1).problem(graphs.chain(4))
+
+
+def cut(position: int, slack: int = 0) -> Draft:
+    groups = (tuple(range(position)), tuple(range(position, 4)))
+    stages = zip(groups, ((1,), (0,)), (slack, 0), strict=True)
+    return Draft(
+        stages=tuple(
+            DraftStage(units=units, devices=devices, micro_batch_size=1, slack=more) for units, devices, more in stages
+        )
+    )
+
+
+def neighbours(draft: Draft) -> Iterator[Draft]:
+    position, slack = len(draft.stages[0].units), draft.stages[0].slack
+    yield from (cut(other, slack) for other in (position - 1, position + 1) if 0 < other < 4)
+    yield cut(position, slack + 1)
+
+
+def answer(**settings: object) -> Answer:
+    return Answer(draft=cut(1), objective_name="seconds", states=1, **settings)  # type: ignore[arg-type]
+
+
+def test_neighbours_improve_a_draft_until_none_is_faster() -> None:
+    problem = problem_of()
+    trial = best_trial(problem, answer(neighbours=neighbours), lambda draft: simulated(problem, draft))
+    assert trial.prediction.seconds == simulated(problem, trial.draft).seconds
+    assert trial.prediction.seconds < simulated(problem, cut(1)).seconds
+    assert len(trial.draft.stages[0].units) == 2
+    assert trial.draft.stages[0].slack > 0
+    assert all(simulated(problem, other).seconds >= trial.prediction.seconds for other in neighbours(trial.draft))
+    assert trial.alternatives[0].draft == cut(1)
+
+
+def test_without_neighbours_a_draft_stays() -> None:
+    problem = problem_of()
+    assert best_trial(problem, answer(), lambda draft: simulated(problem, draft)).draft == cut(1)
+
+
+def test_neighbours_that_are_no_plans_are_passed_over_and_their_number_is_limited() -> None:
+    problem, tried = problem_of(), list[Draft]()
+
+    def predict(draft: Draft) -> Prediction:
+        tried.append(draft)
+        if draft != cut(1):
+            raise PlanError("No plan.")
+        return simulated(problem, draft)
+
+    def endless(draft: Draft) -> Iterator[Draft]:
+        yield from (cut(1, slack) for slack in range(1, 1000))
+
+    trial = best_trial(problem, answer(neighbours=endless), predict)
+    assert trial.draft == cut(1)
+    assert len(tried) == 1 + MAX_NEIGHBOURS
+
+
+def test_of_nearly_equal_programs_the_simplest_is_chosen() -> None:
+    problem = replace(problem_of(), simplicity=0.5)
+    one = Draft(stages=(DraftStage(units=(0, 1, 2, 3), devices=(0,), micro_batch_size=1),))
+
+    def with_one_stage(draft: Draft) -> Iterator[Draft]:
+        yield one
+
+    fast, slow = simulated(problem, cut(2, 1)).seconds, simulated(problem, one).seconds
+    for tolerance, chosen in ((slow / fast - 0.99, one), (slow / fast - 1.01, cut(2, 1))):
+        given = Answer(draft=cut(2, 1), objective_name="", states=1, tolerance=tolerance, neighbours=with_one_stage)
+        assert best_trial(problem, given, lambda draft: simulated(problem, draft)).draft == chosen
