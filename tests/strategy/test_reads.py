@@ -81,7 +81,7 @@ def test_a_trainer_reads_what_is_logged_in_one_transfer(options: dict[str, Any])
     assert reads == logged + checked + Counter({"strategy/logs.py: _read": STEPS})
     assert others_reads == logged + checked
     agreed = Counter({"all_reduce in training/nonfinite.py: _agreed": STEPS} if options else {})
-    told = {"strategy/logs.py: exchange": 2, "strategy/preemption.py: asked": 1, "training/incoming.py: announce": 1}
+    told = {"strategy/logs.py: exchange": 2, "strategy/preemption.py: said": 1, "training/incoming.py: announce": 1}
     assert messages == agreed + Counter({f"isend in {place}": STEPS * count for place, count in told.items()})
     assert others_messages == agreed + Counter({f"recv in {place}": STEPS * count for place, count in told.items()})
 
