@@ -4,6 +4,7 @@ module does not load it."""
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -23,15 +24,17 @@ def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) ->
     """Lightning's launcher that starts the script again for every further process; it has no public name."""
     from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-    class Launcher(_SubprocessScriptLauncher):
-        def _call_children_scripts(self) -> None:
-            os.environ[LAUNCHER] = str(os.getpid())
-            try:
-                super()._call_children_scripts()
-            finally:
-                del os.environ[LAUNCHER]
+    launcher = _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+    vars(launcher)["_call_children_scripts"] = functools.partial(_call_children, launcher)  # a class would not pickle
+    return launcher
 
-    return Launcher(environment, num_processes, num_nodes)
+
+def _call_children(launcher: Any) -> None:
+    os.environ[LAUNCHER] = str(os.getpid())
+    try:
+        type(launcher)._call_children_scripts(launcher)
+    finally:
+        del os.environ[LAUNCHER]
 
 
 def init_process_group(environment: Any, backend: str, **kwargs: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -49,7 +49,15 @@ class RanksStrategy(ParallelStrategy):
         self._guard: Guard | None = None
         self._run: Run | None = None
         self._end: BaseException | None = None
-        self._checkpoints = Checkpoints(given, lambda: self.checkpoint_io)
+        self._checkpoints = Checkpoints(given, self._current_io)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without what belongs to this process: its connections, its watch, and its run."""
+        gone = dict.fromkeys(("_control", "_monitor", "_guard", "_run", "_end"))
+        return {**super().__getstate__(), **gone, "_checkpoints": Checkpoints(self.options, self._current_io)}
+
+    def _current_io(self) -> CheckpointIO:
+        return self.checkpoint_io
 
     @property
     def root_device(self) -> torch.device:

@@ -1,0 +1,19 @@
+"""A trainer and its strategy can be pickled before a run."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from tests.strategy.harness import TwoTowers, loader, run, strategy, trainer
+
+
+def pickled(rank: int) -> bool:
+    machine: Any = trainer(strategy(stages=None), 1)
+    again = pickle.loads(pickle.dumps(machine))
+    again.validate(TwoTowers().double(), loader(10), verbose=False)
+    return bool(again.strategy.options == machine.strategy.options)
+
+
+def test_trainer_and_strategy() -> None:
+    assert run(1, pickled) == [True]
