@@ -81,7 +81,11 @@ def run_zoo(world_size: int, names: Sequence[str], max_replicas: int | None = 1,
                     world_size, _work, folder, rest, max_replicas, timed, timeout=PATIENCE * (1 + len(rest))
                 )
             except AssertionError as error:
-                broken = next(name for name in rest if not _reports(Path(folder), name, world_size))
+                done = [_worst(found) for name in rest if (found := _reports(Path(folder), name, world_size))]
+                outcomes |= {outcome.name: outcome for outcome in done}
+                if done and done[-1].kind in ("refused", "crashed"):
+                    continue  # this one left the processes out of step
+                broken = next(name for name in rest if name not in outcomes)
                 known = list(_known(Path(folder), broken, world_size))
                 outcomes[broken] = (
                     known[0] if known else Outcome(name=broken, kind="crashed", message=str(error)[-SCREEN:])
@@ -146,6 +150,8 @@ def _leave(folder: Path, outcome: Outcome, rank: int) -> None:
         if time.monotonic() > deadline:
             os._exit(1)
         time.sleep(0.01)
+    if any(report.kind == "left alone" for report in _reports(folder, outcome.name, dist.get_world_size())):
+        os._exit(1)
 
 
 def _attempt(

@@ -25,6 +25,7 @@ REFUSED = {
     "point_clouds": "depends on the number of samples",
     "gradient_penalty": "differentiates its network",
     "penalty_inside": "differentiates its network",
+    "own_function": "between its module calls the step called",
     "torchvision_retinanet": "",
     "llava": "",
 }

@@ -178,11 +178,8 @@ MODELS: dict[str, Entry] = {
     "torchvision_efficientnet": _torchvision("efficientnet_b0", 32, stochastic_depth_prob=0.0),
     "torchvision_video": _video_resnet,
     "torchvision_segmentation": _segmentation,
-    "torchvision_ssdlite": partial(_detector, "ssdlite320_mobilenet_v3_large", (32,) * B),
     "torchvision_retinanet": partial(_detector, "retinanet_resnet50_fpn", (32, 30, 28, 32)),
     "timm_vit": _timm("vit_tiny_patch16_224", 16, img_size=16, patch_size=8, embed_dim=16, depth=3, num_heads=2),
-    "timm_mixer": _timm("mixer_s32_224", 64, img_size=64, embed_dim=16, num_blocks=3),
-    "timm_convmixer": _timm("convmixer_768_32", 16, dim=8, depth=2, patch_size=4),
     "timm_convnext": _timm("convnext_atto", 32, depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
     "timm_resnet": _timm("resnet10t", 32),
     "timm_swin": _timm(
@@ -196,7 +193,6 @@ MODELS: dict[str, Entry] = {
         num_heads=(1, 2),
         drop_path_rate=0.0,
     ),
-    "timm_gmlp": _timm("gmlp_ti16_224", 32, img_size=32, embed_dim=16, num_blocks=2),
     "timm_nfnet": _timm("nf_resnet26", 32),
     "timm_xcit": _timm("xcit_nano_12_p16_224", 32, img_size=32, embed_dim=16, depth=2, num_heads=2),
     "diffusers_unet": _diffusers(

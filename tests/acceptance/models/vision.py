@@ -13,13 +13,6 @@ _VIT = {"image_size": 16, "patch_size": 8}
 _STAGED = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2, "image_size": 16, "patch_size": 2}
 
 
-def _boxes() -> list[dict[str, torch.Tensor]]:
-    return [
-        {"class_labels": torch.tensor([i % 3, 1]), "boxes": 0.2 + 0.1 * numbers(2, 4, seed=i)[0].abs().clamp(max=3)}
-        for i in range(B)
-    ]
-
-
 MODELS: dict[str, Entry] = {
     "vit": pretrained("ViT", _VIT, IMAGE, head=HEAD),
     "deit": pretrained("DeiT", _VIT, IMAGE, head=HEAD),
@@ -119,12 +112,6 @@ MODELS: dict[str, Entry] = {
         },
         {"pixel_values": images(), "noise": numbers(4)},
         head="ForPreTraining",
-    ),
-    "yolos": pretrained(
-        "Yolos",
-        {**_VIT, "image_size": [16, 16], "num_detection_tokens": 4},
-        {"pixel_values": images(), "labels": _boxes()},
-        head="ForObjectDetection",
     ),
     "dpt": pretrained(
         "DPT",
