@@ -26,6 +26,10 @@ class CaptureError(GPPError):
     refuted: int | None = None
 
 
+class NoNetworkError(CaptureError):
+    """The user's step calls no module that has parameters."""
+
+
 class PlanError(GPPError):
     """A plan is malformed, does not fit the model, or does not fit the devices."""
 

@@ -43,6 +43,14 @@ def batch_size_of(batch: Any, dims: BatchDims = GUESSED) -> int:
     )
 
 
+def samples_in(batch: Any, dims: BatchDims = GUESSED) -> int:
+    """Number of samples of a mini-batch or of arguments; 1 if no tensor has a dimension that counts them."""
+    try:
+        return batch_size_of(batch, dims)
+    except ShapeError:
+        return 1
+
+
 def slice_batch(batch: Any, start: int, stop: int, total: int, dims: BatchDims = GUESSED) -> Any:
     """Samples `[start, stop)` of a batch of `total`; values that are not per sample are unchanged.
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.batch import map_samples
+from lightning_gpp.capture.batch import map_samples, samples_in
 from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_step
 from lightning_gpp.capture.record import RunTime, record
-from lightning_gpp.capture.recorder import Recorder, refusal
+from lightning_gpp.capture.recorder import Recorder, no_network, refusal
 from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Ref, StateRef
 
 STEP_NAME = "training_step"
@@ -85,7 +85,7 @@ def find_calls(
 
     recording = attempted(module, attempt, opens=False)
     if not recording.network_calls():
-        raise refusal("its first line", "it calls no submodule that has parameters", "call modules, not functions")
+        raise no_network()
     if divided:
         _check_gradients(recording)
     return _found(module, recording)
@@ -135,12 +135,6 @@ def _state(module: nn.Module, name: str) -> Tensor:
     path, _, attribute = name.rpartition(".")
     state: Tensor = getattr(module.get_submodule(path), attribute)
     return state
-
-
-def samples_in(batch: Any) -> int:
-    """Number of samples of a mini-batch or of arguments: the first dimension of the first tensor; 1 if none has one."""
-    sizes = (leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0)
-    return int(next(sizes, 1))
 
 
 def call_batch(arguments: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]], num_samples: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.recorder import BATCH, Recorder, refusal
+from lightning_gpp.capture.recorder import BATCH, Recorder, no_network, refusal
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref, StateRef
 from lightning_gpp.graph import Affine
 
@@ -54,7 +54,7 @@ def extract(recording: Recording, recorder: Recorder) -> Network:
     """
     tops = recording.network_calls()
     if not tops:
-        raise refusal("its first line", "it calls no submodule that has parameters", "call modules, not functions")
+        raise no_network()
     return _Extraction(recording, recorder, tops).run()
 
 

@@ -151,10 +151,18 @@ def _remedy(error: Exception) -> str:
 
 
 def step_arguments(function: Callable[..., Any], batch_idx: int) -> list[int]:
-    """Arguments of a step after the batch: `batch_idx`, `dataloader_idx`."""
-    names = list(inspect.signature(function).parameters)[1:]
-    known = {"batch_idx": batch_idx, "dataloader_idx": 0}
-    return [known.get(name, batch_idx if position == 0 else 0) for position, name in enumerate(names[:2])]
+    """Arguments of a step after the batch, as Lightning gives them: `batch_idx`, `dataloader_idx`."""
+    parameters = list(inspect.signature(function).parameters.values())
+    known, arguments = {"batch_idx": batch_idx, "dataloader_idx": 0}, list[int]()
+    for place, parameter in enumerate(parameters[:3]):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return [*arguments, batch_idx] if place < 2 else arguments
+        if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            return arguments
+        if place and parameter.name not in known and parameter.default is not parameter.empty:
+            return arguments
+        arguments += [known.get(parameter.name, batch_idx if place == 1 else 0)] if place else []
+    return arguments
 
 
 def _ends_here(replica: nn.Module, recorder: Recorder) -> bool:

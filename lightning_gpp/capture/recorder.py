@@ -22,7 +22,7 @@ from lightning_gpp._compat.torch import FakeTensor, pytree, storage_id, version
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import CallModes, ModuleCall, ModuleRef, Recorded, Recording, Ref, StateRef
 from lightning_gpp.capture.user_code import user_line
-from lightning_gpp.errors import CaptureError
+from lightning_gpp.errors import CaptureError, NoNetworkError
 
 BATCH = "batch"
 """The target of recorded calls that represent tensors of the batch."""
@@ -379,9 +379,21 @@ def register_dataclasses(output: Any) -> None:
             torch.export.register_dataclass(kind)
 
 
-def refusal(line: str, reason: str, remedy: str, modules: Sequence[str] = ()) -> CaptureError:
+def no_network() -> CaptureError:
+    """The error of a step without a network call."""
+    return refusal(
+        "its first line",
+        "it calls no submodule that has parameters",
+        "call modules, not functions",
+        kind=NoNetworkError,
+    )
+
+
+def refusal(
+    line: str, reason: str, remedy: str, modules: Sequence[str] = (), kind: type[CaptureError] = CaptureError
+) -> CaptureError:
     """A CaptureError in the common form: line, reason, two ways out. `modules`: see there."""
-    error = CaptureError(
+    error = kind(
         f"Cannot capture the step at {line}: {reason}.\n"
         f"Ways out: (1) {remedy}; or (2) declare the stages yourself, as modules and the edges between them "
         "(strategy.stages with `inputs:`, see docs/capture.md): they run eagerly, and nothing is captured."

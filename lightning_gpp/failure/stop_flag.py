@@ -58,7 +58,8 @@ class StopFlag:
         self._woken, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._previous_wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, name="gpp-stop-flag", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="gpp-stop-flag", daemon=True)
+        self._listener.start()
         forget_in_workers(self)
         return self
 
@@ -73,6 +74,7 @@ class StopFlag:
             signal.signal(each, handler if handler is not None else signal.SIG_DFL)
         self._previous.clear()
         self._wake.close()
+        self._listener.join(1.0)  # leaves no thread behind, unless it is busy with a signal
         if self.received and not answered and error is None:
             signal.raise_signal(self.received)
 

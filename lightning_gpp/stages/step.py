@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.batch import BatchDims, batch_size_of, slice_batch
+from lightning_gpp.capture.batch import BatchDims, samples_in, slice_batch
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.capture.recording import AffineSize, ModuleCall, Recorded, Ref
@@ -96,7 +96,7 @@ class StepRunner:
 
     def open(self, lane: int, batch: Any, invocation: Invocation, seed: int) -> None:
         """Take another mini-batch, besides those that are open; micro-batches name its lane."""
-        total = batch_size_of(batch, self.dims)
+        total = samples_in(batch, self.dims)
         self._open[lane] = OpenBatch(batch=batch, invocation=invocation, seed=seed, total=total)
 
     def close(self, lane: int) -> list[tuple[MicroBatch, Any]]:

@@ -63,7 +63,7 @@ def _problems(module: pl.LightningModule, whole: bool) -> Iterator[str]:
         )
     yield from compiled_steps(module, STEPS)
     for step in STEPS:
-        if uses_dataloader_iter(getattr(module, step)):
+        if callable(function := getattr(module, step)) and uses_dataloader_iter(function):  # None: switched off
             yield (
                 f"{name}.{step} takes `dataloader_iter`, but mini-batches must be known before the stages start. Let "
                 "it take `batch` (and `batch_idx`)."

@@ -119,7 +119,9 @@ class RanksStrategy(ParallelStrategy):
         """Tell the environment and Lightning's rank-zero functions which rank this is."""
         environment = self.cluster_environment
         if environment is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_global_rank(
+                (self.node_rank if self.num_nodes > 1 else 0) * self.num_processes + self.local_rank
+            )
             environment.set_world_size(self.num_nodes * self.num_processes)
         set_rank_zero(self.global_rank)
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
 from lightning_gpp._compat import lightning as _compat
-from lightning_gpp.capture.calls import samples_in
+from lightning_gpp.capture.batch import samples_in
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan

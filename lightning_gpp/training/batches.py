@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, known_to_pytree, map_samples
+from lightning_gpp.capture.batch import GUESSED, BatchDims, known_to_pytree, map_samples, samples_in
 
 
 def signature(batch: Any, dims: BatchDims = GUESSED) -> int:
     """A 63-bit fingerprint of a batch's structure, dtypes and shapes, whatever the samples and their number."""
-    total = batch_size_of(batch, dims)
+    total = samples_in(batch, dims)
     one = map_samples(batch, total, lambda tensor, dim: tensor.narrow(dim, 0, 1), lambda items: items[:1], dims)
     leaves, spec = pytree.tree_flatten(one)
     text = repr([str(spec), *map(_describe, leaves)])

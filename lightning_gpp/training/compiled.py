@@ -10,8 +10,8 @@ from lightning_gpp._compat.torch import is_compiled, uncompiled
 from lightning_gpp.capture import Capture
 from lightning_gpp.stages import Pipeline
 from lightning_gpp.stages.build import CapturedStage
-from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.slices import innermost
+from lightning_gpp.stages.undivided import Captured
 
 
 def compiled_steps(module: nn.Module, steps: Sequence[str]) -> Iterator[str]:
@@ -26,7 +26,7 @@ def compiled_steps(module: nn.Module, steps: Sequence[str]) -> Iterator[str]:
             )
 
 
-def warning_of_cuts(module: nn.Module, captured: Capture | Declared, pipeline: Pipeline) -> str:
+def warning_of_cuts(module: nn.Module, captured: Captured, pipeline: Pipeline) -> str:
     """A warning of compiled modules that no stage calls, because stages hold parts of them; empty without any."""
     cut = _cut(module, captured, pipeline)
     if not cut:
@@ -37,8 +37,8 @@ def warning_of_cuts(module: nn.Module, captured: Capture | Declared, pipeline: P
     )
 
 
-def _cut(module: nn.Module, captured: Capture | Declared, pipeline: Pipeline) -> list[str]:
-    if isinstance(captured, Declared):
+def _cut(module: nn.Module, captured: Captured, pipeline: Pipeline) -> list[str]:
+    if not isinstance(captured, Capture):
         return []
     stages = map(innermost, pipeline.stages)
     whole = {path for stage in stages if isinstance(stage, CapturedStage) for path in stage.modules}

@@ -13,14 +13,14 @@ from lightning_gpp.costs.measured import MeasuredCosts
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.costs import measure_costs
 from lightning_gpp.planning.request import resolve_size
-from lightning_gpp.stages.declared import Declared
+from lightning_gpp.stages.undivided import Captured
 from lightning_gpp.training.options import Context, Options
 
 QUARTER: Final = 4
 
 
 def measured_costs(
-    captured: Capture | Declared,
+    captured: Captured,
     module: nn.Module,
     batch: Any,
     options: Options,

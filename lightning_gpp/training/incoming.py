@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of
+from lightning_gpp.capture.batch import GUESSED, BatchDims, samples_in
 from lightning_gpp.training.batches import signature
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.feed import Feed
@@ -70,7 +70,7 @@ class Incoming:
         return bool(self.facts)
 
     def _described(self, batch: Any) -> tuple[int, int]:
-        return batch_size_of(batch, self._dims), signature(batch, self._dims)
+        return samples_in(batch, self._dims), signature(batch, self._dims)
 
     def form_of(self, batch: Any) -> int:
         """Fingerprint of all that a capture depends on: the batch's structure, and the set of trained parameters."""

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import BatchNorm, accumulator_of, graph_is_kept, pytree, will_run
-from lightning_gpp.capture.calls import call_batch, capture_calls, samples_in
+from lightning_gpp.capture.batch import samples_in
+from lightning_gpp.capture.calls import call_batch, capture_calls
 from lightning_gpp.errors import GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.random import RandomStreams, undisturbed

@@ -28,6 +28,7 @@ from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.simulation import WeightCopies, no_copies
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.declared import Declared, declare, is_declared
+from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.stages.whole_inputs import with_whole_inputs
 from lightning_gpp.training.eight_bit import check_patterns
 from lightning_gpp.training.loaders import mini_batches_of
@@ -76,7 +77,7 @@ class Planned:
 
 
 def plan_for(
-    captured: Capture | Declared,
+    captured: Captured,
     options: Options,
     num_devices: int,
     known: Plan | None = None,
@@ -100,6 +101,8 @@ def plan_for(
             exist.
         PlanError: the stages do not fit the model or the devices.
     """
+    if isinstance(captured, Undivided):
+        return captured.plan(num_devices)
     if captured.step != TRAINING:
         known = known or options.plan
     if known is None:
@@ -113,7 +116,7 @@ def plan_for(
 
 
 def _new_plan(
-    captured: Capture | Declared,
+    captured: Captured,
     options: Options,
     machine: Callable[[], Machine],
     num_devices: int,
@@ -328,22 +331,26 @@ def devices_wanted(options: Options, world_size: int) -> int:
     return -(-(len(entries) - apart) // number)
 
 
-def refitted(captured: Capture | Declared, plan: Plan) -> Plan:
+def refitted(captured: Captured, plan: Plan) -> Plan:
     """The plan's stages for another step or another form of the mini-batch, with its edges and sizes."""
+    if isinstance(captured, Undivided):
+        return captured.plan(plan.num_devices)
     slicing, plan = slicing_of(plan), unsliced(plan).plan
     fresh = rebuilt(plan, captured.graph, captured.batch_size)
     return fresh if slicing is None else slice_again(fresh, captured.graph, slicing)
 
 
-def evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
+def evaluation_plan(captured: Captured, plan: Plan) -> Plan:
     """The plan's stages for an evaluation step, which runs once per mini-batch behind the micro-batches.
 
     If a value cannot be joined from micro-batches, the step runs once per micro-batch, as in training.
     """
+    if isinstance(captured, Undivided):
+        return captured.plan(plan.num_devices)
     return replace(_evaluation_plan(captured, plan), sharding=plan.sharding)
 
 
-def _evaluation_plan(captured: Capture | Declared, plan: Plan) -> Plan:
+def _evaluation_plan(captured: Captured, plan: Plan) -> Plan:
     stages = _whole_micro_batches(unsliced(plan).plan.stages, captured.graph)
     made = partial(
         make_plan, captured.graph, batch_size=captured.batch_size, schedule=plan.schedule, unused=plan.unused

@@ -37,6 +37,7 @@ from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import build
 from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.step import Invocation, loss_of
+from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.parameters import Placement, bytes_of, equalise, tensors_of, with_values
 from lightning_gpp.training.planner import TRAINING
@@ -60,14 +61,14 @@ def refuses_check(job: Job, plan: Plan) -> str:
     return ""
 
 
-def check_first(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport) -> None:
+def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport: Transport) -> None:
     """Compare split and unsplit model on the first pipeline if the user wants it and it is possible. All ranks call
     this.
 
     Raises:
         SelfCheckError: see `self_check`.
     """
-    if captured.step != TRAINING or not _wanted(job, plan):
+    if captured.step != TRAINING or isinstance(captured, Undivided) or not _wanted(job, plan):
         return
     equalise(job.module, job.control)
     if job.control.pipeline == 0:

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gpp.capture import Capture
 from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.executor import Executor
@@ -26,8 +25,8 @@ from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.schedules.continuous import streaming_program
 from lightning_gpp.stages import Pipeline, build
-from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.step import Invocation
+from lightning_gpp.stages.undivided import Captured
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.eight_bit import with_eight_bits
 from lightning_gpp.training.host import Job
@@ -83,7 +82,7 @@ class Session:
         self,
         job: Job,
         *,
-        capture: Capture | Declared,
+        capture: Captured,
         plan: Plan,
         module: nn.Module,
         placement: Placement,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from lightning_gpp.capture import Capture
-from lightning_gpp.errors import ScheduleError
+from lightning_gpp.capture.batch import samples_in
+from lightning_gpp.errors import CaptureError, NoNetworkError, ScheduleError, ShapeError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.continuous import check_continuous
-from lightning_gpp.stages.declared import Declared
+from lightning_gpp.stages.undivided import Captured, undivided
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.eight_bit import patterns_of
@@ -43,7 +43,7 @@ class Sessions:
         job: Job,
         incoming: Incoming,
         *,
-        captured: Capture | Declared,
+        captured: Captured,
         form: int,
         layout: Layout,
         transport: Transport,
@@ -111,7 +111,7 @@ class Sessions:
             return False
         return True
 
-    def _captured(self, step: str, batch: Any) -> Capture | Declared:
+    def _captured(self, step: str, batch: Any) -> Captured:
         """The capture for this form of the batch; the first one was made for the plan."""
         if (self.captured.step, self._form) == (step, self.incoming.form):
             return self.captured
@@ -123,7 +123,7 @@ class Sessions:
             return capture_of(self.job, step, example, self.layout.plan)
 
 
-def capture_of(job: Job, step: str, example: Any, known: Plan | None) -> Capture | Declared:
+def capture_of(job: Job, step: str, example: Any, known: Plan | None) -> Captured:
     """The captured step of a job, from a mini-batch without memory, or the declared one.
 
     Args:
@@ -133,4 +133,19 @@ def capture_of(job: Job, step: str, example: Any, known: Plan | None) -> Capture
         known: the plan of the run, if there is one.
     """
     context = job.host.context(step)
-    return captured_step(job.module, example, step, job.options, context, job.device, known)
+    try:
+        return captured_step(job.module, example, step, job.options, context, job.device, known)
+    except (CaptureError, ShapeError) as error:
+        if not _needs_no_stages(job, step, error):
+            raise
+        reason = (error.reason if isinstance(error, CaptureError) else "") or str(error).splitlines()[0]
+        alone = job.control.num_devices == 1
+        return undivided(job.module, step, samples_in(example), f"It cannot be captured: {reason}.", alone=alone)
+
+
+def _needs_no_stages(job: Job, step: str, error: Exception) -> bool:
+    """True if a step that cannot be captured can run as a whole on the first device."""
+    options = job.options
+    if job.control.num_devices > 1:
+        return step != TRAINING and isinstance(error, NoNetworkError)
+    return options.stages is None and options.plan is None and options.delayed_devices is None

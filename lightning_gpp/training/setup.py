@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_gpp.capture import Capture
 from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.plan import STEP, Plan
@@ -29,7 +28,7 @@ from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.runtime.weights import Counting, Weights, make_policy
 from lightning_gpp.schedules.delayed import plan_on_one_device
 from lightning_gpp.stages import build
-from lightning_gpp.stages.declared import Declared
+from lightning_gpp.stages.undivided import Captured
 from lightning_gpp.training.agreement import check_alike, facts_of_optimizers, facts_of_options
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
@@ -225,7 +224,7 @@ class _JobMachine:
         cluster = cluster.with_headroom(job.options.memory_headroom)
         return Machine(cluster=cluster, footprint=self._footprint, costs=self.costs)
 
-    def measured(self, captured: Capture | Declared, batch: Any) -> Machine:
+    def measured(self, captured: Captured, batch: Any) -> Machine:
         """The same, after measuring the costs of a training step if the user wants that."""
         job, machine = self._job, self.look()
         if job.options.costs == "measured" and captured.step == TRAINING:
@@ -236,7 +235,7 @@ class _JobMachine:
         return replace(machine, costs=self.costs)
 
 
-def _plan_of_rank_0(job: Job, captured: Capture | Declared, batch: Any, machine: _JobMachine) -> Plan:
+def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: _JobMachine) -> Plan:
     """Plan on rank 0 and broadcast the plan or the error: searches in other processes may find other plans."""
     outcome: Plan | GPPError | None = None
     if job.control.rank == 0:
@@ -264,7 +263,7 @@ def _check_step_device(plan: Plan) -> None:
         )
 
 
-def _check_agreement(job: Job, captured: Capture | Declared, plan: Plan) -> None:
+def _check_agreement(job: Job, captured: Captured, plan: Plan) -> None:
     text = f"{captured.fingerprint} {plan}"
     digests = job.control.gather(hashlib.sha256(text.encode()).hexdigest()[:12])
     if len(set(digests)) > 1:
@@ -275,7 +274,7 @@ def _check_agreement(job: Job, captured: Capture | Declared, plan: Plan) -> None
         )
 
 
-def _announce(job: Job, captured: Capture | Declared, plan: Plan) -> None:
+def _announce(job: Job, captured: Captured, plan: Plan) -> None:
     """Show a new plan."""
     if job.known is not None or job.control.rank != 0:
         return
@@ -294,7 +293,7 @@ def _connect(job: Job, plan: Plan, purpose: str) -> DistributedTransport:
     return DistributedTransport(job.control.mesh, pairs_of(plan), device=job.device, purpose=purpose)
 
 
-def _place_parameters(job: Job, captured: Capture | Declared, plan: Plan) -> Layout:
+def _place_parameters(job: Job, captured: Captured, plan: Plan) -> Layout:
     """Let every rank hold only the tensors that its stages use, on its device."""
     pipeline = build(captured, plan, job.module)
     if warning := warning_of_cuts(job.module, captured, pipeline):

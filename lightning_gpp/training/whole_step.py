@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp.capture import Capture
+from lightning_gpp.capture.batch import samples_in
 from lightning_gpp.capture.calls import (
     StepCalls,
     capture_joint,
@@ -24,7 +25,6 @@ from lightning_gpp.capture.calls import (
     joint_batch,
     joint_loss,
     made_up,
-    samples_in,
 )
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.errors import ConfigError

@@ -1,0 +1,88 @@
+"""Lightning's own tests with this library's strategy wherever they leave the strategy to Lightning.
+
+    GPP_LIGHTNING_SUITE=~/pytorch-lightning python -m tests.acceptance.lightning_suite [tests_pytorch/trainer ...]
+
+The checkout has to be of the installed version, and the packages of its `requirements/pytorch/test.txt` installed.
+Tests that fail with the strategy run again without it: those that fail, too, say nothing about the strategy. Prints the
+share that passes and every failure with its last line, without those that `exceptions.txt` explains.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.acceptance.lightning_suite.plugin import INJECT, RESULTS
+
+CHECKOUT = "GPP_LIGHTNING_SUITE"
+FOLDERS = ("callbacks", "checkpointing", "core", "loggers", "loops", "models", "overrides", "plugins", "profilers")
+MORE_FOLDERS = ("trainer", "tuner", "utilities")
+EXCEPTIONS = Path(__file__).with_name("exceptions.txt")
+
+
+def main() -> None:
+    checkout = os.environ.get(CHECKOUT)
+    if not checkout:
+        sys.exit(f"{CHECKOUT} is not set: give it the path of a checkout of Lightning.")
+    folder = Path(checkout) / "tests"
+    wanted = sys.argv[1:] or [f"tests_pytorch/{name}" for name in (*FOLDERS, *MORE_FOLDERS)]
+    injected = run(folder, wanted, inject=True)
+    failed = [test for test, line in injected.items() if line["chosen"] and line["outcome"] == "failed"]
+    plain = run(folder, failed, inject=False) if failed else {}
+    print(report(injected, {test for test, line in plain.items() if line["outcome"] == "passed"}, explained()))
+
+
+def run(folder: Path, tests: Sequence[str], *, inject: bool) -> dict[str, dict[str, Any]]:
+    """The line of every test, by its name relative to `folder`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        results = Path(scratch) / "results.jsonl"
+        path = os.pathsep.join([str(Path.cwd()), str(folder), os.environ.get("PYTHONPATH", "")])
+        variables = {**os.environ, "PYTHONPATH": path, INJECT: str(int(inject)), RESULTS: str(results)}
+        options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "--timeout", "120"]
+        plugin = ["-p", "tests.acceptance.lightning_suite.plugin"]
+        command = [sys.executable, "-m", "pytest", *plugin, *options, *tests]
+        subprocess.run(command, cwd=folder, env=variables, check=False)
+        lines = map(json.loads, results.read_text().splitlines())
+        return {line["test"].removeprefix("tests/"): line for line in lines}
+
+
+def explained() -> dict[str, str]:
+    """Beginnings of the names of tests that cannot pass, with the reason."""
+    lines = (line.split("#") for line in EXCEPTIONS.read_text().splitlines() if line.strip() and line[0] != "#")
+    return {name.strip(): reason.strip() for name, reason in lines}
+
+
+def report(injected: dict[str, dict[str, Any]], passes_without: set[str], reasons: dict[str, str]) -> str:
+    """The share of tests that pass, and the failures that nothing explains."""
+    chosen = {test: line for test, line in injected.items() if line["chosen"]}
+    passed = [test for test, line in chosen.items() if line["outcome"] == "passed"]
+    failed = sorted(passes_without)
+    known = [test for test in failed if any(test.startswith(name) for name in reasons)]
+    total, lines = (
+        len(passed) + len(failed),
+        [f"- {test}: {cause(chosen[test])}" for test in failed if test not in known],
+    )
+    return "\n".join(
+        [
+            f"{len(passed)} of {total} tests that pass without the strategy pass with it "
+            f"({len(passed) / max(1, total):.1%}); {len(known)} of the others are explained, which leaves "
+            f"{len(passed)} of {total - len(known)} ({len(passed) / max(1, total - len(known)):.1%}).",
+            *lines,
+        ]
+    )
+
+
+def cause(line: dict[str, Any]) -> str:
+    """The last line of a failure's message."""
+    told = [text.strip() for text in line["error"].splitlines() if text.startswith("E ")]
+    return told[-1][:160] if told else line["error"].strip()[-160:]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Steps that cannot be captured run as a whole where they need no second device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.strategy import harness
+from tests.strategy.harness import loader
+
+
+class Plain(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.losses: list[float] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.head(self.first(batch[0]).tanh()), batch[2])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class ReadsValues(Plain):
+    """Reads a value of its network, and uses a parameter without a module."""
+
+    validation_step = None  # Lightning's way to switch validation off
+
+    def training_step(self, *args: Any) -> Tensor:
+        loss = self.loss(args[0]) * self.scale
+        return loss * 2 if loss.item() > 1 else loss * args[1]
+
+
+class Functional(Plain):
+    """Calls no module."""
+
+    def training_step(self, batch: Any, batch_idx: int, factor: float = 2.0) -> Tensor:
+        hidden = F.linear(batch[0], self.first.weight, self.first.bias).tanh()
+        return factor * F.cross_entropy(F.linear(hidden, self.head.weight, self.head.bias), batch[2])
+
+
+class Scalars(Plain):
+    """Its batches are numbers."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.head(self.first(batch.expand(4))) ** 2).sum()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([torch.tensor(float(number)).double() for number in range(4)], batch_size=None)
+
+
+def fit(rank: int, kind: type[Plain], gpp: bool) -> list[float]:
+    module = kind().double()
+    data = None if kind is Scalars else loader()
+    harness.trainer(harness.strategy(stages=None, num_micro_batches=None) if gpp else "auto", 1).fit(module, data)
+    return module.losses
+
+
+@pytest.mark.parametrize("kind", [ReadsValues, Functional, Scalars])
+def test_one_process_trains_as_without_the_strategy(kind: type[Plain]) -> None:
+    (ours,), (plain,) = (harness.run(1, fit, kind, gpp) for gpp in (True, False))
+    assert len(plain) > 2
+    assert ours == pytest.approx(plain, rel=1e-12)
+
+
+class Validated(Plain):
+    """Its validation needs no network."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("mean", batch[0].mean(), on_epoch=True)
+
+
+def validate(rank: int, gpp: bool) -> float:
+    module = Validated().double()
+    devices = 2 if gpp else 1
+    trainer = harness.trainer(harness.strategy(stages=None, num_micro_batches=None) if gpp else "auto", devices)
+    trainer.fit(module, loader(), loader())
+    return float(trainer.callback_metrics["mean"])
+
+
+def test_a_validation_step_without_a_network_runs_on_the_first_device() -> None:
+    (alone,) = harness.run(1, validate, False)
+    assert harness.run(2, validate, True) == pytest.approx([alone] * 2, rel=1e-12)
