@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_gpp"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
-ROOMS = sorted(path.name for folder in (ROOT, PACKAGE) for path in folder.iterdir() if path.is_dir())
+ROOMS = sorted(
+    path.name for folder in (ROOT, PACKAGE) for path in folder.iterdir() if path.is_dir() and path.name != "runs"
+)
 
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 PYTHON_FILE = re.compile(r"(?<![\w/.*<-])((?:\w+/)*\w+\.py)\b")
