@@ -53,8 +53,9 @@ class RanksStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without what belongs to this process: its connections, its watch, and its run."""
-        gone = dict.fromkeys(("_control", "_monitor", "_guard", "_run", "_end"))
-        return {**super().__getstate__(), **gone, "_checkpoints": Checkpoints(self.options, self._current_io)}
+        gone = {id(part) for part in (self._control, self._monitor, self._guard, self._run, self._end)}
+        kept = {name: None if id(part) in gone else part for name, part in super().__getstate__().items()}
+        return {**kept, "_checkpoints": Checkpoints(self.options, self._current_io)}
 
     def _current_io(self) -> CheckpointIO:
         return self.checkpoint_io
