@@ -156,7 +156,7 @@ class ComputeForward(Compute):
             for slot, tensor in zip(border.slots, tensors, strict=True):
                 if tensor is None:
                     continue
-                leaf = inputs[slot.name] = tensor.detach()
+                leaf = inputs[slot.name] = _as_received(tensor)
                 if saved is not None and (tensor.requires_grad if border.edge.dynamic else slot.spec.requires_grad):
                     saved.leaves[slot.name] = leaf.requires_grad_()
         return inputs
@@ -170,6 +170,14 @@ class ComputeForward(Compute):
             loss = _checked_loss(outputs.get(LOSS), self.owner)
             seed = torch.full_like(loss, self.state.loss_weight * self.micro_batch.num_samples)
             saved.loss = get_gradient_edge(loss), seed
+
+
+def _as_received(tensor: Tensor) -> Tensor:
+    """A tensor without its history, in the order of memory in which it would come from another device.
+
+    The numbers that dropout draws, and the last bits of products, depend on that order, but must not on the devices.
+    """
+    return tensor.detach().contiguous()
 
 
 def _checked_loss(loss: Tensor | None, owner: str) -> Tensor:
@@ -232,7 +240,7 @@ class ComputeGradients(Compute):
             tensors = border.take(self.state.values)
             for slot, tensor in zip(border.slots, tensors, strict=True):
                 if tensor is not None:
-                    name = slot.name
+                    name, tensor = slot.name, _as_received(tensor)
                     gradients[name] = gradients[name] + tensor if name in gradients else tensor
         return gradients
 

@@ -160,10 +160,13 @@ class Asynchronous:
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
-    def before_update(self) -> None:
-        """Prepare for an optimizer step, whose gradients are complete."""
+    def sum_gradients(self) -> None:
+        """Complete the gradients, if this device imitates several."""
         if self.gradients is not None:
             self.gradients.sum()
+
+    def before_update(self) -> None:
+        """Prepare for an optimizer step, whose gradients are complete."""
         self.policy.before_update()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:

@@ -250,6 +250,8 @@ class Engine:
     def sum_gradients(self) -> None:
         """Complete the reductions of gradients over ranks with the same parameters, before an optimizer step."""
         self._training.finish()
+        if self._asynchronous is not None:
+            self._asynchronous.sum_gradients()
         if self._gradients is not None and self.job.options.on_nonfinite != "ignore":
             self._gradients.check(self.num_steps - 1)
         if self._finite is not None:
@@ -418,12 +420,16 @@ class Engine:
     def _saving(self) -> set[str]:
         """Names of parameters for which this rank saves the values that its policy keeps.
 
-        Replicas that take turns keep those of different mini-batches, so all of them save theirs.
+        Replicas that take turns, and stages that share a parameter, keep those of different mini-batches, so all of
+        them save theirs.
         """
-        plan, device = self.plan, self.control.device
-        turns = any(plan.stages[stage].round_robin for stage in plan.stages_on(device)) and self.control.pipeline == 0
-        placement = self._layout.placement
-        return placement.names_on(device) if turns else saved_here(placement, self.control)
+        plan, device, placement = self.plan, self.control.device, self._layout.placement
+        if self.control.pipeline != 0:
+            return set()
+        mine = placement.names_on(device)
+        turns = any(plan.stages[stage].round_robin for stage in plan.stages_on(device))
+        shared = {name for name in mine if len(self._layout.uses.get(name, ())) > 1}
+        return mine if turns else shared | saved_here(placement, self.control)
 
     def _index(self, optimizer: Optimizer) -> OptimizerIndex:
         for index in self._indices:

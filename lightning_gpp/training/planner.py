@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -110,7 +110,7 @@ def plan_for(
         plan = _new_plan(captured, options, machine, num_devices, progress)
     else:
         plan = refitted(captured, known)
-    check_devices(plan, num_devices)
+    check_devices(plan, num_devices, "strategy.delayed_devices" if options.delayed_devices else PROCESSES)
     check_patterns(unsliced(plan).plan, options.eight_bit_edges)
     return plan
 
@@ -305,13 +305,16 @@ def streaming_copies(options: Options) -> WeightCopies | None:
     return no_copies if options.streaming and options.sharding != "fsdp" else None
 
 
-def check_devices(plan: Plan, num_devices: int) -> None:
-    """Raise PlanError if the plan is for another number of devices."""
+PROCESSES: Final = "trainer.devices x trainer.num_nodes / strategy.num_pipelines"
+"""The settings that say how many devices a pipeline has."""
+
+
+def check_devices(plan: Plan, num_devices: int, where: str = PROCESSES) -> None:
+    """Raise PlanError if the plan is for another number of devices. `where`: the settings that say their number."""
     if plan.num_devices != num_devices:
         raise PlanError(
-            f"The plan needs {plan.num_devices} devices per pipeline, but there are {num_devices} (trainer.devices x "
-            "trainer.num_nodes / strategy.num_pipelines). Change these numbers, or the plan (strategy.plan, "
-            "strategy.stages)."
+            f"The plan needs {plan.num_devices} devices per pipeline, but there are {num_devices} ({where}). Change "
+            "this number, or the plan (strategy.plan, strategy.stages)."
         )
 
 

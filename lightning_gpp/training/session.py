@@ -242,11 +242,14 @@ class Session:
     def weights_of(self, batch_size: int, optimizers: Callable[[], Sequence[Optimizer]]) -> Weights:
         """The weights of this rank's stages, with their use in the program for mini-batches of `batch_size` samples."""
         module, program = self._job.module, self.executor(batch_size).program
-        parameters = {
-            stage: [module.get_parameter(name) for name in self.pipeline.parameters[stage]]
-            for stage in program.plan.stages_on(self._control.device)
+        here, names = program.plan.stages_on(self._control.device), self.pipeline.parameters
+        parameters = {stage: [module.get_parameter(name) for name in names[stage]] for stage in here}
+        others = [stage for stage in range(len(names)) if stage not in here]
+        elsewhere = {
+            module.get_parameter(name): [stage for stage in others if name in names[stage]]
+            for name in {name for stage in here for name in names[stage]}
         }
-        return weights_of(program, self._control.device, parameters, optimizers)
+        return weights_of(program, self._control.device, parameters, optimizers, elsewhere)
 
     def tell_not_split(self) -> None:
         """Log once which of this rank's backwards the schedule splits in vain."""

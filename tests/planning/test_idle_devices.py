@@ -58,7 +58,7 @@ def test_more_devices_than_pieces() -> None:
     prediction = best_plan("auto", graphs.chain(2), request(FAST, 4, idle_devices=True, **settings))
     assert prediction.plan.unused == (2, 3)
     assert prediction.plan.notes["devices"] == (
-        "2 of 4 devices are idle: no plan with a stage on every device was found."
+        "2 of 4 devices are idle: no plan that uses all of them was found to be as fast."
     )
 
 

@@ -20,6 +20,7 @@ def weights_of(
     device: int,
     parameters: Mapping[int, Sequence[Parameter]],
     optimizers: Callable[[], Sequence[Optimizer]],
+    elsewhere: Mapping[Parameter, Sequence[int]] | None = None,
 ) -> Weights:
     """The weights of a device, with their use in its program.
 
@@ -28,6 +29,7 @@ def weights_of(
         device: the device.
         parameters: parameters of each of its stages; those that are not trained are left out.
         optimizers: returns the device's optimizers, once they are known.
+        elsewhere: stages on other devices that use one of these parameters, too.
     """
     ahead = forwards_ahead(program)
     plan = program.plan
@@ -37,6 +39,7 @@ def weights_of(
         lead=program.lead,
         entry=_entry(program, ahead),
         delays=delays_of(program),
+        elsewhere=elsewhere or {},
         optimizers=optimizers,
     )
 

@@ -37,6 +37,7 @@ class Weights:
         lead: the most mini-batches by which any device of the pipeline is ahead.
         entry: mini-batches by which the stage is ahead that first read a micro-batch, by stage and micro-batch.
         delays: updates between a forward and its backward in the steady state, by stage of the plan.
+        elsewhere: stages on other devices that use a parameter, too.
         optimizers: returns the device's optimizers.
         resumable: whether to keep the state from which a run can resume with a pipeline that is not empty.
     """
@@ -46,6 +47,7 @@ class Weights:
     lead: int = 0
     entry: Mapping[tuple[int, int], int] = field(default_factory=dict)
     delays: Mapping[int, int] = field(default_factory=dict)
+    elsewhere: Mapping[Parameter, Sequence[int]] = field(default_factory=dict)
     optimizers: Callable[[], Sequence[Optimizer]] = lambda: ()
     resumable: bool = False
 
@@ -129,6 +131,12 @@ class Counting:
     def delay(self, use: Use) -> int:
         """Number of updates between now and the backward of the micro-batch."""
         return self._before(use.mini_batch) - self.updates
+
+    def delay_elsewhere(self, parameter: Parameter, mini_batch: int) -> int:
+        """The most updates between a forward of the mini-batch and its backward, in stages on other devices."""
+        stages = self.weights.elsewhere.get(parameter, ())
+        ahead = max((self.weights.delays.get(stage, 0) for stage in stages), default=0)
+        return self._before(mini_batch) - self._before(max(mini_batch - ahead, self.first))
 
     def enter_forward(self, use: Use) -> None:
         """See `WeightPolicy`."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.registry import Registry
@@ -55,13 +57,22 @@ def copies_of(name: str, delay: int) -> int:
 
 
 def check_options(name: str, options: dict[str, Any]) -> None:
-    """Raise ConfigError if there is no policy of this name, or it has no such options."""
+    """Raise ConfigError if there is no policy of this name, or it has no such options, or of other types."""
     known = options_of(name)
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ConfigError(
             f"strategy.weight_options has {unknown}; strategy.weights={name} knows {sorted(known) or 'no options'}."
         )
+    hints = get_type_hints(WEIGHT_POLICIES.get(name).__init__)
+    for option, value in options.items():
+        try:
+            TypeAdapter(hints[option]).validate_python(value, strict=True)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"]
+            raise ConfigError(
+                f"strategy.weight_options.{option}={value!r}: {problem}. The default is {known[option]!r}."
+            ) from None
 
 
 def options_of(name: str) -> dict[str, Any]:
