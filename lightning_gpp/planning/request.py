@@ -114,6 +114,7 @@ class Request(SearchOptions):
         weight_copies: copies of a stage's weights by its delay, if the pipeline does not flush, so that plans are
             judged by their period instead of their step; None: it flushes.
         num_pipelines: pipeline replicas that share devices and mini-batch; None leaves it to the search.
+        slack: whether stages may have more micro-batches in flight than 1F1B's rule.
         seconds: time limit of all searches together, for partitioners that can stop at any time.
         progress: called during the search.
     """
@@ -130,6 +131,7 @@ class Request(SearchOptions):
     chained: bool = False
     weight_copies: WeightCopies | None = None
     num_pipelines: int | None = None
+    slack: bool = True
     seconds: float = 10.0
     progress: Progress | None = None
 
@@ -182,6 +184,7 @@ class Request(SearchOptions):
             replicable=self.num_pipelines is None,
             weight_copies=self.weight_copies,
             idle_devices=self.idle_devices,
+            slack=self.slack,
             simplicity=self.simplicity,
         )
 
@@ -252,6 +255,7 @@ class Candidate:
             schedules=(self.schedule if self.schedule in SEARCHED else STANDARD,),
             max_replicas=1 if own_layout else request.max_replicas,
             idle_devices=request.idle_devices and not own_layout,
+            slack=self.schedule in SEARCHED,  # others order micro-batches by rules of their own
             stages_per_device=None,
             sharding="none",
             chained=False,

@@ -72,7 +72,7 @@ class EdgeTensors:
         messages = sorted(messages, key=lambda message: message.start)
         self.edge_index = messages[0].edge
         self.edge = program.plan.edges[self.edge_index]
-        self.gradient = messages[0].gradient
+        self.gradient, self.of_slices = messages[0].gradient, program.plan.is_sliced
         self.slots = carried(self.edge, slots, self.gradient)
         self._pieces = [_MessageInterval(m.id, m.start - interval[0], m.stop - m.start) for m in messages]
         self._only = messages[0].id if len(messages) == 1 else None

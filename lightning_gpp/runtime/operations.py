@@ -156,7 +156,7 @@ class ComputeForward(Compute):
             for slot, tensor in zip(border.slots, tensors, strict=True):
                 if tensor is None:
                     continue
-                leaf = inputs[slot.name] = _as_received(tensor)
+                leaf = inputs[slot.name] = _as_received(tensor, border)
                 if saved is not None and (tensor.requires_grad if border.edge.dynamic else slot.spec.requires_grad):
                     saved.leaves[slot.name] = leaf.requires_grad_()
         return inputs
@@ -172,12 +172,13 @@ class ComputeForward(Compute):
             saved.loss = get_gradient_edge(loss), seed
 
 
-def _as_received(tensor: Tensor) -> Tensor:
+def _as_received(tensor: Tensor, border: EdgeTensors) -> Tensor:
     """A tensor without its history, in the order of memory in which it would come from another device.
 
     The numbers that dropout draws, and the last bits of products, depend on that order, but must not on the devices.
+    Slices of a stage, which are always on one device, hand on memory that they fill together.
     """
-    return tensor.detach().contiguous()
+    return tensor.detach() if border.of_slices else tensor.detach().contiguous()
 
 
 def _checked_loss(loss: Tensor | None, owner: str) -> Tensor:
@@ -240,7 +241,7 @@ class ComputeGradients(Compute):
             tensors = border.take(self.state.values)
             for slot, tensor in zip(border.slots, tensors, strict=True):
                 if tensor is not None:
-                    name, tensor = slot.name, _as_received(tensor)
+                    name, tensor = slot.name, _as_received(tensor, border)
                     gradients[name] = gradients[name] + tensor if name in gradients else tensor
         return gradients
 

@@ -87,7 +87,7 @@ def _build_undivided(captured: Undivided, plan: Plan, module: nn.Module) -> Pipe
     operator = captured.graph["step"]
     step = StepRunner(module=module, returns_loss=captured.step == "training_step")
     return Pipeline(
-        stages=(WholeStage(step, tuple(module.modules())),),
+        stages=(StepAlone(step, tuple(module.modules())),),
         slots=(),
         parameters=(operator.parameters,),
         buffers=(operator.buffers,),
@@ -97,7 +97,7 @@ def _build_undivided(captured: Undivided, plan: Plan, module: nn.Module) -> Pipe
 
 
 @dataclass(slots=True)
-class WholeStage:
+class StepAlone:
     """Runs the user's step with its modules."""
 
     step: StepRunner

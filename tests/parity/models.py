@@ -91,7 +91,7 @@ def subject(name: str) -> Subject:
 def doubled(batch: Any) -> Any:
     """Floating-point tensors as float64."""
 
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
+    def convert(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return tensor.double() if tensor.is_floating_point() else tensor
 
     return map_samples(batch, len(next(iter(torch.utils._pytree.tree_leaves(batch)))), convert, list)

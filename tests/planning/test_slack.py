@@ -94,7 +94,7 @@ def test_only_1f1b_has_slack() -> None:
 def test_slack_by_hand_is_checked(slack: object) -> None:
     from lightning_gpp.planning.assignment.stages_spec import read
 
-    with pytest.raises(ConfigError, match=r"strategy.stages\[0\].slack is .*; it must be a whole number >= 0"):
+    with pytest.raises(ConfigError, match=r"strategy.stages\[0\].slack is .*; it must be"):
         read([{"modules": ["a"], "slack": slack}])
 
 

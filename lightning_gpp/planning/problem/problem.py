@@ -58,6 +58,7 @@ class Problem:
             one.
         idle_devices: whether a plan may leave devices without a stage.
         simplicity: share of the time by which a simpler draft may be slower than the fastest.
+        slack: whether stages may have more micro-batches in flight than 1F1B's rule.
         single_step: the user's step has to run on one device, so a last stage with replicas gives it to a stage of its
             own.
     """
@@ -77,6 +78,7 @@ class Problem:
     num_slices: int = 1
     idle_devices: bool = False
     simplicity: float = 0.0
+    slack: bool = True
     single_step: bool = True
     _seconds: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict, init=False)
     _saved: dict[int, Array] = field(default_factory=dict, init=False)

@@ -207,7 +207,7 @@ def _slack(problem: Problem, shape: Shape, slow: list[int]) -> Iterator[Shape]:
 
 def _may_have_slack(problem: Problem, shape: Shape) -> bool:
     flushes = not problem.continuous and problem.num_slices == 1
-    return flushes and shape.schedule == SLACKENED and len(shape.groups) > 1
+    return problem.slack and flushes and shape.schedule == SLACKENED and len(shape.groups) > 1
 
 
 def with_most_slack(problem: Problem, shapes: Iterable[Shape]) -> Iterator[Shape]:
