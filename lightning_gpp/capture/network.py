@@ -185,11 +185,22 @@ class _Extraction:
                 "the step reads a tensor that a module computed but did not return",
                 "return it from the module's forward",
             )
-        used += self._unread()
+        used += [*self._behind_glue(used), *self._unread()]
         if not self.recording.complete:
             used = answers
         wanted = dict.fromkeys(ref for ref in used if ref in set(answers))
         return [self._new(ref, "the step") for ref in wanted if ref.call in self.number or ref in self.inputs]
+
+    def _behind_glue(self, used: list[Ref]) -> list[Ref]:
+        """Values from which the step computes again what lies between network calls, because it uses that itself."""
+        wanted = {ref.call for ref in used}
+        found: list[Ref] = []
+        for index in sorted(self.glue, reverse=True):
+            if index in wanted:
+                refs = list(self.recording.calls[index].refs())
+                found += refs
+                wanted.update(ref.call for ref in refs)
+        return found
 
     def _unread(self) -> list[Ref]:
         """Results that no recorded call reads: the step may keep them in other ways, for example in a list."""
