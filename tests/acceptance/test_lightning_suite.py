@@ -1,0 +1,28 @@
+"""Lightning's own tests with the strategy in place of the default, from a checkout that the environment names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.lightning_suite.__main__ import CHECKOUT, explained, run
+
+needs_a_checkout = pytest.mark.skipif(CHECKOUT not in os.environ, reason=f"needs a checkout of Lightning ({CHECKOUT})")
+
+
+@needs_a_checkout
+@pytest.mark.acceptance
+@pytest.mark.timeout(1800)
+def test_flags_of_the_trainer() -> None:
+    folder = Path(os.environ[CHECKOUT]) / "tests"
+    lines = run(folder, ["tests_pytorch/trainer/flags"], inject=True)
+    chosen = {test: line["outcome"] for test, line in lines.items() if line["chosen"]}
+    unexplained = [test for test in chosen if not any(test.startswith(name) for name in explained())]
+    passed = [test for test in unexplained if chosen[test] == "passed"]
+    assert len(passed) >= 0.97 * len(unexplained)
+
+
+def test_every_exception_has_a_reason() -> None:
+    assert all(explained().values())
