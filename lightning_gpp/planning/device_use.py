@@ -38,7 +38,7 @@ def _on_fewer(prediction: Prediction, compared: Prediction | None, everything: i
     idle = everything - prediction.used_devices
     text = f"{idle} of {everything} devices {_verb(idle)} idle"
     if compared is None:
-        return f"{text}: no plan of that uses all of them was found to be as fast."
+        return f"{text}: no plan that uses all of them was found to be as fast."
     ratio = prediction.samples_per_second / compared.samples_per_second
     faster = f"is {ratio:.3g} times as fast as the best one found on all" if ratio > 1.005 else "is as fast as on all"
     return f"{text}: this plan {faster}, because messages and gradients would take longer than the work that is shared."
