@@ -22,6 +22,9 @@ STEP: Final = "@step"
 SOURCE: Final = -1
 """The stage index of the source: the user's step up to the inputs of the network, on the sink's devices."""
 
+WHOLE: Final = 1 << 30
+"""A micro-batch size that no mini-batch exceeds, for steps that run once per mini-batch."""
+
 
 SHARDINGS: Final = ("none", "zero1", "fsdp")
 """Shardings: replicas of a stage split nothing, the optimizer's state (ZeRO-1), or parameters and gradients, too."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import nn
@@ -17,15 +16,12 @@ from torch import nn
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.isolate import add_sizes
 from lightning_gpp.graph import Operator, OperatorGraph
-from lightning_gpp.plan import STEP, Plan, Stage
+from lightning_gpp.plan import STEP, WHOLE, Plan, Stage
 from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.build import Pipeline, build
 from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.step import StepRunner
-
-_ALL: Final = 1 << 30
-"""A micro-batch size that no mini-batch exceeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +52,7 @@ class Undivided:
 
     def plan(self, num_devices: int) -> Plan:
         """One stage on device 0; the others have nothing to do."""
-        stage = Stage(name=STEP, modules=(STEP,), devices=(0,), micro_batch_size=_ALL)
+        stage = Stage(name=STEP, modules=(STEP,), devices=(0,), micro_batch_size=WHOLE)
         unused = tuple(range(1, num_devices))
         return make_plan(self.graph, [stage], batch_size=self.batch_size, model=self.fingerprint, unused=unused)
 

@@ -18,7 +18,7 @@ from lightning_gpp.capture.calls import call_networks
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.errors import GPPError
 from lightning_gpp.graph import OperatorGraph, TensorSpec
-from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
+from lightning_gpp.plan import SOURCE, STEP, WHOLE, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign, make_plan
 from lightning_gpp.planning.assignment.rebuild import separated
 from lightning_gpp.runtime.phases import KeptForwards, PhasedExecutor
@@ -32,7 +32,7 @@ from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.parameters import Placement
-from lightning_gpp.training.planner import TRAINING, WHOLE
+from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.session import InContext, check_placement
 
 Leaves = dict[str, Tensor]

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
+from lightning_gpp.plan import SOURCE, STEP, WHOLE, Plan, Stage
 from lightning_gpp.planning import Prediction, Request, best_order, best_plan, check_model, manual
 from lightning_gpp.planning.assignment.assign import assign, make_plan, mixing_stages
 from lightning_gpp.planning.assignment.complete import completed, slice_again, slicing_of
@@ -37,9 +37,6 @@ from lightning_gpp.training.option_values import AUTO, weight_copies_of, without
 from lightning_gpp.training.options import DEFAULT, Context, Options, StageSpec, schedules_of
 
 TRAINING = "training_step"
-
-WHOLE = 1 << 30
-"""A micro-batch size that no mini-batch exceeds, for evaluation steps, which run once per mini-batch."""
 
 
 def captured_step(

@@ -244,11 +244,11 @@ class Session:
         module, program = self._job.module, self.executor(batch_size).program
         here, names = program.plan.stages_on(self._control.device), self.pipeline.parameters
         parameters = {stage: [module.get_parameter(name) for name in names[stage]] for stage in here}
-        others = [stage for stage in range(len(names)) if stage not in here]
-        elsewhere = {
-            module.get_parameter(name): [stage for stage in others if name in names[stage]]
-            for name in {name for stage in here for name in names[stage]}
+        mine = {name for stage in here for name in names[stage]}
+        others = {
+            name: [stage for stage in range(len(names)) if stage not in here and name in names[stage]] for name in mine
         }
+        elsewhere = {module.get_parameter(name): stages for name, stages in others.items() if stages}
         return weights_of(program, self._control.device, parameters, optimizers, elsewhere)
 
     def tell_not_split(self) -> None:

@@ -90,11 +90,14 @@ def test_only_1f1b_has_slack() -> None:
     assert not any(stage.slack for stage in simulated(problem_of(), draft).plan.stages)
 
 
-@pytest.mark.parametrize("slack", [-1, 0.5, True, "1"])
-def test_slack_by_hand_is_checked(slack: object) -> None:
+@pytest.mark.parametrize(
+    ("slack", "allowed"),
+    [(-1, ">= 0"), (0.5, "a whole number"), (True, "a whole number"), ("1", "a whole number")],
+)
+def test_slack_by_hand_is_checked(slack: object, allowed: str) -> None:
     from lightning_gpp.planning.assignment.stages_spec import read
 
-    with pytest.raises(ConfigError, match=r"strategy.stages\[0\].slack is .*; it must be"):
+    with pytest.raises(ConfigError, match=rf"strategy.stages\[0\].slack is {slack!r}; it must be {allowed}"):
         read([{"modules": ["a"], "slack": slack}])
 
 

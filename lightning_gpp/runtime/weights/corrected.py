@@ -50,9 +50,11 @@ class Corrected(Latest):
         super().enter_backward(use)
         delay = self.measured_delay(use)
         parameters = self.weights.parameters[use.stage]
-        for parameter in parameters:  # all devices that have it correct it alike
-            others = self.delay_elsewhere(parameter, use.mini_batch)
-            self._delay[parameter] = max(delay, others, self._delay.get(parameter, 0))
+        self._delay.update({parameter: max(delay, self._delay.get(parameter, 0)) for parameter in parameters})
+        for parameter in self.weights.elsewhere:  # all devices that have it correct it alike
+            if parameter in self._delay:
+                others = self.delay_elsewhere(parameter, use.mini_batch)
+                self._delay[parameter] = max(others, self._delay[parameter])
         if delay and self.discrepancy_decay:
             known = [parameter for parameter in parameters if parameter in self._velocity]
             self._write({parameter: parameter.data - delay * self._velocity[parameter] for parameter in known})
