@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -17,14 +16,13 @@ from lightning_gpp.errors import ConfigError, GPPError, ShapeError
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
-from lightning_gpp.stages.step import Invocation, loss_of
+from lightning_gpp.stages.step import loss_of
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.checkpoint import (
     load_state,
     make_whole,
     own_optimizer_state,
     own_state,
-    saved_here,
     values_loaded,
     values_saved,
     whole_optimizer_state,
@@ -32,7 +30,6 @@ from lightning_gpp.training.checkpoint import (
 )
 from lightning_gpp.training.evaluation import EvaluationPass
 from lightning_gpp.training.feed import Feed
-from lightning_gpp.training.foreign import on_one_rank
 from lightning_gpp.training.gradients import StageGradients
 from lightning_gpp.training.machine import Machine
 from lightning_gpp.training.nonfinite import FiniteCheck
@@ -42,10 +39,9 @@ from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.predicted import computing_seconds
 from lightning_gpp.training.replicas import Replicas
 from lightning_gpp.training.results import Outputs, combined, loss_and_rest, losses_of
-from lightning_gpp.training.segments import later
+from lightning_gpp.training.runner import Runner
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
-from lightning_gpp.training.shards import whole_states
 from lightning_gpp.training.stragglers import Stragglers
 from lightning_gpp.training.whole_step import WholeStep
 
@@ -71,7 +67,6 @@ class Engine:
 
     Attributes:
         num_steps: number of mini-batches trained so far, which also numbers the random streams.
-        current: the session of the last mini-batch.
     """
 
     def __init__(
@@ -93,12 +88,10 @@ class Engine:
         self.job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
-        self.current: Session | None = None
-        self._trained: Session | None = None
+        self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices], asynchronous)
         self._feed = Feed(self.ahead)
         self._evaluation = EvaluationPass(self._incoming, num_steps)
         self._stragglers = Stragglers(self.job, lambda: computing_seconds(self.plan, self.graph, self.machine()))
-        self._sums = self.job.options.loss_reduction == "sum"
         for index in indices:
             index.move(self.device)
 
@@ -116,6 +109,11 @@ class Engine:
     def optimizer_parameters(self) -> list[list[str]]:
         """The names of each optimizer's parameters, in the user's order."""
         return [index.names for index in self._indices]
+
+    @property
+    def current(self) -> Session | None:
+        """The session of the last mini-batch."""
+        return self._runner.current
 
     @property
     def runs_step(self) -> bool:
@@ -228,12 +226,9 @@ class Engine:
         self._training.begin(last=last)
         self._end_evaluation()
         weight = scale / accumulated
-        if not self._sums:
+        if not self._runner.sums:
             weight /= self._incoming.batch_size * self.control.num_pipelines
-        if self._asynchronous is None:
-            outputs = self._run(self._session(TRAINING, arguments), arguments, weight, self.num_steps)
-        else:
-            outputs = self._train_ahead(self._asynchronous, arguments, weight, accumulated)
+        outputs = self._runner.train(arguments, weight, accumulated, self.num_steps)
         if self.current is not None and self.current.latest is not None:
             self.current.tell_not_split()
             self._stragglers.note(self.current.latest)
@@ -245,7 +240,7 @@ class Engine:
     def loss_of(self, outputs: Outputs) -> tuple[Tensor, dict[str, Any]]:
         """The loss of a mini-batch, and the rest of the dict that a training step returned."""
         loss, rest = loss_and_rest(outputs)
-        return (loss * self._incoming.batch_size if self._sums else loss), rest
+        return (loss * self._incoming.batch_size if self._runner.sums else loss), rest
 
     def sum_gradients(self) -> None:
         """Complete the reductions of gradients over ranks with the same parameters, before an optimizer step."""
@@ -277,71 +272,18 @@ class Engine:
         """Run an evaluation step on the announced mini-batch. Returns its result where it ran."""
         if self._evaluation.is_over:
             self._end_evaluation()
-        session, current = self._session(step, arguments), self._evaluation
+        session, current = self._runner.session(step, arguments), self._evaluation
         if session.streams:
             segment = current.segment(session, alone=self._incoming.feed is self._feed)
-            outputs = self._run_ahead(session, arguments, 1.0, current.number, segment)
+            outputs = self._runner.ahead(session, arguments, 1.0, current.number, segment)
         else:
-            outputs = self._run(session, arguments, 1.0, current.number)
+            outputs = self._runner.flushed(session, arguments, 1.0, current.number)
         current.number += 1
         return combined(outputs) if outputs else None
 
     def _end_evaluation(self) -> None:
         self._evaluation.end()
         self._evaluation = EvaluationPass(self._incoming, self.num_steps)
-
-    def _session(self, step: str, arguments: Sequence[Any]) -> Session:
-        self.current = session = self._sessions.of(step, arguments[0])
-        return session
-
-    def _run(self, session: Session, arguments: Sequence[Any], weight: float, number: int) -> Outputs:
-        batch, *rest = arguments
-        size = self._incoming.batch_size
-        invocation = self._invocation(session, rest, number)
-        with on_one_rank():
-            return session.run(batch, invocation, size, loss_weight=weight, step=number)
-
-    def _invocation(self, session: Session, rest: Sequence[Any], number: int) -> Invocation:
-        step, trains = session.capture.step, session.training
-        around, function = self.job.host.around(step, number if trains else None), getattr(self.module, step)
-        return Invocation(function=function, rest=rest, around=around, sums=self._sums and trains)
-
-    def _run_ahead(
-        self, session: Session, arguments: Sequence[Any], weight: float, number: int, segment: range
-    ) -> Outputs:
-        """Run a period of a pipeline that does not flush."""
-        batch, *rest = arguments
-        incoming, size = self._incoming, self._incoming.batch_size
-        batches = [batch, *incoming.feed.upcoming] if self.runs_step else []
-
-        def invocation(later_by: int) -> Invocation:
-            return self._invocation(session, later(rest, later_by), number + later_by)
-
-        with on_one_rank():
-            return session.run_ahead(batches, invocation, size, loss_weight=weight, step=number, segment=segment)
-
-    def _train_ahead(
-        self, asynchronous: Asynchronous, arguments: Sequence[Any], weight: float, accumulated: int
-    ) -> Outputs:
-        """Run a period of a pipeline that trains without a flush."""
-        if self._incoming.anew:
-            self._give_up(asynchronous)
-        self._trained = session = self._session(TRAINING, arguments)
-        size, facts = self._incoming.batch_size, self._incoming.facts
-        weights = partial(session.weights_of, size, lambda: [index.optimizer for index in self._indices])
-        segment = asynchronous.enter(self.num_steps, facts, session.lead(size), accumulated, weights)
-        return self._run_ahead(session, arguments, weight, self.num_steps, segment)
-
-    def _give_up(self, asynchronous: Asynchronous) -> None:
-        """Drop the mini-batches in the pipeline; the next one fills it again."""
-        session = self._trained
-        if session is None or session.latest is None:
-            return
-        program = session.latest.program
-        if batches := asynchronous.on_their_way(self.num_steps, program.lead):
-            session.give_up(program.batch_size, batches)
-            self.job.host.forget(batches)
-        asynchronous.empty(self.num_steps)
 
     @property
     def _training(self) -> Replicas:
@@ -402,9 +344,10 @@ class Engine:
         if asynchronous is None:
             return {}
         if self.job.options.checkpoints == "flush":
-            self._give_up(asynchronous)
+            self._runner.give_up(self.num_steps)
         saved = asynchronous.policy.saved()
-        values = values_saved(saved, self.module, self._saving(), self.control, whole=not sharded)
+        names = self._layout.kept_by(self.control)
+        values = values_saved(saved, self.module, names, self.control, whole=not sharded)
         norms = {} if self._gradients is None else self._gradients.state()
         return {**asynchronous.facts(self.num_steps), "step": self.num_steps, "values": values, "norms": norms}
 
@@ -416,20 +359,6 @@ class Engine:
             self._asynchronous.take(state, values_loaded(state["values"], self.module, here))
             if self._gradients is not None:
                 self._gradients.load(state["norms"])
-
-    def _saving(self) -> set[str]:
-        """Names of parameters for which this rank saves the values that its policy keeps.
-
-        Replicas that take turns, and stages that share a parameter, keep those of different mini-batches, so all of
-        them save theirs.
-        """
-        plan, device, placement = self.plan, self.control.device, self._layout.placement
-        if self.control.pipeline != 0:
-            return set()
-        mine = placement.names_on(device)
-        turns = any(plan.stages[stage].round_robin for stage in plan.stages_on(device))
-        shared = {name for name in mine if len(self._layout.uses.get(name, ())) > 1}
-        return mine if turns else shared | saved_here(placement, self.control)
 
     def _index(self, optimizer: Optimizer) -> OptimizerIndex:
         for index in self._indices:
@@ -445,10 +374,11 @@ class Engine:
         """Move everything to the CPU, unsharded, and the undivided module to global rank 0, after the last step."""
         self._stragglers.compare(tell=True)
         if self._asynchronous is not None:
-            self._give_up(self._asynchronous)
+            self._runner.give_up(self.num_steps)
             self._asynchronous.release()
         if self._replicas is not None:
-            self._end_sharding(self._replicas)
+            self._replicas.end()
+            self._incoming.follow()
         if self._layout.complete:
             make_whole(self.module, self._layout.placement, self.control)
         move(self.module, CPU)
@@ -461,17 +391,6 @@ class Engine:
         if self._replicas is None or not self._replicas.sharded:
             for index in self._indices:
                 index.move(CPU)
-
-    def _end_sharding(self, replicas: Replicas) -> None:
-        """Restore unsharded parameters, and the optimizers' states on the ranks from which a checkpoint takes them."""
-        states: list[dict[str, dict[str, Any]]] = []
-        if replicas.sharding == "fsdp":
-            held, shards = saved_here(self._layout.placement, self.control), tensors_of(self.module)
-            states = [whole_states(index.ordered_state(), shards, held) for index in self._indices]
-        replicas.restore()
-        for index, state in zip(self._indices, states, strict=False):
-            index.put(tensors_of(self.module), state)
-        self._incoming.follow()
 
     def describe(self) -> str:
         """The activity of this rank, for messages."""

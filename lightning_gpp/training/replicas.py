@@ -30,9 +30,11 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.gradients import GradientSync
 from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, StageSync, assign_owners
+from lightning_gpp.training.checkpoint import saved_here
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, tensors_of
+from lightning_gpp.training.shards import whole_states
 
 Uses = Mapping[str, tuple[int, ...]]
 """The stages that use each parameter."""
@@ -56,6 +58,19 @@ class Layout:
     placement: Placement
     uses: Uses
     complete: bool = True
+
+    def kept_by(self, control: Control) -> set[str]:
+        """Names of parameters for which this rank saves the values that its weight policy keeps.
+
+        Replicas that take turns, and stages that share a parameter, keep those of different mini-batches, so all of
+        them save theirs.
+        """
+        if control.pipeline != 0:
+            return set()
+        mine = self.placement.names_on(control.device)
+        turns = any(self.plan.stages[stage].round_robin for stage in self.plan.stages_on(control.device))
+        shared = {name for name in mine if len(self.uses.get(name, ())) > 1}
+        return mine if turns else shared | saved_here(self.placement, control)
 
 
 class Replicas:
@@ -163,12 +178,20 @@ class Replicas:
             return self._sync.grad_norm(norm_type, names)
         return self._sync.grad_norm(norm_type)
 
-    def restore(self) -> None:
-        """Give the module unsharded parameters for good. All ranks call it."""
+    def end(self) -> None:
+        """Give the module unsharded parameters for good, and the optimizers' states to the ranks that save them.
+
+        All ranks call it.
+        """
         for hook in self._hooks:
             hook.remove()
-        if isinstance(self._sync, ShardedStages):
-            self._sync.restore()
+        if not isinstance(self._sync, ShardedStages):
+            return
+        held, shards = saved_here(self.layout.placement, self.control), tensors_of(self.module)
+        states = [whole_states(index.ordered_state(), shards, held) for index in self._indices]
+        self._sync.restore()
+        for index, state in zip(self._indices, states, strict=True):
+            index.put(tensors_of(self.module), state)
 
     def _publish(self, optimizer: Optimizer, *_: object) -> None:
         """Give all holders the parameters that the owners computed, after a step of an optimizer."""

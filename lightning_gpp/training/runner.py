@@ -1,0 +1,109 @@
+"""Runs mini-batches through the pipeline, which flushes after each or goes on with the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_gpp.stages.step import Invocation
+from lightning_gpp.training.asynchronous import Asynchronous
+from lightning_gpp.training.foreign import on_one_rank
+from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.results import Outputs
+from lightning_gpp.training.segments import later
+from lightning_gpp.training.session import Session
+from lightning_gpp.training.sessions import Sessions
+
+
+class Runner:
+    """Runs the user's steps on announced mini-batches. All ranks call its methods together.
+
+    Args:
+        sessions: the sessions, which run the user's steps.
+        optimizers: the optimizers, in the user's order.
+        asynchronous: training without a flush between mini-batches; None flushes after each.
+
+    Attributes:
+        current: the session of the last mini-batch.
+        sums: whether the loss of the training step is a sum over samples.
+    """
+
+    def __init__(
+        self, sessions: Sessions, optimizers: Callable[[], list[Optimizer]], asynchronous: Asynchronous | None
+    ) -> None:
+        self._sessions, self._optimizers, self._asynchronous = sessions, optimizers, asynchronous
+        self._job, self._incoming = sessions.job, sessions.incoming
+        self.sums = self._job.options.loss_reduction == "sum"
+        self.current: Session | None = None
+        self._trained: Session | None = None
+
+    def session(self, step: str, arguments: Sequence[Any]) -> Session:
+        """The session for a mini-batch, which becomes the current one."""
+        self.current = session = self._sessions.of(step, arguments[0])
+        return session
+
+    def train(self, arguments: Sequence[Any], weight: float, accumulated: int, number: int) -> Outputs:
+        """Run forwards and backwards of the announced mini-batch. Returns the results of the step where it ran.
+
+        Args:
+            arguments: arguments of the user's step, the mini-batch first.
+            weight: factor of the gradients.
+            accumulated: mini-batches per optimizer step.
+            number: number of mini-batches that were trained before.
+        """
+        if self._asynchronous is not None:
+            return self._train_ahead(self._asynchronous, arguments, weight, accumulated, number)
+        return self.flushed(self.session(TRAINING, arguments), arguments, weight, number)
+
+    def flushed(self, session: Session, arguments: Sequence[Any], weight: float, number: int) -> Outputs:
+        """Run a step that ends with an empty pipeline. Returns its results where it ran."""
+        batch, *rest = arguments
+        invocation = self._invocation(session, rest, number)
+        with on_one_rank():
+            return session.run(batch, invocation, self._incoming.batch_size, loss_weight=weight, step=number)
+
+    def ahead(self, session: Session, arguments: Sequence[Any], weight: float, number: int, segment: range) -> Outputs:
+        """Run a period of a pipeline that does not flush. Returns the results of the step where it ran.
+
+        `segment`: the mini-batches between two flushes, by number.
+        """
+        batch, *rest = arguments
+        incoming, size = self._incoming, self._incoming.batch_size
+        batches = [batch, *incoming.feed.upcoming] if self._job.control.runs_step else []
+
+        def invocation(later_by: int) -> Invocation:
+            return self._invocation(session, later(rest, later_by), number + later_by)
+
+        with on_one_rank():
+            return session.run_ahead(batches, invocation, size, loss_weight=weight, step=number, segment=segment)
+
+    def give_up(self, number: int) -> None:
+        """Drop the mini-batches in a pipeline that does not flush; the next one, of this number, fills it again."""
+        session, asynchronous = self._trained, self._asynchronous
+        if asynchronous is None or session is None or session.latest is None:
+            return
+        program = session.latest.program
+        if batches := asynchronous.on_their_way(number, program.lead):
+            session.give_up(program.batch_size, batches)
+            self._job.host.forget(batches)
+        asynchronous.empty(number)
+
+    def _invocation(self, session: Session, rest: Sequence[Any], number: int) -> Invocation:
+        step, trains = session.capture.step, session.training
+        host = self._job.host
+        around, function = host.around(step, number if trains else None), getattr(self._job.module, step)
+        return Invocation(function=function, rest=rest, around=around, sums=self.sums and trains)
+
+    def _train_ahead(
+        self, asynchronous: Asynchronous, arguments: Sequence[Any], weight: float, accumulated: int, number: int
+    ) -> Outputs:
+        if self._incoming.anew:
+            self.give_up(number)
+        self._trained = session = self.session(TRAINING, arguments)
+        size, facts = self._incoming.batch_size, self._incoming.facts
+        weights = partial(session.weights_of, size, self._optimizers)
+        segment = asynchronous.enter(number, facts, session.lead(size), accumulated, weights)
+        return self.ahead(session, arguments, weight, number, segment)
