@@ -32,6 +32,8 @@ MICRO_BATCHES: Final = 4
 BATCHES: Final = 8
 EPOCHS: Final = 2
 FAILURE_TIMEOUT: Final = 10.0
+RANKS: Final = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+"""Variables with the rank of a process, of torchrun, srun and Lightning's launcher."""
 STEADY: Final = 10
 """The mini-batch of training in whose forward or backward a fault happens, in the second epoch; two steps after a
 checkpoint."""
@@ -158,21 +160,24 @@ class Module(preempted.Module):
 
 
 def fit(folder: str) -> None:
-    """Train two epochs, from the newest checkpoint in the folder."""
+    """Train two epochs in a folder, from the newest checkpoint there."""
+    os.chdir(folder)
     fault = Fault.of_environment()
     if fault is not None:
-        fault.at("import", int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0")))
+        fault.at("import", int(next((os.environ[name] for name in RANKS if os.environ.get(name)), "0")))
     torch.manual_seed(1)
+    nodes = int(os.environ.get("SLURM_NNODES", "1"))
     trainer = L.Trainer(
         strategy=GPPStrategy(
             stages=preempted.STAGES[WORLD_SIZE],
             num_micro_batches=MICRO_BATCHES,
             mini_batch="shared",
-            failure_timeout=FAILURE_TIMEOUT,
+            failure_timeout=FAILURE_TIMEOUT * nodes,  # nobody sees whether a process of another host is only starved
             self_check=False,
         ),
         accelerator="cpu",
-        devices=WORLD_SIZE,
+        devices=WORLD_SIZE // nodes,
+        num_nodes=nodes,
         max_epochs=EPOCHS,
         limit_val_batches=2,
         num_sanity_val_steps=0,
@@ -182,7 +187,6 @@ def fit(folder: str) -> None:
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    print(f"pid {os.getpid()} rank {trainer.global_rank}", flush=True)
     workers = fault is not None and fault.kind.startswith("worker")
     data = DataLoader(Samples(fault), batch_size=8, num_workers=int(workers))
     with resuming_by_itself(trainer, folder):

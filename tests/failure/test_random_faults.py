@@ -1,6 +1,8 @@
 """Random faults: kinds x moments x ranks x launchers. None hangs, no process remains, the exit code is not zero, the
 first cause is named, and the last checkpoint resumes to the same values.
 
+srun starts each rank on a node of its own, of a real SLURM; where there cannot be one, its faults are skipped.
+
 GPP_FAULTS=100:200 makes the acceptance run take these seeds only, so that it can be done in parts.
 """
 
@@ -25,7 +27,8 @@ import pytest
 from tests.failure import faulty
 from tests.failure.faulty import KINDS, MOMENTS, WORLD_SIZE
 from tests.failure.pipeline_rank import CONTEXT, free_port
-from tests.failure.test_fit import still_there
+from tests.failure.test_fit import is_running
+from tests.slurm.cluster import HEAD, REPOSITORY, Cluster
 
 BOUND = 30.0
 """Seconds from the fault to the end of all; a quiet machine needs less than 5."""
@@ -64,13 +67,14 @@ class Trial:
         chance = random.Random(seed)
         kind, moment = chance.choice(list(KINDS)), chance.choice(MOMENTS)
         rank = chance.randrange(WORLD_SIZE)
-        launcher = "lightning" if chance.random() < 0.1 else "torchrun"
+        share = chance.random()
+        launcher = "lightning" if share < 0.1 else "srun" if share < 0.2 else "torchrun"
         if kind.startswith("worker"):
             rank, moment = 0, "loading"
         if kind == "disk full":
             rank, moment = 0, "saving"
-        if moment == "import" and (kind == "stop" or launcher == "lightning"):
-            moment = "start-up"  # before the watch stands, a stopped process is one that never comes
+        if moment == "import" and (kind in ("stop", "exit 0") or launcher == "lightning"):
+            moment = "start-up"  # before the watch stands, such a process is one that never comes
         return cls(kind, moment, rank, launcher)
 
 
@@ -86,12 +90,16 @@ def told(text: str) -> list[str]:
     return re.findall("^(?:trained|validated) .*$", text, re.MULTILINE)
 
 
-def run(folder: Path, trial: Trial | None) -> tuple[int | None, str, float]:
+def run(folder: Path, trial: Trial | None, cluster: Cluster | None = None) -> tuple[int | None, str, float]:
     """Run to the end; returns the exit code (None if it had to be killed), the output, and when it ended."""
-    start = of_lightning if trial is not None and trial.launcher == "lightning" else of_torchrun
     output = folder / f"output{len(list(folder.glob('output*')))}.txt"
     output.touch()
-    code = start(folder, trial, output)
+    if trial is None or trial.launcher == "torchrun":
+        code = of_torchrun(folder, trial, output)
+    else:
+        command = [sys.executable, faulty.__file__]
+        command = command if cluster is None else under_srun(command, folder, cluster)
+        code = of_command(command, folder, trial, output, cluster)
     return code, output.read_text(), time.monotonic()
 
 
@@ -106,11 +114,20 @@ def of_torchrun(folder: Path, trial: Trial | None, output: Path) -> int | None:
     return code
 
 
-def of_lightning(folder: Path, trial: Trial, output: Path) -> int | None:
+def under_srun(command: list[str], folder: Path, cluster: Cluster) -> list[str]:
+    """The command as a task on each of three nodes."""
+    shape = [f"--nodes={WORLD_SIZE}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    return cluster.hosts.command(HEAD, ["srun", *shape, *command], folder)
+
+
+def of_command(command: list[str], folder: Path, trial: Trial, output: Path, cluster: Cluster | None) -> int | None:
     fault = json.dumps((trial.kind, trial.moment, trial.rank))
-    path = str(Path(__file__).parents[2])
-    variables = {**os.environ, "FAULT": fault, "MASTER_PORT": str(free_port()), "PYTHONPATH": path}
-    command = [sys.executable, faulty.__file__]
+    variables = {
+        **(os.environ if cluster is None else cluster.environment),
+        "FAULT": fault,
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": str(REPOSITORY),
+    }
     with output.open("wb") as stream:
         piped = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=stream)
         process = subprocess.Popen(
@@ -130,15 +147,32 @@ def clean_up(session: int) -> None:
         os.killpg(session, signal.SIGKILL)
 
 
-def check(folder: Path, trial: Trial) -> float:
+def still_there(folder: Path, patience: float) -> set[int]:
+    """Processes that work in a folder and have not ended after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while (left := {pid for pid in working_in(folder) if is_running(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def working_in(folder: Path) -> set[int]:
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):  # it has ended
+            if link.readlink() == folder:
+                found.add(int(link.parent.name))
+    return found
+
+
+def check(folder: Path, trial: Trial, cluster: Cluster | None = None) -> float:
     """Seconds from the fault to the end."""
-    code, text, ended = run(folder, trial)
+    code, text, ended = run(folder, trial, cluster)
     began = re.findall(r"^fault at ([\d.]+)$", text, re.MULTILINE)
     assert began, (trial, "did not happen", text)
     seconds = ended - float(began[0])
     assert code, (trial, text)
     assert seconds < BOUND, (trial, text)
-    assert not still_there(text, patience=3.0), (trial, text)
+    assert not still_there(folder, patience=3.0), (trial, text)
     assert names_cause(text, trial), (trial, text)
     code, text, _ = run(folder, None)
     assert code == 0, (trial, text)
@@ -150,7 +184,7 @@ def check(folder: Path, trial: Trial) -> float:
 def names_cause(text: str, trial: Trial) -> bool:
     """The watch names the cause; before it stands the launcher does."""
     if trial.moment == "import":
-        return bool(re.search(rf"rank +: {trial.rank} |local_rank: {trial.rank} |got signal", text))
+        return bool(re.search(rf"rank +: {trial.rank} |local_rank: {trial.rank} |task {trial.rank}: |got signal", text))
     if trial.kind == "terminate":
         return "Received SIGTERM" in text
     rank = r"\d" if trial.kind == "interrupt all" else trial.rank
@@ -166,6 +200,7 @@ def test_a_few_random_faults(tmp_path: Path, seed: int) -> None:
 @pytest.mark.acceptance
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_faults(tmp_path: Path, seed: int) -> None:
+def test_random_faults(tmp_path: Path, seed: int, request: pytest.FixtureRequest) -> None:
     trial = Trial.random(seed)
-    print(trial, f"{check(tmp_path, trial):.1f} s")
+    cluster = request.getfixturevalue("large_cluster") if trial.launcher == "srun" else None
+    print(trial, f"{check(tmp_path, trial, cluster):.1f} s")
