@@ -10,8 +10,9 @@ order of receives is the order of sends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,8 +42,9 @@ class Send:
     """Start sending a message, whose id is `message`; keep its tensors until they have arrived."""
 
     def __init__(self, link: TransferLink, message: Message, slots: Sequence[Slot]) -> None:
-        self._link, self._slots = link, slots
+        self._link = link
         self.message, self._peer = message.id, message.dst
+        self._encodings = [self._encoding(slot) for slot in slots]
         self._tensors: Sequence[Tensor] = ()
         self._works: Sequence[Work] = ()
 
@@ -68,11 +70,11 @@ class Send:
     def _packed(self) -> list[Tensor]:
         values, message = self._link.values, self.message
         tensors, values[message] = values[message], None
-        pairs = zip(self._slots, tensors or (), strict=bool(tensors))
-        return [self._encoded(slot, tensor.detach()) for slot, tensor in pairs if tensor is not None]
+        pairs = zip(self._encodings, tensors or (), strict=bool(tensors))
+        return [encoded(tensor.detach()).contiguous() for encoded, tensor in pairs if tensor is not None]
 
-    def _encoded(self, slot: Slot, tensor: Tensor) -> Tensor:
-        return slot.codec.encode(tensor, slot.spec.batch_dim).contiguous()
+    def _encoding(self, slot: Slot) -> Callable[[Tensor], Tensor]:
+        return partial(slot.codec.encode, batch_dim=slot.spec.batch_dim)
 
 
 class DynamicSend(Send):
@@ -82,8 +84,8 @@ class DynamicSend(Send):
         header = header_of(self._link.values[self.message] or ())
         return [header.to(self._link.device), *super()._packed()]
 
-    def _encoded(self, slot: Slot, tensor: Tensor) -> Tensor:
-        return slot.codec.encode(tensor, None).contiguous()  # nobody knows which dimension counts samples
+    def _encoding(self, slot: Slot) -> Callable[[Tensor], Tensor]:
+        return partial(slot.codec.encode, batch_dim=None)  # nobody knows which dimension counts samples
 
 
 class Receive:

@@ -90,7 +90,7 @@ class Engine:
         self.machine, self.num_steps = machine, num_steps
         self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices], asynchronous)
         self._feed = Feed(self.ahead)
-        self._evaluation = EvaluationPass(self._incoming, num_steps)
+        self._evaluation: EvaluationPass | None = None
         self._stragglers = Stragglers(self.job, lambda: computing_seconds(self.plan, self.graph, self.machine()))
         for index in indices:
             index.move(self.device)
@@ -270,9 +270,8 @@ class Engine:
 
     def run(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run an evaluation step on the announced mini-batch. Returns its result where it ran."""
-        if self._evaluation.is_over:
-            self._end_evaluation()
-        session, current = self._runner.session(step, arguments), self._evaluation
+        current = self._current_evaluation()
+        session = self._runner.session(step, arguments)
         if session.streams:
             segment = current.segment(session, alone=self._incoming.feed is self._feed)
             outputs = self._runner.ahead(session, arguments, 1.0, current.number, segment)
@@ -281,9 +280,17 @@ class Engine:
         current.number += 1
         return combined(outputs) if outputs else None
 
+    def _current_evaluation(self) -> EvaluationPass:
+        if self._evaluation is not None and self._evaluation.is_over:
+            self._end_evaluation()
+        if self._evaluation is None:
+            self._evaluation = EvaluationPass(self._incoming, self.num_steps)
+        return self._evaluation
+
     def _end_evaluation(self) -> None:
-        self._evaluation.end()
-        self._evaluation = EvaluationPass(self._incoming, self.num_steps)
+        if self._evaluation is not None:
+            self._evaluation.end()
+            self._evaluation = None
 
     @property
     def _training(self) -> Replicas:
@@ -397,7 +404,7 @@ class Engine:
         session = self.current
         if session is None or session.latest is None:
             return "set-up"
-        number = self.num_steps if session.training else self._evaluation.number
+        number = self.num_steps if session.training or self._evaluation is None else self._evaluation.number
         place = f"{session.latest.describe()} of {session.capture.step}, mini-batch {number}"
         return place if session.latest.is_running else f"between steps, after {place}"
 

@@ -32,6 +32,7 @@ from lightning_gpp.runtime.gradients import GradientSync
 from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, StageSync, assign_owners
 from lightning_gpp.training.checkpoint import saved_here
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.foreign import trained
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, tensors_of
 from lightning_gpp.training.shards import whole_states
@@ -225,8 +226,7 @@ class Replicas:
         return {name for index in self._indices for name in index.names}
 
     def _current_facts(self) -> tuple[object, ...]:
-        trained = bytes(parameter.requires_grad for parameter in self.module.parameters())
-        return trained, *(len(index.optimizer.param_groups) for index in self._indices)
+        return trained(self.module.parameters()), *(len(index.optimizer.param_groups) for index in self._indices)
 
     def _made(self) -> GradientSync | ShardedStages:
         mesh, uses = self.control.mesh, self.layout.uses
