@@ -23,6 +23,7 @@ from lightning_gpp.errors import (
 if TYPE_CHECKING:
     from lightning_gpp import sequence
     from lightning_gpp.capture import Capture, capture_step
+    from lightning_gpp.checkpoints.pretrained import load_pretrained, parameters_on_meta
     from lightning_gpp.cluster import Cluster, Device, Link, Node, load_cluster, preset_cluster
     from lightning_gpp.graph import Affine, OperatorGraph
     from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage
@@ -94,6 +95,8 @@ __all__ = [
     "estimate",
     "initialize",
     "load_cluster",
+    "load_pretrained",
+    "parameters_on_meta",
     "preset_cluster",
     "register_partitioner",
     "register_schedule",
@@ -104,6 +107,7 @@ __all__ = [
 
 _ORIGINS: Final = {
     "capture": ("Capture", "capture_step"),
+    "checkpoints.pretrained": ("load_pretrained", "parameters_on_meta"),
     "cluster": ("Cluster", "Device", "Link", "Node", "load_cluster", "preset_cluster"),
     "graph": ("Affine", "OperatorGraph"),
     "plan": ("SOURCE", "STEP", "Edge", "Figures", "Plan", "Stage"),

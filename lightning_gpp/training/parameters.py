@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.sharding.shards import local
@@ -118,13 +117,13 @@ def settle(
     placement: Placement,
     control: Control,
     device: torch.device,
-    stored: StoredValues | None = None,
+    stored: Mapping[str, Callable[[Tensor], None]] | None = None,
 ) -> bool:
     """Give every rank the values of the tensors it uses, equal on all ranks that use them; the others become
     foreign, on `device`.
 
     Values come from the first of a tensor's ranks that has them, or else from the first other rank. Tensors that no
-    rank has are read from `stored`, a checkpoint's state dict, or initialised by their modules' `reset_parameters`.
+    rank has are read by the functions in `stored`, or initialised by their modules' `reset_parameters`.
     Returns True if rank 0 had all values.
 
     Raises:
@@ -132,13 +131,13 @@ def settle(
     """
     present = control.gather({name for name, tensor in tensors_of(module).items() if not tensor.is_meta})
     absent = [name for name in placement.devices if not any(name in names for names in present)]
-    read = {name for name in absent if stored is not None and name in stored}
+    stored = stored or {}
+    read = {name for name in absent if name in stored}
     mine = placement.names_on(control.device)
     _initialise(module, {name for name in absent if name in mine - read and control.pipeline == 0})
     materialise(module, mine)
-    if stored is not None:
-        for name in sorted(read & mine):
-            stored.fill(name, tensors_of_one(module, name))
+    for name in sorted(read & mine):
+        stored[name](tensors_of_one(module, name))
     for name, devices in placement.devices.items():
         if name in read:
             continue

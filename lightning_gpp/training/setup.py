@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_gpp.checkpoints.pretrained import pretrained_values
 from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.plan import STEP, Plan
@@ -300,10 +303,17 @@ def _place_parameters(job: Job, captured: Captured, plan: Plan) -> Layout:
         job.control.warn(warning)
     used = [(*names, *buffers) for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]
     placement = place(job.module, plan, used, range(job.control.num_devices) if job.whole else (0,))
-    complete = settle(job.module, placement, job.control, job.device, job.stored)
+    complete = settle(job.module, placement, job.control, job.device, _stored(job))
     move(job.module, job.device)
     uses = {
         name: tuple(stage for stage, names in enumerate(pipeline.parameters) if name in names)
         for name, _ in job.module.named_parameters()
     }
     return Layout(plan=plan, placement=placement, uses=uses, complete=complete)
+
+
+def _stored(job: Job) -> dict[str, Callable[[Tensor], None]]:
+    """The functions that read tensors without memory from files, by name; the checkpoint goes first."""
+    stored = job.stored
+    checkpoint = {} if stored is None else {name: partial(stored.fill, name) for name in stored}
+    return {**pretrained_values(job.module), **checkpoint}
