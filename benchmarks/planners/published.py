@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from lightning_gpp.planning import Answer, Problem, SearchControl
 from lightning_gpp.planning.partitioners import pipedream, piper
+from lightning_gpp.planning.partitioners.downset_search import DownsetSearch
 from lightning_gpp.planning.problem.problem import Array
 
 
@@ -42,7 +43,7 @@ class LoopLevel(pipedream.HierarchyLevel):
                     self.share[number, start, stop] = last
 
 
-class LoopDownsets(piper.PiperSearch):
+class LoopDownsets(DownsetSearch):
     """Fills A[D, .] for first stages with one number of replicas."""
 
     def extend(self, row: Array, before: Array, seconds: Array) -> None:

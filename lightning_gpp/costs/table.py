@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_gpp.cluster import Device
 from lightning_gpp.costs.model import Seconds
@@ -32,7 +32,7 @@ class CostTable:
     """Seconds of every operator of a graph, as a cost model. `name` states their origin."""
 
     name: str
-    operators: Mapping[str, OperatorSeconds]
+    operators: Mapping[str, OperatorSeconds] = field(hash=False)
 
     def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
         """Seconds for a micro-batch on the device of the measurement, whatever `device` is.

@@ -163,9 +163,10 @@ class PlanSearch:
     def _try(self, candidate: Candidate, outcomes: list[_Outcome], failures: list[GPPError]) -> None:
         try:
             search = self._search(candidate.question())
-            if not search.has_plan:
+            trial = None if search.answer.draft is None else self._trial(candidate, search)
+            if trial is None or not (trial.prediction.fits or search.has_plan):
                 raise _NothingFits(candidate, search)
-            outcomes.append(_Outcome(candidate=candidate, search=search, trial=self._trial(candidate, search)))
+            outcomes.append(_Outcome(candidate=candidate, search=search, trial=trial))
         except GPPError as error:
             failures.append(error)
 

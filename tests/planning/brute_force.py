@@ -1,8 +1,8 @@
 """Random requests, and their best plan by trying every one: programs are simulated, nothing of a search is used.
 
 A plan is a partition of the units without cycles, a set of devices for every stage (others are idle), one micro-batch
-size, one number of micro-batches of slack, and a flag of recomputation for every stage. Plans are tried in the order of
-a simple bound (`_least`); the first whose bound is above the best step ends it.
+size, and for every stage a number of micro-batches of slack and a flag of recomputation. Plans are tried in the order
+of a simple bound (`_least`); the first whose bound is above the best step ends it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_gpp.planning.problem.prediction import simulated
 from tests.planning.graphs import Builder
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e10)
-SLACK = (0, 1, 2)
+MAX_SLACK = 2
 
 Groups = list[tuple[int, ...]]
 
@@ -96,14 +96,40 @@ def optimum(problem: Problem) -> Optimum:
     for least, candidate in sorted(((_least(problem, entry), entry) for entry in drafts(problem)), key=_bound):
         if least == inf or problem.batch_size / least <= best:
             break
-        number += 1
-        try:
-            prediction = simulated(problem, candidate)
-        except GPPError:
-            continue  # values that replicas cannot share
-        if prediction.fits and prediction.samples_per_second > best:
-            best, draft = prediction.samples_per_second, candidate
+        for slackened in with_slack(problem, candidate):
+            number += 1
+            try:
+                prediction = simulated(problem, slackened)
+            except GPPError:
+                break  # values that replicas cannot share
+            if prediction.fits and prediction.samples_per_second > best:
+                best, draft = prediction.samples_per_second, slackened
     return Optimum(best, draft, number)
+
+
+def with_slack(problem: Problem, draft: Draft) -> Iterator[Draft]:
+    """The draft with every slack of every stage that lets it have more of its micro-batches in flight."""
+    number = -(-problem.batch_size // draft.stages[0].micro_batch_size)
+    graph = stage_graph(problem, draft)
+    behind = dict[int, int]()
+    for stage in reversed(list(nx.topological_sort(graph))):
+        behind[stage] = 1 + max((behind[after] for after in graph.successors(stage)), default=0)
+    most = [
+        0 if graph.out_degree(stage) == 0 else max(0, min(MAX_SLACK, number - behind[stage]))
+        for stage in range(len(draft.stages))
+    ]
+    for slack in product(*(range(count + 1) for count in most)):
+        stages = zip(draft.stages, slack, strict=True)
+        yield replace(draft, stages=tuple(replace(stage, slack=count) for stage, count in stages))
+
+
+def stage_graph(problem: Problem, draft: Draft) -> nx.DiGraph:
+    """The stages, and which needs results of which."""
+    owner = {unit: index for index, stage in enumerate(draft.stages) for unit in stage.units}
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(draft.stages)))
+    graph.add_edges_from((owner[a], owner[b]) for a, b in problem.order.edges if owner[a] != owner[b])
+    return graph
 
 
 def _bound(entry: tuple[float, Draft]) -> float:
@@ -116,11 +142,7 @@ def _least(problem: Problem, draft: Draft) -> float:
     A stage computes all micro-batches, after the first went forward through all stages ahead of it, and before the last
     goes backward through them. (If the last stage has replicas, the user's step is apart, and only that need wait.)
     """
-    owner = {unit: index for index, stage in enumerate(draft.stages) for unit in stage.units}
-    pairs = {(owner[a], owner[b]) for a, b in problem.order.edges if owner[a] != owner[b]}
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(len(draft.stages)))
-    graph.add_edges_from(pairs)
+    graph = stage_graph(problem, draft)
     seconds, ahead = [_stage_seconds(problem, stage) for stage in draft.stages], dict[int, float]()
     for stage in nx.topological_sort(graph):
         alone = problem.num_units - 1 in draft.stages[stage].units and len(draft.stages[stage].devices) > 1
@@ -136,7 +158,9 @@ def _least(problem: Problem, draft: Draft) -> float:
 
 def _stage_seconds(problem: Problem, stage: DraftStage) -> float:
     """Seconds of the smallest share of a micro-batch that any replica has."""
-    return float(problem.seconds(max(1, stage.micro_batch_size // len(stage.devices))).total[list(stage.units)].sum())
+    seconds = problem.seconds(max(1, stage.micro_batch_size // len(stage.devices)))
+    again = seconds.forward if stage.recompute else 0.0
+    return float((seconds.total + again)[list(stage.units)].sum())
 
 
 def _static(problem: Problem, stage: DraftStage) -> float:
@@ -144,7 +168,7 @@ def _static(problem: Problem, stage: DraftStage) -> float:
 
 
 def drafts(problem: Problem) -> Iterator[Draft]:
-    """Every draft, none twice."""
+    """Every draft without slack, none twice."""
     for groups in partitions(problem):
         holds_step = [problem.num_units - 1 in group for group in groups]
         again = [
@@ -152,18 +176,12 @@ def drafts(problem: Problem) -> Iterator[Draft]:
             for last in holds_step
         ]
         for devices in placements(problem, holds_step):
-            for size, slack, flags in product(problem.sizes, SLACK if len(groups) > 1 else (0,), product(*again)):
-                stages = zip(groups, devices, flags, holds_step, strict=True)
+            for size, flags in product(problem.sizes, product(*again)):
+                stages = zip(groups, devices, flags, strict=True)
                 yield Draft(
                     stages=tuple(
-                        DraftStage(
-                            units=units,
-                            devices=where,
-                            micro_batch_size=size,
-                            recompute=flag,
-                            slack=0 if last else slack,
-                        )
-                        for units, where, flag, last in stages
+                        DraftStage(units=units, devices=where, micro_batch_size=size, recompute=flag)
+                        for units, where, flag in stages
                     )
                 )
 

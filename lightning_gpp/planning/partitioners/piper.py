@@ -12,8 +12,10 @@ both directions, and of reducing its gradients. A stage may span branches, but t
 * The paper's A has a third index s, the replicas of all stages in D, for the micro-batches in flight: ceil(s / d). No
   stage is split by tensors here (t = 1), so s is always k.
 * If the problem leaves it open, a stage recomputes its activations if they do not fit. Piper decides this for each
-  layer; the runtime recomputes entire stages. The last stage never does.
+  layer; here entire stages recompute. The last stage never does.
 * d divides the micro-batch, which the replicas share here; in Piper they take turns.
+* With the release's own costs (`LayerCosts`), which have neither difference, the search finds the release's optimum on
+  its inputs (`benchmarks/planners/released_piper.py`).
 * Links: Piper knows one bandwidth, here that of the slowest level. Gradients are reduced in a ring, 2(d - 1)/d of the
   bytes, as in the simulation; the release counts the 4(d - 1)/d of a parameter server.
 * Graphs with more than MAX_DOWNSETS downsets are refused, as in the release; counting ends at MAX_COUNTED.
@@ -22,7 +24,7 @@ both directions, and of reducing its gradients. A stage may span branches, but t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -39,6 +41,15 @@ from lightning_gpp.planning.partitioners.chains import (
     precedence,
     slowest_seconds,
 )
+from lightning_gpp.planning.partitioners.downset_search import (
+    Border,
+    Carried,
+    Crossing,
+    DownsetSearch,
+    Fitting,
+    Rows,
+    members_of,
+)
 from lightning_gpp.planning.partitioners.downsets import Downsets, downsets
 from lightning_gpp.planning.problem.draft import DraftStage, side_by_side
 from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, register_partitioner
@@ -51,21 +62,23 @@ MAX_COUNTED: Final = 200_000
 @register_partitioner("piper")
 def piper(problem: Problem, control: SearchControl) -> Answer:
     """The chain of stages whose slowest stage is the fastest. States are cells of A, and what each was compared to."""
-    return search(problem, control, PiperSearch)
+    return search(problem, control, DownsetSearch)
 
 
-def search(problem: Problem, control: SearchControl, kind: type[PiperSearch]) -> Answer:
+def search(problem: Problem, control: SearchControl, kind: type[DownsetSearch]) -> Answer:
     """The same with a `kind` of search that fills A in its own way."""
     found = downsets(precedence(problem), MAX_COUNTED)
     if len(found.sets) > MAX_DOWNSETS:
         notes = (_too_many(found, problem.num_units),)
         return Answer(draft=None, objective_name=OBJECTIVE, states=len(found.sets), notes=notes)
-    filled = kind(problem, found)
+    members = members_of(found.sets, problem.num_units)
+    costs = [_PiperCosts(problem, size, members) for size in problem.sizes]
+    filled = kind(members, Border(_carried(problem), members), costs, problem.num_devices)
     for index in range(1, len(found.sets)):
         filled.fill(index)
         if index % 100 == 0:
             control.report(index / len(found.sets), np.inf)
-    return choose(problem, list(filled.candidates()), filled.states)
+    return choose(problem, list(_candidates(problem, filled)), filled.states)
 
 
 def _too_many(found: Downsets, num_units: int) -> str:
@@ -76,123 +89,31 @@ def _too_many(found: Downsets, num_units: int) -> str:
     )
 
 
-Rows = NDArray[np.intp] | slice
+def _carried(problem: Problem) -> Iterator[Carried]:
+    for value in problem.units.values:
+        for dst in value.dsts:
+            yield Carried(
+                src=value.src,
+                dst=dst,
+                per_sample=value.bytes.per_sample,
+                fixed=value.bytes.fixed,
+                num_directions=value.num_directions,
+                sliceable=value.sliceable,
+            )
 
 
-@dataclass(slots=True)
-class _FirstStage:
-    """A first stage of a downset: the downset left to later stages, its replicas, and whether it recomputes."""
-
-    rest: int
-    replicas: int
-    recompute: bool
-
-
-class PiperSearch:
-    """A for all micro-batch sizes: `best[size, downset, devices]`."""
-
-    def __init__(self, problem: Problem, found: Downsets) -> None:
-        self.problem, self.downsets = problem, found
-        self.members = _members(found.sets, problem.num_units)
-        self.words = np.packbits(self.members, axis=1, bitorder="little")
-        self.border = _Border(problem, self.members)
-        self.costs = [_PiperCosts(problem, size, self.members) for size in problem.sizes]
-        self.best = np.full((len(problem.sizes), len(found.sets), problem.num_devices + 1), np.inf)
-        self.best[:, 0, 0] = 0
-        self.states = 0
-
-    def fill(self, index: int) -> None:
-        """Compute A of a downset from A of all smaller ones."""
-        rests = self._rests(index)
-        crossing, received, rigid = self.border(index, rests)
-        for number, costs in enumerate(self.costs):
-            before = self.best[number][rests]
-            for replicas, fitting, seconds, _ in costs.stages(index, rests, crossing, received, rigid):
-                width = before.shape[1] - replicas
-                self.states += len(rests) * width
-                if len(seconds):
-                    self.extend(self.best[number, index, replicas:], before[fitting, :width], seconds)
-            self.states += self.problem.num_devices
-
-    def extend(self, row: Array, before: Array, seconds: Array) -> None:
-        """Try first stages with one number of replicas: `row` is A by devices, `before` is A of the rest by [stage,
-        devices].
-
-        `seconds`: seconds of the stages, by [stage, devices]; one column if they do not depend on the devices.
-        """
-        np.minimum(row, np.maximum(before, seconds).min(axis=0), out=row)
-
-    def candidates(self) -> Iterator[ChainCandidate]:
-        full = len(self.downsets.sets) - 1
-        for number, size in enumerate(self.problem.sizes):
-            seconds = self.best[number, full, self.problem.num_devices]
-            if seconds < np.inf:
-                draft = chained(self.problem, self._stages(number, size))
-                if draft is not None:
-                    yield ChainCandidate(float(seconds), draft)
-
-    def _stages(self, number: int, size: int) -> Sequence[DraftStage]:
-        index, devices = len(self.downsets.sets) - 1, self.problem.num_devices
-        found: list[tuple[tuple[int, ...], _FirstStage]] = []
-        while index:
-            choice = self._choice(index, number, devices)
-            units = np.flatnonzero(self.members[index] & ~self.members[choice.rest])
-            found.append((tuple(units.tolist()), choice))
-            index, devices = choice.rest, devices - choice.replicas
-        layout = side_by_side([choice.replicas for _, choice in found])
-        return [
-            DraftStage(units=units, devices=places, micro_batch_size=size, recompute=choice.recompute)
-            for (units, choice), places in zip(found, layout, strict=True)
-        ]
-
-    def _choice(self, index: int, number: int, devices: int) -> _FirstStage:
-        """The first stage of the best solution, recomputed rather than stored for all cells."""
-        rests = self._rests(index)
-        options: list[tuple[float, _FirstStage]] = []
-        for replicas, fitting, seconds, keeps in self.costs[number].stages(index, rests, *self.border(index, rests)):
-            if replicas <= devices and len(seconds):
-                left = devices - replicas
-                tried = np.maximum(self.best[number, rests[fitting], left], seconds[:, left % seconds.shape[1]])
-                least = int(tried.argmin())
-                recompute = not keeps[least % len(keeps), left % keeps.shape[1]]
-                options.append((float(tried[least]), _FirstStage(int(rests[fitting][least]), replicas, recompute)))
-        return min(options, key=lambda option: option[0])[1]
-
-    def _rests(self, index: int) -> NDArray[np.intp]:
-        """The proper subsets of a downset that are downsets."""
-        return np.flatnonzero(~(self.words[:index] & ~self.words[index]).any(axis=1))
-
-
-class _Border:
-    """Bytes that cross the borders of stages D - D', for a D and many D', affine in samples: rows per sample, fixed."""
-
-    def __init__(self, problem: Problem, members: NDArray[np.bool_]) -> None:
-        size = problem.num_units
-        both, sent, uncut = np.zeros((2, size, size)), np.zeros((2, size, size)), np.zeros((1, size, size))
-        for value in problem.units.values:
-            for dst in value.dsts:
-                entry = np.array([value.bytes.per_sample, value.bytes.fixed])
-                both[:, value.src, dst] += entry * value.num_directions
-                sent[:, value.src, dst] += entry
-                uncut[0, value.src, dst] += not value.sliceable
-        self.inside = members.astype(float)
-        self.both, self.sent, self.uncut = both, sent, uncut
-        self.read_from = self._read_from(both), self._read_from(uncut)
-
-    def __call__(self, index: int, rests: NDArray[np.intp]) -> tuple[Array, Array, NDArray[np.bool_]]:
-        """Bytes that cross the border of each stage, those received in forwards, and whether any tensor is rigid."""
-        stages = self.inside[index] - self.inside[rests]
-        outside = 1 - self.inside[index]
-        crossing, uncut = (
-            (outside @ matrix @ stages.T) + np.einsum("vru,ru->vr", read[:, rests], stages)
-            for matrix, read in zip((self.both, self.uncut), self.read_from, strict=True)
-        )
-        return crossing, outside @ self.sent @ stages.T, uncut[0] > 0
-
-    def _read_from(self, matrix: Array) -> Array:
-        """Bytes that downsets read from units, by downset and unit."""
-        read: Array = np.matmul(matrix, self.inside.T).transpose(0, 2, 1)
-        return read
+def _candidates(problem: Problem, filled: DownsetSearch) -> Iterator[ChainCandidate]:
+    for number, size in enumerate(problem.sizes):
+        if filled.seconds(number) < np.inf:
+            found = list(filled.stages(number))
+            layout = side_by_side([stage.replicas for stage in found])
+            stages = [
+                DraftStage(units=stage.units, devices=places, micro_batch_size=size, recompute=stage.recompute)
+                for stage, places in zip(found, layout, strict=True)
+            ]
+            draft = chained(problem, stages)
+            if draft is not None:
+                yield ChainCandidate(filled.seconds(number), draft)
 
 
 @dataclass(slots=True)
@@ -223,24 +144,18 @@ class _PiperCosts:
         self.parameters = self.members @ problem.parameter_bytes
         self.rigid = self.members @ np.array([not unit.divisible for unit in problem.units.units], dtype=float)
 
-    def stages(
-        self, index: int, rests: NDArray[np.intp], crossing: Array, received: Array, uncut: NDArray[np.bool_]
-    ) -> Iterator[tuple[int, Rows, Array, NDArray[np.bool_]]]:
-        """For every number of replicas: the stages that fit, their seconds per sample, and whether they keep
-        activations.
-
-        The last two are by stage and by devices of later stages; one column if they do not depend on the latter.
-        """
-        alone = uncut | (self.rigid[index] - self.rigid[rests] > 0)
+    def stages(self, index: int, rests: NDArray[np.intp], crossing: Crossing) -> Iterator[Fitting]:
+        """The stages that fit, for every number of replicas."""
+        alone = crossing.uncut | (self.rigid[index] - self.rigid[rests] > 0)
         whole = (rests == 0) & (index == len(self.members) - 1 and not self.problem.replicable)
-        moved = (crossing[0] * self.size + crossing[1]) / self.size / self.bytes_per_second
+        moved = (crossing.both[0] * self.size + crossing.both[1]) / self.size / self.bytes_per_second
         parameters = self.parameters[index] - self.parameters[rests]
         for degree in self.degrees:
             synced = gradient_seconds(degree, parameters, self.bytes_per_second) / self.problem.batch_size
             added = moved / degree + synced
             if degree > 1:
                 added = np.where(alone | whole, np.inf, added)
-            yield degree, *self._with_memory(index, rests, degree, added, received)
+            yield Fitting(degree, *self._with_memory(index, rests, degree, added, crossing.received))
 
     def _with_memory(
         self, index: int, rests: NDArray[np.intp], degree: int, added: Array, received: Array
@@ -273,9 +188,3 @@ class _PiperCosts:
 def _most(limit: Array, kept: Array) -> Array:
     """Micro-batches in flight that fit into memory."""
     return np.floor(limit / np.maximum(kept, 1e-9))
-
-
-def _members(sets: Sequence[int], num_units: int) -> NDArray[np.bool_]:
-    width = -(-num_units // 8)
-    words = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in sets), dtype=np.uint8)
-    return np.unpackbits(words.reshape(len(sets), width), axis=1, count=num_units, bitorder="little").astype(bool)

@@ -1,0 +1,235 @@
+"""Piper's released planner, our search with its costs, and `auto` in its objective, on inputs in its format.
+
+    git clone https://github.com/msr-fiddle/piper
+    python -m benchmarks.planners.released_piper piper/inputs [--auto 10]
+
+`RELEASED` has the answers of the release (commit d7fc8cf, g++ -O3), without tensor parallelism, which the runs of this
+library do not have, and with links of 25 GiB/s. Its objective are the seconds per micro-batch of the slowest stage;
+replicas take micro-batches in turn, and each layer keeps its activations or recomputes them.
+
+`auto` gets the same layers, with the activations that are recomputed, and one sample per micro-batch; it minimises the
+step of all micro-batches. The stages of its plan are then judged by Piper's objective, with Piper's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any, Final
+
+import networkx as nx
+import numpy as np
+
+from benchmarks.planners.common import table
+from lightning_gpp.cluster import Cluster, Device, Link
+from lightning_gpp.costs.model import Footprint
+from lightning_gpp.errors import PlanError
+from lightning_gpp.files import read_json
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.planning import DraftStage, Request, best_plan
+from lightning_gpp.planning.partitioners.downset_search import (
+    Border,
+    Carried,
+    DownsetSearch,
+    FirstStage,
+    LayerCosts,
+    Layers,
+    members_of,
+)
+from lightning_gpp.planning.partitioners.downsets import downsets
+from lightning_gpp.planning.partitioners.piper import MAX_COUNTED
+from lightning_gpp.planning.readers import read_graph
+
+BYTES_PER_SECOND: Final = 25 * 2**30
+
+VANILLA: Final = "1"
+"""The key of a layer's modes without tensor parallelism."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An input on a number of devices with so many GiB, and the micro-batches of a mini-batch; 0: those of the file."""
+
+    file: str
+    num_devices: int
+    gibibytes: float
+    num_micro_batches: int = 0
+
+
+RELEASED: Final[Mapping[Case, tuple[float, float]]] = {
+    Case("bert32a100.json", 8, 2, 480): (inf, 0.014),
+    Case("bert32a100.json", 8, 8, 480): (0.16585575, 0.015),
+    Case("bert32a100.json", 8, 80, 480): (0.123205077, 0.017),
+    Case("bert32a100.json", 16, 2, 480): (inf, 0.021),
+    Case("bert32a100.json", 16, 8, 480): (0.0830652428, 0.023),
+    Case("bert32a100.json", 16, 80, 480): (0.0625151544, 0.031),
+    Case("bert32a100.json", 32, 2, 480): (inf, 0.030),
+    Case("bert32a100.json", 32, 8, 480): (0.0416699893, 0.034),
+    Case("bert32a100.json", 32, 80, 480): (0.0321701928, 0.047),
+    Case("bert32a100.json", 64, 2, 480): (0.0443471971, 0.051),
+    Case("bert32a100.json", 64, 8, 480): (0.0203035762, 0.058),
+    Case("bert32a100.json", 64, 80, 480): (0.0169852405, 0.090),
+    Case("gnmt.json", 2, 3.5): (260.226823, 140.7),
+    Case("resnet.json", 8, 4): (73.493286, 2.081),
+    Case("resnet.json", 16, 2): (76.5213125, 3.117),
+    Case("resnet.json", 32, 1.5): (50.9771953, 4.536),
+    Case("resnet.json", 32, 16): (14.639429, 6.033),
+    Case("resnet.json", 64, 1): (inf, 5.938),
+    Case("resnet.json", 64, 4): (8.66677285, 6.503),
+}
+"""Seconds per micro-batch of the slowest stage (infinite: no plan fits), and CPU seconds of the search.
+
+BERT's times are seconds, the others' milliseconds, but all are added to seconds of communication as they are.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A file in Piper's format: layers without tensor parallelism, and the bytes on its edges."""
+
+    layers: Layers
+    carried: tuple[Carried, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any], case: Case) -> Profile:
+        nodes = content["nodes"]
+        position = {node["id"]: index for index, node in enumerate(nodes)}
+        keeping, recomputing = zip(*(_modes(node) for node in nodes), strict=True)
+        seconds, kept, fixed = (
+            np.array([[mode[key] for mode in modes] for modes in (keeping, recomputing)], dtype=float)
+            for key in ("timePerSample", "memoryUsageA", "memoryUsageB")
+        )
+        layers = Layers(
+            seconds=seconds,
+            kept=kept,
+            fixed=fixed,
+            parameters=np.array([mode["parameterSize"] for mode in keeping], dtype=float),
+            memory=case.gibibytes * 2**30,
+            bytes_per_second=BYTES_PER_SECOND,
+            num_micro_batches=case.num_micro_batches or content["mbsInBatch"],
+        )
+        carried = tuple(
+            Carried(position[edge["sourceId"]], position[edge["destId"]], edge["communicationCost"])
+            for edge in content["edges"]
+        )
+        return cls(layers, carried, tuple(str(node.get("name", node["id"])) for node in nodes))
+
+    @property
+    def order(self) -> nx.DiGraph:
+        """The graph of layers."""
+        graph = nx.DiGraph()
+        graph.add_nodes_from(range(len(self.names)))
+        graph.add_edges_from((entry.src, entry.dst) for entry in self.carried)
+        return graph
+
+
+def _modes(node: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    modes = node["TMPCs"][VANILLA]
+    return modes[0], modes[-1]
+
+
+def optimum(profile: Profile, num_devices: int) -> tuple[float, list[FirstStage]]:
+    """Piper's objective of the best plan, and its stages; infinite and none if no plan fits."""
+    found = downsets(profile.order, MAX_COUNTED)
+    members = members_of(found.sets, len(profile.names))
+    costs = LayerCosts(profile.layers, members, num_devices)
+    search = DownsetSearch(members, Border(profile.carried, members), [costs], num_devices, idle=True)
+    for index in range(1, len(members)):
+        search.fill(index)
+    seconds = search.seconds(0)
+    return seconds, list(search.stages(0)) if seconds < inf else []
+
+
+def objective(profile: Profile, stages: Sequence[tuple[frozenset[int], int]]) -> float:
+    """Piper's objective of given stages, as layers and replicas, first to last; infinite if they do not fit."""
+    members = np.zeros((len(stages) + 1, len(profile.names)), dtype=bool)
+    for index, (units, _) in enumerate(reversed(stages), start=1):
+        members[index] = members[index - 1]
+        members[index, list(units)] = True
+    border, worst, devices = Border(profile.carried, members), 0.0, 0
+    for index, (_, replicas) in enumerate(reversed(stages), start=1):
+        devices += replicas
+        costs, rest = LayerCosts(profile.layers, members, devices), np.array([index - 1])
+        fitting = {entry.replicas: entry for entry in costs.stages(index, rest, border(index, rest))}
+        found = fitting.get(replicas)
+        worst = max(worst, float(found.seconds[0, -1]) if found and len(found.seconds) else inf)
+    return worst
+
+
+def auto(path: Path, profile: Profile, case: Case, seconds: float) -> tuple[float, float, float]:
+    """Piper's objective of `auto`'s plan, its simulated seconds per micro-batch, and CPU seconds of the search."""
+    graph, costs = read_graph(path, time_unit=1.0)
+    memory = int(case.gibibytes * 2**30)
+    device = Device(name="device", memory_bytes=memory, peak_flops={"float32": 1.0}, peak_bytes_per_second=1.0)
+    request = Request(
+        cluster=Cluster.uniform(device, case.num_devices, Link(bytes_per_second=BYTES_PER_SECOND)),
+        batch_size=profile.layers.num_micro_batches,
+        costs=costs,
+        footprint=Footprint(optimizer="sgd"),
+        micro_batch_size=None,
+        idle_devices=True,
+        simplicity=0.0,
+        seconds=seconds,
+    )
+    began = time.process_time()
+    try:
+        found = best_plan("auto", graph, replace(request, bound_seconds=0.0))
+    except PlanError:
+        return inf, inf, time.process_time() - began
+    took = time.process_time() - began
+    draft = found.search.draft if found.search else None
+    stages = list(_layers(graph, request, profile, draft.stages)) if draft else []
+    return objective(profile, stages), 1 / found.samples_per_second, took
+
+
+def _layers(
+    graph: OperatorGraph, request: Request, profile: Profile, stages: Sequence[DraftStage]
+) -> Iterator[tuple[frozenset[int], int]]:
+    """The layers and replicas of stages, first to last."""
+    position = {name: index for index, name in enumerate(profile.names)}
+    units = request.problem(graph).units.units
+    order = {name: index for index, name in enumerate(nx.topological_sort(graph.nx))}
+    for stage in sorted(stages, key=lambda stage: max(order[n] for u in stage.units for n in units[u].operators)):
+        names = {name for unit in stage.units for name in units[unit].operators}
+        yield frozenset(position[name] for name in names if name in position), len(stage.devices)
+
+
+def row(folder: Path, case: Case, seconds: float) -> list[object]:
+    path = folder / case.file
+    content = read_json(path, error=PlanError)
+    profile = Profile.of(content, case)
+    began = time.process_time()
+    ours, stages = optimum(profile, case.num_devices)
+    took = time.process_time() - began
+    released, theirs = RELEASED[case]
+    beside = [shown(value) for value in (released, ours)]
+    line: list[object] = [case.file, case.num_devices, case.gibibytes, profile.layers.num_micro_batches, *beside]
+    line += [len(stages) or "-", f"{theirs:.2f} s", f"{took:.2f} s"]
+    if seconds:
+        judged, step, searched = auto(path, profile, case, seconds)
+        line += [shown(judged), shown(step), f"{searched:.1f} s"]
+    return line
+
+
+def shown(value: float) -> str:
+    return "none" if value == inf else f"{value:.6g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="inputs of Piper's repository")
+    parser.add_argument("--auto", type=float, default=0.0, metavar="SECONDS", help="search with auto, too")
+    options = parser.parse_args()
+    header = ["input", "devices", "GiB", "micro-batches", "released", "ours", "stages", "released takes", "ours takes"]
+    header += ["auto", "auto, simulated", "auto takes"] if options.auto else []
+    cases = [case for case in RELEASED if (options.folder / case.file).exists()]
+    print(table(header, [row(options.folder, case, options.auto) for case in cases]))
+
+
+if __name__ == "__main__":
+    main()
