@@ -59,16 +59,19 @@ class Listener:
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
         self.address = Address(host=host, port=self._socket.getsockname()[1], token=secrets.token_hex(16))
 
-    def accept(self, world_size: int, patience: float) -> dict[int, PeerLink]:
-        """Links to all other ranks. Raises PeerFailure with the ranks that are missing after `patience` seconds."""
-        links: dict[int, PeerLink] = {}
+    def accept(self, world_size: int, patience: float, come: Callable[[PeerLink], object]) -> None:
+        """Call a function with the link to each other rank as soon as that has come.
+
+        Raises:
+            PeerFailure: ranks are missing after `patience` seconds.
+        """
         missing, began, told = set(range(1, world_size)), time.monotonic(), False
         with self._socket, _Guests(self._socket, self.address.token) as guests:
             while missing:
                 for link in guests.introduced():
                     if link.rank in missing:
                         missing.remove(link.rank)
-                        links[link.rank] = link
+                        come(link)
                     else:
                         link.close()
                 waited = time.monotonic() - began
@@ -77,7 +80,6 @@ class Listener:
                 if missing and waited > _REMINDER and not told:
                     say(f"[rank 0] Waiting for ranks {sorted(missing)}, which have not started yet.")
                     told = True
-        return links
 
 
 class _Stranger(Exception):  # noqa: N818

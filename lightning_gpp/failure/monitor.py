@@ -107,18 +107,13 @@ class FailureMonitor:
         """
         if self.world_size == 1:
             return self
-        self._process = ProcessIdentity.current()
-        self._watcher = Watcher(
-            rank=self.rank,
-            links=self._connect(exchange or exchange_through()),
-            timeout=self.timeout,
-            activity=self._activity,
-            hangs=HangReports(self.rank, self.world_size, self._hang, self._activity.wait),
-            exit_grace=self._exit_grace,
-        )
-        self._watcher.start()
+        self._process, exchange = ProcessIdentity.current(), exchange or exchange_through()
+        links = {} if self.rank == 0 else connect(exchange(None), self.rank, self.patience)
+        self._watcher = self._watch(links)
         if self._stop_signal:
             self._watcher.ask_to_stop(self._stop_signal)
+        if self.rank == 0:
+            self._let_in(self._watcher, exchange)
         self._excepthook, sys.excepthook = sys.excepthook, self._on_uncaught
         return self
 
@@ -219,12 +214,27 @@ class FailureMonitor:
             self.report(error)
         self.stop()
 
-    def _connect(self, exchange: Exchange) -> dict[int, PeerLink]:
-        if self.rank != 0:
-            return connect(exchange(None), self.rank, self.patience)
+    def _watch(self, links: dict[int, PeerLink]) -> Watcher:
+        watcher = Watcher(
+            rank=self.rank,
+            links=links,
+            timeout=self.timeout,
+            activity=self._activity,
+            hangs=HangReports(self.rank, self.world_size, self._hang, self._activity.wait),
+            exit_grace=self._exit_grace,
+        )
+        watcher.start()
+        return watcher
+
+    def _let_in(self, watcher: Watcher, exchange: Exchange) -> None:
+        """Let the other ranks in. Who has come is watched, and hears of this rank, while others are missing."""
         listener = Listener()
         exchange(listener.address)
-        return listener.accept(self.world_size, self.patience)
+        try:
+            listener.accept(self.world_size, self.patience, watcher.add)
+        except PeerFailure as error:
+            self.report(error)
+            raise
 
     def _wait_for_the_end(self) -> None:
         """Wait for the watcher to end the process: this thread must not communicate with dead ranks."""

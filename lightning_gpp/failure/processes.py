@@ -170,17 +170,26 @@ def say(text: str) -> None:
 
 def exit_now(code: int) -> None:
     """End this process from any thread, whatever the main thread is doing; its worker processes end first."""
-    bounded(_flush)
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(code)
+    try:
+        bounded(_flush)
+        for child in multiprocessing.active_children():
+            child.kill()
+    finally:
+        os._exit(code)
 
 
 def bounded(function: Callable[[], None], seconds: float = 1.0) -> None:
-    """Run `function` and wait at most `seconds` for it: a full pipe must not keep a process from ending."""
+    """Run `function` and wait at most `seconds` for it: a full pipe must not keep a process from ending.
+
+    A process that has no memory for a thread waits to the end.
+    """
     thread = threading.Thread(target=function, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    try:
+        thread.start()
+    except RuntimeError:
+        function()
+    else:
+        thread.join(seconds)
 
 
 def _print(text: str) -> None:

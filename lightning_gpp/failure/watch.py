@@ -95,6 +95,10 @@ class Watcher(threading.Thread):
         self._last_tick = time.monotonic() - self._interval  # the first one is due
         self._open()
 
+    def add(self, link: PeerLink) -> None:
+        """Watch over one more rank, from another thread: on rank 0 the others come one by one."""
+        self._post(partial(self._add, link))
+
     def submit(self, cause: Cause) -> None:
         """Report a failure of this rank, from another thread."""
         self._post(partial(self._submit, cause))
@@ -117,6 +121,13 @@ class Watcher(threading.Thread):
         self.join(patience + 2.0)
 
     def run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # without memory, for example
+            say(f"[rank {self.rank}] This process ends, as it can no longer watch over the others: {error!r}")
+            exit_now(EXIT_CODE)
+
+    def _watch(self) -> None:
         while not self._is_over():
             for key, _ in self._selector.select(max(self._last_tick + self._interval - time.monotonic(), 0)):
                 key.data()
@@ -136,6 +147,13 @@ class Watcher(threading.Thread):
         self._woken.recv(4096)
         while not self._commands.empty():
             self._commands.get()()
+
+    def _add(self, link: PeerLink) -> None:
+        link.heard = time.monotonic()
+        self._links[link.rank] = link
+        self._selector.register(link.socket, selectors.EVENT_READ, partial(self._read, link))
+        if self.cause is not None:
+            link.send({"cause": asdict(self.cause)})
 
     def _submit(self, cause: Cause) -> None:
         self._submitted = cause

@@ -16,6 +16,7 @@ from lightning_gpp.errors import ConfigError, GPPError, ShapeError
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
+from lightning_gpp.reports.ranks import MeasuredRanks
 from lightning_gpp.stages.step import loss_of
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.checkpoint import (
@@ -99,6 +100,11 @@ class Engine:
     def plan(self) -> Plan:
         """The stages, and who computes them."""
         return self._layout.plan
+
+    @property
+    def measured_ranks(self) -> MeasuredRanks | None:
+        """The times of all ranks in the mini-batches that were compared last, on global rank 0."""
+        return self._stragglers.measured
 
     @property
     def graph(self) -> OperatorGraph:

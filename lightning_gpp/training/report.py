@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_gpp.planning import Prediction
@@ -31,8 +32,9 @@ def write_report(
     )
     title = f"{type(engine.job.module).__name__} on {machine.cluster.name}"
     measured = () if trace is None else trace.measured
+    run = record if engine.measured_ranks is None else replace(record or RunRecord(), ranks=engine.measured_ranks)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(report_html(prediction, title=title, measured=measured, run=record), encoding="utf-8")
+    Path(path).write_text(report_html(prediction, title=title, measured=measured, run=run), encoding="utf-8")
 
 
 def period_of(engine: Engine, num_pipelines: int) -> Period | None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from lightning_gpp.reports.table import markdown
+from lightning_gpp.reports.ranks import MeasuredRanks, RankTimes, ranks_text, slowest
 from lightning_gpp.reports.units import duration, percent
 from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.training.host import Job
@@ -28,16 +27,6 @@ SLOWER: Final = 1.5
 """A device is slow if it takes this many times as long as planned, compared with the other devices."""
 OFTEN: Final = 0.8
 """Part of the mini-batches in which it must be the slowest."""
-HEADER: Final = ("rank", "computes", "waits", "slowest in", "waits longest for")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Noted:
-    """The mini-batches of one rank: seconds of computing and of waiting, and its longest wait in all of them."""
-
-    computing: Sequence[float]
-    waiting: Sequence[float]
-    longest: str
 
 
 class Stragglers:
@@ -52,12 +41,15 @@ class Stragglers:
         self._control, self._host, self._planned = job.control, job.host, planned
         self._blocks = job.device.type == "cpu"  # other devices work through a queue, so that waits take no time
         self._numbers = self._control.waited
+        self.measured: MeasuredRanks | None = None
+        """The mini-batches that were compared last, on global rank 0."""
+        self._first = 0
         self._begin()
 
     def _begin(self) -> None:
         self._computing: list[float] = []
         self._waiting: list[float] = []
-        self._longest: Counter[str] = Counter()
+        self._longest: list[str] = []
         self._texts: dict[tuple[int, int], str] = {}
 
     def note(self, executor: Executor) -> None:
@@ -72,7 +64,7 @@ class Stragglers:
         numbers, self._numbers = self._control.waited - self._numbers, self._control.waited
         self._computing.append(executor.seconds - total)
         self._waiting.append(total + numbers)
-        self._longest[self._text(executor, place, numbers > longest)] += 1
+        self._longest.append(self._text(executor, place, numbers > longest))
         if len(self._computing) == PERIOD:
             self.compare()
 
@@ -90,46 +82,30 @@ class Stragglers:
 
         Global rank 0 warns of a device that is slower than planned, and shows a table if the user is to be told.
         """
-        if len(self._computing) < FEWEST:
-            return
-        longest = next((text for text, _ in self._longest.most_common(1)), "")
-        mine = Noted(computing=self._computing, waiting=self._waiting, longest=longest)
-        self._begin()
-        ranks: list[Noted] = self._control.gather(mine)
-        if self._control.rank == 0:
-            self._judge(ranks)
-            if tell:
-                self._host.inform(table(ranks))
+        if len(self._computing) >= FEWEST:
+            mine = RankTimes(computing=self._computing, waiting=self._waiting, longest=self._longest)
+            ranks: list[RankTimes] = self._control.gather(mine)
+            if self._control.rank == 0:
+                self.measured = MeasuredRanks(first=self._first, ranks=ranks)
+                self._judge(ranks)
+            self._first += len(self._computing)
+            self._begin()
+        if tell and self.measured is not None:
+            self._host.inform(ranks_text(self.measured))
 
-    def _judge(self, ranks: Sequence[Noted]) -> None:
+    def _judge(self, ranks: Sequence[RankTimes]) -> None:
         planned = self._planned()
         expected = [planned.get(rank % self._control.num_devices, 0.0) for rank in range(len(ranks))]
         if warning := slower_than_planned(ranks, expected):
             log.warning("%s", warning)
 
 
-def slowest(rows: Sequence[Sequence[float]]) -> Counter[int]:
-    """Number of times that each rank has the largest figure."""
-    return Counter(max(range(len(rows)), key=figures.__getitem__) for figures in zip(*rows, strict=True))
-
-
-def table(ranks: Sequence[Noted]) -> str:
-    """One row per rank, with medians."""
-    times, number = slowest([each.computing for each in ranks]), len(ranks[0].computing)
-    rows = [
-        [str(rank), duration(median(each.computing)), duration(median(each.waiting)), percent(times[rank] / number)]
-        + [each.longest or "-"]
-        for rank, each in enumerate(ranks)
-    ]
-    return "\n".join([f"Devices in {number} mini-batches, medians:", *markdown(HEADER, rows)])
-
-
-def slower_than_planned(ranks: Sequence[Noted], planned: Sequence[float]) -> str:
+def slower_than_planned(ranks: Sequence[RankTimes], planned: Sequence[float]) -> str:
     """A warning about a rank that is often the slowest compared with its plan, and much slower; empty if none is."""
     if not all(planned):
         return ""
     rows = [[seconds / plan for seconds in each.computing] for each, plan in zip(ranks, planned, strict=True)]
-    (rank, times), *_ = slowest(rows).most_common(1)
+    (rank, times), *_ = Counter(slowest(rows)).most_common(1)
     factor = median(rows[rank]) / median(median(row) for other, row in enumerate(rows) if other != rank)
     if times < OFTEN * len(rows[rank]) or factor < SLOWER:
         return ""

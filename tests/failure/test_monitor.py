@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_gpp.errors import PeerFailure
-from lightning_gpp.failure.handshake import Address, Listener, connect
+from lightning_gpp.failure.handshake import Address, Listener, connect, exchange_through_store
+from lightning_gpp.failure.links import PeerLink
 from lightning_gpp.failure.monitor import FailureMonitor, _is_consequence
 from lightning_gpp.failure.processes import ProcessIdentity
-from tests.failure.pipeline_rank import Rank, free_port, job
+from lightning_gpp.failure.watch import Watcher
+from tests.failure.pipeline_rank import Rank, free_port, job, processes_running
 
 # --- ends and pauses that are no failures
 
@@ -179,13 +186,52 @@ def test_a_monitor_that_is_not_there_is_named() -> None:
         connect(address, rank=3, patience=1.0)
 
 
-def test_ranks_that_do_not_come_are_named() -> None:
-    def exchange(address: Address | None) -> Address:
-        assert address is not None
-        return address
+def start_late(rank: int, world_size: int, port: int, timeout: float, patience: float, late: str) -> None:
+    """Start the watch of a rank; the last rank comes 3 s later, never, or when another one has been killed."""
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=30), wait_for_workers=False)
+    last, monitor = rank == world_size - 1, FailureMonitor(rank=rank, world_size=world_size, timeout=timeout)
+    monitor.patience = patience
+    if last:
+        time.sleep({"3 s": 3.0}.get(late, 60.0))
+    monitor.start(exchange_through_store(store))
+    print("together", flush=True)
+    if late == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    monitor.stop()
 
-    with pytest.raises(PeerFailure, match=r"ranks \[1, 2\] did not connect to rank 0 within 0 s"):
-        FailureMonitor(rank=0, world_size=3, patience=0.1).start(exchange)
+
+def unseen(self: ProcessIdentity) -> str:
+    return ""
+
+
+def start_late_on_other_hosts(rank: int, world_size: int, port: int, *more: Any) -> None:
+    """Start as ranks do of which nobody sees the process."""
+    ProcessIdentity.state = unseen  # type: ignore[method-assign]
+    start_late(rank, world_size, port, *more)
+
+
+def test_a_rank_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    """The others hear of each other meanwhile, also if they are on hosts of their own."""
+    with processes_running(tmp_path, 3, start_late_on_other_hosts, 1.0, 30.0, "3 s") as running:
+        running.wait(40)
+    assert running.codes == [0, 0, 0], running.output()
+    assert running.output().split() == ["together"] * 3
+
+
+def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    with processes_running(tmp_path, 3, start_late, 5.0, 3.0, "never") as running:
+        for process in running.processes[:2]:
+            process.join(30)
+        assert all(running.codes[:2])
+    assert re.search(r"ranks \[2\] did not connect to rank 0 within 3 s", running.output(0))
+    assert re.search(r"First cause: rank 0 .*ranks \[2\] did not connect", running.output(1))
+
+
+def test_a_rank_that_fails_while_others_are_missing_ends_those_that_have_come(tmp_path: Path) -> None:
+    with processes_running(tmp_path, 3, start_late, 5.0, 30.0, "killed") as running:
+        running.processes[0].join(20)
+        assert running.codes[:2] == [1, -signal.SIGKILL]
+    assert "First cause: rank 1" in running.output(0)
 
 
 JUNK = {
@@ -213,7 +259,8 @@ def test_strangers_do_not_delay_the_start() -> None:
     with ThreadPoolExecutor() as ranks:
         answers = [ranks.submit(connect, listener.address, rank, 10.0) for rank in (1, 2)]
         began = time.monotonic()
-        links = listener.accept(3, patience=20.0)
+        links: dict[int, PeerLink] = {}
+        listener.accept(3, 20.0, lambda link: links.update({link.rank: link}))
         assert time.monotonic() - began < 4.0
     assert set(links) == {1, 2}
     for link in (*links.values(), *(answer.result()[0] for answer in answers), *strangers):
@@ -224,7 +271,7 @@ def test_strangers_are_not_let_in() -> None:
     listener = Listener()
     strangers = [throw(listener.address, junk) for junk in JUNK.values()]
     with pytest.raises(PeerFailure, match=r"ranks \[1\] did not connect"):
-        listener.accept(2, patience=0.5)
+        listener.accept(2, 0.5, lambda link: pytest.fail(f"{link} was let in"))
     for each in strangers:
         each.close()
 
@@ -240,6 +287,42 @@ def test_a_rank_does_not_take_a_stranger_for_rank_0() -> None:
 
 
 # --- processes
+
+
+def without_memory(rank: Rank) -> None:
+    rank.exchange()
+    if rank.rank == 1:
+        resource.setrlimit(resource.RLIMIT_DATA, (1, resource.RLIM_INFINITY))  # not even for a thread
+        bytearray(1 << 30)
+    rank.exchange()
+
+
+def test_a_rank_without_memory_ends_all(tmp_path: Path) -> None:
+    with job(tmp_path, without_memory, timeout=2.0) as running:
+        running.wait(20)
+    assert all(running.codes)
+    assert "First cause: rank 1" in running.output(0)
+    assert "raised MemoryError" in running.output(2)
+
+
+def broken(self: Watcher, *_: Any) -> None:
+    raise MemoryError
+
+
+def a_watch_that_fails(rank: Rank) -> None:
+    rank.exchange()
+    if rank.rank == 1:
+        Watcher._tick = broken  # type: ignore[method-assign]
+    while True:
+        rank.exchange()
+
+
+def test_a_rank_whose_watch_fails_ends_all(tmp_path: Path) -> None:
+    with job(tmp_path, a_watch_that_fails, timeout=2.0) as running:
+        running.wait(20)
+    assert all(running.codes)
+    assert "First cause: rank 1" in running.output(0)
+    assert "it can no longer watch over the others: MemoryError()" in running.output(1)
 
 
 def test_how_a_process_ended() -> None:

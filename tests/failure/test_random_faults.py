@@ -34,6 +34,8 @@ BOUND = 30.0
 """Seconds from the fault to the end of all; a quiet machine needs less than 5."""
 LIMIT = 150.0
 """Seconds of a run; its start takes most of them on a busy machine."""
+PATIENCE = 5.0
+"""Seconds for the other processes to end after the one that was started, which may be a rank itself."""
 SEEDS = range(*map(int, os.environ.get("GPP_FAULTS", "0:300").split(":")))
 SAMPLE = (0, 1, 2, 3, 4, 5)
 """Faults that every run of the tests tries."""
@@ -81,37 +83,62 @@ class Trial:
 @functools.cache
 def undisturbed() -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
-        code, text, _ = run(Path(folder), None)
-        assert code == 0, text
-        return told(text)
+        ended = run(Path(folder), None)
+        assert ended.code == 0, ended.text
+        return told(ended.text)
 
 
 def told(text: str) -> list[str]:
     return re.findall("^(?:trained|validated) .*$", text, re.MULTILINE)
 
 
-def run(folder: Path, trial: Trial | None, cluster: Cluster | None = None) -> tuple[int | None, str, float]:
-    """Run to the end; returns the exit code (None if it had to be killed), the output, and when it ended."""
+@dataclass(frozen=True)
+class Ended:
+    """The end of a run.
+
+    Args:
+        code: the exit code of the process that was started; None if it had to be killed.
+        at: time of its end.
+        left: processes that were still there some seconds later.
+        text: what they all said.
+    """
+
+    code: int | None
+    at: float
+    left: set[int]
+    text: str
+
+
+def run(folder: Path, trial: Trial | None, cluster: Cluster | None = None) -> Ended:
     output = folder / f"output{len(list(folder.glob('output*')))}.txt"
     output.touch()
     if trial is None or trial.launcher == "torchrun":
-        code = of_torchrun(folder, trial, output)
-    else:
-        command = [sys.executable, faulty.__file__]
-        command = command if cluster is None else under_srun(command, folder, cluster)
-        code = of_command(command, folder, trial, output, cluster)
-    return code, output.read_text(), time.monotonic()
+        return of_torchrun(folder, trial, output)
+    command = [sys.executable, faulty.__file__]
+    command = command if cluster is None else under_srun(command, folder, cluster)
+    return of_command(command, folder, trial, output, cluster)
 
 
-def of_torchrun(folder: Path, trial: Trial | None, output: Path) -> int | None:
+def end(folder: Path, session: int, code: int | None, output: Path) -> Ended:
+    """Wait for the other processes of a run, and kill those that are left."""
+    at = time.monotonic()
+    left = still_there(folder, PATIENCE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return Ended(code, at, left, output.read_text())
+
+
+def of_torchrun(folder: Path, trial: Trial | None, output: Path) -> Ended:
     fault = (trial.kind, trial.moment, trial.rank) if trial else None
     process = CONTEXT.Process(target=faulty.under_torchrun, args=(str(folder), fault, str(output), free_port()))
     process.start()
     process.join(LIMIT)
-    code = process.exitcode
-    clean_up(process.pid or 0)
+    ended = end(folder, process.pid or 0, process.exitcode, output)
     process.join()
-    return code
+    return ended
 
 
 def under_srun(command: list[str], folder: Path, cluster: Cluster) -> list[str]:
@@ -120,7 +147,7 @@ def under_srun(command: list[str], folder: Path, cluster: Cluster) -> list[str]:
     return cluster.hosts.command(HEAD, ["srun", *shape, *command], folder)
 
 
-def of_command(command: list[str], folder: Path, trial: Trial, output: Path, cluster: Cluster | None) -> int | None:
+def of_command(command: list[str], folder: Path, trial: Trial, output: Path, cluster: Cluster | None) -> Ended:
     fault = json.dumps((trial.kind, trial.moment, trial.rank))
     variables = {
         **(os.environ if cluster is None else cluster.environment),
@@ -135,16 +162,10 @@ def of_command(command: list[str], folder: Path, trial: Trial, output: Path, clu
         )
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(LIMIT)
-    code = process.poll()
-    clean_up(process.pid)
+    ended = end(folder, process.pid, process.poll(), output)
     process.wait()
     piped.communicate()
-    return code
-
-
-def clean_up(session: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(session, signal.SIGKILL)
+    return ended
 
 
 def still_there(folder: Path, patience: float) -> set[int]:
@@ -166,18 +187,19 @@ def working_in(folder: Path) -> set[int]:
 
 def check(folder: Path, trial: Trial, cluster: Cluster | None = None) -> float:
     """Seconds from the fault to the end."""
-    code, text, ended = run(folder, trial, cluster)
+    ended = run(folder, trial, cluster)
+    text = ended.text
     began = re.findall(r"^fault at ([\d.]+)$", text, re.MULTILINE)
     assert began, (trial, "did not happen", text)
-    seconds = ended - float(began[0])
-    assert code, (trial, text)
+    seconds = ended.at - float(began[0])
+    assert ended.code, (trial, text)
     assert seconds < BOUND, (trial, text)
-    assert not still_there(folder, patience=3.0), (trial, text)
+    assert not ended.left, (trial, text)
     assert names_cause(text, trial), (trial, text)
-    code, text, _ = run(folder, None)
-    assert code == 0, (trial, text)
-    values = told(text)
-    assert undisturbed()[len(undisturbed()) - len(values) :] == values, (trial, text)
+    resumed = run(folder, None)
+    assert resumed.code == 0, (trial, resumed.text)
+    values = told(resumed.text)
+    assert undisturbed()[len(undisturbed()) - len(values) :] == values, (trial, resumed.text)
     return seconds
 
 

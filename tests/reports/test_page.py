@@ -16,6 +16,7 @@ from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.measured import compare_timelines
 from lightning_gpp.reports.page import RunRecord, report_html
 from lightning_gpp.reports.page.curves import curve_svg, round_figures
+from lightning_gpp.reports.ranks import MeasuredRanks, RankTimes
 from lightning_gpp.reports.remarks import idle_times, remarks
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import Link, Span, StageCosts, Timeline, simulate
@@ -106,6 +107,19 @@ def test_a_run_shows_losses_throughput_and_the_measured_step(prediction: Predict
     assert "last 1" in page
     assert "measured, median" in page
     assert "takes 2 times the simulated one" in page
+
+
+def test_a_run_shows_its_devices(prediction: Prediction) -> None:
+    times = [
+        RankTimes(computing=[seconds] * 150, waiting=[0.25] * 150, longest=["rank 1: tensors of micro-batch 0"] * 150)
+        for seconds in (1.0, 2.0)
+    ]
+    record = RunRecord(ranks=MeasuredRanks(first=0, ranks=times))
+    page = report_html(prediction, title="a run", run=record)
+    assert "Medians of 150 mini-batches" in page
+    assert "the latest 100 mini-batches" in page
+    assert page.count("<td>rank 1: tensors of micro-batch 0</td>") == 2 + 100
+    assert "Devices of the run" not in report_html(prediction, title="a run", run=RunRecord())
 
 
 def test_idle_time_is_explained_completely(prediction: Prediction) -> None:

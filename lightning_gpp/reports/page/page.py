@@ -21,6 +21,7 @@ from lightning_gpp.reports.measured import Comparison, compare_timelines
 from lightning_gpp.reports.page.chart import chart_data
 from lightning_gpp.reports.page.curves import Curve, curve_svg
 from lightning_gpp.reports.palette import DARK, LIGHT, stage_color
+from lightning_gpp.reports.ranks import EACH_HEADER, HEADER, MeasuredRanks, batch_rows, rank_rows
 from lightning_gpp.reports.remarks import remarks
 from lightning_gpp.reports.schedule import device_figures
 from lightning_gpp.reports.table import micro_batches
@@ -28,6 +29,8 @@ from lightning_gpp.reports.units import count, counted, distance, duration, perc
 from lightning_gpp.simulation import Timeline
 
 FOLDER = "lightning_gpp.reports.page"
+LATEST = 100
+"""Mini-batches that are listed one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +40,12 @@ class RunRecord:
     Args:
         curves: logged values by their names.
         samples_per_second: throughput of all pipelines; one value per optimizer step.
+        ranks: times of all ranks in the latest mini-batches.
     """
 
     curves: Mapping[str, Curve] = field(default_factory=dict)
     samples_per_second: Curve = ()
+    ranks: MeasuredRanks | None = None
 
 
 def report_html(
@@ -77,6 +82,7 @@ def report_html(
         devices=_device_rows(prediction),
         compared=_compared_rows(comparison),
         curves=_curves(run),
+        ranks=_ranks(run),
         search=prediction.search,
         unit="step" if prediction.period is None else "period",
         bound=duration(prediction.lower_bound) if prediction.lower_bound else "",
@@ -185,6 +191,16 @@ def _compared_rows(comparison: Comparison | None) -> list[dict[str, Any]]:
         {"stage": stage, "name": comparison.stages[stage], "action": kind.name.lower(), "pair": pair}
         for (stage, kind), pair in comparison.actions.items()
     ]
+
+
+def _ranks(run: RunRecord | None) -> dict[str, Any]:
+    """The tables of the ranks in the run and in its latest mini-batches; empty if nothing was measured."""
+    if run is None or run.ranks is None or not run.ranks.num_batches:
+        return {}
+    return {
+        "number": run.ranks.num_batches,
+        "tables": ((HEADER, rank_rows(run.ranks)), (EACH_HEADER, batch_rows(run.ranks, LATEST))),
+    }
 
 
 def _curves(run: RunRecord | None) -> list[tuple[str, str, Markup]]:
