@@ -20,7 +20,7 @@ Rows = NDArray[np.intp] | slice
 
 
 class Crossing(NamedTuple):
-    """What crosses the border of stages D - D', for a D and many D': rows per sample and fixed.
+    """Bytes that cross the border of stages D - D', for a D and many D': rows per sample and fixed.
 
     `both`: bytes in both directions; `received`: bytes that forwards receive; `uncut`: whether any tensor is rigid.
     """
