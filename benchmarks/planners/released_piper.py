@@ -37,7 +37,7 @@ from lightning_gpp.planning.partitioners.downset_search import (
     DownsetSearch,
     FirstStage,
     LayerCosts,
-    Layers,
+    LayerProfile,
     members_of,
 )
 from lightning_gpp.planning.partitioners.downsets import downsets
@@ -91,7 +91,7 @@ BERT's times are seconds, the others' milliseconds, but all are added to seconds
 class Profile:
     """A file in Piper's format: layers without tensor parallelism, and the bytes on its edges."""
 
-    layers: Layers
+    layers: LayerProfile
     carried: tuple[Carried, ...]
     names: tuple[str, ...]
 
@@ -104,7 +104,7 @@ class Profile:
             np.array([[mode[key] for mode in modes] for modes in (keeping, recomputing)], dtype=float)
             for key in ("timePerSample", "memoryUsageA", "memoryUsageB")
         )
-        layers = Layers(
+        layers = LayerProfile(
             seconds=seconds,
             kept=kept,
             fixed=fixed,

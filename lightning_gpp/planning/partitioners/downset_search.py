@@ -42,7 +42,7 @@ class Fitting(NamedTuple):
     keeps: NDArray[np.bool_]
 
 
-class StageCosts(Protocol):
+class DownsetCosts(Protocol):
     """Costs of stages D - D' for one micro-batch size."""
 
     def stages(self, index: int, rests: NDArray[np.intp], crossing: Crossing) -> Iterator[Fitting]:
@@ -74,7 +74,7 @@ class DownsetSearch:
         self,
         members: NDArray[np.bool_],
         border: Border,
-        costs: Sequence[StageCosts],
+        costs: Sequence[DownsetCosts],
         num_devices: int,
         *,
         idle: bool = False,
@@ -181,8 +181,8 @@ class Border:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layers:
-    """Layers that keep or recompute their activations, each for itself, and the machine, as in a released profile.
+class LayerProfile:
+    """LayerProfile that keep or recompute their activations, each for itself, and the machine, as in a released profile.
 
     Args:
         seconds: of a forward and a backward of one micro-batch, by [mode, layer]: keeping activations, recomputing.
@@ -211,7 +211,7 @@ class LayerCosts:
     Gradients are reduced by a parameter server: 4(d - 1)/d of the bytes.
     """
 
-    layers: Layers
+    layers: LayerProfile
     members: NDArray[np.bool_]
     num_devices: int
     sums: Array = field(init=False)
@@ -258,7 +258,7 @@ class LayerCosts:
 
 
 def members_of(sets: Sequence[int], num_units: int) -> NDArray[np.bool_]:
-    """Whether downsets contain units."""
+    """A mask of the units that each downset contains."""
     width = -(-num_units // 8)
     words = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in sets), dtype=np.uint8)
     return np.unpackbits(words.reshape(len(sets), width), axis=1, count=num_units, bitorder="little").astype(bool)
