@@ -182,7 +182,7 @@ class Border:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """LayerProfile that keep or recompute their activations, each for itself, and the machine, as in a released profile.
+    """Layers that keep or recompute their activations, each for itself, and the machine, as in a released profile.
 
     Args:
         seconds: of a forward and a backward of one micro-batch, by [mode, layer]: keeping activations, recomputing.
