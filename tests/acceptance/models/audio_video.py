@@ -24,6 +24,7 @@ _SERIES = {"past_values": numbers(16, 2), "future_values": numbers(4, 2, seed=1)
 
 MODELS: dict[str, Entry] = {
     "wav2vec2": pretrained("Wav2Vec2", _CONVOLUTIONS, SPEECH, head="ForSequenceClassification"),
+    "wav2vec2_ctc": pretrained("Wav2Vec2", CTC, {"input_values": numbers(400), "labels": ids(4)}, head="ForCTC"),
     "wav2vec2_masked": pretrained(
         "Wav2Vec2",
         {**CTC, "apply_spec_augment": True, "mask_time_prob": 0.4, "mask_time_length": 2},

@@ -132,6 +132,7 @@ def _pretrained(
     kind = getattr(transformers, configuration)
     known = kind().to_dict()
     common = {key: value for key, value in {**SIZES, **NO_DROPOUT}.items() if key in known or key == "num_labels"}
+    common |= {key: 0 for key in NO_DROPOUT if type(known.get(key)) is int}  # some rates may only be integers
     made = kind(**{**common, **config})
     if getattr(made, "decoder_start_token_id", None) is None:
         made.decoder_start_token_id = 1

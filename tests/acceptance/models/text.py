@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import nn
+
 from tests.acceptance.models.base import Entry, ids, labels, pretrained
 
 TEXT = {"input_ids": ids(), "labels": labels()}
@@ -25,6 +30,19 @@ _SEQ2SEQ = {
 }
 _EAGER = {"experts_implementation": "eager"}  # others are for float32
 _GPT = {"n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2}
+
+
+def switch() -> tuple[nn.Module, Any]:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "num_decoder_layers": 2}
+    sparse = {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    module, batch = pretrained(
+        "SwitchTransformers", {**sizes, **sparse, "router_jitter_noise": 0.0}, SEQ2SEQ, head=SEQ
+    )()
+    for part in module.modules():
+        if isinstance(getattr(part, "dtype", None), torch.dtype) and hasattr(part, "jitter_noise"):
+            part.dtype = torch.float64  # routers compute in a type of their own, which may only be a short one
+    return module, batch
+
 
 MODELS: dict[str, Entry] = {
     "bert": pretrained("Bert", batch=MASKED, head=CLASS),
@@ -101,6 +119,7 @@ MODELS: dict[str, Entry] = {
         LM,
         head=NEXT,
     ),
+    "switch": switch,
     "t5": pretrained("T5", {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}, SEQ2SEQ, head=SEQ),
     "bart": pretrained("Bart", _SEQ2SEQ, SEQ2SEQ, head=SEQ),
     "bart_classifier": pretrained(

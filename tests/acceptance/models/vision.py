@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 
 from tests.acceptance.models.base import B, Entry, images, labels, numbers, pretrained
 
@@ -11,6 +16,26 @@ LARGE = {"pixel_values": images(32), "labels": labels()}
 HEAD = "ForImageClassification"
 _VIT = {"image_size": 16, "patch_size": 8}
 _STAGED = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2, "image_size": 16, "patch_size": 2}
+
+
+def _boxes() -> list[dict[str, Tensor]]:
+    return [
+        {"class_labels": torch.tensor([i % 3, 1]), "boxes": 0.2 + 0.1 * numbers(2, 4, seed=i)[0].abs().clamp(max=3)}
+        for i in range(B)
+    ]
+
+
+def yolos() -> tuple[nn.Module, Any]:
+    sizes = {**_VIT, "image_size": [16, 16], "num_detection_tokens": 4}
+    module, batch = pretrained("Yolos", sizes, head="ForObjectDetection")()
+    module.model.loss_function = partial(_in_single, module.model.loss_function)
+    return module, {"pixel_values": images(), "labels": _boxes()}
+
+
+def _in_single(loss: Callable[..., Any], logits: Tensor, labels: Any, device: Any, boxes: Tensor, *rest: Any) -> Any:
+    """The loss makes weights of float32, whatever the model computes in."""
+    labels = [{**label, "boxes": label["boxes"].float()} for label in labels]
+    return loss(logits.float(), labels, device, boxes.float(), *rest)
 
 
 MODELS: dict[str, Entry] = {
@@ -113,6 +138,7 @@ MODELS: dict[str, Entry] = {
         {"pixel_values": images(), "noise": numbers(4)},
         head="ForPreTraining",
     ),
+    "yolos": yolos,
     "dpt": pretrained(
         "DPT",
         {
