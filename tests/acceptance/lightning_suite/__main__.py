@@ -4,12 +4,13 @@
 
 The checkout has to be of the installed version, and the packages of its `requirements/pytorch/test.txt` installed.
 Tests that fail with the strategy run again without it: those that fail, too, say nothing about the strategy. Prints the
-share that passes and every failure with its last line, without those that `exceptions.txt` explains.
+share that passes and every failure with its last line, without those that `exceptions.txt` explains. With
+`--results FOLDER` the outcomes of all tests are kept there, and a run that was interrupted continues.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import subprocess
 import sys
@@ -18,38 +19,52 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.acceptance.lightning_suite.plugin import INJECT, RESULTS
+from tests.acceptance.lightning_suite.plugin import ENDED, INJECT, RESULTS, lines_of
 
 CHECKOUT = "GPP_LIGHTNING_SUITE"
-FOLDERS = ("callbacks", "checkpointing", "core", "loggers", "loops", "models", "overrides", "plugins", "profilers")
-MORE_FOLDERS = ("trainer", "tuner", "utilities")
+FOLDERS = (
+    *("callbacks", "checkpointing", "core", "loggers", "loops", "models", "overrides", "plugins", "profilers"),
+    *("trainer", "tuner", "utilities"),
+)
 EXCEPTIONS = Path(__file__).with_name("exceptions.txt")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tests", nargs="*", default=[f"tests_pytorch/{name}" for name in FOLDERS])
+    parser.add_argument("--results", type=Path, help="folder for the outcomes of all tests")
+    given = parser.parse_args()
     checkout = os.environ.get(CHECKOUT)
     if not checkout:
         sys.exit(f"{CHECKOUT} is not set: give it the path of a checkout of Lightning.")
-    folder = Path(checkout) / "tests"
-    wanted = sys.argv[1:] or [f"tests_pytorch/{name}" for name in (*FOLDERS, *MORE_FOLDERS)]
-    injected = run(folder, wanted, inject=True)
-    failed = [test for test, line in injected.items() if line["chosen"] and line["outcome"] == "failed"]
-    plain = run(folder, failed, inject=False) if failed else {}
-    print(report(injected, {test for test, line in plain.items() if line["outcome"] == "passed"}, explained()))
-
-
-def run(folder: Path, tests: Sequence[str], *, inject: bool) -> dict[str, dict[str, Any]]:
-    """The line of every test, by its name relative to `folder`."""
     with tempfile.TemporaryDirectory() as scratch:
-        results = Path(scratch) / "results.jsonl"
-        path = os.pathsep.join([str(Path.cwd()), str(folder), os.environ.get("PYTHONPATH", "")])
-        variables = {**os.environ, "PYTHONPATH": path, INJECT: str(int(inject)), RESULTS: str(results)}
-        options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "--timeout", "120"]
-        plugin = ["-p", "tests.acceptance.lightning_suite.plugin"]
-        command = [sys.executable, "-m", "pytest", *plugin, *options, *tests]
+        results = given.results or Path(scratch)
+        results.mkdir(parents=True, exist_ok=True)
+        print(compare(Path(checkout) / "tests", given.tests, results.absolute()))
+
+
+def compare(folder: Path, wanted: Sequence[str], results: Path) -> str:
+    """Run tests with the strategy, and those that fail without it; return the report."""
+    injected: dict[str, dict[str, Any]] = {}
+    for tests in wanted:
+        injected |= run(folder, [tests], results / f"injected-{Path(tests).name}.jsonl", inject=True)
+    failed = [test for test, line in injected.items() if line["chosen"] and line["outcome"] == "failed"]
+    plain = run(folder, failed, results / "plain.jsonl", inject=False) if failed else {}
+    return report(injected, {test for test, line in plain.items() if line["outcome"] == "passed"}, explained())
+
+
+def run(folder: Path, tests: Sequence[str], results: Path, *, inject: bool) -> dict[str, dict[str, Any]]:
+    """The last line of every test, by its name relative to `folder`."""
+    path = os.pathsep.join([str(Path.cwd()), str(folder), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PYTHONPATH": path, INJECT: str(int(inject)), RESULTS: str(results)}
+    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "--timeout", "120"]
+    plugin = ["-p", "tests.acceptance.lightning_suite.plugin"]
+    command = [sys.executable, "-m", "pytest", *plugin, *options, *tests]
+    ended = True
+    while ended:
         subprocess.run(command, cwd=folder, env=variables, check=False)
-        lines = map(json.loads, results.read_text().splitlines())
-        return {line["test"].removeprefix("tests/"): line for line in lines}
+        ended = any(line["error"] == ENDED for line in lines_of(results)[-1:])
+    return {line["test"].removeprefix("tests/"): line for line in lines_of(results)}
 
 
 def explained() -> dict[str, str]:

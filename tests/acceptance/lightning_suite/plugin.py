@@ -1,6 +1,7 @@
 """A pytest plugin for Lightning's own tests: trainers without a strategy get one of this library.
 
-Every test leaves a line in the file that `GPP_SUITE_RESULTS` names: its outcome, and whether it made such a trainer.
+Every test leaves lines in the file that `GPP_SUITE_RESULTS` names: that it began, its outcome, and whether it made such
+a trainer. Tests that have lines are left out, so that a run can be continued, also after a test that ended the process.
 With `GPP_SUITE_INJECT=1` these trainers get a `GPPStrategy` of one process.
 """
 
@@ -19,6 +20,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning_gpp import GPPStrategy
 
 INJECT, RESULTS = "GPP_SUITE_INJECT", "GPP_SUITE_RESULTS"
+ENDED = "the process ended during this test"
 _LONGEST = 2000
 """Characters of an error that are kept."""
 
@@ -43,9 +45,22 @@ def pytest_configure(config: pytest.Config) -> None:
     _AcceleratorConnector._choose_strategy = _choose(_AcceleratorConnector._choose_strategy)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    known = {line["test"] for line in lines_of(Path(os.environ[RESULTS]))}
+    left_out = [item for item in items if item.nodeid in known]
+    items[:] = [item for item in items if item.nodeid not in known]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """The lines of a file of results."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     _chosen.clear()
+    _write({"test": item.nodeid, "outcome": "failed", "chosen": True, "seconds": 0.0, "error": ENDED})
     yield
 
 
@@ -59,5 +74,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         "seconds": round(report.duration, 2),
         "error": "" if report.outcome == "passed" else report.longreprtext[-_LONGEST:],
     }
+    _write(line)
+
+
+def _write(line: dict[str, Any]) -> None:
     with Path(os.environ[RESULTS]).open("a") as file:
         file.write(json.dumps(line) + "\n")
