@@ -56,27 +56,7 @@ def install_automatic_optimization(trainer: Any) -> None:
 
     A pipelined step computes gradients, so Lightning's zeroing between step and backward would erase them.
     """
-    from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-
-    class PipelinedClosure(Closure):
-        calls = 0
-
-        @torch.enable_grad()
-        def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-            self.calls += 1
-            if self.calls > 1:
-                raise closure_repeated()
-            if self._zero_grad_fn is not None:
-                self._zero_grad_fn()
-            output = self._step_fn()
-            if self._backward_fn is not None and output.closure_loss is not None:
-                self._backward_fn(output.closure_loss)
-            return output
-
-    class PipelinedOptimization(_AutomaticOptimization):
-        def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
-            plain = super()._make_closure(kwargs, optimizer, batch_idx)
-            return PipelinedClosure(plain._step_fn, plain._backward_fn, plain._zero_grad_fn)
+    from lightning_gpp._compat.lightning_loop import PipelinedOptimization
 
     epoch_loop = trainer.fit_loop.epoch_loop
     plain = epoch_loop.automatic_optimization

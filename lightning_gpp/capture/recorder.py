@@ -287,10 +287,18 @@ class Recorder(TorchFunctionMode):
         if isinstance(leaf, torch.Tensor):
             if id(leaf) in self._states:
                 return StateRef(self._states[id(leaf)])
-            return self._values.get(id(leaf), leaf)
+            return self._values.get(id(leaf)) or self._same_memory(leaf) or leaf
         if isinstance(leaf, nn.Module) and id(leaf) in self._paths:
             return ModuleRef(self._paths[id(leaf)])
         return leaf
+
+    def _same_memory(self, tensor: torch.Tensor) -> Ref | None:
+        """The value that a tensor unknown to torch's functions represents, as `nn.Buffer(tensor)` makes them."""
+        form = (tensor.shape, tensor.dtype, tensor.storage_offset()) if isinstance(tensor, FakeTensor) else None
+        for known in reversed(self._storages.get(storage_id(tensor), ()) if form else ()):
+            if (known.shape, known.dtype, known.storage_offset()) == form and known.stride() == tensor.stride():
+                return self._values[id(known)]
+        return None
 
     def use(self, tree: Any) -> None:
         """Note values that the step uses outside calls of torch: it logs or returns them."""

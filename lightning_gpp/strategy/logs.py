@@ -54,15 +54,36 @@ class Call:
 
 @dataclass(slots=True)
 class Values:
-    """The values that one call logged in the runs of the step, with the number of samples of each."""
+    """The values that one call logged in the runs of the step, with the number of samples of each.
+
+    `sizes` are those that the call gave by `batch_size`, otherwise the samples.
+    """
 
     values: list[Tensor] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def add(self, value: Tensor, samples: int, size: int | None) -> None:
+        self.values.append(value)
+        self.samples.append(samples)
+        self.sizes.append(samples if size is None else size)
 
     def combined(self, reduction: str) -> tuple[Tensor, int]:
+        """The value of the mini-batch, and its weight in the epoch.
+
+        Sizes that grow with the micro-batch, such as numbers of tokens, add up.
+        """
         values = torch.stack([value.detach().to(torch.float64).reshape(()) for value in self.values])
-        samples = torch.tensor(self.samples, dtype=torch.float64).to(values.device, non_blocking=True)
-        return _combine(values, samples, reduction), sum(self.samples)
+        weights = self.samples if self._is_of_mini_batch else self.sizes
+        weighed = torch.tensor(weights, dtype=torch.float64).to(values.device, non_blocking=True)
+        return _combine(values, weighed, reduction), self.sizes[0] if self._is_of_mini_batch else sum(self.sizes)
+
+    @property
+    def _is_of_mini_batch(self) -> bool:
+        """True for a size that is no count of what a micro-batch has: `batch_size=1`, or the size of the mini-batch."""
+        size, *others = set(self.sizes)
+        differ = len(set(self.samples)) > 1
+        return not others and (differ or size < self.samples[0] or size == sum(self.samples) > self.samples[0])
 
 
 def _combine(values: Tensor, samples: Tensor, reduction: str) -> Tensor:
@@ -93,8 +114,7 @@ class LogRecorder:
         self._early: dict[int, dict[Call, Values]] = {}
         self._metric_paths = {id(part): path for path, part in module.named_modules() if isinstance(part, Metric)}
         self._owners = [part for part in module.modules() if isinstance(part, pl.LightningModule)]
-        self._run: list[tuple[Call, Tensor, int]] = []
-        self._samples = 0
+        self._run: list[tuple[Call, Tensor, int | None]] = []
 
     def reset(self) -> LogRecorder:
         """Forget all records."""
@@ -116,7 +136,7 @@ class LogRecorder:
 
         `batch`: number of the mini-batch in training; None for the one whose turn it is.
         """
-        self._run, self._samples = [], num_samples
+        self._run = []
         before, self._user_code.running = self._user_code.running, True
         for owner in self._owners:
             object.__setattr__(owner, "log", self._log)
@@ -128,23 +148,21 @@ class LogRecorder:
             for owner in self._owners:
                 vars(owner).pop("log", None)
         calls = self.calls if batch is None else self._early.setdefault(batch, {})
-        for call, value, samples in self._run:
-            entry = calls.setdefault(call, Values())
-            entry.values.append(value)
-            entry.samples.append(samples)
+        for call, value, size in self._run:
+            calls.setdefault(call, Values()).add(value, num_samples, size)
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
         arguments = dict(_SIGNATURE.bind(self.module, *args, **kwargs).arguments)
         name, value = arguments.pop("name"), arguments.pop("value")
         del arguments["self"]
-        samples = arguments.pop("batch_size", None) or self._samples
+        size = arguments.pop("batch_size", None)
         metric = self._metric_path(name, value, arguments)
         current = forward_cache(value) if isinstance(value, Metric) else value
         scalar = self._scalar(name, current) if metric is None or _is_scalar(current) else None
         dtype = current.dtype if isinstance(current, Tensor) and current.is_floating_point() else None
         occurrence = sum(call.name == name for call, _, _ in self._run)
         call = Call(name, tuple(sorted(arguments.items())), dtype, metric, scalar is not None, occurrence)
-        self._run.append((call, torch.zeros(()) if scalar is None else scalar, int(samples)))
+        self._run.append((call, torch.zeros(()) if scalar is None else scalar, None if size is None else int(size)))
 
     def _metric_path(self, name: str, value: Any, arguments: dict[str, Any]) -> str | None:
         if not isinstance(value, Metric):

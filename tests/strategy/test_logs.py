@@ -28,11 +28,19 @@ def test_logged_values_combine_as_they_reduce() -> None:
             module.log("max", value, reduce_fx=torch.max)
             module.log("min", value, reduce_fx="min")
             module.log("own size", value, batch_size=1)
+            module.log("tokens", value, batch_size=5 * samples)
     with pytest.raises(KeyError), recorder.run(1):
         log_and_fail(module)  # a run that does not end counts for nothing
     found = {call.name: values.combined(call.reduction) for call, values in recorder.calls.items()}
     numbers = {name: (float(value), samples) for name, (value, samples) in found.items()}
-    assert numbers == {"mean": (2.5, 8), "sum": (4.0, 8), "max": (3.0, 8), "min": (1.0, 8), "own size": (2.0, 2)}
+    assert numbers == {
+        "mean": (2.5, 8),
+        "sum": (4.0, 8),
+        "max": (3.0, 8),
+        "min": (1.0, 8),
+        "own size": (2.5, 1),
+        "tokens": (2.5, 40),
+    }
 
 
 def log_and_fail(module: TwoTowers) -> None:

@@ -1,4 +1,4 @@
-"""A trainer and its strategy can be pickled before a run."""
+"""A trainer and its strategy can be pickled before and after a run."""
 
 from __future__ import annotations
 
@@ -15,5 +15,16 @@ def pickled(rank: int) -> bool:
     return bool(again.strategy.options == machine.strategy.options)
 
 
+def pickled_after_a_run(rank: int) -> bool:
+    machine: Any = trainer(strategy(), 2)
+    machine.fit(TwoTowers().double(), loader())
+    again = pickle.loads(pickle.dumps(machine))
+    return bool(again.global_step == machine.global_step > 0)
+
+
 def test_trainer_and_strategy() -> None:
     assert run(1, pickled) == [True]
+
+
+def test_after_a_run() -> None:
+    assert run(2, pickled_after_a_run) == [True, True]

@@ -109,7 +109,7 @@ def _root(paths: Sequence[str]) -> str:
     """The modules that contain those of a stage: `text_tower`, `branches.0`, `text_tower+head`, `vision..language`."""
     roots = list(dict.fromkeys(path.partition(".")[0] for path in paths))
     if len(roots) == 1:
-        seconds = {path.split(".")[1] for path in paths}
+        seconds = {path.partition(".")[2].partition(".")[0] for path in paths}
         return f"{roots[0]}.{seconds.pop()}" if len(seconds) == 1 and min(seconds).isdecimal() else roots[0]
     name = "+".join(roots)
     return name if len(roots) == 2 and len(name) <= LONGEST_NAME else f"{roots[0]}..{roots[-1]}"

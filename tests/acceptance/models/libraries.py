@@ -39,6 +39,18 @@ def _of_torchvision(name: str, size: int, options: dict[str, Any]) -> tuple[nn.M
     return classifier(model, images(size))
 
 
+def _vgg() -> tuple[nn.Module, Any]:
+    from torchvision.models import vgg
+
+    model = vgg.VGG(vgg.make_layers([8, "M", 16, "M", 16, 16, "M"]), num_classes=3, dropout=0.0)
+    model.classifier[0], model.classifier[3], model.classifier[6] = (
+        nn.Linear(784, 32),
+        nn.Linear(32, 32),
+        nn.Linear(32, 3),
+    )
+    return classifier(model, images(32))
+
+
 def _densenet() -> tuple[nn.Module, Any]:
     from torchvision.models import DenseNet
 
@@ -171,7 +183,7 @@ def _of_peft(kind: str, base: str, task: str, options: dict[str, Any]) -> tuple[
 
 MODELS: dict[str, Entry] = {
     "torchvision_resnet18": _torchvision("resnet18", 32),
-    "torchvision_vgg11": _torchvision("vgg11", 32),
+    "torchvision_vgg": _vgg,
     "torchvision_densenet": _densenet,
     "torchvision_squeezenet": _torchvision("squeezenet1_1", 32),
     "torchvision_googlenet": _torchvision("googlenet", 32, init_weights=False, aux_logits=False),

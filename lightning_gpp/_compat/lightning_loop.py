@@ -1,0 +1,36 @@
+"""Lightning's loop of automatic optimization, whose classes are private."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+
+from lightning_gpp._compat.lightning import closure_repeated
+
+
+class PipelinedClosure(Closure):
+    """Zeroes gradients before the step, and runs once."""
+
+    calls = 0
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        self.calls += 1
+        if self.calls > 1:
+            raise closure_repeated()
+        if self._zero_grad_fn is not None:
+            self._zero_grad_fn()
+        output = self._step_fn()
+        if self._backward_fn is not None and output.closure_loss is not None:
+            self._backward_fn(output.closure_loss)
+        return output
+
+
+class PipelinedOptimization(_AutomaticOptimization):
+    """The loop with such closures; a class of a module, so that trainers can be pickled."""
+
+    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
+        plain = super()._make_closure(kwargs, optimizer, batch_idx)
+        return PipelinedClosure(plain._step_fn, plain._backward_fn, plain._zero_grad_fn)

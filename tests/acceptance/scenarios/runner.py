@@ -1,0 +1,230 @@
+"""Runs scenarios in one process and on two ranks, and compares every fact on every rank.
+
+Scenarios follow each other in the same processes. A refusal or a failure may end them; then the next scenarios get new
+ones.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import pickle
+import re
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+
+from lightning_gpp import GPPStrategy
+from lightning_gpp.errors import GPPError
+from tests import distributed
+from tests.acceptance.scenarios import scenarios
+from tests.acceptance.scenarios.base import Facts
+
+distributed._CONTEXT.set_forkserver_preload(
+    ["tests.acceptance", *distributed._PRELOADED, "lightning.pytorch", "tests.acceptance.scenarios.runner"]
+)
+
+RANKS: Final = 2
+TOLERANCE: Final = 1e-9
+"""Relative; some facts are of float32."""
+PATIENCE: Final = 60.0
+"""Seconds for one scenario."""
+STAGES: Final = [{"modules": ["first"], "devices": [1]}, {"modules": ["last", "@step"], "devices": [0]}]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a scenario.
+
+    Attributes:
+        kind: "same", "different", "refused" or "crashed".
+        message: the facts that differ, the refusal, or the error.
+    """
+
+    name: str
+    kind: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a scenario gave on one rank: facts, or an error.
+
+    Attributes:
+        kind: "done", "refused" or "crashed".
+    """
+
+    kind: str
+    facts: Facts | None = None
+    message: str = ""
+
+
+class Rows(Logger):
+    """Keeps what is logged, on global rank 0 as all loggers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    name = "rows"
+    version = 0
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        return self
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.rows.append({"step": step or 0, **metrics})
+
+    @rank_zero_only
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def make_trainer(
+    folder: Path, ranks: int, *, gpp: Mapping[str, Any] | None = None, with_logger: bool = False, **options: Any
+) -> pl.Trainer:
+    """A trainer of one process, or of all ranks with the strategy."""
+    given: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "logger": Rows() if with_logger else False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": str(folder),
+        **options,
+    }
+    if ranks == 1:
+        return pl.Trainer(devices=1, **given)
+    limits = {"failure_timeout": 20.0, "timeout": 40.0}
+    strategy = GPPStrategy(**{"stages": STAGES, "num_micro_batches": 2, **limits, **(gpp or {})})
+    return pl.Trainer(strategy=strategy, devices=ranks, **given)
+
+
+def run_scenarios(names: Sequence[str]) -> list[Outcome]:
+    """Run scenarios in one process and on two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        _run(1, names, Path(folder) / "one")
+        _run(RANKS, names, Path(folder) / "two")
+        return [_outcome(name, Path(folder)) for name in names]
+
+
+def _run(ranks: int, names: Sequence[str], folder: Path) -> None:
+    folder.mkdir()
+    while rest := [name for name in names if not list(folder.glob(f"{name}.[0-9]"))]:
+        limit = PATIENCE * (1 + len(rest))
+        try:
+            distributed.run_distributed(ranks, _work, ranks, str(folder), rest, timeout=limit)
+        except AssertionError as error:
+            if len(left := [name for name in rest if not list(folder.glob(f"{name}.[0-9]"))]) == len(rest):
+                (folder / f"{left[0]}.9").write_bytes(pickle.dumps(Report("crashed", message=str(error)[-2000:])))
+
+
+def _work(rank: int, ranks: int, folder: str, names: Sequence[str]) -> None:
+    faulthandler.cancel_dump_traceback_later()
+    if ranks > 1:
+        os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(ranks))
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning_utilities.core.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    known = scenarios()
+    for name in names:
+        place = Path(folder, "files", name)
+        place.mkdir(parents=True, exist_ok=True)
+        with open(f"{folder}/stacks{rank}", "w") as stacks:
+            faulthandler.dump_traceback_later(PATIENCE, exit=True, file=stacks)
+            torch.manual_seed(0)
+            report = _attempt(partial(known[name], partial(make_trainer, place, ranks), place))
+            faulthandler.cancel_dump_traceback_later()
+        _leave(Path(folder), name, rank, ranks, report)
+
+
+def _attempt(function: Any) -> Report:
+    try:
+        return Report("done", function())
+    except GPPError as error:
+        return Report("refused", message=f"{type(error).__name__}: {error}")
+    except BaseException:
+        return Report("crashed", message=traceback.format_exc())
+
+
+def _leave(folder: Path, name: str, rank: int, ranks: int, report: Report) -> None:
+    """Leave a report; after a failure wait for the other rank's, and end."""
+    file = folder / f"new {name} {rank}"
+    file.write_bytes(pickle.dumps(report))
+    file.rename(folder / f"{name}.{rank}")
+    if report.kind == "done" or ranks == 1:
+        return
+    deadline = time.monotonic() + 5.0
+    while len(list(folder.glob(f"{name}.[0-9]"))) < ranks and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os._exit(1)
+
+
+def _reports(folder: Path, name: str) -> dict[int, Report]:
+    return {int(file.suffix[1:]): pickle.loads(file.read_bytes()) for file in sorted(folder.glob(f"{name}.[0-9]"))}
+
+
+def _outcome(name: str, folder: Path) -> Outcome:
+    (plain,), ranks = _reports(folder / "one", name).values(), _reports(folder / "two", name)
+    if plain.kind != "done":
+        return Outcome(name=name, kind="different", message=f"fails in one process, too: {plain.message[-1500:]}")
+    kinds = {report.kind for report in ranks.values()}
+    for kind in ("refused", "crashed"):
+        if kind in kinds:
+            return Outcome(name=name, kind=kind, message=next(r.message for r in ranks.values() if r.kind == kind))
+    if len(ranks) < RANKS:
+        return Outcome(name=name, kind="crashed", message=f"only the ranks {sorted(ranks)} came to its end")
+    told = [f"rank {rank}: {text}" for rank, report in ranks.items() for text in _differences(plain, report, rank)]
+    return Outcome(name=name, kind="different" if told else "same", message="\n".join(told))
+
+
+def _differences(plain: Report, report: Report, rank: int) -> list[str]:
+    expected, found = plain.facts or {}, report.facts or {}
+    names = [name for name in expected if rank == 0 or not re.match("zero", name)]
+    told = [f"{name} is {found.get(name)}, not {expected[name]}" for name in names if not _same(name, found, expected)]
+    return [text[:600] for text in told]
+
+
+def _same(name: str, found: Facts, expected: Facts) -> bool:
+    if name not in found:
+        return False
+    wanted, here = expected[name], found[name]
+    if name == "state":  # a rank has its part
+        wanted = {key: value for key, value in wanted.items() if key in here}
+    return _alike(here, wanted)
+
+
+def _alike(here: Any, wanted: Any) -> bool:
+    if isinstance(wanted, Tensor):
+        return isinstance(here, Tensor) and here.shape == wanted.shape and _close(here, wanted)
+    if isinstance(wanted, float) and isinstance(here, float | int):
+        return _close(torch.tensor(float(here)).double(), torch.tensor(wanted).double())
+    if isinstance(wanted, Mapping):
+        return (
+            isinstance(here, Mapping) and list(here) == list(wanted) and all(_alike(here[k], wanted[k]) for k in wanted)
+        )
+    if isinstance(wanted, list | tuple):
+        return len(here) == len(wanted) and all(map(_alike, here, wanted))
+    return bool(here == wanted)
+
+
+def _close(here: Tensor, wanted: Tensor) -> bool:
+    tolerance = TOLERANCE if wanted.dtype == torch.float64 else 1e-6
+    return torch.allclose(here.double(), wanted.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
