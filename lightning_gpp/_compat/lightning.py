@@ -65,18 +65,6 @@ def install_automatic_optimization(trainer: Any) -> None:
     epoch_loop.automatic_optimization = loop
 
 
-def closure_repeated() -> Exception:
-    """The error for optimizers that evaluate the model repeatedly."""
-    from lightning_gpp.errors import ConfigError
-
-    return ConfigError(
-        "The optimizer called its closure more than once in one step. Optimizers that evaluate the model repeatedly "
-        "(L-BFGS, sharpness-aware minimisation) use norms over all parameters, of which every rank has only its own. "
-        "Use one that needs a single evaluation, or take these steps by hand, in manual optimization, with "
-        "self.trainer.strategy.grad_norm()."
-    )
-
-
 def bypass_batch_hooks(module: Any) -> None:
     """Let the batch-transfer hooks of `module` be skipped: this rank has placeholders instead of batches.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 
-from lightning_gpp._compat.lightning import closure_repeated
+from lightning_gpp.errors import ConfigError
 
 
 class PipelinedClosure(Closure):
@@ -34,3 +34,13 @@ class PipelinedOptimization(_AutomaticOptimization):
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
         plain = super()._make_closure(kwargs, optimizer, batch_idx)
         return PipelinedClosure(plain._step_fn, plain._backward_fn, plain._zero_grad_fn)
+
+
+def closure_repeated() -> Exception:
+    """The error for optimizers that evaluate the model repeatedly."""
+    return ConfigError(
+        "The optimizer called its closure more than once in one step. Optimizers that evaluate the model repeatedly "
+        "(L-BFGS, sharpness-aware minimisation) use norms over all parameters, of which every rank has only its own. "
+        "Use one that needs a single evaluation, or take these steps by hand, in manual optimization, with "
+        "self.trainer.strategy.grad_norm()."
+    )

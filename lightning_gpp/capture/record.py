@@ -104,7 +104,7 @@ def record(
         _observe(replica, trainer_of(module), run_time, recorder)
         recorder.runs_rest = function is None
         prepare(replica, recorder)
-        fake = _fake_batch(batch, total, num_samples, dims, mode, device)
+        fake, recorder.examples = _fake_batch(batch, total, num_samples, dims, mode, device)
         with _recording(recorder, mode):
             for leaf in pytree.tree_leaves(fake):
                 if isinstance(leaf, torch.Tensor):
@@ -228,11 +228,13 @@ def _note_uses(metric: nn.Module, recorder: Recorder) -> None:
 
 def _fake_batch(
     batch: Any, total: int, num_samples: int, dims: BatchDims, mode: FakeTensorMode, device: torch.device
-) -> Any:
+) -> tuple[Any, dict[int, torch.Tensor]]:
+    """The batch as fake tensors of `num_samples` samples, and the values of each, by its id."""
+    values: dict[int, torch.Tensor] = {}
+
     def sized(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        shape = [*tensor.shape]
-        shape[dim] = num_samples
-        return tensor.new_empty(shape, device="meta").requires_grad_(tensor.requires_grad)
+        rows = torch.arange(num_samples, device=tensor.device) % max(1, tensor.shape[dim])
+        return tensor.detach().index_select(dim, rows).requires_grad_(tensor.requires_grad)
 
     def listed(items: Any) -> Any:
         return type(items)(items[i % len(items)] for i in range(num_samples))
@@ -241,9 +243,11 @@ def _fake_batch(
         if not isinstance(leaf, torch.Tensor):
             return leaf
         with mode:
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+            made = torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+        values[id(made)] = leaf
+        return made
 
-    return pytree.tree_map(fake, map_samples(batch, total, sized, listed, dims))
+    return pytree.tree_map(fake, map_samples(batch, total, sized, listed, dims)), values
 
 
 @contextmanager

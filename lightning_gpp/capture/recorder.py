@@ -80,6 +80,7 @@ class Recorder(TorchFunctionMode):
         self._regions: list[int] = []
         self._num_regions = 0
         self._paused = False
+        self.examples: dict[int, torch.Tensor] = {}
         self.uses: list[Ref] = []
         self.network: list[bool] = []
         self.state_storages: dict[int, str] = {}

@@ -2,7 +2,8 @@
 
 What they compute depends on values, which a recording on fake tensors does not have: a mixture of experts sorts tokens,
 a packed sequence has lengths, LayerDrop draws. Only the shapes of their results are needed. Where fake tensors do not
-tell them, the module runs for real on made-up arguments.
+tell them, the module runs for real, on the samples of the example batch if it is called with them, otherwise on made-up
+values.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lightning_gpp._compat.torch import FakeTensor, pytree, unset_fake_temporari
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.capture.recorder import Recorder, refusal, register_dataclasses
 from lightning_gpp.errors import CaptureError
-from lightning_gpp.runtime.random import undisturbed
+from lightning_gpp.runtime.random import seed_streams, undisturbed
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,20 @@ class _Uncut:
         devices = [leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         device = devices[0] if devices else torch.device("cpu")
         with unset_fake_temporarily():
+            seed_streams(0)  # shapes may depend on values, and have to be the same in every capture
             module = _with_values(self._original, _existing(device)).train(self._part.training)
             self._recorder.add_states(module)
-            real_args, real_kwargs = pytree.tree_map(lambda leaf: _made_up(leaf, _existing(device)), (args, kwargs))
+            real_args, real_kwargs = pytree.tree_map(lambda leaf: self._value(leaf, _existing(device)), (args, kwargs))
             result = module(*real_args, **real_kwargs)
         register_dataclasses(result)
         return pytree.tree_map(lambda leaf: _fake(leaf, device), result)
+
+    def _value(self, leaf: Any, device: torch.device) -> Any:
+        """Values of an argument: of the example batch if it is a part of it."""
+        known = self._recorder.examples.get(id(leaf))
+        if known is None or known.is_meta:
+            return _made_up(leaf, device)
+        return known.detach().to(device, copy=True).requires_grad_(known.requires_grad)
 
     def _check(self, result: Any) -> None:
         for leaf in pytree.tree_leaves(result):
@@ -108,7 +117,7 @@ def _made_up(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, FakeTensor):
         return leaf
     if leaf.is_floating_point():
-        return torch.randn(leaf.shape, dtype=leaf.dtype, device=device).requires_grad_(leaf.requires_grad)
+        return torch.randn(leaf.shape).to(device, leaf.dtype).requires_grad_(leaf.requires_grad)
     return torch.ones(leaf.shape, dtype=leaf.dtype, device=device)
 
 

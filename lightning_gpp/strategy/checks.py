@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
 from torch import nn
 
-from lightning_gpp._compat.lightning import closure_repeated, uses_dataloader_iter
+from lightning_gpp._compat.lightning import uses_dataloader_iter
+from lightning_gpp._compat.lightning_loop import closure_repeated
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.agreement import text_of

@@ -27,7 +27,6 @@ REFUSED = {
     "penalty_inside": "differentiates its network",
     "own_function": "between its module calls the step called",
     "torchvision_retinanet": "",
-    "llava": "",
 }
 """Models that no pipeline of stages can train as they are, with the reason that users read."""
 

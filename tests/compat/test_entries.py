@@ -16,12 +16,17 @@ from torchmetrics import MeanMetric
 
 import lightning_gpp
 from lightning_gpp import _compat
-from lightning_gpp._compat import lightning, lightning_module
+from lightning_gpp._compat import lightning, lightning_loop, lightning_module
 from lightning_gpp._compat import torch as torch_names
 
 PACKAGE = Path(lightning_gpp.__file__).parent
 COMPAT = Path(_compat.__file__).parent
-TESTS = {torch_names: "test_torch.py", lightning: "test_lightning.py", lightning_module: "test_lightning.py"}
+TESTS = {
+    torch_names: "test_torch.py",
+    lightning: "test_lightning.py",
+    lightning_loop: "test_lightning.py",
+    lightning_module: "test_lightning.py",
+}
 PUBLIC = {"_replace", "_getframe", "_current_frames", "_exit", "_target_"}
 """Names with an underscore that are documented: of named tuples, `sys`, `os` and Hydra."""
 

@@ -26,6 +26,7 @@ from torchmetrics import MeanMetric
 
 from lightning_gpp._compat import lightning as compat
 from lightning_gpp._compat import lightning_module
+from lightning_gpp._compat.lightning_loop import closure_repeated
 from lightning_gpp.errors import ConfigError
 from tests.distributed import run_distributed
 
@@ -197,7 +198,7 @@ def test_install_automatic_optimization() -> None:
 
 
 def test_closure_repeated() -> None:
-    assert "by hand, in manual optimization" in str(compat.closure_repeated())
+    assert "by hand, in manual optimization" in str(closure_repeated())
 
 
 def test_closures_run_once() -> None:

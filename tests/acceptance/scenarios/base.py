@@ -46,7 +46,9 @@ def family(prefix: str, function: Callable[..., Facts], cases: Mapping[str, Mapp
 
 
 class Chain(pl.LightningModule):
-    """Two linear layers with a nonlinearity; hooks note what they see."""
+    """Two linear layers with a nonlinearity; hooks note what they see. `more`: modules of subclasses, on rank 0."""
+
+    more: tuple[str, ...] = ()
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
@@ -111,6 +113,12 @@ def fitted(make: Make, module: Any = None, train: Any = None, val: Any = None, *
 def validated(make: Make, module: Any = None, **options: Any) -> Facts:
     """Train a module with validation."""
     return fitted(make, module, val=loader(10, seed=2), **options)
+
+
+def staged(kind: type[Chain]) -> dict[str, Any]:
+    """Options of the strategy for a module of this kind: the first layers on rank 1, all else on rank 0."""
+    last = {"modules": ["last", *kind.more, "@step"], "devices": [0]}
+    return {"stages": [{"modules": ["first"], "devices": [1]}, last]}
 
 
 def facts_of(trainer: pl.Trainer, module: Any) -> Facts:

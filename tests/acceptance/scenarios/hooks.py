@@ -19,11 +19,12 @@ from tests.acceptance.scenarios.base import (
     fitted,
     loader,
     scenario,
+    staged,
     validated,
 )
 
 _NOTED = (
-    *("prepare_data", "configure_model", "configure_callbacks", "on_fit_start", "on_fit_end", "on_train_start"),
+    *("configure_model", "configure_callbacks", "on_fit_start", "on_fit_end", "on_train_start"),
     *("on_train_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_before_zero_grad"),
     *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_validation_start"),
     *("on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_batch_start"),
@@ -180,6 +181,8 @@ class SeesOutputs(Chain):
 class Teacher(Chain):
     """A mean teacher, updated between the steps."""
 
+    more = ("mean",)
+
     def __init__(self) -> None:
         super().__init__()
         self.mean = nn.Linear(6, 2).requires_grad_(False)
@@ -225,6 +228,8 @@ class Schedules(Chain):
 
 
 class Builds(Chain):
+    more = ("late",)
+
     def configure_model(self) -> None:
         if not hasattr(self, "late"):
             torch.manual_seed(9)
@@ -247,7 +252,7 @@ class Reports(Chain):
 
 
 def _hooked(make: Make, folder: Path, kind: type[Chain]) -> Facts:
-    return validated(make, build(kind), max_epochs=2)
+    return validated(make, build(kind), max_epochs=2, gpp=staged(kind))
 
 
 family(
@@ -292,4 +297,4 @@ def loaders_of_the_module(make: Make, folder: Path) -> Facts:
     torch.manual_seed(4)
     trainer = make(reload_dataloaders_every_n_epochs=1)
     trainer.fit(module)
-    return facts_of(trainer, module)
+    return {**facts_of(trainer, module), "seen": sorted(module.seen)}  # the first loader of training is needed earlier

@@ -31,7 +31,7 @@ from lightning_gpp import GPPStrategy
 from lightning_gpp.errors import GPPError
 from tests import distributed
 from tests.acceptance.scenarios import scenarios
-from tests.acceptance.scenarios.base import Facts
+from tests.acceptance.scenarios.base import Chain, Facts, staged
 
 distributed._CONTEXT.set_forkserver_preload(
     ["tests.acceptance", *distributed._PRELOADED, "lightning.pytorch", "tests.acceptance.scenarios.runner"]
@@ -42,7 +42,6 @@ TOLERANCE: Final = 1e-9
 """Relative; some facts are of float32."""
 PATIENCE: Final = 60.0
 """Seconds for one scenario."""
-STAGES: Final = [{"modules": ["first"], "devices": [1]}, {"modules": ["last", "@step"], "devices": [0]}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +111,8 @@ def make_trainer(
     }
     if ranks == 1:
         return pl.Trainer(devices=1, **given)
-    limits = {"failure_timeout": 20.0, "timeout": 40.0}
-    strategy = GPPStrategy(**{"stages": STAGES, "num_micro_batches": 2, **limits, **(gpp or {})})
+    limits = {"failure_timeout": PATIENCE, "timeout": PATIENCE}
+    strategy = GPPStrategy(**{**staged(Chain), "num_micro_batches": 2, **limits, **(gpp or {})})
     return pl.Trainer(strategy=strategy, devices=ranks, **given)
 
 
@@ -165,16 +164,17 @@ def _attempt(function: Any) -> Report:
 
 
 def _leave(folder: Path, name: str, rank: int, ranks: int, report: Report) -> None:
-    """Leave a report; after a failure wait for the other rank's, and end."""
+    """Leave a report, and wait for the other rank's; end after a failure of any rank, which may have ended others."""
     file = folder / f"new {name} {rank}"
     file.write_bytes(pickle.dumps(report))
     file.rename(folder / f"{name}.{rank}")
-    if report.kind == "done" or ranks == 1:
+    if ranks == 1:
         return
-    deadline = time.monotonic() + 5.0
-    while len(list(folder.glob(f"{name}.[0-9]"))) < ranks and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os._exit(1)
+    deadline = time.monotonic() + (PATIENCE if report.kind == "done" else 5.0)
+    while len(found := _reports(folder, name)) < ranks and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if len(found) < ranks or any(other.kind != "done" for other in found.values()):
+        os._exit(1)
 
 
 def _reports(folder: Path, name: str) -> dict[int, Report]:

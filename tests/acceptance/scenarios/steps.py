@@ -18,6 +18,7 @@ from tests.acceptance.scenarios.base import (
     fitted,
     loader,
     scenario,
+    staged,
     validated,
 )
 
@@ -74,6 +75,8 @@ class ValidatesTwice(Chain):
 
 
 class ValidatesOther(Chain):
+    more = ("probe",)
+
     def __init__(self) -> None:
         super().__init__()
         self.probe = nn.Linear(6, 2)
@@ -122,6 +125,8 @@ class OnlyLast(Chain):
 
 
 class Tied(Chain):
+    more = ("back",)
+
     def __init__(self) -> None:
         super().__init__()
         self.back = nn.Linear(6, 6)
@@ -250,7 +255,7 @@ _KINDS = (
 
 
 def _stepped(make: Make, folder: Path, kind: type[Chain], **gpp: Any) -> Facts:
-    return validated(make, build(kind), gpp=gpp)
+    return validated(make, build(kind), gpp={**staged(kind), **gpp})
 
 
 family("step", _stepped, {kind.__name__: {"kind": kind} for kind in _KINDS})

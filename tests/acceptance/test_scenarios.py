@@ -1,0 +1,47 @@
+"""What users do with a trainer: on two ranks all facts are those of one process, or it is refused in a sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.acceptance.scenarios import scenarios
+from tests.acceptance.scenarios.runner import Outcome, run_scenarios
+
+SAMPLE = ["log_of_own_size", "callback_early_stopping", "writer_both"]
+
+REFUSED = {
+    "hook_LogsNorm": "grad_norm()",
+    "hook_ClipsAll": "self.clip_gradients",
+    "hook_ClipsAllAfterBackward": "self.clip_gradients",
+    "hook_NormByHand": "grad_norm()",
+    "hook_NormOfWeights": "if not p.is_meta",
+    "hook_ReadsWeights": "put their modules into one stage",
+    "callback_clips": "self.clip_gradients",
+    "callback_pruning": "prune the module before training",
+    "sync_batchnorm_without_any": "sync_batchnorm=True",
+    "batch_size_found": "BatchSizeFinder",
+    "batch_size_tuned": "BatchSizeFinder",
+    "read_once": "strategy.example_batch",
+    "step_Quasi": "L-BFGS",
+    "whole_Quasi": "L-BFGS",
+    "step_OwnBackward": "strategy.step=whole",
+    "takes_iterator": "dataloader_iter",
+}
+"""Scenarios that are refused on two ranks, with words of the way out or of the reason."""
+
+
+def _check(outcomes: list[Outcome]) -> None:
+    wrong = [outcome for outcome in outcomes if outcome.kind not in ("same", "refused")]
+    assert wrong == []
+    refused = {outcome.name: outcome.message for outcome in outcomes if outcome.kind == "refused"}
+    assert all(REFUSED.get(name, "nothing") in message for name, message in refused.items()), refused
+
+
+def test_a_few() -> None:
+    _check(run_scenarios(SAMPLE))
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(3600)
+def test_all() -> None:
+    _check(run_scenarios(list(scenarios())))
