@@ -26,6 +26,11 @@ REFUSED = {
     "whole_Quasi": "L-BFGS",
     "step_OwnBackward": "strategy.step=whole",
     "takes_iterator": "dataloader_iter",
+    "step_ReturnsNone": "return a zero loss",
+    "step_ValidatesTwice": "depends on `batch_idx`",
+    "step_ValidatesOther": "List its module in the same stage",
+    "batch_lists_of_samples": "cannot be multiplied",
+    "no_batches": "The data loader is empty",
 }
 """Scenarios that are refused on two ranks, with words of the way out or of the reason."""
 

