@@ -43,6 +43,7 @@ from lightning_gpp.planning.partitioners.downset_search import (
 from lightning_gpp.planning.partitioners.downsets import downsets
 from lightning_gpp.planning.partitioners.piper import MAX_COUNTED
 from lightning_gpp.planning.readers import read_graph
+from lightning_gpp.planning.readers.entries import unique_names
 
 BYTES_PER_SECOND: Final = 25 * 2**30
 
@@ -117,7 +118,8 @@ class Profile:
             Carried(position[edge["sourceId"]], position[edge["destId"]], edge["communicationCost"])
             for edge in content["edges"]
         )
-        return cls(layers, carried, tuple(str(node.get("name", node["id"])) for node in nodes))
+        names = unique_names({node["id"]: str(node.get("name", f"node{node['id']}")) for node in nodes})
+        return cls(layers, carried, tuple(names[node["id"]] for node in nodes))
 
     @property
     def order(self) -> nx.DiGraph:
@@ -194,9 +196,14 @@ def _layers(
     position = {name: index for index, name in enumerate(profile.names)}
     units = request.problem(graph).units.units
     order = {name: index for index, name in enumerate(nx.topological_sort(graph.nx))}
-    for stage in sorted(stages, key=lambda stage: max(order[n] for u in stage.units for n in units[u].operators)):
-        names = {name for unit in stage.units for name in units[unit].operators}
-        yield frozenset(position[name] for name in names if name in position), len(stage.devices)
+    chain = sorted(stages, key=lambda stage: max(order[n] for u in stage.units for n in units[u].operators))
+    names = [{name for unit in stage.units for name in units[unit].operators} for stage in chain]
+    layers = [{position[name] for name in held if name in position} for held in names]
+    for source in set(position.values()).difference(*layers):  # data: a stage that reads them first
+        readers = set(profile.order.successors(source))
+        next(held for held in layers if not readers.isdisjoint(held)).add(source)
+    for held, stage in zip(layers, chain, strict=True):
+        yield frozenset(held), len(stage.devices)
 
 
 def row(folder: Path, case: Case, seconds: float) -> list[object]:
