@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_gpp.capture import Capture, capture_step
     from lightning_gpp.checkpoints.pretrained import load_pretrained, parameters_on_meta
     from lightning_gpp.cluster import Cluster, Device, Link, Node, load_cluster, preset_cluster
+    from lightning_gpp.fabric import GPPFabricStrategy
     from lightning_gpp.graph import Affine, OperatorGraph
     from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage
     from lightning_gpp.planning import (
@@ -67,6 +68,7 @@ __all__ = [
     "Figures",
     "ForeignTensorError",
     "GPPError",
+    "GPPFabricStrategy",
     "GPPStrategy",
     "Kind",
     "Link",
@@ -109,6 +111,7 @@ _ORIGINS: Final = {
     "capture": ("Capture", "capture_step"),
     "checkpoints.pretrained": ("load_pretrained", "parameters_on_meta"),
     "cluster": ("Cluster", "Device", "Link", "Node", "load_cluster", "preset_cluster"),
+    "fabric": ("GPPFabricStrategy",),
     "graph": ("Affine", "OperatorGraph"),
     "plan": ("SOURCE", "STEP", "Edge", "Figures", "Plan", "Stage"),
     "planning": (

@@ -13,3 +13,8 @@ def trainer_of(module: Any) -> Any:
 def set_trainer(module: Any, trainer: Any) -> None:
     """Attach anything that stands in for a trainer; the public setter accepts trainers only."""
     vars(module)["_trainer"] = trainer
+
+
+def set_device_mesh(module: Any, mesh: object) -> None:
+    """Set the mesh that a LightningModule's `device_mesh` returns."""
+    module._device_mesh = mesh

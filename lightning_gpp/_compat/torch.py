@@ -65,6 +65,38 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """The dictionary of a module's own parameters, for writing."""
+    return module._parameters
+
+
+HookTables = tuple[dict[int, Any], ...]
+"""Hooks of a module by number, then the flags that they were registered with."""
+
+
+def hook_tables(module: nn.Module) -> HookTables:
+    """The tables of a module's hooks around its forward, for writing."""
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    )
+
+
+@contextmanager
+def imitated_processes(count: int) -> Iterator[None]:
+    """Inside, this is the first of some processes, whose communication does nothing: for code that divides shapes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 # --- autograd
 
 

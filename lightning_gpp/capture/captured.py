@@ -100,6 +100,7 @@ def capture_step(
     device: torch.device | str = "cpu",
     function: StepFunction | None = None,
     dims: BatchDims | None = None,
+    uncut: Mapping[str, str] = {},
 ) -> Capture:
     """Capture the computation of `module.<step>(batch, batch_idx)`.
 
@@ -117,19 +118,23 @@ def capture_step(
         device: the device that the step believes it runs on.
         function: called with the module and the batch instead of the step.
         dims: the dimension of parts of the batch that counts samples, see `batch_dims` in the options.
+        uncut: paths of modules that become one operator anyway, with the reasons.
 
     Raises:
         CaptureError: something cannot be captured; names the line, the reason and the ways out.
     """
-    _check_module(module, step)
+    if function is None:
+        _check_module(module, step)
     where, known = torch.device(device), dims or GUESSED
     attempt = partial(_capture, module, batch, step, batch_idx, context, where, known, function)
-    return attempted(module, attempt, opens=function is None)
+    return attempted(module, attempt, opens=function is None, uncut=uncut)
 
 
-def attempted(module: nn.Module, attempt: Callable[[Changes], T], opens: bool = True) -> T:
-    """The result of `attempt(changes)`, with changes for what cannot be recorded. `opens`: see `Changes`."""
-    changes = Changes(caches_of_functions(), opens)
+def attempted(
+    module: nn.Module, attempt: Callable[[Changes], T], opens: bool = True, uncut: Mapping[str, str] = {}
+) -> T:
+    """The result of `attempt(changes)`, with changes for what cannot be recorded. `opens`, `uncut`: see `Changes`."""
+    changes = Changes(caches_of_functions(), opens, dict(uncut))
     while True:
         try:
             return attempt(changes)

@@ -28,9 +28,16 @@ from lightning_gpp.simulation import trace_of
 from lightning_gpp.slices import unsliced
 from lightning_gpp.strategy import GPPStrategy
 from lightning_gpp.training.eight_bit import check_patterns
-from lightning_gpp.training.machine import Machine, resolved
+from lightning_gpp.training.machine import Machine, of_groups, resolved
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.planner import TRAINING, check_devices, devices_wanted, inference_of, planned
+from lightning_gpp.training.planner import (
+    TRAINING,
+    check_devices,
+    devices_wanted,
+    inference_of,
+    part_of_member,
+    planned,
+)
 from lightning_gpp.training.predicted import simulated, without_flush
 from lightning_gpp.training.replicas import idle_sharding
 
@@ -175,6 +182,8 @@ def task_of(config: DictConfig) -> Task:
     subject = captured(config, options) if config.graph is None else graph_file(config)
     costs = subject.costs(options, whole, torch.device(device_type(config.trainer.accelerator)))
     machine = Machine(cluster=whole.with_headroom(options.memory_headroom), footprint=subject.footprint, costs=costs)
+    subject, machine = of_members(subject, machine, options.tensor_parallel_size)
+    whole = machine.cluster
     if config.step != TRAINING:
         if isinstance(subject, GraphFile):
             raise ConfigError(f"step={config.step} needs a model; a graph from a file (graph=...) is a training step.")
@@ -189,6 +198,29 @@ def task_of(config: DictConfig) -> Task:
         num_devices=per_pipeline,
         num_pipelines=None if replicable else whole.num_devices // per_pipeline,
     )
+
+
+def of_members(subject: GraphFile | Step, machine: Machine, degree: int) -> tuple[GraphFile | Step, Machine]:
+    """The part of one process of a device, and the machine of groups of processes.
+
+    Raises:
+        ConfigError: nobody knows what they divide.
+    """
+    if degree == 1:
+        return subject, machine
+    if isinstance(subject, GraphFile) or subject.divided is None:
+        raise ConfigError(
+            f"strategy.tensor_parallel_size={degree} needs a model, whose configure_model divides it; a graph from a "
+            "file (graph=...) has none. Leave it out."
+        )
+    if machine.cluster.num_devices % degree:
+        raise ConfigError(
+            f"strategy.tensor_parallel_size={degree} does not divide the {machine.cluster.num_devices} devices of "
+            f"cluster {machine.cluster.name!r}. Choose a divisor."
+        )
+    machine = of_groups(machine, subject.divided, degree, subject.captured.graph)
+    part = part_of_member(subject.captured, machine)
+    return replace(subject, step=part), machine
 
 
 def cluster_for(config: DictConfig, options: Options) -> Cluster:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -15,10 +15,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_gpp._compat.lightning import attach_data, transferred
-from lightning_gpp._compat.torch import pytree
+from lightning_gpp._compat.lightning_module import set_device_mesh
+from lightning_gpp._compat.torch import imitated_processes, pytree
 from lightning_gpp.capture import Capture
 from lightning_gpp.cli.target import built
 from lightning_gpp.cluster import Cluster
@@ -34,7 +36,9 @@ from lightning_gpp.training.batches import outline
 from lightning_gpp.training.costs import measured_costs
 from lightning_gpp.training.machine import footprint_of, present
 from lightning_gpp.training.options import Options
+from lightning_gpp.training.parallel_regions import captured_apart
 from lightning_gpp.training.planner import TRAINING, Subject, captured_step
+from lightning_gpp.training.tensor_parallel import TensorParallel, check_divided, dividing
 
 CPU = torch.device("cpu")
 
@@ -93,7 +97,8 @@ def graph_file(config: DictConfig) -> GraphFile:
 class Step:
     """The captured step of a configured model.
 
-    `step`: what is planned: the step itself, or in a run that does not train the same without a backward.
+    `step`: what is planned: the step itself, or in a run that does not train the same without a backward. `divided`:
+    names of the parameters that the processes of a device divide.
     """
 
     captured: Capture | Declared
@@ -103,6 +108,7 @@ class Step:
     precision: Precision
     footprint: Footprint
     notes: tuple[str, ...] = ()
+    divided: Collection[str] | None = None
 
     def costs(self, options: Options, cluster: Cluster, device: torch.device) -> CostModel | None:
         """Seconds of operators according to `strategy.costs`; None for the roofline model.
@@ -164,10 +170,15 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
     batch = first_batch(datamodule, config.step) if options.example_batch is None else options.example_batch
     with placed():
         model.setup(_LOADERS[config.step][0])
-        model.configure_model()
     batch = transferred(model, batch, CPU)
     context = getattr(trainer.precision_plugin, CONTEXTS[config.step])
-    step = captured_step(model, outline(batch), config.step, options, context, CPU)
+    record = partial(captured_step, model, outline(batch), config.step, options, context, CPU, None)
+    with _members(model, options.tensor_parallel_size) as dividing:
+        with placed(), dividing as found:
+            model.configure_model()
+        parallel = found[0]
+        step = captured_apart(record, parallel, model, context, 1)
+    check_divided(options.tensor_parallel_size, parallel)
     optimizers, notes = _optimizers(model, trainer)
     return Step(
         captured=step,
@@ -177,7 +188,22 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         precision=trainer.precision_plugin,
         footprint=footprint_of(optimizers, str(config.trainer.precision)),
         notes=(*notes, *(f"\n{note}" for note in step.notes)),
+        divided=None if parallel is None else parallel.cut,
     )
+
+
+@contextmanager
+def _members(
+    model: L.LightningModule, degree: int
+) -> Iterator[AbstractContextManager[Sequence[TensorParallel | None]]]:
+    """Inside, the module has the mesh of a device's processes, which are imitated, to divide itself in the context."""
+    if degree == 1:
+        yield nullcontext([None])
+        return
+    with imitated_processes(degree):
+        names = ("data_parallel", "tensor_parallel")
+        set_device_mesh(model, init_device_mesh("cpu", (1, degree), mesh_dim_names=names))
+        yield dividing(model, range(degree))
 
 
 def _optimizers(model: L.LightningModule, trainer: L.Trainer) -> tuple[Sequence[Optimizer], tuple[str, ...]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -51,6 +51,7 @@ class Executor:
         weights: policy for the values of the parameters with which actions compute; None for the current ones.
         gradients: keeps those of different devices apart, if the program is that of all devices on one.
         trace: measure every action (see `timings`) and name it for `torch.profiler`.
+        process: returns the process of a rank, for messages.
 
     Attributes:
         timings: (action, start, stop) of the latest run, in seconds of `time.perf_counter`; empty without `trace`.
@@ -78,8 +79,9 @@ class Executor:
         weights: WeightPolicy | None = None,
         gradients: DeviceGradients | None = None,
         trace: bool = False,
+        process: Callable[[int], int] = int,
     ) -> None:
-        self.program, self.device, self.pipeline = program, device, pipeline
+        self.program, self.device, self.pipeline, self._process = program, device, pipeline, process
         self.timings: list[tuple[Action, float, float]] = []
         self.waits: list[tuple[int, float]] = []
         self.seconds, self.is_running = 0.0, False
@@ -177,7 +179,7 @@ class Executor:
         return Wait(what=f"the other ranks that hold stage {stage.name!r}, in {action}", ranks=ranks)
 
     def _rank(self, device: int) -> int:
-        return self.pipeline * self.program.plan.num_devices + device
+        return self._process(self.pipeline * self.program.plan.num_devices + device)
 
     def run(
         self,

@@ -42,6 +42,7 @@ class GradientSync:
             first.
         mesh: the mesh of the ranks.
         stages: stages that use each parameter, the same on all ranks; without it every all-reduce waits for `sync`.
+        parted: parameters of which every member of a device has a part; the others have all of them.
 
     Attributes:
         last: whether an optimizer step follows this mini-batch. If not, gradients are only accumulated.
@@ -57,10 +58,11 @@ class GradientSync:
         mesh: Mesh,
         *,
         stages: Mapping[str, Sequence[int]] | None = None,
+        parted: Collection[str] = (),
     ) -> None:
         self._holders = {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
         self._parameters = dict(parameters)
-        self._mesh = mesh
+        self._mesh, self._parted = mesh, frozenset(parted)
         self._check()
         self.gathers, self.last = False, True
         stage_of = {name: used[0] for name, used in (stages or {}).items() if len(used) == 1}
@@ -119,7 +121,7 @@ class GradientSync:
         """
         pipeline = set(self._mesh.pipeline_ranks())
         counted = self.counted_on(pipeline, names)
-        return norm_over_ranks(counted, norm_type, self._device(), self._mesh.pipeline_group)
+        return norm_over_ranks(counted, norm_type, self._device(), self._mesh.norm_group)
 
     def counted_on(self, ranks: set[int], names: Collection[str] | None = None) -> Iterator[Tensor]:
         """Gradients of the parameters, or of some of them, whose first holder among these ranks is this one."""
@@ -128,7 +130,8 @@ class GradientSync:
             if wanted is not None and name not in wanted:
                 continue
             first = min(rank for rank in self._holders[name] if rank in ranks)
-            if first == self._mesh.rank and parameter.grad is not None:
+            counts = self._mesh.member == 0 or name in self._parted
+            if first == self._mesh.rank and counts and parameter.grad is not None:
                 yield parameter.grad
 
     def _device(self) -> torch.device:

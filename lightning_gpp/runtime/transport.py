@@ -137,10 +137,10 @@ class DistributedTransport:
             ranks = [(mesh.global_rank(src, p), mesh.global_rank(dst, p)) for p in range(mesh.num_pipelines)]
             for (first, second), group in mesh.groups(f"{self._purpose}: {src} to {dst}", ranks, self._backend).items():
                 if mesh.rank == first:
-                    self._outgoing[dst] = _Channel(group, dist.get_group_rank(group, second))
+                    self._outgoing[dst] = _Channel(group, dist.get_group_rank(group, mesh.process(second)))
                     self.send(torch.zeros(1, device=self._device), dst).wait()
                 else:
-                    self._incoming[src] = _Channel(group, dist.get_group_rank(group, first))
+                    self._incoming[src] = _Channel(group, dist.get_group_rank(group, mesh.process(first)))
                     self.receive(torch.zeros(1, device=self._device), src).wait()
 
 

@@ -88,7 +88,7 @@ class Checkpoints:
         kind = self._options.state_dict_type
         if engine is None or kind != "auto":
             return engine is not None and kind == "sharded"
-        if engine.control.world_size == 1 or not isinstance(self._io(), AtomicCheckpointIO):
+        if engine.control.num_processes == 1 or not isinstance(self._io(), AtomicCheckpointIO):
             return False
         return sum(tensor.nbytes for tensor in tensors_of(engine.module).values()) > SHARDED_ABOVE
 
@@ -128,9 +128,9 @@ class Checkpoints:
                 "which needs a file system that all ranks share. Give a path on one, or set "
                 "strategy.state_dict_type=full."
             )
-        tensors, rest = split(checkpoint, first=control.rank == 0)
+        tensors, rest = split(checkpoint, first=control.first)
         self._saver.wait()
-        staged, meta = self._saver.staged(tensors), dumped(rest) if control.rank == 0 else b""
+        staged, meta = self._saver.staged(tensors), dumped(rest) if control.first else b""
         self._saver.run(partial(write_folder, staged, meta, Path(path), self._group_of(control)))
 
     def remove(self, path: Any) -> None:
@@ -153,7 +153,7 @@ class Checkpoints:
     def _group_of(self, control: Control) -> dist.ProcessGroup:
         """The process group for writing; a thread needs one of its own."""
         if not self._saver.background:
-            return control.world
+            return control.everyone
         if self._group is None:
             self._group = control.another_world()
         return self._group
@@ -170,7 +170,7 @@ def _entry(engine: Engine) -> dict[str, Any]:
     return {
         "seed": engine.job.seed,
         "step": engine.num_steps,
-        "plan": plan_table(engine.plan) if engine.control.rank == 0 else "",
+        "plan": plan_table(engine.plan) if engine.control.first else "",
         "mini_batches": mini_batches_of(engine.job.options, engine.control.num_pipelines),
         "parameters": engine.optimizer_parameters,
         "torch": str(torch.__version__),

@@ -59,7 +59,7 @@ class ShadowLoader:
 
     def __iter__(self) -> Iterator[Placeholder]:
         if self.agreed:
-            while self.control.share_flag(False):
+            while self.control.share_loaded(False):
                 yield Placeholder(torch.empty(0, 0))
         else:
             for _ in range(len(self)):
@@ -78,7 +78,7 @@ class AgreedLoader:
 
     def __init__(self, loader: Iterable[Any], control: Control) -> None:
         self.loader = loader
-        self.tell: Callable[[bool], object] = control.share_flag
+        self.tell: Callable[[bool], object] = control.share_loaded
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -115,8 +115,9 @@ def distribute(loader: Any, control: Control, *, shared: bool = False) -> Any:
         loader = SharedLoader(loader, control.pipeline, control.num_pipelines)
     stateful = _has_state(loader)
     agreed = stateful or not _ends_when_it_says(loader)
-    if control.runs_step:
-        return AgreedLoader(loader, control) if agreed and control.num_devices > 1 else loader
+    if control.loads:
+        alone = control.num_devices * control.num_members == 1
+        return loader if alone or not agreed else AgreedLoader(loader, control)
     return (StatefulShadowLoader if stateful else ShadowLoader)(loader, control, agreed)
 
 

@@ -75,7 +75,7 @@ class Preemption:
             ended: no step follows at which rank 0 could know of a signal that another rank has received just now.
         """
         mine = self._monitor.stop_signal or received
-        return next(filter(None, self._control.gather(mine)), 0) if ended else self._control.relay(mine)
+        return next(filter(None, self._control.gather_all(mine)), 0) if ended else self._control.relay(mine)
 
     def said(self, received: int) -> int:
         """Like `asked`, after a step of training; here ranks also agree whether the run should stop after it.
@@ -108,7 +108,7 @@ class Preemption:
         """
         trains = self._trainer.state.fn == TrainerFn.FITTING and not self._trainer.sanity_checking
         path = self._save(ended) if trains else ""
-        if self._control.rank == 0:
+        if self._control.first:
             what = f"saved {path} after step {self._trainer.global_step}" if path else "nothing to save"
             say(f"[rank 0] Received {number.name}: {what}. All ranks end with exit code {SIGNALLED + number}.")
             if self._requeues(number):

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_gpp._compat.lightning import gather_over, reduce_over, set_rank_zero, subprocess_launcher
+from lightning_gpp._compat.lightning_module import set_device_mesh
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.handshake import exchange_through_store
 from lightning_gpp.failure.hangs import Activity, Wait
@@ -162,6 +163,8 @@ class RanksStrategy(ParallelStrategy):
         release_from_parent()
         start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)
         self._control = join(options, self.global_rank, self.world_size)
+        if self.lightning_module is not None:
+            set_device_mesh(self.lightning_module, self._control.mesh.device_mesh(self.root_device.type))
         return self._control
 
     def _describe(self) -> str:

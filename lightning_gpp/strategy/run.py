@@ -43,6 +43,7 @@ from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
 from lightning_gpp.training.setup import agreed_seed, set_up
+from lightning_gpp.training.tensor_parallel import TensorParallel, check_copies, check_divided
 from lightning_gpp.training.trace import TraceFile
 from lightning_gpp.training.whole_step import check_whole
 
@@ -58,6 +59,7 @@ class Run:
         resumed: the entry of the checkpoint that the run resumes from; empty if it does not.
         stored: the state dict of that checkpoint if it is a folder.
         known: the plan of an earlier run of the module, which evaluation keeps.
+        parallel: the division of the module among the processes of a device.
 
     Raises:
         ConfigError: module, precision or callbacks cannot work in stages.
@@ -73,6 +75,7 @@ class Run:
         resumed: Mapping[str, Any],
         stored: StoredValues | None = None,
         known: Plan | None = None,
+        parallel: TensorParallel | None = None,
     ) -> None:
         self.trainer, self.strategy, self.control = trainer, strategy, control
         self.module: pl.LightningModule = trainer.lightning_module
@@ -97,7 +100,9 @@ class Run:
             stored=stored,
             known=None if fitting else known,
             whole=whole,
+            parallel=parallel,
         )
+        check_divided(options.tensor_parallel_size, parallel)
         self.incoming = Incoming(self.module, control, options.batch_dims)
         self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation)
         self.reading = ReadAhead(trainer, self.incoming, device)
@@ -119,7 +124,7 @@ class Run:
     def set_up_training(self) -> None:
         """Configure the optimizers on the full module, plan (they take memory), then keep this rank's part of it."""
         now = mini_batches_of(self.job.options, self.control.num_pipelines)
-        if self.control.rank == 0:
+        if self.control.first:
             warn_of_others(self._mini_batches or now, now)
         batch = self._example()
         has_data = self.control.broadcast(batch is not None)
@@ -139,7 +144,9 @@ class Run:
         self._pipeline = {}
         if self.job.options.trace:
             self.steps.trace = TraceFile(self.trainer.default_root_dir, self.control)
-        for copied in copies_of(self.module, getattr(self.trainer, "callbacks", ())):
+        copies = copies_of(self.module, getattr(self.trainer, "callbacks", ()))
+        check_copies(self.job.parallel, copies)
+        for copied in copies:
             self.steps.engine.divide(copied)
         if not self.job.whole:
             _compat.install_automatic_optimization(self.trainer)
@@ -150,10 +157,10 @@ class Run:
     def _example(self) -> Any:
         """A mini-batch on rank 0, as the step will see it; None on other ranks, and without training data."""
         given = self.job.options.example_batch
-        wanted = self.control.rank == 0 and given is None
+        wanted = self.control.first and given is None
         peeked = _compat.first_training_batch(self.trainer, peek if wanted else None)
         batch = peeked if given is None else given
-        if self.control.rank != 0 or batch is None:
+        if not self.control.first or batch is None:
             return None
         with isolate_rng():
             return _compat.transferred(self.module, batch, self.job.device)
@@ -183,7 +190,7 @@ class Run:
             self.steps.scale.attach()
         if self.control.num_devices > 1:
             self._hooks.attach()
-        if not self.control.runs_step:
+        if not self.control.loads:
             _compat.bypass_batch_hooks(self.module)
         self.reading.attach()
         self._example_input = self.module.example_input_array
@@ -222,7 +229,13 @@ class Run:
 
     def begin_evaluation(self, step: str) -> None:
         """Read mini-batches before their turn; the engine may be set up at the first one."""
-        self.reading.evaluate(lambda: 0 if self.engine is None else self.engine.ahead(step))
+        if self.control.num_members == 1:
+            self.reading.evaluate(lambda: 0 if self.engine is None else self.engine.ahead(step))
+
+    def end_evaluation(self) -> None:
+        """Leave the loop."""
+        if self.control.num_members == 1:
+            self.reading.end()
 
     def _compare_lengths(self, step: str, num_batches: Sequence[float]) -> None:
         """Compare the data of an evaluation, once. A rank without any would leave it out while the others wait.
@@ -230,9 +243,9 @@ class Run:
         Raises:
             ConfigError: the ranks have data of different lengths.
         """
-        if step not in self._compared and self.control.world_size > 1:
+        if step not in self._compared and self.control.num_processes > 1:
             self._compared.add(step)
-            check_alike(facts_of_loaders(step, num_batches), self.control.world)
+            check_alike(facts_of_loaders(step, num_batches), self.control.everyone)
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class Steps:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})
         (number,) = self._share([loss])
-        if not outputs:
+        if not self.control.loads:
             return torch.full((), number, dtype=torch.float64, device=self.device)
         return {"loss": loss, **rest} if rest else loss
 
@@ -125,7 +125,7 @@ class Steps:
         result = self.engine.run(step, arguments)
         if step != "predict_step":
             self._share([])
-        return result
+        return result if self.control.loads else None
 
     def _share(self, results: Sequence[Tensor]) -> list[float]:
         """Replay the step's logs everywhere, and its wish to stop; returns the `results` of the step's rank."""

@@ -39,6 +39,7 @@ from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
 from lightning_gpp.training.predicted import simulated
 from lightning_gpp.training.report import period_of, write_report
+from lightning_gpp.training.tensor_parallel import TensorParallel, dividing
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +62,14 @@ class GPPStrategy(RanksStrategy):
         self._resumed: dict[str, Any] = {}
         self._stored: StoredValues | None = None
         self._accumulating = False
+        self._parallel: TensorParallel | None = None
 
     # -- set-up and end -----------------------------------------------------------------------------------------------
 
     def connect(self, model: pl.LightningModule) -> None:
         """Take the module of a new run."""
         same = self._run is not None and self._run.module is model
-        self._known = self.plan if same else None
+        self._known, self._parallel = (self.plan, self._parallel) if same else (None, None)
         super().connect(model)
         self._run, self._resumed, self._stored = None, {}, None
 
@@ -92,6 +94,7 @@ class GPPStrategy(RanksStrategy):
             resumed=self._resumed,
             stored=self._stored,
             known=self._known,
+            parallel=self._parallel,
         )
         if trainer.state.fn == TrainerFn.FITTING:
             self._run.set_up_training()
@@ -139,6 +142,17 @@ class GPPStrategy(RanksStrategy):
         with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
             yield
 
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Run the module's configure_model; what it divides among the members of a device is taken out again."""
+        module, control = self.lightning_module, self._control
+        if module is None or control is None or control.num_members == 1:
+            yield
+            return
+        with dividing(module, control.mesh.members) as found:
+            yield
+        self._parallel = found[0] or self._parallel
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -147,13 +161,14 @@ class GPPStrategy(RanksStrategy):
         if run is None or module is None or current_hook(module) != "batch_to_device":
             return super().batch_to_device(batch, device, dataloader_idx)
         if run.trains_whole:
-            return run.share(super().batch_to_device(batch, device, dataloader_idx) if run.control.runs_step else None)
+            return run.share(super().batch_to_device(batch, device, dataloader_idx) if run.control.loads else None)
         if not run.control.runs_step:
             known = run.incoming.announce(None)
             return Placeholder(torch.empty(run.incoming.batch_size, 0)) if known else None
         if run.reading.active:
             return run.reading.deliver()
-        batch = super().batch_to_device(batch, device, dataloader_idx)
+        batch = super().batch_to_device(batch, device, dataloader_idx) if run.control.loads else None
+        batch = run.job.in_device(batch)
         run.incoming.announce(batch)
         return batch
 
@@ -175,7 +190,7 @@ class GPPStrategy(RanksStrategy):
 
     def on_validation_end(self) -> None:
         """Leave the loop."""
-        self._running.reading.end()
+        self._running.end_evaluation()
 
     on_test_end = on_predict_end = on_validation_end
 

@@ -37,18 +37,31 @@ def whole_state(module: nn.Module, placement: Placement, control: Control) -> di
 
 
 def saved_here(placement: Placement, control: Control) -> set[str]:
-    """Names of the parameters and buffers whose values a checkpoint takes from this rank."""
+    """Names of the parameters and buffers whose values a checkpoint takes from this process."""
+    return held_first(placement, control) if control.member == 0 else set()
+
+
+def held_first(placement: Placement, control: Control) -> set[str]:
+    """Names of the parameters and buffers whose values a checkpoint takes from this device, from some member."""
     return set(placement.held_by(control.device)) if control.pipeline == 0 else set()
+
+
+def _is_saved(name: str, value: Any, placement: Placement, control: Control) -> bool:
+    """Whether this process saves a tensor: of what replicas shard every shard, of what members shard those of one
+    replica.
+    """
+    if is_shard(value):
+        return control.num_members == 1 or name in held_first(placement, control)
+    return name in saved_here(placement, control)
 
 
 def own_state(module: nn.Module, placement: Placement, control: Control) -> dict[str, Any]:
     """The module's state dict, in which tensors that other ranks save have no memory."""
     names = {id(tensor): name for name, tensor in tensors_of(module).items()}
-    mine = saved_here(placement, control)
     state = module.state_dict(keep_vars=True)
     for key, value in state.items():
         if isinstance(value, Tensor):
-            here = is_shard(value) or names.get(id(value), "") in mine
+            here = _is_saved(names.get(id(value), ""), value, placement, control)
             state[key] = value.detach() if here else torch.empty(value.shape, dtype=value.dtype, device="meta")
     return state
 
@@ -61,10 +74,10 @@ def own_optimizer_state(
     owned: bool = False,
 ) -> dict[str, Any]:
     """The entries of `whole_optimizer_state` that this rank saves; of shards its own, as DTensors."""
-    state, mine = index.state(), saved_here(placement, control)
+    state = index.state()
     return index.merged(
         {
-            name: {key: value for key, value in shards.items() if owned or name in mine or is_shard(value)}
+            name: {key: value for key, value in shards.items() if owned or _is_saved(name, value, placement, control)}
             for name, shards in ((name, _shards(values, tensors[name])) for name, values in state.items())
         }
     )
@@ -189,7 +202,7 @@ def fill(tree: Any, control: Control) -> Any:
     for name, source in control.broadcast(missing).items():
         if control.rank == 0:
             leaves[name] = torch.empty(leaves[name].shape, dtype=leaves[name].dtype)
-            dist.recv(leaves[name], src=source, group=control.world)
+            dist.recv(leaves[name], group_src=source, group=control.world)
         elif control.rank == source:
-            dist.send(leaves[name].detach().cpu().contiguous(), dst=0, group=control.world)
+            dist.send(leaves[name].detach().cpu().contiguous(), group_dst=0, group=control.world)
     return pytree.tree_unflatten(list(leaves.values()), structure)

@@ -10,7 +10,7 @@ import pickle
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.failure.hangs import Wait
-from lightning_gpp.runtime.mesh import CONTROL_BACKEND, Mesh
+from lightning_gpp.runtime.mesh import Mesh
 
 UNDERWAY: Final = 256
 """The most outstanding messages from the step's rank to each other rank. Ranks of a pipeline that does not flush are a
@@ -32,11 +32,14 @@ _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
 
 class Control:
-    """Communication of control values between the ranks of a mesh.
+    """Communication of control values between the ranks of a mesh: inside a plane, unless a method says otherwise.
 
     Attributes:
-        runs_step: whether this rank loads data and runs the user's step.
-        step_rank: global rank that runs the user's step for this pipeline.
+        runs_step: whether this rank runs the user's step.
+        loads: whether this process loads the data of its pipeline; the first of those that run the step.
+        first: whether this is the first process of the job.
+        step_rank: rank that runs the user's step for this pipeline.
+        everyone: all processes of the job.
         wait: what this rank waits for now.
         waited: seconds of all waits so far for numbers of the step's rank.
     """
@@ -46,22 +49,41 @@ class Control:
         self.rank, self.world_size = mesh.rank, mesh.world_size
         self.num_devices, self.num_pipelines = mesh.num_devices, mesh.num_pipelines
         self.pipeline, self.device = mesh.pipeline, mesh.device
+        self.num_members, self.member = mesh.num_members, mesh.member
+        self.num_processes, self.everyone = mesh.num_processes, mesh.everyone_group
         self.world, self._pipeline_group = mesh.control_group, mesh.pipeline_control_group
         self.wait: Wait | None = None
         self.waited = 0.0
         self._told: deque[tuple[Tensor, list[Any]]] = deque()
         self.runs_step = self.device == 0
-        self.step_rank, *self._others = mesh.pipeline_ranks()
+        self.loads = self.runs_step and self.member == 0
+        self.first = self.rank == 0 and self.member == 0
+        self.step_rank = mesh.pipeline_ranks()[0]
 
     def share(self, numbers: Tensor) -> Tensor:
         """Broadcast numbers (a CPU tensor, in place) from the step's rank to all ranks of its pipeline.
 
         The step's rank does not wait for the others, which may be behind.
         """
-        if self.num_devices > 1 and self.runs_step:
-            self._tell(numbers.clone(), self._others, self._pipeline_group)
-        elif self.num_devices > 1:
-            self._receive_numbers(numbers, self.step_rank, self._pipeline_group)
+        return self._from_first(numbers, self._pipeline_group, self.num_devices, self.device)
+
+    def share_loaded(self, flag: bool) -> bool:
+        """Broadcast a flag from the process that loads the data to all processes of its pipeline."""
+        numbers = torch.tensor([flag])
+        if self.runs_step:
+            self.share_in_device(numbers)
+        return bool(self.share(numbers))
+
+    def share_in_device(self, numbers: Tensor) -> Tensor:
+        """Broadcast numbers (a CPU tensor, in place) from the first member of this device to the others."""
+        group = self.mesh.member_control_group
+        return numbers if group is None else self._from_first(numbers, group, self.num_members, self.member)
+
+    def _from_first(self, numbers: Tensor, group: dist.ProcessGroup, size: int, number: int) -> Tensor:
+        if size > 1 and number == 0:
+            self._tell(numbers.clone(), range(1, size), group)
+        elif size > 1:
+            self._receive_numbers(numbers, 0, group)
         return numbers
 
     def sum_later(self, numbers: Tensor) -> dist.Work | None:
@@ -82,14 +104,25 @@ class Control:
         """Broadcast a picklable object from the step's rank to its pipeline's ranks; the step's rank does not wait."""
         if self.num_devices == 1:
             return value
-        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if self.runs_step else _NOTHING
-        length = self.share(torch.tensor([len(pickled)]))
-        received = self.share(pickled if self.runs_step else torch.empty(int(length), dtype=torch.uint8))
-        return value if self.runs_step else pickle.loads(received.numpy().tobytes())
+        return self._object_from_first(value, self.share, self.runs_step)
+
+    def share_object_in_device(self, value: Any) -> Any:
+        """Broadcast a picklable object from the first member of this device to the others."""
+        if self.num_members == 1:
+            return value
+        return self._object_from_first(value, self.share_in_device, self.member == 0)
+
+    def _object_from_first(self, value: Any, share: Callable[[Tensor], Tensor], mine: bool) -> Any:
+        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if mine else _NOTHING
+        length = share(torch.tensor([len(pickled)]))
+        received = share(pickled if mine else torch.empty(int(length), dtype=torch.uint8))
+        return value if mine else pickle.loads(received.numpy().tobytes())
 
     def relay(self, number: int) -> int:
-        """The number of global rank 0, on every rank; a rank that has it does not wait for those that have not."""
+        """The number of the first process, on every one; a process that has it does not wait for those without."""
         numbers, (_, *heads) = torch.tensor([number]), self.mesh.replica_ranks(0)
+        if self.rank == 0:
+            self.share_in_device(numbers)
         if self.rank == 0 and heads:
             self._tell(numbers, heads, self.world)
         elif self.runs_step and heads:
@@ -97,22 +130,23 @@ class Control:
         return int(self.share(numbers))
 
     def _receive_numbers(self, numbers: Tensor, src: int, group: dist.ProcessGroup) -> None:
-        start = time.perf_counter()
-        with self._waiting(f"numbers from rank {src}, which it sends before and after each step", src):
-            dist.recv(numbers, src=src, group=group)
+        start, process = time.perf_counter(), dist.get_global_rank(group, src)
+        with self._waiting(f"numbers from rank {process}, which it sends before and after each step", process):
+            dist.recv(numbers, group_src=src, group=group)
         self.waited += time.perf_counter() - start
 
     @contextmanager
     def _waiting(self, what: str, *ranks: int) -> Iterator[None]:
-        """Inside, this rank waits for others, by default for all."""
-        others = ranks or tuple(rank for rank in range(self.world_size) if rank != self.rank)
+        """Inside, this process waits for others, by default for all."""
+        mine = self.mesh.process(self.rank)
+        others = ranks or tuple(rank for rank in range(self.num_processes) if rank != mine)
         self.wait = Wait(what=what, ranks=others)
         yield
         self.wait = None
 
     def _tell(self, numbers: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         """Send numbers to other ranks, and keep them until they have arrived."""
-        works = [dist.isend(numbers, rank, group=group) for rank in ranks]
+        works = [dist.isend(numbers, group=group, group_dst=rank) for rank in ranks]
         self._told.append((numbers, works))
         if len(self._told) > UNDERWAY:
             with self._waiting("the other ranks to take its numbers"):
@@ -120,67 +154,74 @@ class Control:
                     work.wait()
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        """Broadcast a picklable object from rank `src` to all ranks."""
-        if self.world_size == 1:
+        """Broadcast a picklable object from process `src` to all processes."""
+        if self.num_processes == 1:
             return value
-        with self._waiting(
-            f"an object from rank {src}, or for those that take it", *([src] if src != self.rank else [])
-        ):
-            return self._broadcast(value, src, self.world)
-
-    def _broadcast(self, value: Any, src: int, group: dist.ProcessGroup) -> Any:
-        values = [value]
-        dist.broadcast_object_list(values, src=src, group=group)
-        return values[0]
+        others = [] if src == self.mesh.process(self.rank) else [src]
+        with self._waiting(f"an object from rank {src}, or for those that take it", *others):
+            values = [value]
+            dist.broadcast_object_list(values, src=src, group=self.everyone)
+            return values[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Gather the objects of all ranks on all ranks."""
-        values: list[Any] = [None] * self.world_size
+        return self._gathered(value, self.world, self.world_size)
+
+    def gather_all(self, value: Any) -> list[Any]:
+        """Gather the objects of all processes on all processes."""
+        return self._gathered(value, self.everyone, self.num_processes)
+
+    def gather_in_device(self, value: Any) -> list[Any]:
+        """Gather the objects of the members of this device on all of them."""
+        group = self.mesh.member_control_group
+        return [value] if group is None else self._gathered(value, group, self.num_members)
+
+    def _gathered(self, value: Any, group: dist.ProcessGroup, size: int) -> list[Any]:
+        values: list[Any] = [None] * size
         with self._waiting(_TOGETHER):
-            dist.all_gather_object(values, value, group=self.world)
+            dist.all_gather_object(values, value, group=group)
         return values
 
     def unanimous(self, decision: bool, everyone: bool) -> bool:
-        """True if all ranks (`everyone`), or any rank, decided yes."""
+        """True if all processes (`everyone`), or any, decided yes."""
         yes = torch.tensor(int(decision))
         with self._waiting(_TOGETHER):
-            dist.all_reduce(yes, dist.ReduceOp.MIN if everyone else dist.ReduceOp.MAX, group=self.world)
+            dist.all_reduce(yes, dist.ReduceOp.MIN if everyone else dist.ReduceOp.MAX, group=self.everyone)
         return bool(yes)
 
     def warn(self, text: str) -> None:
-        """Warn once for all ranks, on global rank 0."""
-        if self.rank == 0:
+        """Warn once for all processes, on the first one."""
+        if self.first:
             warnings.warn(text, stacklevel=3)
 
     def another_world(self) -> dist.ProcessGroup:
-        """Another group of all ranks, in which a thread can communicate. All ranks call this together."""
-        ranks = tuple(range(self.world_size))
-        return self.mesh.groups("background", [ranks], CONTROL_BACKEND)[ranks]
+        """Another group of all processes, in which a thread can communicate. All of them call this together."""
+        return self.mesh.another_world()
 
     def barrier(self) -> None:
         with self._waiting(_TOGETHER):
-            dist.barrier(group=self.world)
+            dist.barrier(group=self.everyone)
 
     def send_tree(self, tree: Any, dst: int) -> None:
         """Send a structure that contains tensors: its outline as an object, then the tensors."""
         leaves, spec = pytree.tree_flatten(tree)
         outline = [_Shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        dist.send_object_list([(outline, spec)], dst=dst, group=self.world)
+        dist.send_object_list([(outline, spec)], group_dst=dst, group=self.world)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                dist.send(leaf.detach().cpu().contiguous(), dst=dst, group=self.world)
+                dist.send(leaf.detach().cpu().contiguous(), group_dst=dst, group=self.world)
 
     def receive_tree(self, src: int) -> Any:
         """Receive the tree that `send_tree` sent; tensors are on the CPU."""
         received: list[Any] = [None]
-        dist.recv_object_list(received, src=src, group=self.world)
+        dist.recv_object_list(received, group_src=src, group=self.world)
         outline, spec = received[0]
         leaves = [self._receive(leaf, src) if isinstance(leaf, _Shape) else leaf for leaf in outline]
         return pytree.tree_unflatten(leaves, spec)
 
     def _receive(self, shape: _Shape, src: int) -> Tensor:
         tensor = torch.empty(shape.size, dtype=shape.dtype)
-        dist.recv(tensor, src=src, group=self.world)
+        dist.recv(tensor, group_src=src, group=self.world)
         return tensor
 
 

@@ -108,8 +108,8 @@ class Engine:
 
     @property
     def graph(self) -> OperatorGraph:
-        """The operators of the step that the plan was made for."""
-        return self._sessions.captured.graph
+        """The operators of the step that the plan was made for, as far as one process of a device computes them."""
+        return self.machine().part(self._sessions.captured.graph)
 
     @property
     def optimizer_parameters(self) -> list[list[str]]:
@@ -139,6 +139,7 @@ class Engine:
         """
         if self.whole is not None:
             return self._train_whole(batch, batch_idx, accumulated)
+        batch = self._in_device(batch)
         self._expect(batch, anew=self._feed.interrupted)
         self._feed.interrupted = False
         arguments = [batch, *step_arguments(getattr(self.module, TRAINING), batch_idx)]
@@ -147,6 +148,10 @@ class Engine:
             self.sum_gradients()
         loss = self.loss_of(outputs)[0].detach().double().cpu() if outputs else torch.zeros((), dtype=torch.float64)
         return self.control.share(loss)
+
+    def _in_device(self, batch: Any) -> Any:
+        """A mini-batch on all members of the device that runs the step; only that of the first one counts."""
+        return self.job.in_device(batch) if self.runs_step else batch
 
     def share(self, batch: Any) -> Any:
         """A mini-batch for a step as a whole, on all ranks of a pipeline; only that of the first rank counts."""
@@ -183,6 +188,7 @@ class Engine:
 
         In a loop over `feed(loader, step)` the pipeline does not flush in between.
         """
+        batch = self._in_device(batch)
         self._expect(batch)
         return self.run(step, [batch, *step_arguments(getattr(self.module, step), batch_idx)])
 
@@ -197,9 +203,17 @@ class Engine:
         if self._gradients is not None and self._asynchronous is not None:
             update, age = self._asynchronous.policy.updates, self._asynchronous.age
             return self._gradients.scale(parameters, max_norm, update, age)
-        norm = self._training.grad_norm(names=None if self.whole is None else self._index(optimizer).names)
+        norm = self.optimizer_norm(optimizer)
         clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
+
+    def optimizer_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
+        """The norm that an optimizer's gradients are clipped by, over all stages. All ranks call this together."""
+        return self._training.grad_norm(norm_type, None if self.whole is None else self._index(optimizer).names)
+
+    def scale_gradients(self, optimizer: Optimizer, max_norm: float, norm: Tensor) -> None:
+        """Scale an optimizer's gradients, whose norm is known, so that it is at most `max_norm`."""
+        clip_grads_with_norm_([each for group in optimizer.param_groups for each in group["params"]], max_norm, norm)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of all stages, on every rank. All ranks call this together."""
@@ -311,7 +325,8 @@ class Engine:
 
         `sharded`: nothing is sent; every rank has the entries that it saves, and meta tensors for others.
         """
-        return (own_state if sharded else whole_state)(self.module, self._layout.placement, self.control)
+        with self.job.shown():
+            return (own_state if sharded else whole_state)(self.module, self._layout.placement, self.control)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state dict of the undivided module; every rank keeps its part.
@@ -319,7 +334,8 @@ class Engine:
         Raises:
             CheckpointError: keys or shapes do not fit.
         """
-        load_state(self.module, state, strict)
+        with self.job.shown():
+            load_state(self.module, state, strict)
         drop(self.module, self._layout.placement.elsewhere(self.control), self.device)
         self._incoming.follow()
 
@@ -334,8 +350,9 @@ class Engine:
         """
         owned = self._replicas is not None and self._replicas.sharding == "zero1"
         state = own_optimizer_state if sharded else whole_optimizer_state
-        index, tensors = self._index(optimizer), tensors_of(self.module)
-        return state(index, tensors, self._layout.placement, self.control, owned)
+        index = self._index(optimizer)
+        with self.job.shown():
+            return state(index, tensors_of(self.module), self._layout.placement, self.control, owned)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a state dict of the undivided optimizer; every rank keeps its part.
@@ -344,7 +361,8 @@ class Engine:
             CheckpointError: the state is of another optimizer.
         """
         index = self._index(optimizer)
-        index.load(state, tensors_of(self.module))
+        with self.job.shown():
+            index.load(state, tensors_of(self.module))
         index.move(self.device)
 
     def pipeline_state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
@@ -392,6 +410,8 @@ class Engine:
         if self._replicas is not None:
             self._replicas.end()
             self._incoming.follow()
+        elif self.job.parallel is not None:
+            self.job.parallel.undivide(self.module)
         if self._layout.complete:
             make_whole(self.module, self._layout.placement, self.control)
         move(self.module, CPU)

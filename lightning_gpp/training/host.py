@@ -14,7 +14,9 @@ from torch import nn
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.plan import Plan
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.options import Context, Options
+from lightning_gpp.training.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class Job:
         known: the plan of an earlier run, which evaluation keeps.
         stored: the state dict of a checkpoint folder, for tensors without memory.
         whole: whether training runs the step as a whole, on all ranks.
+        parallel: the tensor parallelism inside stages; None without.
     """
 
     module: nn.Module
@@ -86,6 +89,15 @@ class Job:
     known: Plan | None = None
     stored: StoredValues | None = None
     whole: bool = False
+    parallel: TensorParallel | None = None
+
+    def in_device(self, tree: Any) -> Any:
+        """A structure of tensors that only the first member of a device has, such as a mini-batch, on all members."""
+        return Mirror(self.control, self.device).in_device(tree)
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Inside, tensors of which this process has a part are DTensors in the module."""
+        return nullcontext() if self.parallel is None else self.parallel.shown(self.module)
 
     @property
     def precision(self) -> torch.dtype:

@@ -37,7 +37,7 @@ class LossScale:
 
     def attach(self) -> None:
         """Let all ranks agree on gradients that are not finite."""
-        if self._scaler is not None and self._control.world_size > 1:
+        if self._scaler is not None and self._control.num_processes > 1:
             check_gradients_by(self._scaler, self._agreed)
 
     def detach(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_gpp.cluster import CLUSTERS, Cluster, Node, preset_cluster
 from lightning_gpp.costs.model import OPTIMIZER_STATES, PRECISIONS, CostModel, Footprint, ForwardOnly, Roofline
+from lightning_gpp.costs.tensor_parallel import Divided, WithCollectives
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.measure.detect import detect
@@ -25,11 +26,17 @@ class Machine:
         cluster: device d of the pipeline is device d of the cluster, without the headroom of its memory.
         footprint: what a device keeps per byte of parameters.
         costs: seconds of operators; None for the roofline model.
+        divided: what the members of a device divide; None if it is one process.
     """
 
     cluster: Cluster
     footprint: Footprint = field(default_factory=Footprint)
     costs: CostModel | None = None
+    divided: Divided | None = None
+
+    def part(self, graph: OperatorGraph) -> OperatorGraph:
+        """The part of a graph that one process of a device computes."""
+        return graph if self.divided is None else self.divided.graph(graph)
 
     def for_inference(self, graph: OperatorGraph) -> Machine:
         """The same machine for a run that does not train: no backwards, gradients and optimizer."""
@@ -63,6 +70,22 @@ def resolved(cluster: Cluster | str | None, num_devices: int, num_nodes: int = 1
             "cluster more nodes (num_nodes)."
         )
     return cluster if num_devices == cluster.num_devices else cluster.subset(range(num_devices))
+
+
+def of_groups(machine: Machine, divided: Collection[str], degree: int, graph: OperatorGraph) -> Machine:
+    """The machine whose devices are groups of `degree` adjacent devices, with the costs of one of them.
+
+    Args:
+        machine: all devices.
+        divided: names of the parameters that the members of a group divide.
+        degree: number of members.
+        graph: the undivided graph.
+    """
+    members = machine.cluster.subset(range(degree))
+    known = Divided(degree=degree, parameters=frozenset(divided), members=members)
+    costs = WithCollectives(machine.costs or Roofline(known.graph(graph)), known)
+    heads = machine.cluster.subset(range(0, machine.cluster.num_devices, degree))
+    return replace(machine, cluster=heads, costs=costs, divided=known)
 
 
 def first(machine: Machine, num_devices: int) -> Machine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,18 +31,35 @@ class Mirror:
         control = self._control
         if control.num_devices == 1:
             return tree
+        return self._shared(tree, control.runs_step, control.share_object, self.tensor)
+
+    def in_device(self, tree: Any) -> Any:
+        """A structure of tensors and values of the first member of this device, on all members."""
+        control = self._control
+        if control.num_members == 1:
+            return tree
+        return self._shared(tree, control.member == 0, control.share_object_in_device, self._tensor_in_device)
+
+    def _shared(self, tree: Any, mine: bool, share: Callable[[Any], Any], fill: Callable[[Tensor], Tensor]) -> Any:
         leaves, structure = pytree.tree_flatten(tree)
         outline = [_Outline(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        outline, structure = control.share_object((outline, structure) if control.runs_step else None)
-        known = leaves if control.runs_step else outline
-        return pytree.tree_unflatten([self._leaf(*pair) for pair in zip(known, outline, strict=True)], structure)
+        outline, structure = share((outline, structure) if mine else None)
+        known = leaves if mine else outline
+        pairs = zip(known, outline, strict=True)
+        return pytree.tree_unflatten([self._leaf(*pair, mine, fill) for pair in pairs], structure)
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """Fill a contiguous tensor, of the same form on all ranks, with the values of the first rank; returns it."""
         mesh = self._control.mesh
         group = mesh.pipeline_control_group if tensor.device.type == "cpu" else mesh.pipeline_group
         if self._control.num_devices > 1:
-            dist.broadcast(tensor, src=self._control.step_rank, group=group)
+            dist.broadcast(tensor, group_src=0, group=group)
+        return tensor
+
+    def _tensor_in_device(self, tensor: Tensor) -> Tensor:
+        mesh = self._control.mesh
+        group = mesh.member_control_group if tensor.device.type == "cpu" else mesh.member_group
+        dist.broadcast(tensor, group_src=0, group=group)
         return tensor
 
     def streams(self) -> None:
@@ -62,14 +80,14 @@ class Mirror:
         cuda = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
         return [random.getstate(), np.random.get_state(), torch.get_rng_state(), *cuda]
 
-    def _leaf(self, leaf: Any, outline: Any) -> Any:
+    def _leaf(self, leaf: Any, outline: Any, mine: bool, fill: Callable[[Tensor], Tensor]) -> Any:
         if not isinstance(outline, _Outline):
             return leaf
-        if self._control.runs_step:
-            self.tensor(leaf.detach().contiguous())
+        if mine:
+            fill(leaf.detach().contiguous())
             return leaf
         device = torch.device("cpu") if outline.on_cpu else self._device
-        return self.tensor(torch.empty(outline.shape, dtype=outline.dtype, device=device))
+        return fill(torch.empty(outline.shape, dtype=outline.dtype, device=device))
 
 
 class _Outline:

@@ -98,10 +98,10 @@ class FiniteCheck:
         return {name: parameter for name, parameter in self._module.named_parameters() if name in names}
 
     def _agreed(self, number: int) -> int:
-        if self._control.world_size == 1:
+        if self._control.num_processes == 1:
             return number
         largest = torch.tensor(number)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control.world)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control.everyone)
         return int(largest)
 
     def _described(self, name: str) -> str:

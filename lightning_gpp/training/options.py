@@ -108,6 +108,12 @@ class Options(SearchOptions):
         "number of pipeline replicas (data parallelism). Default: number of processes / devices of the plan.",
     )
 
+    tensor_parallel_size: Count = option(
+        1,
+        "number of processes of every device of the plan: they share the work inside its stages, as the module's "
+        'configure_model divides it (parallelize_module with self.device_mesh["tensor_parallel"]).',
+    )
+
     mini_batch: Literal["own", "shared"] = option(
         "own",
         "mini-batches of pipeline replicas: own gives each the data loader's batch size, as data parallelism does in "
@@ -315,6 +321,29 @@ def check_together(options: Options) -> None:
     _check_stages(options)
     _check_weights(options)
     _check_streaming(options)
+    _check_members(options)
+
+
+def _check_members(options: Options) -> None:
+    """Refuse what the processes of one device cannot do together."""
+    if options.tensor_parallel_size == 1:
+        return
+    refused = {
+        "sharding": (options.sharding != "none", "shards what members have already divided. Use none"),
+        "weights": (options.weights != SYNCHRONOUS, f"keeps copies of undivided weights. Use {SYNCHRONOUS}"),
+        "slices": (options.slicing is not None, "cuts sequences inside the modules that are divided. Leave it out"),
+        "step": (options.step == "whole", "runs the user's step apart from the stages. Use micro_batches"),
+        "streaming": (options.streaming is True, "reads data ahead, on one process. Use auto, which then flushes"),
+        "eight_bit_edges": (bool(options.eight_bit_edges), "is not checked for several members. Leave it out"),
+        "costs": (options.costs == "measured", "times undivided blocks on one process. Use roofline"),
+        "trace": (options.trace, "draws one process per device. Leave it out"),
+    }
+    for name, (given, reason) in refused.items():
+        if given:
+            raise ConfigError(
+                f"strategy.{name}={getattr(options, name)!r} does not go together with "
+                f"strategy.tensor_parallel_size={options.tensor_parallel_size}: it {reason}."
+            )
 
 
 def _check_slices(options: Options) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,18 +146,26 @@ def settle(
         owners = [rank for rank, names in enumerate(present) if name in names] or users[:1]
         source = next((rank for rank in users if rank in owners), owners[0])
         _pass_on(tensors_of_one(module, name), source, [rank for rank in users if rank != source], control)
+    _equalise({name: tensors_of_one(module, name) for name in sorted(mine)}, control.mesh.member_control_group)
     drop(module, placement.elsewhere(control), device)
     return not absent and len(present[0]) == len(placement.devices)
 
 
 def equalise(module: nn.Module, control: Control) -> None:
-    """Give all ranks the values of rank 0, for the parameters and buffers that differ between ranks."""
-    tensors = tensors_of(module)
-    digests = control.gather([_digest(tensor) for tensor in tensors.values()])
+    """Give all processes the values of the first one, for the parameters and buffers that differ between them."""
+    _equalise(tensors_of(module), control.everyone)
+
+
+def _equalise(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give all processes of a group the values of its first one; None is a single process."""
+    if group is None:
+        return
+    digests: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, [_digest(tensor) for tensor in tensors.values()], group=group)
     for tensor, *found in zip(tensors.values(), *digests, strict=True):
         if len(set(found)) > 1:
             values = tensor.detach().cpu().contiguous()
-            dist.broadcast(values, src=0, group=control.world)
+            dist.broadcast(values, group_src=0, group=group)
             with torch.no_grad():
                 tensor.copy_(values)
 
@@ -179,10 +188,10 @@ def tensors_of_one(module: nn.Module, name: str) -> Tensor:
 def _pass_on(tensor: Tensor, source: int, receivers: list[int], control: Control) -> None:
     if control.rank == source:
         for rank in receivers:
-            dist.send(tensor.detach().cpu().contiguous(), dst=rank, group=control.world)
+            dist.send(tensor.detach().cpu().contiguous(), group_dst=rank, group=control.world)
     elif control.rank in receivers:
         received = torch.empty(tensor.shape, dtype=tensor.dtype)
-        dist.recv(received, src=source, group=control.world)
+        dist.recv(received, group_src=source, group=control.world)
         with torch.no_grad():
             tensor.copy_(received)
 

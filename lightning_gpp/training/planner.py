@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Final, Protocol
@@ -47,8 +47,11 @@ def captured_step(
     context: Context,
     device: torch.device,
     known: Plan | None = None,
+    uncut: Mapping[str, str] = {},
 ) -> Capture | Declared:
-    """The computation of a step, captured or declared by the user. `known`: the plan of the run, if there is one.
+    """The computation of a step, captured or declared by the user.
+
+    `known`: the plan of the run, if there is one. `uncut`: modules that are called whole, with the reasons.
 
     Raises:
         CaptureError, PlanError: see `capture` and `declare`.
@@ -56,7 +59,9 @@ def captured_step(
     stages = options.stages
     if is_declared(stages) and isinstance(stages, Sequence):
         return declare(module, batch, [dict(entry) for entry in stages], step=step, dims=options.batch_dims)
-    captured = capture_step(module, batch, step=step, context=context, device=device, dims=options.batch_dims)
+    captured = capture_step(
+        module, batch, step=step, context=context, device=device, dims=options.batch_dims, uncut=uncut
+    )
     plan = known or options.plan
     slicing = options.slicing or (slicing_of(plan) if plan is not None else None)
     if slicing is None or step != TRAINING:
@@ -110,6 +115,11 @@ def plan_for(
     check_devices(plan, num_devices, "strategy.delayed_devices" if options.delayed_devices else PROCESSES)
     check_patterns(unsliced(plan).plan, options.eight_bit_edges)
     return plan
+
+
+def part_of_member(captured: Captured, machine: Machine) -> Captured:
+    """The part of a step that one process of a device computes, as the subject of a plan."""
+    return captured if isinstance(captured, Undivided) else replace(captured, graph=machine.part(captured.graph))
 
 
 def _new_plan(

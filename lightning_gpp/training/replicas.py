@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,6 +36,7 @@ from lightning_gpp.training.foreign import trained
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, tensors_of
 from lightning_gpp.training.shards import whole_states
+from lightning_gpp.training.tensor_parallel import TensorParallel
 
 Uses = Mapping[str, tuple[int, ...]]
 """The stages that use each parameter."""
@@ -84,6 +85,7 @@ class Replicas:
         layout: the parameter placement of the run.
         indices: indices of the optimizers, which afterwards step only this rank's parameters.
         control: the side channel of this rank.
+        parallel: the division of the module among the members of a device.
 
     Attributes:
         sharding: the plan's sharding, or "none" if no two ranks hold the same parameter.
@@ -93,8 +95,15 @@ class Replicas:
         PlanError: a parameter that several stages use would be sharded.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, indices: Sequence[OptimizerIndex], control: Control) -> None:
-        self.module, self.layout, self.control = module, layout, control
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        indices: Sequence[OptimizerIndex],
+        control: Control,
+        parallel: TensorParallel | None = None,
+    ) -> None:
+        self.module, self.layout, self.control, self._parallel = module, layout, control, parallel
         self._indices = indices
         idle = idle_sharding(layout.plan, control.num_pipelines)
         if idle:
@@ -186,11 +195,15 @@ class Replicas:
         """
         for hook in self._hooks:
             hook.remove()
-        if not isinstance(self._sync, ShardedStages):
+        if not isinstance(self._sync, ShardedStages) and self._parallel is None:
             return
-        held, shards = saved_here(self.layout.placement, self.control), tensors_of(self.module)
-        states = [whole_states(index.ordered_state(), shards, held) for index in self._indices]
-        self._sync.restore()
+        with nullcontext() if self._parallel is None else self._parallel.shown(self.module):
+            held, shards = saved_here(self.layout.placement, self.control), tensors_of(self.module)
+            states = [whole_states(index.ordered_state(), shards, held) for index in self._indices]
+        if isinstance(self._sync, ShardedStages):
+            self._sync.restore()
+        if self._parallel is not None:
+            self._parallel.undivide(self.module)
         for index, state in zip(self._indices, states, strict=True):
             index.put(tensors_of(self.module), state)
 
@@ -233,7 +246,8 @@ class Replicas:
         parameters, holders = self._summed()
         if self.sharding == "fsdp":
             return ShardedStages(self.module, parameters, holders, mesh, stages=uses)
-        return GradientSync(parameters, holders, mesh, stages=uses)
+        parted = () if self._parallel is None else self._parallel.cut
+        return GradientSync(parameters, holders, mesh, stages=uses, parted=parted)
 
     def _summed(self) -> tuple[dict[str, Parameter], dict[str, list[int]]]:
         """This rank's parameters, and the holders of all, in the order of registration.

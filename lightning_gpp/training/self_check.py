@@ -38,6 +38,7 @@ from lightning_gpp.stages import build
 from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.step import Invocation, loss_of
 from lightning_gpp.stages.undivided import Captured, Undivided
+from lightning_gpp.training.control import Control
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.parameters import Placement, bytes_of, equalise, tensors_of, with_values
 from lightning_gpp.training.planner import TRAINING
@@ -78,8 +79,8 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
 
 def _wanted(job: Job, plan: Plan) -> bool:
     wanted = job.options.self_check is not False
-    reasons = [reason for reason in job.control.gather(refuses_check(job, plan)) if reason]
-    if wanted and reasons and job.control.rank == 0:
+    reasons = [reason for reason in job.control.gather_all(refuses_check(job, plan)) if reason]
+    if wanted and reasons and job.control.first:
         job.host.inform(f"The self-check (strategy.self_check) is skipped: {reasons[0]}.")
     return wanted and not reasons
 
@@ -124,15 +125,20 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
             expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, samples)
             warning = "" if failure else _undivided(job, whole, captured, plan, batch)
             del whole
-        if failure := control.share_object(failure):
+        if failure := _anywhere(control, failure):
             raise SelfCheckError(failure)
         actual, stages = _split(job, captured, plan, transport, part, samples)
     difference = _compare(job, stages, expected, actual)
     if warning and not difference:
         control.warn(warning)
-    verdict = control.share_object(difference if control.runs_step else None)
-    if verdict:
+    if verdict := _anywhere(control, difference):
         raise SelfCheckError(verdict)
+
+
+def _anywhere(control: Control, found: str) -> str:
+    """What the ranks that run the step found, on all of the pipeline; empty if nothing."""
+    shared: str = control.share_object(found if control.runs_step else None)
+    return next(filter(None, control.gather_in_device(shared)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +227,13 @@ def _split(
     here = [plan.stages[stage].name for stage in plan.stages_on(control.device)]
     split = _copy(job.module, job.device, set().union(*(named[stage] for stage in here)))
     placement = Placement({name: tuple(range(control.num_devices)) for name in tensors_of(job.module)})
+    if job.parallel is not None:
+        job.parallel.divide(split)
     session = Session(job, capture=captured, plan=plan, module=split, placement=placement, transport=transport)
     outputs = session.run(part, _invocation(job, captured, split), samples, loss_weight=1.0 / samples, step=0)
     loss = loss_of(outputs[0][1]).item() if outputs else 0.0
+    if job.parallel is not None:
+        job.parallel.undivide(split)
     return Expected(loss, projections(split)), named
 
 

@@ -103,6 +103,9 @@ class Session:
         context, stages = job.host.context(capture.step), list(self._checked(self.pipeline.stages))
         if step_stage is not None:
             stages[plan.step_stage] = step_stage
+        if job.parallel is not None:
+            states = [(*p, *b) for p, b in zip(self.pipeline.parameters, self.pipeline.buffers, strict=True)]
+            stages = job.parallel.stages(stages, states, module)
         self._stages = [InContext(stage, context) for stage in stages]
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.latest: Executor | None = None
@@ -134,6 +137,7 @@ class Session:
                 weights=None if self.asynchronous is None else self.asynchronous.policy,
                 gradients=None if self.asynchronous is None else self.asynchronous.gradients,
                 trace=self._job.options.trace,
+                process=control.mesh.process,
             )
         return self._executors[key]
 

@@ -17,6 +17,7 @@ from lightning_gpp.training.eight_bit import patterns_of
 from lightning_gpp.training.eight_bit_error import tell_error
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
+from lightning_gpp.training.parallel_regions import captured_apart
 from lightning_gpp.training.planner import TRAINING, captured_step, evaluation_plan, refitted
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.session import Session
@@ -101,7 +102,7 @@ class Sessions:
             ScheduleError: the user wants that, and it is not possible.
         """
         wanted = self.job.options.streaming
-        if not wanted or plan.num_devices == 1:
+        if not wanted or plan.num_devices == 1 or self.job.control.num_members > 1:
             return False
         try:
             check_continuous(plan, plan.batch_size)
@@ -119,7 +120,7 @@ class Sessions:
         facts = (outline(batch), incoming.trained()) if control.runs_step else None
         example, trained = control.share_object(facts)
         incoming.train_as(trained)  # user code may have changed it only where the step runs
-        with without_shards(self.job.module):
+        with self.job.shown(), without_shards(self.job.module):
             return capture_of(self.job, step, example, self.layout.plan)
 
 
@@ -132,9 +133,10 @@ def capture_of(job: Job, step: str, example: Any, known: Plan | None) -> Capture
         example: the mini-batch.
         known: the plan of the run, if there is one.
     """
-    context = job.host.context(step)
+    context, parallel = job.host.context(step), job.parallel
+    record = partial(captured_step, job.module, example, step, job.options, context, job.device, known)
     try:
-        return captured_step(job.module, example, step, job.options, context, job.device, known)
+        return captured_apart(record, parallel, job.module, context, job.control.num_devices)
     except (CaptureError, ShapeError) as error:
         if not _needs_no_stages(job, step, error):
             raise

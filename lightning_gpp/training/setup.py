@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.checkpoints.pretrained import pretrained_values
 from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.errors import ConfigError, GPPError
@@ -43,13 +44,13 @@ from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.gradients import StageGradients
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
-from lightning_gpp.training.machine import Machine, resolved
+from lightning_gpp.training.machine import Machine, of_groups, resolved
 from lightning_gpp.training.nonfinite import FiniteCheck
 from lightning_gpp.training.optimizers import OptimizerIndex, check_first_order
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move, place, settle
-from lightning_gpp.training.planner import TRAINING, devices_wanted, plan_for
+from lightning_gpp.training.planner import TRAINING, devices_wanted, part_of_member, plan_for
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.self_check import check_first
 from lightning_gpp.training.sessions import Sessions, capture_of
@@ -68,6 +69,7 @@ def set_up(
     optimizers: Sequence[Optimizer] = (),
     footprint: Footprint | None = None,
     num_steps: int = 0,
+    calls: StepCalls | None = None,
 ) -> Engine:
     """Build the engine of a run. All ranks call this together.
 
@@ -79,20 +81,24 @@ def set_up(
         optimizers: optimizers of the full module; afterwards they step this rank's part. None without training.
         footprint: memory of a device per byte of parameters, for planning.
         num_steps: number of mini-batches trained earlier, from which random streams continue.
+        calls: the network calls of a step as a whole; by default they are found in the module's training step.
 
     Raises:
         CaptureError, PlanError, ConfigError: the module cannot be trained in stages, or not with these options.
         SelfCheckError: the stages do not compute the same as the module.
         GPPError: the ranks do not agree on what they captured, or on what they train with.
     """
-    if step == TRAINING and job.control.world_size > 1:
-        check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.world)
+    if step == TRAINING and job.control.num_processes > 1:
+        check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.everyone)
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
-    example = job.control.broadcast(outline(batch) if job.control.rank == 0 else None)
+    example = job.control.broadcast(outline(batch) if job.control.first else None)
     whole = job.whole and step == TRAINING
-    captured, found_calls = capture_whole(job, example) if whole else (capture_of(job, step, example, job.known), None)
+    captured, found_calls = (
+        capture_whole(job, example, calls) if whole else (capture_of(job, step, example, job.known), None)
+    )
     form = NO_FORM if whole else incoming.form_of(example)
-    machine = _JobMachine(job, footprint or Footprint())
+    batch = job.in_device(batch) if job.control.rank == 0 else batch
+    machine = _JobMachine(job, footprint or Footprint(), captured)
     found = _plan_of_rank_0(job, captured, batch, machine)
     plan = plan_on_one_device(found) if job.options.delayed_devices else found
     _check_step_device(plan)
@@ -104,12 +110,12 @@ def set_up(
         batch = comparison(job, found_calls, captured.batch_size)
     if found_calls is None or batch is not None:
         check_first(job, captured, plan, batch, transport)
-    if not (whole and job.control.world_size == 1):
+    if not (whole and job.control.num_processes == 1):
         for optimizer in optimizers:
             check_first_order(optimizer)
     indices = [OptimizerIndex(optimizer, job.module) for optimizer in optimizers]
     layout = _place_parameters(job, captured, plan)
-    replicas = Replicas(job.module, layout, indices, job.control) if step == TRAINING else None
+    replicas = Replicas(job.module, layout, indices, job.control, job.parallel) if step == TRAINING else None
     incoming.follow()
     asynchronous = gradients = None
     if policy is not None:
@@ -173,26 +179,37 @@ def join(options: Options, rank: int, world_size: int) -> Control:
             f"strategy.delayed_devices={options.delayed_devices} imitates a pipeline on one process, but there are "
             f"{world_size} processes. Start one (trainer.devices=1, trainer.num_nodes=1)."
         )
-    num_pipelines = pipelines_of(options, world_size)
-    num_devices = devices_per_pipeline(world_size, num_pipelines)
+    num_pipelines, num_members = pipelines_of(options, world_size), options.tensor_parallel_size
+    num_devices = devices_per_pipeline(world_size // num_members, num_pipelines)
     for layout, control in list(_connected.items()):
-        if control.mesh.world is not dist.group.WORLD:
+        if control.mesh.everyone is not dist.group.WORLD:
             del _connected[layout]
-    wanted = num_devices, num_pipelines, options.timeout
+    wanted = num_devices, num_pipelines, num_members, options.timeout
     if wanted not in _connected:
-        _connected[wanted] = Control(Mesh(num_devices, num_pipelines, rank, timeout=options.timeout))
+        mesh = Mesh(num_devices, num_pipelines, rank, num_members=num_members, timeout=options.timeout)
+        _connected[wanted] = Control(mesh)
     return _connected[wanted]
 
 
-_connected: Final[dict[tuple[int, int, timedelta], Control]] = {}
-"""The connections of this process, by devices per pipeline, number of pipelines, and timeout."""
+_connected: Final[dict[tuple[int, int, int, timedelta], Control]] = {}
+"""The connections of this process, by devices per pipeline, number of pipelines, processes per device, and timeout."""
 
 
 def pipelines_of(options: Options, world_size: int) -> int:
-    """Number of pipeline replicas."""
+    """Number of pipeline replicas.
+
+    Raises:
+        ConfigError: the processes cannot be divided into devices.
+    """
     if options.delayed_devices:
         return 1
-    return options.num_pipelines or max(1, world_size // devices_wanted(options, world_size))
+    num_devices, rest = divmod(world_size, options.tensor_parallel_size)
+    if rest or not num_devices:
+        raise ConfigError(
+            f"strategy.tensor_parallel_size={options.tensor_parallel_size} does not divide the {world_size} processes "
+            "of the job (trainer.devices x trainer.num_nodes). Start a multiple of it, or choose a divisor."
+        )
+    return options.num_pipelines or max(1, num_devices // devices_wanted(options, num_devices))
 
 
 def agreed_seed(seed: int | None, control: Control) -> int:
@@ -215,17 +232,20 @@ class _JobMachine:
         costs: measured seconds of operators; only on rank 0.
     """
 
-    def __init__(self, job: Job, footprint: Footprint) -> None:
-        self._job, self._footprint = job, footprint
+    def __init__(self, job: Job, footprint: Footprint, captured: Captured) -> None:
+        self._job, self._footprint, self._captured = job, footprint, captured
         self.costs: CostModel | None = None
 
     def look(self) -> Machine:
         """The machine that plans are made for."""
         job = self._job
-        number = job.options.delayed_devices or job.control.world_size
+        number = job.options.delayed_devices or job.control.num_processes
         cluster = resolved(job.options.cluster, number, job.num_nodes, job.device.type)
         cluster = cluster.with_headroom(job.options.memory_headroom)
-        return Machine(cluster=cluster, footprint=self._footprint, costs=self.costs)
+        machine = Machine(cluster=cluster, footprint=self._footprint, costs=self.costs)
+        if job.parallel is None:
+            return machine
+        return of_groups(machine, job.parallel.cut, job.parallel.degree, self._captured.graph)
 
     def measured(self, captured: Captured, batch: Any) -> Machine:
         """The same, after measuring the costs of a training step if the user wants that."""
@@ -241,13 +261,14 @@ class _JobMachine:
 def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: _JobMachine) -> Plan:
     """Plan on rank 0 and broadcast the plan or the error: searches in other processes may find other plans."""
     outcome: Plan | GPPError | None = None
-    if job.control.rank == 0:
+    if job.control.first:
         try:
             with search_progress() as progress:
                 measured = lambda: machine.measured(captured, batch)  # noqa: E731
                 delayed = 0 if job.known else job.options.delayed_devices
                 devices = delayed or job.control.num_devices
-                outcome = plan_for(captured, job.options, devices, job.known, measured, progress)
+                subject = part_of_member(captured, machine.look())
+                outcome = plan_for(subject, job.options, devices, job.known, measured, progress)
         except GPPError as error:
             outcome = error
     outcome = job.control.broadcast(outcome)
@@ -279,7 +300,7 @@ def _check_agreement(job: Job, captured: Captured, plan: Plan) -> None:
 
 def _announce(job: Job, captured: Captured, plan: Plan) -> None:
     """Show a new plan."""
-    if job.known is not None or job.control.rank != 0:
+    if job.known is not None or not job.control.first:
         return
     count = job.control.num_pipelines
     job.host.inform(
@@ -304,6 +325,8 @@ def _place_parameters(job: Job, captured: Captured, plan: Plan) -> Layout:
     used = [(*names, *buffers) for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]
     placement = place(job.module, plan, used, range(job.control.num_devices) if job.whole else (0,))
     complete = settle(job.module, placement, job.control, job.device, _stored(job))
+    if job.parallel is not None:
+        job.parallel.divide(job.module)
     move(job.module, job.device)
     uses = {
         name: tuple(stage for stage, names in enumerate(pipeline.parameters) if name in names)

@@ -85,7 +85,7 @@ class Stragglers:
         if len(self._computing) >= FEWEST:
             mine = RankTimes(computing=self._computing, waiting=self._waiting, longest=self._longest)
             ranks: list[RankTimes] = self._control.gather(mine)
-            if self._control.rank == 0:
+            if self._control.first:
                 self.measured = MeasuredRanks(first=self._first, ranks=ranks)
                 self._judge(ranks)
             self._first += len(self._computing)

@@ -115,14 +115,19 @@ def _sum(before: Tensor | None, fresh: Tensor | None) -> Tensor | None:
     return before.add_(fresh)
 
 
-def capture_whole(job: Job, example: Any) -> tuple[Capture, StepCalls]:
+def capture_whole(job: Job, example: Any, known: StepCalls | None = None) -> tuple[Capture, StepCalls]:
     """Capture the network calls of the step, together, for planning; and what was found in the step.
+
+    Args:
+        job: the job of the run.
+        example: a mini-batch, perhaps without memory.
+        known: the network calls, if they need not be found in the step.
 
     Raises:
         CaptureError: the step cannot be run on fake tensors, or a module cannot be captured.
     """
     context = job.host.context(TRAINING)
-    found = find_calls(
+    found = known or find_calls(
         job.module,
         example,
         context=context,

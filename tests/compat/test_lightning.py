@@ -410,6 +410,12 @@ def test_set_trainer() -> None:
     assert module.trainer is stand_in
 
 
+def test_set_device_mesh() -> None:
+    module, mesh = Line(), object()
+    lightning_module.set_device_mesh(module, mesh)
+    assert module.device_mesh is mesh
+
+
 def test_layer_sync() -> None:
     for sync_batchnorm in (False, True):
         trainer = L.Trainer(**QUIET, strategy="ddp", sync_batchnorm=sync_batchnorm)

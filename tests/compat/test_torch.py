@@ -27,8 +27,11 @@ from lightning_gpp._compat.torch import (
     checkpoint_regions,
     forget_compiled_call,
     graph_is_kept,
+    hook_tables,
+    imitated_processes,
     is_compiled,
     kept_version_counters,
+    parameters_of,
     pytree,
     run_backward,
     saved,
@@ -408,3 +411,36 @@ def test_kept_version_counters() -> None:
         weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+
+
+def test_parameters_of() -> None:
+    module = nn.Linear(1, 1)
+    part = module.weight * 2
+    parameters_of(module)["weight"] = part
+    assert module.weight is part
+
+
+def test_hook_tables() -> None:
+    module, found = nn.Linear(1, 1), list[str]()
+    handles = [
+        module.register_forward_pre_hook(lambda *_: found.append("before")),
+        module.register_forward_hook(lambda *_, **__: found.append("after"), with_kwargs=True, always_call=True),
+    ]
+    tables = hook_tables(module)
+    assert [list(table) for table in tables] == [[handles[0].id], [handles[1].id], [], [handles[1].id], [handles[1].id]]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    module(torch.ones(1))
+    assert found == []
+    for table, entries in zip(tables, kept, strict=True):
+        table.update(entries)
+    module(torch.ones(1))
+    assert found == ["before", "after"]
+
+
+def test_imitated_processes() -> None:
+    with imitated_processes(3):
+        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (0, 3)
+        torch.distributed.all_reduce(torch.ones(2))
+    assert not torch.distributed.is_initialized()

@@ -39,6 +39,27 @@ def test_rank_is_pipeline_times_devices_plus_device() -> None:
         assert found["control"] == (0, 1, 2, 3)
 
 
+def _describe_members(rank: int) -> dict[str, Any]:
+    mesh = Mesh(2, 1, rank, num_members=2)
+    groups = [mesh.pipeline_group, mesh.replica_group, mesh.control_group, mesh.member_group, mesh.norm_group]
+    users = mesh.device_mesh("cpu")
+    assert users is not None
+    return {
+        "at": (mesh.rank, mesh.member, mesh.device),
+        "groups": [tuple(dist.get_process_group_ranks(group)) for group in groups],
+        "members": users["tensor_parallel"].mesh.tolist(),
+        "data": users["data_parallel"].mesh.tolist(),
+    }
+
+
+def test_members_of_devices_form_planes() -> None:
+    for process, found in enumerate(run_distributed(4, _describe_members)):
+        plane, group = (process % 2, process % 2 + 2), (process // 2 * 2, process // 2 * 2 + 1)
+        assert found["at"] == (process // 2, process % 2, process // 2)
+        assert found["groups"] == [plane, (process,), plane, group, (0, 1, 2, 3)]
+        assert (found["members"], found["data"]) == (list(group), [process])
+
+
 def _wrong_size(rank: int) -> None:
     with pytest.raises(ConfigError, match=r"needs 6 processes, but there are 2 \(trainer.devices"):
         Mesh(3, 2, rank)

@@ -112,7 +112,8 @@ class OwnedParameters:
                 )
                 named = {name: trained[name] for name in sorted(same)}
                 for part in parts(named, gradients.BUCKET_BYTES):
-                    yield _Broadcast(list(part.values()), owner, self._groups[ranks], owner == self._mesh.rank)
+                    root, mine = ranks.index(owner), owner == self._mesh.rank
+                    yield _Broadcast(list(part.values()), root, self._groups[ranks], mine)
 
     def _check(self) -> None:
         for name, owner in self._owners.items():
@@ -123,10 +124,10 @@ class OwnedParameters:
 class _Broadcast:
     """Parameters of one owner, as one flat tensor."""
 
-    def __init__(self, parameters: Sequence[Parameter], owner: int, group: dist.ProcessGroup, mine: bool) -> None:
+    def __init__(self, parameters: Sequence[Parameter], root: int, group: dist.ProcessGroup, mine: bool) -> None:
         self._parameters, self._mine = parameters, mine
         self._flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
-        self._work = dist.broadcast(self._flat, src=owner, group=group, async_op=True)
+        self._work = dist.broadcast(self._flat, group_src=root, group=group, async_op=True)
 
     def finish(self) -> None:
         self._work.wait()

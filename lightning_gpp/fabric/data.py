@@ -1,0 +1,47 @@
+"""Data for loops that every rank runs: each pipeline's first rank loads them, the others get its mini-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.mirror import Mirror
+
+
+class MirroredLoader:
+    """A data loader whose mini-batches, and random numbers, all ranks of a pipeline have alike.
+
+    Args:
+        loader: loads the data; iterated over on the first rank of the pipeline only.
+        control: the side channel of this rank.
+        mirror: gives mini-batches to the other ranks.
+    """
+
+    def __init__(self, loader: Iterable[Any], control: Control, mirror: Mirror) -> None:
+        self.loader, self._control, self._mirror = loader, control, mirror
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader) if self._control.runs_step else iter(())
+        while True:
+            batch = next(batches, _END)
+            if not self._control.share_flag(batch is not _END):
+                return
+            batch = self._mirror.tree(None if batch is _END else batch)
+            self._mirror.streams()
+            yield batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+class _End:
+    """Comes after the last mini-batch."""
+
+
+_END = _End()

@@ -1,0 +1,359 @@
+"""Fabric's view of pipeline parallelism: calls of the module in the user's loop run in stages, on all ranks together.
+
+fabric.setup(model, optimizer)     keeps them; nothing is divided yet
+model(x), the first time           makes a plan for this call, and places the parameters: an engine
+model(x)                           forwards of all micro-batches; every rank gets the result
+fabric.backward(loss)              backwards, where autograd comes to a call; gradients are complete at its end
+"""
+
+from __future__ import annotations
+
+import atexit
+from contextlib import AbstractContextManager, ExitStack
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_gpp._compat.lightning import gather_over, reduce_over, set_rank_zero, subprocess_launcher
+from lightning_gpp.checkpoints.layout import KEY, entry_of
+from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.fabric.arguments import FabricArguments, in_own_loop
+from lightning_gpp.fabric.checkpoints import entry_for, loaded_into
+from lightning_gpp.fabric.data import MirroredLoader
+from lightning_gpp.fabric.engine import LazyEngine, PipelinedModule, undivided
+from lightning_gpp.failure.handshake import exchange_through_store
+from lightning_gpp.failure.hangs import Activity, Wait
+from lightning_gpp.failure.monitor import FailureMonitor
+from lightning_gpp.failure.processes import release_from_parent
+from lightning_gpp.option import documents, takes_fields_of
+from lightning_gpp.plan import Plan
+from lightning_gpp.strategy.checkpoints import AtomicCheckpointIO
+from lightning_gpp.strategy.processes import check_script, meeting_point, start_process_group, tie_to_launcher
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.engine import Engine
+from lightning_gpp.training.mirror import Mirror
+from lightning_gpp.training.options import Options
+from lightning_gpp.training.setup import join, pipelines_of
+
+
+@documents(Options)
+class GPPFabricStrategy(ParallelStrategy):
+    """Train a module as a pipeline of stages in a loop of your own, with Lightning Fabric.
+
+    Every rank runs the loop, with equal mini-batches and results; only calls of the module are divided.
+
+    Raises:
+        ConfigError: an option cannot work, or not in such a loop.
+        PlanError: the plan's file cannot be read.
+    """
+
+    @takes_fields_of(FabricArguments)
+    def __init__(self, given: FabricArguments) -> None:
+        super().__init__(
+            given.accelerator,
+            given.parallel_devices,
+            given.cluster_environment,
+            given.checkpoint_io or AtomicCheckpointIO(),
+            given.precision,
+        )
+        self.options: Options = in_own_loop(given)
+        self._num_nodes = 1
+        self._control: Control | None = None
+        self._monitor: FailureMonitor | None = None
+        self._lazy: LazyEngine | None = None
+        self._entry: dict[str, Any] = {}
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        if not self.parallel_devices:
+            raise ConfigError("The strategy has no devices yet; it gets them from Fabric(accelerator=, devices=).")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines of the job; set by Fabric."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this machine."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def num_pipelines(self) -> int:
+        """Number of pipeline replicas."""
+        return pipelines_of(self.options, self.num_nodes * self.num_processes)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        """Samplers divide the data among pipelines; None for a single one, which keeps the user's sampler."""
+        if self.num_pipelines == 1:
+            return None
+        return {"num_replicas": self.num_pipelines, "rank": self._joined.pipeline}
+
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None:
+            tie_to_launcher(self.cluster_environment)
+        check_script(self.cluster_environment, self.num_processes)
+        self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment and Lightning's rank-zero functions which rank this is."""
+        environment = self.cluster_environment
+        if environment is not None:
+            node = self.node_rank if self.num_nodes > 1 else 0
+            environment.set_global_rank(node * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        set_rank_zero(self.global_rank)
+
+    def setup_environment(self) -> None:
+        """Initialise the device, the process group, and the watch over the other ranks, which ends with the process."""
+        super().setup_environment()
+        self.set_world_ranks()
+        if self.cluster_environment is None:
+            raise ConfigError("The strategy has no cluster environment yet; it gets one from Fabric.")
+        if self._monitor is None:
+            self._monitor = self._watched(self.cluster_environment)
+            atexit.register(self._stop_watch)
+
+    def _watched(self, environment: ClusterEnvironment) -> FailureMonitor:
+        options = self.options
+        monitor = FailureMonitor.within(
+            options.failure_timeout,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            activity=Activity(describe=self._describe, wait=self._wait),
+            collectives=options.timeout,
+        )
+        store = meeting_point(environment, timedelta(seconds=monitor.patience))
+        monitor.start(None if store is None else exchange_through_store(store))
+        release_from_parent()
+        start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)
+        self._control = join(options, self.global_rank, self.world_size)
+        return monitor
+
+    def _describe(self) -> str:
+        return "set-up" if self._engine is None else self._engine.describe()
+
+    def _wait(self) -> Wait | None:
+        if self._engine is not None:
+            return self._engine.wait()
+        return None if self._control is None else self._control.wait
+
+    def _stop_watch(self) -> None:
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.stop()
+
+    def teardown(self) -> None:
+        """Make the module complete on rank 0, and end the watch; all ranks call this after their loop."""
+        if self._lazy is not None:
+            self._lazy.end(complete=True)
+        self._stop_watch()
+        super().teardown()
+
+    # -- module, optimizers and data ----------------------------------------------------------------------------------
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Build modules on the CPU (`empty_init`: without memory); each rank keeps only its part."""
+        stack = ExitStack()
+        stack.enter_context(torch.device("meta" if empty_init else "cpu"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Do nothing: each rank moves its part, once it is known."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Keep a module, which is divided at its first call.
+
+        Raises:
+            ConfigError: there is one already.
+        """
+        if self._lazy is not None and self._lazy.module is not module:
+            raise ConfigError(
+                f"fabric.setup was given a second module ({type(module).__name__}), but one plan has the stages of one "
+                "module. Make both submodules of one, with a forward for each use, and set that up."
+            )
+        self._lazy = self._lazy or LazyEngine(
+            module,
+            self.options,
+            control=self._joined,
+            precision=self.precision,
+            device=self.root_device,
+            num_nodes=self.num_nodes,
+        )
+        return PipelinedModule(module, self._call)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Keep an optimizer of the undivided module.
+
+        Raises:
+            ConfigError: the module is divided already, or there is none.
+        """
+        if self._lazy is None or self._lazy.engine is not None:
+            raise ConfigError(
+                "fabric.setup_optimizers has to come after fabric.setup_module, and before the first call of the "
+                "module, which divides the parameters. Use model, optimizer = fabric.setup(model, optimizer)."
+            )
+        self._lazy.optimizers.append(optimizer)
+        return optimizer
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A loader whose mini-batches all ranks of a pipeline get from its first one."""
+        control = self._joined
+        if control.num_devices == 1:
+            return dataloader
+        return MirroredLoader(dataloader, control, Mirror(control, torch.device("cpu")))
+
+    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._prepared.call(args, kwargs)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run a backward, on all ranks; afterwards gradients are complete, and added to those before."""
+        engine = self._engine
+        if engine is None:
+            super().backward(tensor, module, *args, **kwargs)
+            return
+        with engine.complete_gradients():
+            super().backward(tensor, module, *args, **kwargs)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Scale an optimizer's gradients by the norm over all stages; returns it.
+
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
+        """
+        self.precision.unscale_gradients(optimizer)
+        engine = self._divided
+        norm = engine.optimizer_norm(optimizer, norm_type)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(f"The total norm of order {norm_type} of the gradients is {float(norm)}.")
+        engine.scale_gradients(optimizer, max_norm, norm)
+        return norm
+
+    # -- what ranks tell each other -----------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if self._control is not None:
+            self._control.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Broadcast `obj` from rank `src`."""
+        return obj if self._control is None else self._control.broadcast(obj, src)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the pipelines: the ranks of one pipeline have equal values."""
+        if self._control is None or self._control.num_pipelines == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        return reduce_over(tensor, group or self._control.mesh.replica_group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of all pipelines; with one pipeline, return the tensor itself."""
+        if self._control is None or self._control.num_pipelines == 1:
+            return tensor
+        everyone = group is None or group is dist.group.WORLD
+        return gather_over(tensor, self._control.mesh.replica_group if everyone else group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """True if all ranks (or any rank) decided yes."""
+        return decision if self._control is None else self._control.unanimous(decision, everyone=all)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Write the objects of a state, undivided, as one file. All ranks call this together."""
+        super().save_checkpoint(path, {**state, **entry_for(self._engine)}, *args, **kwargs)
+        self.barrier()
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a file of this strategy or of any other; every rank keeps its part."""
+        load = partial(super().load_checkpoint, path, strict=strict, weights_only=weights_only)
+        if not isinstance(state, dict) or not state:
+            return load(state)
+        rest: dict[str, Any] = loaded_into(state, self._engine, load)
+        self._resume(entry_of(rest, path))
+        return {name: value for name, value in rest.items() if name != KEY}
+
+    def _resume(self, entry: dict[str, Any]) -> None:
+        """Continue the random streams of the run that wrote a checkpoint."""
+        if self._lazy is not None and entry:
+            self._lazy.resume(int(entry["step"]), int(entry["seed"]))
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The undivided module's state; complete on rank 0. All ranks call this together."""
+        engine = self._engine
+        return super().get_module_state_dict(undivided(module)) if engine is None else engine.state_dict()
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load a state of the undivided module."""
+        if self._engine is None:
+            super().load_module_state_dict(undivided(module), state_dict, strict)
+        else:
+            self._engine.load_state_dict(state_dict, strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The undivided optimizer's state; complete on rank 0. All ranks call this together."""
+        engine = self._engine
+        return super().get_optimizer_state(optimizer) if engine is None else engine.optimizer_state_dict(optimizer)
+
+    # -- its parts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the module.
+
+        Raises:
+            PlanError: there is none before the first call.
+        """
+        if self._engine is None:
+            raise PlanError("There is no plan yet; it is made at the first call of the module.")
+        return self._engine.plan
+
+    @property
+    def _engine(self) -> Engine | None:
+        return None if self._lazy is None else self._lazy.engine
+
+    @property
+    def _divided(self) -> Engine:
+        if self._engine is None:
+            raise ConfigError("There are no gradients yet: call the module that fabric.setup returned first.")
+        return self._engine
+
+    @property
+    def _prepared(self) -> LazyEngine:
+        if self._lazy is None:
+            raise ConfigError("No module was set up; use model, optimizer = fabric.setup(model, optimizer).")
+        return self._lazy
+
+    @property
+    def _joined(self) -> Control:
+        if self._control is None:
+            raise ConfigError("There are no processes yet: call fabric.launch() before fabric.setup.")
+        return self._control

@@ -1,0 +1,322 @@
+"""Tensor parallelism inside stages gives the numbers of one process, and goes together with the rest."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_gpp import ConfigError, GPPStrategy, capture_step
+from lightning_gpp._compat.lightning_module import set_device_mesh
+from lightning_gpp._compat.torch import imitated_processes
+from lightning_gpp.training.parallel_regions import captured_apart
+from lightning_gpp.training.tensor_parallel import TensorParallel, check_copies, check_divided, dividing
+from tests.strategy.harness import run, strategy, trainer
+from tests.strategy.parallel_models import Branches, Tower, loader, make
+
+CHAIN = [{"modules": ["layers.0"], "devices": [1]}, {"modules": ["layers.1", "head", "@step"], "devices": [0]}]
+TOWERS = [
+    {"modules": ["layers.0"], "devices": [1]},
+    {"modules": ["layers.1", "layers.2", "head", "@step"], "devices": [0]},
+]
+REPLICATED = [
+    {"modules": ["layers.0"], "devices": [0, 1]},
+    {"modules": ["layers.1", "head", "@step"], "devices": [0]},
+]
+TOGETHER = {"layers": 0, "head": 0}
+CLIPPED = {"gradient_clip_val": 0.5}
+
+Result = dict[str, Any]
+
+
+def outcome(module: Tower, used: Any, rank: int) -> Result:
+    weights = {name: value.tolist() for name, value in module.state_dict().items()} if rank == 0 else {}
+    metrics = {name: float(value) for name, value in used.callback_metrics.items()}
+    return {"losses": module.losses, "metrics": metrics, "weights": weights}
+
+
+def fit(rank: int, world: int, kind: type[Tower], options: dict[str, Any], settings: dict[str, Any]) -> Result:
+    module = make(kind)
+    used = trainer(strategy(tensor_parallel_size=2, num_micro_batches=2, **options), devices=world, **settings)
+    used.fit(module, loader(), loader())
+    found = outcome(module, used, rank)
+    used.validate(module, loader(), verbose=False)  # divides the module again
+    assert float(used.callback_metrics["val_loss"]) == pytest.approx(found["metrics"]["val_loss"], rel=1e-12)
+    return found
+
+
+def alone(kind: type[Tower] = Tower, **settings: Any) -> Result:
+    module, used = make(kind, divides=False), trainer(**settings)
+    used.fit(module, loader(), loader())
+    return outcome(module, used, 0)
+
+
+def assert_same(found: list[Result], expected: Result) -> None:
+    for each in found:
+        assert each["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+        assert each["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
+    assert found[0]["weights"].keys() == expected["weights"].keys()
+    for name, value in expected["weights"].items():
+        weights = (torch.tensor(values, dtype=torch.float64) for values in (found[0]["weights"][name], value))
+        torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)
+
+
+CASES = {
+    "chain, 1f1b": (Tower, {"stages": CHAIN}),
+    "chain, zero-bubble": (Tower, {"stages": CHAIN, "schedule": "zb_h1"}),
+    "branches, gpipe": (Branches, {"stages": TOWERS, "schedule": "gpipe"}),
+    "a replicated stage": (Tower, {"stages": REPLICATED}),
+    "the planner's stages": (Branches, {}),
+    "no pipeline": (Tower, {"stages": TOGETHER, "num_pipelines": 1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_weights_are_those_of_one_process(case: str) -> None:
+    kind, options = CASES[case]
+    world = 2 if options.get("num_pipelines") else 4
+    options = {"stages": None, **options}
+    assert_same(run(world, fit, world, kind, options, CLIPPED, timeout=120), alone(kind, **CLIPPED))
+
+
+def shapes(rank: int) -> dict[str, tuple[int, ...]]:
+    module = make()
+    found: dict[str, tuple[int, ...]] = {}
+
+    def note(*_: Any) -> None:
+        found.update({name: tuple(p.shape) for name, p in module.named_parameters() if not p.is_meta})
+
+    module.on_train_batch_start = note  # type: ignore[method-assign]
+    trainer(strategy(stages=CHAIN, tensor_parallel_size=2), devices=4, max_epochs=1).fit(module, loader())
+    return found
+
+
+def test_members_have_parts_of_their_stage() -> None:
+    found = run(4, shapes, timeout=120)
+    assert {name.partition(".norm")[0] for name in found[2]} >= {"layers.0"}
+    for rank in (0, 1):
+        assert found[rank]["layers.1.up.weight"] == (5, 8)
+        assert found[rank]["layers.1.down.weight"] == (8, 5)
+        assert found[rank]["layers.1.norm.weight"] == (8,)
+        assert found[rank]["head.weight"] == ((2, 8) if rank == 0 else (1, 8))
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def fit_once(rank: int, world: int, degree: int, folder: str, kind: str, path: str | None) -> list[float]:
+    """Train an epoch, from a checkpoint if there is one, and save."""
+    module = make()
+    stages = CHAIN if world > degree else TOGETHER
+    options = {"stages": stages, "tensor_parallel_size": degree, "num_micro_batches": 2, "state_dict_type": kind}
+    used = trainer(strategy(**options), devices=world, max_epochs=2 if path else 1)
+    used.fit(module, loader(), ckpt_path=path)
+    used.save_checkpoint(f"{folder}/{world}.ckpt")
+    return module.losses
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize(("before", "after"), [((4, 2), (2, 1)), ((1, 1), (4, 2)), ((4, 2), (3, 3))], ids=str)
+def test_resumes_with_another_degree(
+    before: tuple[int, int], after: tuple[int, int], kind: str, tmp_path: Path
+) -> None:
+    first = run(before[0], fit_once, *before, str(tmp_path), kind, None, timeout=120)[0]
+    path = f"{tmp_path}/{before[0]}.ckpt"
+    second = run(after[0], fit_once, *after, str(tmp_path), kind, path, timeout=120)[0]
+    assert [*first, *second] == pytest.approx(alone()["losses"], rel=1e-12)
+
+
+def test_ordinary_file_has_undivided_tensors(tmp_path: Path) -> None:
+    run(2, fit_once, 2, 2, str(tmp_path), "full", None, timeout=120)
+    found = torch.load(tmp_path / "2.ckpt", weights_only=False)
+    expected = make()
+    assert {name: value.shape for name, value in found["state_dict"].items()} == {
+        name: value.shape for name, value in expected.state_dict().items()
+    }
+    momenta = [state["momentum_buffer"].shape for state in found["optimizer_states"][0]["state"].values()]
+    assert momenta == [parameter.shape for parameter in expected.parameters()]
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def drop(rank: int, world: int, degree: int) -> list[float]:
+    module = make(dropout=0.3)
+    options = {"stages": CHAIN, "tensor_parallel_size": degree, "num_micro_batches": 2, "seed": 3}
+    trainer(strategy(**options), devices=world, max_epochs=1).fit(module, loader())
+    return module.losses
+
+
+def test_dropout_is_that_of_one_process_per_device() -> None:
+    (expected, *_), found = run(2, drop, 2, 1, timeout=120), run(4, drop, 4, 2, timeout=120)
+    assert all(losses == pytest.approx(expected, rel=1e-12) for losses in found)
+
+
+# -- checks and refusals ----------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """An undivided parameter works on divided values, so its gradient is a part on every member."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+class Wrong(Tower):
+    """Lacks a sum over members."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.layers[0].up = nn.Sequential(nn.Linear(8, 10), Scaled())
+
+    def parallel_plan(self) -> dict[str, Any]:
+        plan = super().parallel_plan()
+        plan["layers.0.up.0"] = plan.pop("layers.0.up")
+        return plan
+
+
+def wrong(rank: int) -> None:
+    used = trainer(strategy(stages=TOGETHER, tensor_parallel_size=2), devices=2, max_epochs=1)
+    used.fit(make(Wrong), loader())
+
+
+def test_self_check_finds_a_gradient_that_lacks_a_sum_over_members() -> None:
+    with pytest.raises(AssertionError, match=r"SelfCheckError: .* the gradients of 1 parameters differ.*up.1.scale"):
+        run(2, wrong, timeout=120)
+
+
+class Whole(Tower):
+    """Divides nothing."""
+
+    def configure_model(self) -> None:
+        pass
+
+
+class Open(Tower):
+    """Returns divided values to the step."""
+
+    def parallel_plan(self) -> dict[str, Any]:
+        return {**super().parallel_plan(), "head": ColwiseParallel()}
+
+
+class Tied(Tower):
+    """Has one parameter in two layers."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.layers[1].up.weight = self.layers[0].up.weight
+
+
+class Sharded(Tower):
+    """Shards by itself."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        fully_shard(self.layers[0].norm, mesh=self.device_mesh["data_parallel"])
+        super().configure_model()
+
+
+class Together(Tower):
+    """Has divided values between its blocks, so there is nothing to cut."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.layers = nn.ModuleList([nn.Linear(8, 10), nn.Linear(10, 8)])
+        self.head = nn.Identity()
+
+    def parallel_plan(self) -> dict[str, Any]:
+        return {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+
+
+class Apart(Tower):
+    """Divides a parameter among other processes."""
+
+    def configure_model(self) -> None:
+        parallelize_module(self.head, init_device_mesh("cpu", (4,)), ColwiseParallel())
+
+
+def divided(kind: type[Tower], num_devices: int = 2) -> TensorParallel | None:
+    """The division of a module on four processes, which are imitated, and its regions."""
+    module = make(kind)
+    with imitated_processes(4):
+        names = ("data_parallel", "tensor_parallel")
+        set_device_mesh(module, init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
+        with dividing(module, [0, 1]) as found:
+            module.configure_model()
+        record = partial(capture_step, module, next(iter(loader())))
+        captured_apart(lambda uncut: record(uncut=uncut), found[0], module, nullcontext, num_devices)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Open, "divides the result of 'head|divides the result of .* which goes to the step"),
+        (Tied, "makes two parameters of 'layers.0.up.weight' and 'layers.1.up.weight', which were one"),
+        (Sharded, "applies fully_shard to 'layers.0.norm'"),
+        (Together, "cannot be cut into stages for 2 devices"),
+        (Apart, r"among the processes \[0, 1, 2, 3\], but a device of the pipeline consists of \[0, 1\]"),
+    ],
+)
+def test_divisions_that_do_not_work(kind: type[Tower], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        divided(kind)
+
+
+def test_undivided_modules_are_refused() -> None:
+    found = divided(Whole)
+    assert found is None
+    with pytest.raises(ConfigError, match="the module is not divided among processes"):
+        check_divided(2, found)
+
+
+def test_averages_are_refused() -> None:
+    found = divided(Tower)
+    check_copies(found, [])
+    with pytest.raises(ConfigError, match=r"averaged weights.*strategy.tensor_parallel_size=2"):
+        check_copies(found, [make()])
+
+
+def test_modules_around_divided_values_are_called_whole() -> None:
+    found = divided(Branches)
+    assert found is not None
+    assert found.regions.keys() == {"layers.0", "layers.1", "layers.2"}
+    assert found.cut >= {"head.weight", "layers.0.up.weight", "layers.0.up.bias", "layers.0.down.weight"}
+    assert not found.cut & {"layers.0.down.bias", "layers.0.norm.weight"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharding": "fsdp"},
+        {"sharding": "zero1"},
+        {"weights": "stash"},
+        {"slices": 2},
+        {"step": "whole"},
+        {"streaming": True},
+        {"eight_bit_edges": True},
+        {"costs": "measured"},
+        {"trace": True},
+    ],
+    ids=str,
+)
+def test_options_that_members_cannot_do_together(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="does not go together with strategy.tensor_parallel_size=2"):
+        GPPStrategy(tensor_parallel_size=2, **options)
+
+
+def test_number_of_processes_must_be_a_multiple() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 does not divide the 1 processes"):
+        trainer(strategy(tensor_parallel_size=2)).fit(make(), loader(), loader())
