@@ -1,4 +1,4 @@
-"""What `fabric.save` and `fabric.load` write and read besides the user's objects, and parts of optimizers in them."""
+"""The entry of `fabric.save` and `fabric.load` besides the user's objects, and parts of optimizers in files."""
 
 from __future__ import annotations
 

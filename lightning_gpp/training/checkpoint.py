@@ -47,7 +47,7 @@ def held_first(placement: Placement, control: Control) -> set[str]:
 
 
 def _is_saved(name: str, value: Any, placement: Placement, control: Control) -> bool:
-    """Whether this process saves a tensor: of what replicas shard every shard, of what members shard those of one
+    """True if this process saves a tensor: of what replicas shard every shard, of what members shard those of one
     replica.
     """
     if is_shard(value):

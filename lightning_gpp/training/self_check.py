@@ -136,7 +136,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
 
 
 def _anywhere(control: Control, found: str) -> str:
-    """What the ranks that run the step found, on all of the pipeline; empty if nothing."""
+    """A difference that a rank which runs the step found, on all ranks of the pipeline; empty if there is none."""
     shared: str = control.share_object(found if control.runs_step else None)
     return next(filter(None, control.gather_in_device(shared)), "")
 
