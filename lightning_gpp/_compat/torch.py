@@ -85,6 +85,11 @@ def hook_tables(module: nn.Module) -> HookTables:
     )
 
 
+def forget_division(module: nn.Module) -> None:
+    """Let `parallelize_module` divide a module again, which it does only once."""
+    vars(module).pop("_distribute_module_applied", None)
+
+
 @contextmanager
 def imitated_processes(count: int) -> Iterator[None]:
     """Inside, this is the first of some processes, whose communication does nothing: for code that divides shapes."""

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from lightning_gpp._compat.torch import HookTables, buffers_of, hook_tables, parameters_of
+from lightning_gpp._compat.torch import HookTables, buffers_of, forget_division, hook_tables, parameters_of
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
@@ -293,6 +293,7 @@ def _taken(part: nn.Module) -> HookTables:
     keys = {key for table in found for key in table}
     taken = tuple({key: table[key] for key in keys if key in table} for table in hook_tables(part))
     _remove(part, taken)
+    forget_division(part)
     return taken
 
 

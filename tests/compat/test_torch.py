@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
@@ -26,6 +28,7 @@ from lightning_gpp._compat.torch import (
     check_gradients_plainly,
     checkpoint_regions,
     forget_compiled_call,
+    forget_division,
     graph_is_kept,
     hook_tables,
     imitated_processes,
@@ -444,3 +447,14 @@ def test_imitated_processes() -> None:
         assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (0, 3)
         torch.distributed.all_reduce(torch.ones(2))
     assert not torch.distributed.is_initialized()
+
+
+def test_forget_division() -> None:
+    module = nn.Linear(2, 2)
+    with imitated_processes(2):
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(module, mesh, ColwiseParallel())
+        with pytest.raises(RuntimeError, match="called once"):
+            parallelize_module(module, mesh, ColwiseParallel())
+        forget_division(module)
+        parallelize_module(module, mesh, ColwiseParallel())
