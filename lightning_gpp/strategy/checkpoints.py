@@ -88,7 +88,11 @@ class Checkpoints:
         kind = self._options.state_dict_type
         if engine is None or kind != "auto":
             return engine is not None and kind == "sharded"
-        if engine.control.num_processes == 1 or not isinstance(self._io(), AtomicCheckpointIO):
+        if (
+            engine.control.num_processes == 1
+            or engine.control.num_members > 1
+            or not isinstance(self._io(), AtomicCheckpointIO)
+        ):
             return False
         return sum(tensor.nbytes for tensor in tensors_of(engine.module).values()) > SHARDED_ABOVE
 

@@ -39,7 +39,7 @@ from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
 from lightning_gpp.training.predicted import simulated
 from lightning_gpp.training.report import period_of, write_report
-from lightning_gpp.training.tensor_parallel import TensorParallel, dividing
+from lightning_gpp.training.tensor_parallel import TensorParallel, check_first_run, dividing
 
 log = logging.getLogger(__name__)
 
@@ -149,9 +149,10 @@ class GPPStrategy(RanksStrategy):
         if module is None or control is None or control.num_members == 1:
             yield
             return
+        check_first_run(self._parallel)
         with dividing(module, control.mesh.members) as found:
             yield
-        self._parallel = found[0] or self._parallel
+        (self._parallel,) = found
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -335,6 +335,7 @@ def _check_members(options: Options) -> None:
         "step": (options.step == "whole", "runs the user's step apart from the stages. Use micro_batches"),
         "streaming": (options.streaming is True, "reads data ahead, on one process. Use auto, which then flushes"),
         "eight_bit_edges": (bool(options.eight_bit_edges), "is not checked for several members. Leave it out"),
+        "state_dict_type": (options.state_dict_type == "sharded", "writes every element once per device. Use full"),
         "costs": (options.costs == "measured", "times undivided blocks on one process. Use roofline"),
         "trace": (options.trace, "draws one process per device. Leave it out"),
     }

@@ -322,6 +322,16 @@ def check_divided(degree: int, parallel: TensorParallel | None) -> None:
         )
 
 
+def check_first_run(known: TensorParallel | None) -> None:
+    """Raise ConfigError if the module was divided in an earlier run; `known`: the division of that run."""
+    if known is not None:
+        raise ConfigError(
+            f"The module was divided among {known.degree} processes in an earlier run of this process "
+            "(strategy.tensor_parallel_size), after which only rank 0 has all of it. Save a checkpoint, and begin the "
+            "next run with a new module and trainer, from this checkpoint (ckpt_path)."
+        )
+
+
 def check_copies(parallel: TensorParallel | None, copies: Sequence[nn.Module]) -> None:
     """Raise ConfigError for copies of a divided module, such as averages: only the module itself is put together."""
     if parallel is not None and copies:
