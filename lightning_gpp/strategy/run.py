@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -192,6 +193,8 @@ class Run:
             self._hooks.attach()
         if not self.control.loads:
             _compat.bypass_batch_hooks(self.module)
+            for writer in self._writers():  # predictions are on the rank that runs the step
+                vars(writer).update(write_on_batch_end=_write_nothing, write_on_epoch_end=_write_nothing)
         self.reading.attach()
         self._example_input = self.module.example_input_array
         self.module.example_input_array = None  # summaries and loggers would run the full module with it on one rank
@@ -203,6 +206,9 @@ class Run:
         _compat.restore_epoch_end(self.trainer)
         _compat.restore_evaluation_data(self.trainer)
         _compat.restore_batch_hooks(self.module)
+        for writer in self._writers():
+            for name in ("write_on_batch_end", "write_on_epoch_end"):
+                vars(writer).pop(name, None)
         vars(self.precision).pop("clip_grad_by_norm", None)
         self.steps.scale.detach()
         if self._example_input is not None:
@@ -212,6 +218,10 @@ class Run:
             return
         self._end_trace(self.engine, complete)
         (self.engine.release if complete else self.engine.abandon)()
+
+    def _writers(self) -> list[BasePredictionWriter]:
+        callbacks = getattr(self.trainer, "callbacks", ())
+        return [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
 
     def _end_trace(self, engine: Engine, complete: bool) -> None:
         trace = self.steps.trace
@@ -279,6 +289,10 @@ class Run:
         if self.engine is None:
             raise GPPError("There is no training run whose optimizers could be loaded.")
         return self.engine
+
+
+def _write_nothing(*_: Any, **__: Any) -> None:
+    """Replaces the methods of a writer on ranks without predictions, which would overwrite those of others."""
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:

@@ -30,6 +30,7 @@ REFUSED = {
     "step_ValidatesTwice": "depends on `batch_idx`",
     "step_ValidatesOther": "List its module in the same stage",
     "batch_lists_of_samples": "cannot be multiplied",
+    "loader_single_samples": "More micro-batches than samples",
     "no_batches": "The data loader is empty",
 }
 """Scenarios that are refused on two ranks, with words of the way out or of the reason."""

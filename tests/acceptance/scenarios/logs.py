@@ -72,7 +72,7 @@ def log_of_own_size(make: Make, folder: Path) -> Facts:
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
-            self.log("weighed", loss, batch_size=2 * len(batch[0]), on_step=False, on_epoch=True)
+            self.log("weighed", loss, batch_size=5 * len(batch[0]), on_step=False, on_epoch=True)
             self.log("constant", loss, batch_size=1, on_step=False, on_epoch=True)
             return loss
 
@@ -95,6 +95,8 @@ class Measures(Chain):
         self.train_error, self.error = MeanAbsoluteError(), MeanSquaredError()
         self.all = MetricCollection({"absolute": MeanAbsoluteError(), "squared": MeanSquaredError()}, prefix="all_")
         self.mean = MeanMetric()
+        for metric in (self.train_error, self.error, self.all, self.mean):
+            metric.set_dtype(torch.float64)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self(batch[0])
