@@ -62,9 +62,10 @@ class Figures:
     Args:
         flops: FLOPs of a forward.
         activation_bytes: bytes kept from the forward to the backward.
+        working_bytes: additional bytes while the stage, or a block of it, is recomputed.
         pending_bytes: the part of these that is kept until the weight gradients, if they are computed separately.
         forward_seconds: seconds of the forward.
-        input_seconds: seconds of the input gradients.
+        input_seconds: seconds of the input gradients, recomputed blocks included.
         weight_seconds: seconds of the weight gradients.
         num_parameters: number of parameters.
         parameter_bytes: their bytes.
@@ -72,6 +73,7 @@ class Figures:
 
     flops: Affine = Affine()
     activation_bytes: Affine = Affine()
+    working_bytes: Affine = Affine()
     pending_bytes: Affine = Affine()
     forward_seconds: Affine = Affine()
     input_seconds: Affine = Affine()
@@ -91,8 +93,9 @@ class Stage:
         micro_batch_size: samples of a micro-batch.
         round_robin: replicas take micro-batches in turn instead of a share of each: number i goes to replica
             i modulo their number.
-        recompute: keep only the inputs of a micro-batch; the backward runs the forward again. Not for the stage that
-            lists STEP.
+        recompute: what the stage computes again for the backward instead of keeping it. True: everything but the inputs
+            of a micro-batch, in an action of its own before the backward; not for the stage that lists STEP. Paths of
+            modules: each of these blocks keeps only its inputs, and runs again when the backward reaches it.
         slack: micro-batches that the stage holds in flight beyond those that the rule of `1f1b` needs, so that late
             messages do not delay it; its predecessors hold as many more. Other schedules ignore it.
         tokens: interval `[start, stop)` of the sequence if the stage is a slice (`lightning_gpp.slices`); None: all.
@@ -104,10 +107,20 @@ class Stage:
     devices: tuple[int, ...]
     micro_batch_size: int
     round_robin: bool = False
-    recompute: bool = False
+    recompute: bool | tuple[str, ...] = False
     slack: int = 0
     tokens: tuple[int, int] | None = None
     figures: Figures = Figures()
+
+    @property
+    def reruns(self) -> bool:
+        """True if the whole stage runs its forward again, as an action of its own."""
+        return self.recompute is True
+
+    @property
+    def recomputed_blocks(self) -> tuple[str, ...]:
+        """The modules that run again inside the backward."""
+        return () if isinstance(self.recompute, bool) else self.recompute
 
 
 def share_of(num_samples: int, replica: int, num_replicas: int) -> tuple[int, int]:
@@ -319,13 +332,22 @@ def _check_stages(plan: Plan) -> None:
 def _check_flags(stage: Stage) -> None:
     if not isinstance(stage.slack, int) or stage.slack < 0:
         raise PlanError(f"Stage {stage.name!r}: slack is {stage.slack!r}; it must be a whole number, 0 or more.")
-    for name in ("recompute", "round_robin"):
-        if not isinstance(getattr(stage, name), bool):
-            raise PlanError(f"Stage {stage.name!r}: {name} is {getattr(stage, name)!r}; it must be true or false.")
-    if stage.recompute and STEP in stage.modules:
+    if not isinstance(stage.round_robin, bool):
+        raise PlanError(f"Stage {stage.name!r}: round_robin is {stage.round_robin!r}; it must be true or false.")
+    _check_recompute(stage)
+
+
+def _check_recompute(stage: Stage) -> None:
+    paths = isinstance(stage.recompute, tuple) and all(isinstance(path, str) for path in stage.recompute)
+    if not isinstance(stage.recompute, bool) and not paths:
+        raise PlanError(
+            f"Stage {stage.name!r}: recompute is {stage.recompute!r}; it must be true or false, or a list of modules."
+        )
+    if stage.reruns and STEP in stage.modules:
         raise PlanError(
             f"Stage {stage.name!r} has recompute=true, but it runs the user's step ({STEP!r}), which would log and "
-            f"count twice. Give {STEP!r} a stage of its own, after the modules of this one, or leave recompute out."
+            f"count twice. List modules to recompute, or give {STEP!r} a stage of its own, after the modules of this "
+            "one, or leave recompute out."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -40,6 +41,13 @@ def plan_of(
     read = sorted(roots | set(reads))
     sources = [Edge(src=SOURCE, dst=stage, bytes=Affine(4, 0), differentiable=False) for stage in read]
     return Plan(stages=stages, edges=(*sources, *edges), batch_size=batch_size, schedule=schedule)
+
+
+def rerunning(plan: Plan, wanted: bool = True) -> Plan:
+    """The plan with all stages but the last recomputed, or none."""
+    last = plan.step_stage
+    stages = (replace(stage, recompute=wanted and index != last) for index, stage in enumerate(plan.stages))
+    return replace(plan, stages=tuple(stages))
 
 
 def chain(sizes: Sequence[int], batch_size: int, schedule: str = "1f1b") -> Plan:

@@ -252,7 +252,7 @@ def name_of(call: int, network: Network) -> str:
 def _graph(
     module: nn.Module, network: Network, specs: list[list[TensorSpec]], inputs: list[TensorSpec]
 ) -> OperatorGraph:
-    graph = OperatorGraph()
+    graph = OperatorGraph(uncalled=_uncalled({call.path for call in network.modules}))
     for number, spec in enumerate(inputs):
         graph.add(Operator(name=f"input{number}", target="input", module="@source", outputs=(spec,)))
     names = {name for name, _ in module.named_parameters()}
@@ -278,6 +278,12 @@ def _graph(
     _add_step(graph, network, names)
     add_sizes(graph, module)
     return graph
+
+
+def _uncalled(called: set[str]) -> frozenset[str]:
+    """Paths around called modules that are never called."""
+    around = {path[:end] for path in called for end, letter in enumerate(path) if letter == "."}
+    return frozenset(around - called)
 
 
 def _connect(graph: OperatorGraph, network: Network, refs: list[Ref], target: str) -> None:

@@ -82,6 +82,18 @@ class Footprint:
         return 1 + gradients_and_state + PRECISIONS[self.precision]
 
 
+def held_copies(copies: float, sharding: str, num_ranks: int) -> float:
+    """Bytes that each of the ranks with the same stage holds permanently per byte of its parameters.
+
+    Args:
+        copies: what one rank alone holds.
+        sharding: `zero1` splits the optimizer's state, `fsdp` everything.
+        num_ranks: number of ranks.
+    """
+    split = {"none": 0.0, "zero1": max(0.0, copies - 2), "fsdp": copies}[sharding]
+    return copies - split + split / num_ranks
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardOnly:
     """The costs of a model without those of backwards, for inference."""

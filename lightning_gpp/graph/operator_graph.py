@@ -147,6 +147,7 @@ class OperatorGraph:
     """Operators and the tensors between them: in `nx`, as node attribute `operator` and edge attribute `outputs`.
 
     `whole`: operators known to work on other sequences than the one along which the model may be cut.
+    `uncalled`: paths around modules that are never called themselves, as those of lists of modules.
     """
 
     nx: nx.DiGraph = field(default_factory=nx.DiGraph)
@@ -154,6 +155,7 @@ class OperatorGraph:
     parameter_sizes: dict[str, int] = field(default_factory=dict)
     buffer_bytes: dict[str, int] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
+    uncalled: frozenset[str] = frozenset()
 
     def with_whole(self, whole: frozenset[str]) -> OperatorGraph:
         """The same graph with these operators as `whole`."""

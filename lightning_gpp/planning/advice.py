@@ -15,6 +15,7 @@ from lightning_gpp.planning.problem.draft import Draft, compress
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.partitioner import SearchControl, partitioner_of
 from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.stage_figures import static_bytes
 
 SECONDS_PER_TRIAL: Final = 1.0
 """Time limit of the search under one suggestion, needed only if changing the draft at hand does not suffice."""
@@ -63,7 +64,7 @@ def described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
     lacks = [peak - problem.memory_bytes[device] for peak, device in zip(evaluation.peak_bytes, limits, strict=True)]
     worst = max(range(len(lacks)), key=lacks.__getitem__)
     stage, device, peak = draft.stages[worst], limits[worst], evaluation.peak_bytes[worst]
-    static, copied = float(problem.static_bytes[list(stage.units)].sum()), evaluation.copied_bytes[worst]
+    static, copied = static_bytes(problem, stage, evaluation.sharding), evaluation.copied_bytes[worst]
     older = f"{_gb(copied)} older weights (strategy.weights), " if copied else ""
     return (
         f"The model does not fit the devices: stage {_name(problem, draft, worst)!r} needs {_gb(peak)} on device "
@@ -71,7 +72,7 @@ def described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
         f"{_gb(lacks[worst])} too much. {_gb(static)} are weights, gradients and the state of the optimizer "
         f"({problem.footprint.optimizer}), {older}{_gb(peak - static - copied)} activations of "
         f"{_batches(evaluation.in_flight[worst])} of {stage.share} samples in flight"
-        f"{' (recomputed)' if stage.recompute else ''}."
+        f"{' (recomputed)' if evaluation.recompute[worst] else ''}."
     )
 
 

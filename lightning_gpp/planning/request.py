@@ -67,10 +67,11 @@ class SearchOptions:
     stages_per_device: Count | None = option(
         None, "number of stages on every device. Default: the number that the schedule is made for."
     )
-    sharding: Literal["none", "zero1", "fsdp"] = option(
+    sharding: Literal["none", "auto", "zero1", "fsdp"] = option(
         "none",
         "what the ranks that hold the same stage split among them, besides the samples: zero1 splits the optimizer's "
-        "state, fsdp also parameters and gradients, none keeps what the plan says.",
+        "state, fsdp also parameters and gradients, auto what a search needs for the memory, none keeps what the plan "
+        "says. A search counts what is split, so it may give stages more replicas.",
     )
     bound_seconds: Annotated[float, Ge(0)] = option(
         2.0,
@@ -114,6 +115,7 @@ class Request(SearchOptions):
         weight_copies: copies of a stage's weights by its delay, if the pipeline does not flush, so that plans are
             judged by their period instead of their step; None: it flushes.
         num_pipelines: pipeline replicas that share devices and mini-batch; None leaves it to the search.
+        num_copies: pipelines besides which this one is planned, and whose stages hold the same parameters.
         slack: whether stages may have more micro-batches in flight than 1F1B's rule.
         seconds: time limit of all searches together, for partitioners that can stop at any time.
         progress: called during the search.
@@ -131,6 +133,7 @@ class Request(SearchOptions):
     chained: bool = False
     weight_copies: WeightCopies | None = None
     num_pipelines: int | None = None
+    num_copies: int = 1
     slack: bool = True
     seconds: float = 10.0
     progress: Progress | None = None
@@ -180,6 +183,8 @@ class Request(SearchOptions):
             schedules=self.schedules,
             footprint=self.footprint,
             recompute=self.recompute if self.recompute is None or isinstance(self.recompute, bool) else False,
+            sharding=self.sharding,
+            num_pipelines=self.num_copies,
             max_replicas=inf if self.max_replicas is None else self.max_replicas,
             replicable=self.num_pipelines is None,
             weight_copies=self.weight_copies,
@@ -252,12 +257,13 @@ class Candidate:
             cluster=self._one_device_per_stage() if own_layout else self._cluster(),
             batch_size=request.batch_size // (self.num_pipelines or 1),
             num_pipelines=self.num_pipelines and 1,
+            num_copies=self.num_pipelines or 1,
             schedules=(self.schedule if self.schedule in SEARCHED else STANDARD,),
             max_replicas=1 if own_layout else request.max_replicas,
             idle_devices=request.idle_devices and not own_layout,
             slack=self.schedule in SEARCHED,  # others order micro-batches by rules of their own
             stages_per_device=None,
-            sharding="none",
+            sharding="none" if own_layout and request.sharding == "fsdp" else request.sharding,
             chained=False,
             progress=None,
         )

@@ -185,7 +185,7 @@ class PlanSearch:
     def _asked(self, question: Request) -> _AnsweredRequest:
         problem = question.problem(self.graph)
         control = SearchControl(seconds=self.request.seconds / self._num_questions, progress=self.request.progress)
-        answer = checked(self.name, problem, self.partitioner(problem, control))
+        answer = refitted(problem, checked(self.name, problem, self.partitioner(problem, control)))
         return _AnsweredRequest(question=question, problem=problem, answer=answer, seconds=control.elapsed)
 
     def _trial(self, candidate: Candidate, search: _AnsweredRequest) -> Trial:
@@ -200,7 +200,8 @@ class PlanSearch:
     def _predict(self, candidate: Candidate, problem: Problem, draft: Draft) -> Prediction:
         """Lay out, time and simulate."""
         request = self.request
-        plan, number = realise(problem, replace(draft, schedule=candidate.schedule), request.model)
+        draft = replace(Evaluator(problem).fitted(draft), schedule=candidate.schedule)
+        plan, number = realise(problem, draft, request.model)
         if candidate.has_own_layout:
             plan = lay_out(plan, self.graph, candidate.num_devices)
         plan = completed(
@@ -280,6 +281,19 @@ class PlanSearch:
             reason = advice(search.problem, search.answer.draft)
             self._explained[search.question] = " ".join((*notes, reason))
         return PlanError(_layout_hint(error.candidate, search) + self._explained[search.question])
+
+
+def refitted(problem: Problem, answer: Answer) -> Answer:
+    """The answer with as little recomputation as its draft needs, if the partitioner chose more.
+
+    Partitioners of the literature choose it for whole stages, or for all.
+    """
+    if answer.draft is None or problem.recompute is not None:
+        return answer
+    evaluate = Evaluator(problem)
+    stages = tuple(replace(stage, recompute=None) for stage in answer.draft.stages)
+    draft = evaluate.fitted(replace(answer.draft, stages=stages))
+    return replace(answer, draft=draft) if evaluate(draft).rank <= evaluate(answer.draft).rank else answer
 
 
 def _questions(request: Request) -> Iterator[Request]:

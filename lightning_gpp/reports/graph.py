@@ -12,6 +12,7 @@ from lightning_gpp.plan import SOURCE, Edge, Plan, Stage
 from lightning_gpp.reports import svg
 from lightning_gpp.reports.layers import GridPlace, Layers, layers
 from lightning_gpp.reports.palette import stage_color, tint
+from lightning_gpp.reports.table import recomputed
 from lightning_gpp.reports.terminal import together, wrapped
 from lightning_gpp.reports.units import count, size
 
@@ -166,7 +167,7 @@ def _ports(plan: Plan, placed: Layers) -> dict[tuple[GridPlace, int, int], float
 def where(stage: Stage) -> str:
     """Devices as ranges, the number of replicas if there are several, and whether the stage is recomputed."""
     shared = f", {len(stage.devices)} replicas" if len(stage.devices) > 1 else ""
-    return f"device {_ranges(stage.devices)}{shared}{', recomputed' if stage.recompute else ''}"
+    return f"device {_ranges(stage.devices)}{shared}{f', {recomputed(stage)}' if stage.recompute else ''}"
 
 
 def _ranges(devices: Sequence[int]) -> str:

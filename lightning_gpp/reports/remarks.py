@@ -92,7 +92,7 @@ def _memory(prediction: Prediction) -> Iterator[str]:
     if peak > limit:
         yield (
             f"Device {device} needs {size(peak)}, {size(peak - limit)} more than it has. Smaller micro-batches "
-            "(strategy.micro_batch_size), recomputation (strategy.recompute=true) or strategy.sharding=zero1 need less."
+            "(strategy.micro_batch_size), recomputation (strategy.recompute) or strategy.sharding=zero1 need less."
         )
     elif peak > NEARLY_FULL * limit:
         yield (

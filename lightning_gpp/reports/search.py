@@ -50,5 +50,5 @@ def alternatives_text(prediction: Prediction) -> str:
         f"  {number}. {duration(entry.seconds)}, {entry.draft}: {entry.reason}"
         for number, entry in enumerate(sorted(prediction.alternatives, key=lambda entry: entry.seconds), start=1)
     ]
-    legend = "(u: units of a stage, x: its devices, r: recomputed, +: slack, b: micro-batch size)"
+    legend = "(u: units of a stage, x: its devices, r: recomputed, r3: 3 blocks of it, +: slack, b: micro-batch size)"
     return "\n".join([f"runners-up, as estimated {legend}", *lines])

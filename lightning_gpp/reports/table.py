@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from lightning_gpp.plan import SOURCE, STEP, Edge, Plan
+from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
 from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.reports.units import count, counted, size
 from lightning_gpp.schedules import in_flight
@@ -21,8 +21,8 @@ HEADER = (
     "out-edges",
     "in flight",
 )
-"""Samples, FLOPs (of a forward), activations and bytes of edges are those of one micro-batch. Activations marked
-"recomputed" are not kept: the stage computes them again for its backward.
+"""Samples, FLOPs (of a forward), activations and bytes of edges are those of one micro-batch. Activations are what a
+stage keeps for its backward; where it is "recomputed", or blocks of it are, it keeps their inputs.
 """
 
 IMPORTANCE = (
@@ -110,7 +110,7 @@ def _row(plan: Plan, index: int, flight: int, modules_width: int) -> list[str]:
         str(samples),
         count(figures.num_parameters),
         count(figures.flops.at(samples)),
-        size(figures.activation_bytes.at(samples)) + (" (recomputed)" if stage.recompute else ""),
+        size(figures.activation_bytes.at(samples)) + (f" ({recomputed(stage)})" if stage.recompute else ""),
         _ends(((edge.src, edge) for edge in plan.edges if edge.dst == index), samples),
         _ends(((edge.dst, edge) for edge in plan.edges if edge.src == index), samples),
         str(flight),
@@ -124,6 +124,12 @@ def _ends(edges: Iterable[tuple[int, Edge]], num_samples: int) -> str:
 def _end(other: int, edge: Edge, num_samples: int) -> str:
     name = "data" if other == SOURCE else str(other)
     return f"{name} ({'order' if edge.artificial else size(edge.bytes.at(num_samples))})"
+
+
+def recomputed(stage: Stage) -> str:
+    """The blocks that a stage recomputes, or that it does as a whole, in words."""
+    number = len(stage.recomputed_blocks)
+    return f"{number} block{'s' * (number > 1)} recomputed" if number else "recomputed" * stage.reruns
 
 
 def kept_columns(

@@ -213,7 +213,7 @@ class Compiler:
         return ReadData(**common, source=self._source, promised=promised).run
 
     def _forward(self, action: Action, micro_batch: MicroBatch) -> Operation:
-        if self._program.training and self._plan.stages[action.stage].recompute:
+        if self._program.training and self._plan.stages[action.stage].reruns:
             return self._recomputed(action, micro_batch).run
         return ComputeForward(**self._forward_arguments(action, micro_batch)).run
 

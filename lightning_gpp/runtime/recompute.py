@@ -1,16 +1,23 @@
 """Recomputation: a forward that keeps only its inputs, and the same forward again for the backward.
 
-The first run has gradients enabled, too, and its graph is dropped: so code and kernels that depend on the grad mode do
-the same both times (and draw the same random numbers), and every output shows whether it needs a gradient. It takes no
-more memory than the second run.
+A whole stage runs again before its backward (`RecomputedForward`). A block of a stage runs again when the backward
+reaches it (`recomputed`): then one block at a time needs memory, but no wait can be filled with it.
+
+The first run of a stage has gradients enabled, too, and its graph is dropped: so code and kernels that depend on the
+grad mode do the same both times (and draw the same random numbers), and every output shows whether it needs a gradient.
+It takes no more memory than the second run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp._compat.torch import version
 from lightning_gpp.errors import GPPError
@@ -62,3 +69,20 @@ class RecomputedForward(ComputeForward):
 
 def _without_graph(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: output.detach().requires_grad_(output.requires_grad) for name, output in outputs.items()}
+
+
+def recomputed(block: nn.Module) -> Callable[..., Any]:
+    """Calls of a block that keep only their arguments, and run again in the backward.
+
+    The second run has the random numbers, buffers and attributes of the first, which stay untouched.
+    """
+    state = ModuleState(block.modules())
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return block(*args, **kwargs)
+        snapshot = state.snapshot()
+        contexts = lambda: (nullcontext(), state.restored(snapshot))  # noqa: E731
+        return checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return run

@@ -207,7 +207,7 @@ def split_of(schedule: Schedule) -> Split:
 
 
 def _backward_kinds(plan: Plan, stage: int, split: bool) -> tuple[Kind, ...]:
-    again = (Kind.RECOMPUTE,) if plan.stages[stage].recompute else ()
+    again = (Kind.RECOMPUTE,) if plan.stages[stage].reruns else ()
     return (*again, Kind.INPUT, Kind.WEIGHT) if split else (*again, Kind.BACKWARD)
 
 

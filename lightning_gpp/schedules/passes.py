@@ -33,11 +33,11 @@ LEAD: Final = 2
 
 
 def with_recomputation(plan: Plan, schedule: Schedule) -> Schedule:
-    """Insert recomputations right before the backwards of recomputed stages, unless the schedule states them.
+    """Insert recomputations right before the backwards of stages that run again, unless the schedule states them.
 
     They run before the backward waits for its gradients, and so fill that wait.
     """
-    again = {stage for stage in range(len(plan.stages)) if plan.stages[stage].recompute}
+    again = {stage for stage in range(len(plan.stages)) if plan.stages[stage].reruns}
     placed = {action for actions in schedule.devices for action in actions if action.kind is Kind.RECOMPUTE}
 
     def expanded(action: Action) -> tuple[Action, ...]:

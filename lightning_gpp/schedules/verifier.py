@@ -152,7 +152,7 @@ def _check_sequence(plan: Plan, device: int, actions: list[Action]) -> None:
     done: set[Action] = set()
     for action in actions:
         before, name = FIRST.get(action.kind, (None, ""))
-        if before is Kind.FORWARD and action.kind is not Kind.RECOMPUTE and plan.stages[action.stage].recompute:
+        if before is Kind.FORWARD and action.kind is not Kind.RECOMPUTE and plan.stages[action.stage].reruns:
             before, name = Kind.RECOMPUTE, "recomputation"
         if before is not None and action._replace(kind=before) not in done:
             raise VerificationError(f"Device {device} runs {action} before the {name} of the same micro-batch.")

@@ -257,10 +257,8 @@ def _cost(plan: Plan, index: int, timed: bool, sized: bool, halves: bool) -> _Co
     kept, pending, working = unit, unit, Affine()
     if timed:
         forward, inputs, weight = figures.forward_seconds, figures.input_seconds, figures.weight_seconds
-        inputs = forward + inputs if stage.recompute else inputs
+        inputs = forward + inputs if stage.reruns else inputs
     if sized:
-        kept, pending = figures.activation_bytes, figures.pending_bytes
-        if stage.recompute:
-            kept, working = sum((edge.bytes for edge in plan.edges if edge.dst == index), Affine()), kept
+        kept, working, pending = figures.activation_bytes, figures.working_bytes, figures.pending_bytes
     held = HeldBytes(kept=kept, working=working, pending=pending if halves else Affine())
     return _Cost(forward=forward, inputs=inputs, weight=weight, held=held)

@@ -6,10 +6,12 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import networkx as nx
 
 from lightning_gpp.cluster import Port
+from lightning_gpp.costs.model import held_copies
 from lightning_gpp.errors import PlanError, VerificationError
 from lightning_gpp.schedules import Action, Instruction, Kind, Op, Program
 from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES
@@ -83,11 +85,11 @@ def peak_bytes(program: Program, costs: StageCosts, device: int) -> float:
 
 def _static(program: Program, costs: StageCosts, device: int) -> float:
     plan = program.plan
-    split = {"none": 0.0, "zero1": max(0.0, costs.parameter_copies - 2), "fsdp": costs.parameter_copies}[plan.sharding]
     total = 0.0
     for stage in plan.stages_on(device):
         ranks = costs.ranks[stage] if costs.ranks else len(plan.devices_of(stage))
-        total += costs.replica(stage, device).parameter_bytes * (costs.parameter_copies - split + split / ranks)
+        copies = held_copies(costs.parameter_copies, plan.sharding, ranks)
+        total += costs.replica(stage, device).parameter_bytes * copies
     return total
 
 
@@ -127,11 +129,19 @@ def _sharded_change(program: Program, action: Action, cost: StageCost, unreduced
     return 0.0
 
 
+_REACH_BLOCKS: Final = (Kind.BACKWARD, Kind.INPUT)
+"""Kinds of actions inside of which recomputed blocks run again."""
+
+
 def _activations(program: Program, action: Action, cost: StageCost, num_samples: int) -> Iterator[float]:
     if not num_samples or action.kind in COLLECTIVES:
         return
-    change = cost.held.changes(num_samples, recomputes=program.plan.stages[action.stage].recompute)[action.kind]
-    yield change
+    stage = program.plan.stages[action.stage]
+    change = cost.held.changes(num_samples, recomputes=stage.reruns)[action.kind]
+    inside = cost.working_bytes.at(num_samples) if stage.recomputed_blocks and action.kind in _REACH_BLOCKS else 0.0
+    if inside:
+        yield inside
+    yield change - inside
     if not program.training:
         yield -change
 

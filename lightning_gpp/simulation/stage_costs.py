@@ -18,7 +18,7 @@ class StageCost:
 
     Args:
         forward: seconds of a forward, or of a recomputation; affine in the samples of the replica's share.
-        backward: seconds of a full backward, without the recomputation.
+        backward: seconds of a full backward, with recomputed blocks, but without a recomputation of the whole stage.
         weight: seconds of the weight gradients; input gradients take the rest of `backward`.
         activation_bytes: bytes of a micro-batch in flight.
         working_bytes: additional bytes from its recomputation on.

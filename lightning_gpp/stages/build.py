@@ -173,7 +173,7 @@ def _stage(
     answers = [ref for ref in capture.network.needed if ref.call in mine] if holds_step else []
     wanted = list(dict.fromkeys([*sent, *answers]))
     specs = lambda ref: _spec(capture, (name_of(ref.call, capture.network), ref.output))  # noqa: E731
-    code = StageCode(capture.network, module, mine, list(received), wanted, specs)
+    code = StageCode(capture.network, module, mine, list(received), wanted, specs, plan.stages[index].recomputed_blocks)
     forward = code.compile()
     states = code.used_states | {name for op in operators.values() for name in (*op.parameters, *op.buffers)}
     parameters = tuple(name for name in capture.graph.parameter_sizes if name in states)

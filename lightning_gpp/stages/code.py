@@ -32,6 +32,7 @@ from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.capture.recording import AffineSize, CallModes, ModuleCall, ModuleRef, Recorded, Ref, StateRef
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import TensorSpec
+from lightning_gpp.runtime.recompute import recomputed
 
 StageFunction = Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]]
 
@@ -50,6 +51,8 @@ class StageCode:
         received: values from other stages or the source.
         wanted: values that other stages or the step read.
         specs: the shape and dtype of a value.
+        recomputed: paths of modules; the largest modules inside of them that the stage calls as a whole keep only their
+            inputs for the backward.
     """
 
     network: Network
@@ -58,6 +61,7 @@ class StageCode:
     received: list[Ref]
     wanted: list[Ref]
     specs: Callable[[Ref], TensorSpec]
+    recomputed: tuple[str, ...] = ()
     lines: list[str] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
     used_states: set[str] = field(default_factory=set)
@@ -120,7 +124,7 @@ class StageCode:
 
     def _emit_module(self, call: ModuleCall) -> None:
         inside = set(range(call.first, call.last))
-        if inside <= self.mine and self._whole(call, inside):
+        if inside <= self.mine and not self._has_recomputed(call.path) and self._whole(call, inside):
             self._call_module(call, inside)
         else:
             self._check_cut(call)
@@ -163,6 +167,8 @@ class StageCode:
         self.used_states |= {name for number in inside for name in self.network.calls[number].states()}
         if call.checkpoint is not None and self._region_of(call.parent) != call.checkpoint:
             target = self._name("checkpoint", functools.partial(checkpoint, self.names[target], use_reentrant=False))
+        elif call.checkpoint is None and self._is_recomputed(call.path):
+            target = self._name("again", recomputed(self.names[target]))
         read = {ref for number in inside for ref in self.network.calls[number].refs()}
         self.unread = {leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)} - read
         result = self._temporary() if not isinstance(call.result, Ref) else variable(call.result)
@@ -175,6 +181,13 @@ class StageCode:
         self._alias_outputs(sorted(inside))
         for leaf in pytree.tree_leaves(call.result):
             self._keep(leaf)
+
+    def _is_recomputed(self, path: str) -> bool:
+        return any(f"{path}.".startswith(f"{block}.") for block in self.recomputed)
+
+    def _has_recomputed(self, path: str) -> bool:
+        """True if a block to recompute is inside a module, but not the entire module."""
+        return any(block.startswith(f"{path}." if path else "") for block in self.recomputed)
 
     def _region_of(self, scope: int) -> int | None:
         return self.network.modules[scope].checkpoint if scope >= 0 else None

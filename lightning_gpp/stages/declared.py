@@ -84,6 +84,7 @@ class Declared:
 
 @build.register
 def _build_declared(declared: Declared, plan: Plan, module: nn.Module) -> Pipeline:
+    _check_recompute(plan)
     by_path = {declaration.module: declaration for declaration in declared.declarations}
     ordered = [_declaration_of(stage.modules, by_path) for stage in plan.stages]
     step = DeclaredStep(
@@ -106,6 +107,15 @@ def _build_declared(declared: Declared, plan: Plan, module: nn.Module) -> Pipeli
         step=step,
         source=step,
     )
+
+
+def _check_recompute(plan: Plan) -> None:
+    names = [stage.name for stage in plan.stages if stage.recomputed_blocks]
+    if names:
+        raise PlanError(
+            f"The stages {names} recompute blocks, but stages of declared edges (`inputs` in strategy.stages) are not "
+            "captured, so nothing is known of the modules inside. Write recompute: true, or leave out `inputs`."
+        )
 
 
 def _declaration_of(modules: Sequence[str], by_path: Mapping[str, Declaration]) -> Declaration:

@@ -187,11 +187,12 @@ class Options(SearchOptions):
 
     recompute: bool | Sequence[str] | None = option(
         None,
-        "stages that keep only their inputs between the forward and the backward of a micro-batch, and run their "
-        "forward again: true for all except the one that runs the training step, false for none, or a list of names. "
-        "Default: what the plan or the stages say, otherwise none.",
+        "what is computed again for the backward instead of being kept: a list of paths of modules, each of which "
+        "keeps only its inputs and runs again when the backward reaches it, or of names of stages, which run again as "
+        "a whole; true for all stages but the one that runs the training step, false for none. Default: what the plan "
+        "or the stages say; a search recomputes the blocks that make its plan fit in the least time.",
         section="Memory for time",
-        allowed="true, false, a list of names of stages, or null for what the plan says",
+        allowed="true, false, a list of names of stages and paths of modules, or null for what the plan says",
     )
 
     slices: Count | Annotated[Sequence[Count], MinLen(1)] | None = option(
@@ -447,7 +448,7 @@ def _check_without_flush(options: Options) -> None:
                 f"strategy.{given} cannot be combined with strategy.weights={options.weights}, which does not flush "
                 f"the pipeline. Use {instead}, or strategy.weights={SYNCHRONOUS}."
             )
-    if options.weights == "predicted" and options.sharding == "zero1":
+    if options.weights == "predicted" and options.sharding in ("zero1", "auto"):
         raise ConfigError(
             "strategy.weights=predicted cannot be combined with strategy.sharding=zero1: a replica predicts by the "
             "state of its optimizer, of which it has a part. Use strategy.sharding=none, or strategy.weights=stash."

@@ -1,15 +1,15 @@
 """Random requests, and their best plan by trying every one: programs are simulated, nothing of a search is used.
 
 A plan is a partition of the units without cycles, a set of devices for every stage (others are idle), one micro-batch
-size, and for every stage a number of micro-batches of slack and a flag of recomputation. Plans are tried in the order
-of a simple bound (`_least`); the first whose bound is above the best step ends it.
+size, and for every stage a number of micro-batches of slack and what it recomputes: all, or any blocks. Plans are tried
+in the order of a simple bound (`_least`); the first whose bound is above the best step ends it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from math import inf
 from random import Random
 
@@ -159,7 +159,7 @@ def _least(problem: Problem, draft: Draft) -> float:
 def _stage_seconds(problem: Problem, stage: DraftStage) -> float:
     """Seconds of the smallest share of a micro-batch that any replica has."""
     seconds = problem.seconds(max(1, stage.micro_batch_size // len(stage.devices)))
-    again = seconds.forward if stage.recompute else 0.0
+    again = seconds.forward if stage.recompute is True else 0.0
     return float((seconds.total + again)[list(stage.units)].sum())
 
 
@@ -171,10 +171,7 @@ def drafts(problem: Problem) -> Iterator[Draft]:
     """Every draft without slack, none twice."""
     for groups in partitions(problem):
         holds_step = [problem.num_units - 1 in group for group in groups]
-        again = [
-            (False,) if last else (False, True) if problem.recompute is None else (problem.recompute,)
-            for last in holds_step
-        ]
+        again = [_recomputed(problem, *entry) for entry in zip(groups, holds_step, strict=True)]
         for devices in placements(problem, holds_step):
             for size, flags in product(problem.sizes, product(*again)):
                 stages = zip(groups, devices, flags, strict=True)
@@ -184,6 +181,16 @@ def drafts(problem: Problem) -> Iterator[Draft]:
                         for units, where, flag in stages
                     )
                 )
+
+
+def _recomputed(problem: Problem, group: Sequence[int], holds_step: bool) -> list[bool | tuple[str, ...]]:
+    """What a stage may recompute."""
+    if problem.recompute is not None:
+        return [problem.recompute and not holds_step]
+    pairs = zip(problem.blocks, problem.units_of_blocks, strict=True)
+    inside = [block.path for block, units in pairs if units <= set(group)]
+    sets = [paths for number in range(1, len(inside) + 1) for paths in combinations(inside, number)]
+    return [False, *sets] if holds_step else [False, *sets, True]
 
 
 def partitions(problem: Problem) -> Iterator[Groups]:

@@ -205,7 +205,7 @@ def test_alternatives_are_of_other_kinds_and_say_why_they_lost() -> None:
 
 
 def test_alternatives_that_do_not_fit_say_by_how_much() -> None:
-    problem = _problem(graphs.chain(), 2, micro_batch_size=12, max_replicas=1, recompute=False)
+    problem = _problem(graphs.chain(), 2, max_replicas=1, recompute=False)
     tiny = replace(problem, cluster=Cluster.uniform(replace(DEVICE, memory_bytes=1000.0), 2, LINK), recompute=None)
     answer = auto(tiny, _control())
     assert not Evaluator(tiny)(_draft(answer)).fits

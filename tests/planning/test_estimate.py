@@ -11,6 +11,7 @@ from lightning_gpp.costs.model import Footprint, Roofline
 from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Request, estimate, manual
+from lightning_gpp.planning.assignment.complete import with_recomputed
 from lightning_gpp.planning.problem.prediction import simulated
 from lightning_gpp.simulation import StageCosts
 from tests.planning import graphs
@@ -88,7 +89,7 @@ def test_frozen_stages_have_no_backward() -> None:
 
 def test_recomputation_keeps_the_inputs() -> None:
     graph, plan = _towers()
-    again = replace(plan, stages=(replace(plan.stages[0], recompute=True), *plan.stages[1:]))
+    again = with_recomputed(plan, graph, [plan.stages[0].name])
     kept, recomputed = _costs(graph, plan).stages[0], _costs(graph, again).stages[0]
     assert recomputed.forward == kept.forward
     assert recomputed.backward == kept.backward  # the forward that runs again is an action of its own

@@ -36,11 +36,9 @@ def _random_shape(problem: Problem, random: Random) -> Shape:
     pieces = [units[a:b] for a, b in zip([0, *borders], [*borders, problem.num_units - 1], strict=True)]
     groups = [tuple(sorted(piece)) for piece in pieces[:-1]] + [tuple(sorted([*pieces[-1], problem.num_units - 1]))]
     cuts = sorted(random.sample(range(1, problem.num_devices), number - 1))
-    again = [problem.recompute is None and random.random() < 0.3 for _ in groups[:-1]]
     return Shape(
         groups=tuple(groups),
         replicas=tuple(b - a for a, b in zip([0, *cuts], [*cuts, problem.num_devices], strict=True)),
-        recompute=(*again, False),
         size=random.choice(problem.sizes),
         schedule=problem.schedules[0],
     )
@@ -59,8 +57,7 @@ def _assert_whole(problem: Problem, shape: Shape) -> None:
     )
     assert min(shape.replicas) >= 1
     assert problem.num_units - 1 in shape.groups[-1]
-    assert not shape.recompute[-1]
-    assert len(shape.groups) == len(shape.replicas) == len(shape.recompute)
+    assert len(shape.groups) == len(shape.replicas)
     assert shape.size in problem.sizes
     draft = shape.draft()
     devices = [device for stage in draft.stages for device in stage.devices]
@@ -85,14 +82,12 @@ def test_moves_keep_all_units_and_devices(problem: Problem, seed: int, idle: boo
         for other in others:
             _assert_whole(problem, other)
             assert other != shape
-            if problem.recompute is not None:
-                assert all(again == problem.recompute for again in other.recompute[:-1])
         shape = random.choice(others or [shape])
 
 
 def test_moves_release_and_take_devices() -> None:
     problem = _with(random_problem(3, num_units=6, num_devices=4), idle_devices=True)
-    shape = Shape(groups=(tuple(range(6)),), replicas=(2,), recompute=(False,), size=problem.sizes[-1], schedule="1f1b")
+    shape = Shape(groups=(tuple(range(6)),), replicas=(2,), size=problem.sizes[-1], schedule="1f1b")
     found = {(other.num_devices, len(other.groups)) for other in moves(problem, shape, [1.0])}
     assert found == {(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2)}
     kept = {other.num_devices for other in moves(_with(problem, idle_devices=False), shape, [1.0])}
@@ -108,15 +103,6 @@ def test_moves_respect_the_limit_on_replicas(problem: Problem, seed: int, most: 
     if max(shape.replicas) <= most:
         for other in moves(limited, shape, [random.random() for _ in shape.groups]):
             assert max(other.replicas) <= most
-
-
-@pytest.mark.parametrize("recompute", [True, False])
-def test_divided_stages_recompute_as_asked(recompute: bool) -> None:
-    problem = _with(random_problem(3, num_units=6, num_devices=4), recompute=recompute)
-    shape = Shape(groups=(tuple(range(6)),), replicas=(4,), recompute=(False,), size=problem.sizes[0], schedule="1f1b")
-    divided = [other for other in moves(problem, shape, [1.0]) if len(other.groups) == 2]
-    assert divided
-    assert {other.recompute for other in divided} == {(recompute, False)}
 
 
 @settings(max_examples=40, deadline=None)
@@ -139,7 +125,6 @@ def test_seeds_are_whole_and_do_not_wait_in_a_circle(problem: Problem, width: in
         numbers = []
         for shape in seeds(problem, cuts, lambda seconds: True):
             _assert_whole(problem, shape)
-            assert shape.recompute[:-1] == (again,) * (len(shape.groups) - 1)
             owner = {unit: stage for stage, group in enumerate(shape.groups) for unit in group}
             assert all(owner[a] <= owner[b] for a, b in problem.order.edges)
             numbers.append(len(shape.groups))

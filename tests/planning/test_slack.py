@@ -82,9 +82,7 @@ def test_a_graph_with_slack_is_never_slower_than_the_chain_of_the_same_stages() 
 
 
 def test_only_1f1b_has_slack() -> None:
-    shape = Shape(
-        groups=((0,), (1,)), replicas=(1, 1), recompute=(False, False), size=1, schedule="gpipe", slack=(1, 0)
-    )
+    shape = Shape(groups=((0,), (1,)), replicas=(1, 1), size=1, schedule="gpipe", slack=(1, 0))
     assert shape.slack == ()
     draft = replace(found(problem_of()), schedule="gpipe")
     assert not any(stage.slack for stage in simulated(problem_of(), draft).plan.stages)

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning.assignment.complete import with_recomputed
 from lightning_gpp.schedules import in_flight
 from tests.runtime.cases import Case, run_cases
 from tests.runtime.stages import make_data, reference
-from tests.strategies import plans
+from tests.strategies import plans, rerunning
 
 PER_WORLD_SIZE = 4
 
@@ -42,7 +41,7 @@ def test_random_plans_equal_one_process(num_devices: int) -> None:
     """With activations kept, and recomputed."""
     chosen = sample()[num_devices]
     assert len(chosen) == PER_WORLD_SIZE
-    chosen += [with_recomputed(plan, True) for plan in chosen]
+    chosen += [rerunning(plan, True) for plan in chosen]
     run_cases([Case(plan, plan.batch_size) for plan in chosen])
 
 

@@ -18,7 +18,6 @@ from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.errors import GPPError, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.planning.assignment.assign import make_plan
-from lightning_gpp.planning.assignment.complete import with_recomputed
 from lightning_gpp.runtime import LOSS, Executor, MicroBatch, RandomStreams
 from lightning_gpp.runtime.module_state import SMALL, ModuleState
 from lightning_gpp.schedules import compile_program
@@ -27,7 +26,7 @@ from lightning_gpp.stages.declared import Declared, declare
 from lightning_gpp.training.session import InContext
 from tests.runtime.stages import Mixer
 from tests.runtime.test_executor import Altered, NoTransport, executor_of, one_device
-from tests.strategies import plan_of
+from tests.strategies import plan_of, rerunning
 
 SAMPLES, WIDTH = 8, 6
 
@@ -96,18 +95,22 @@ class Chain(Towers):
         return self.head(x)
 
 
-def drafts(groups: Sequence[Sequence[str]], recompute: bool) -> list[Stage]:
-    """All stages on one device; the last group runs the step and is not recomputed."""
+def drafts(groups: Sequence[Sequence[str]], recompute: bool | tuple[str, ...]) -> list[Stage]:
+    """All stages on one device; the last group runs the step, and is not recomputed unless blocks of it are listed."""
     return [
         Stage(
             name=f"s{number}",
             modules=tuple(group),
             devices=(0,),
             micro_batch_size=2,
-            recompute=recompute and STEP not in group,
+            recompute=_of(recompute, group) if isinstance(recompute, tuple) else recompute and STEP not in group,
         )
         for number, group in enumerate(groups)
     ]
+
+
+def _of(blocks: tuple[str, ...], group: Sequence[str]) -> tuple[str, ...]:
+    return tuple(path for path in blocks if any(f"{path}.".startswith(f"{module}.") for module in group))
 
 
 def train(
@@ -183,6 +186,85 @@ def test_nothing_but_memory_changes(
         assert torch.equal(actual[name], value), name
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    ("make", "widths", "stages", "blocks"),
+    [
+        (Towers, (4, 3), TOWER_STAGES, ("left", "head")),
+        (Towers, (4, 3), TOWER_STAGES, ("left.1", "left.2", "right.0", "right.2", "right.3")),
+        (Towers, (4, 3), CUT_TOWER_STAGES, ("left.0", "left.3", "right", "head")),
+        (Chain, (WIDTH,), CHAIN_STAGES, ("blocks.0", "blocks.1", "head")),
+        (Chain, (WIDTH,), [["blocks"], ["head", STEP]], ("blocks",)),
+        (Chain, (WIDTH,), [["blocks", "head", STEP]], ("blocks.1", "head")),
+    ],
+)
+def test_recomputed_blocks_change_nothing_but_memory(
+    make: Callable[[], nn.Module],
+    widths: Sequence[int],
+    stages: list[list[str]],
+    blocks: tuple[str, ...],
+    schedule: str,
+) -> None:
+    """Dropout, batch norm, checkpoints inside, and modules that change their state; to the last bit."""
+    batch, found = rows(*widths), []
+    for recompute in (False, blocks):
+        module = make().double()
+        captured = capture_step(module, batch)
+        plan = make_plan(captured.graph, drafts(stages, recompute), batch_size=SAMPLES, schedule=schedule)
+        assert sum((stage.recomputed_blocks for stage in plan.stages), ()) == (recompute or ())
+        found.append((train(module, captured, batch, plan), state_of(module)))
+    (losses, expected), (recomputed_losses, actual) = found
+    assert recomputed_losses == losses
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+class Large(nn.Module):
+    """Saves much more than it receives."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(layers)]
+        )
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()
+
+
+def saved_by(recompute: tuple[str, ...]) -> tuple[int, float]:
+    """Bytes that autograd saves in a forward, and those that the plan says."""
+    module, batch = Large(4), torch.randn(SAMPLES, 64)
+    captured = capture_step(module, batch)
+    plan = make_plan(captured.graph, drafts([["blocks", "head", STEP]], recompute), batch_size=SAMPLES)
+    (stage,) = build(captured, plan, module).stages
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        results = stage.code({"input0": batch}, SAMPLES)  # type: ignore[attr-defined]
+    assert results
+    return sum(sizes.values()), plan.stages[0].figures.activation_bytes.at(SAMPLES)
+
+
+def test_what_is_kept_is_what_the_plan_says() -> None:
+    for recompute in ((), ("blocks.0",), ("blocks.1", "blocks.2"), ("blocks",)):
+        actual, planned = saved_by(recompute)
+        assert actual == pytest.approx(planned, rel=0.02), recompute
+    assert saved_by(("blocks",))[0] < 0.3 * saved_by(())[0]
+
+
 def test_declared_stages_with_unknown_shapes() -> None:
     entries = [
         {"modules": ["left"], "inputs": ["@a"]},
@@ -256,7 +338,7 @@ class Observing(Mixer):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_between_forward_and_backward_only_the_inputs_are_held(recompute: bool) -> None:
-    plan = with_recomputed(replace(one_device(), schedule="gpipe"), recompute)
+    plan = rerunning(replace(one_device(), schedule="gpipe"), recompute)
     first, sink = Mixer(plan, 0), Observing(plan, 1)
     sink.held = held = weakref.WeakSet()
 
@@ -275,14 +357,14 @@ def test_between_forward_and_backward_only_the_inputs_are_held(recompute: bool) 
 
 def test_outputs_that_wait_to_be_read_hold_no_graph() -> None:
     """The sink reads four micro-batches of the first stage at once."""
-    plan = with_recomputed(plan_of([(0, 1)], [2, 8], 8, devices=[(0,), (0,)], data=True), True)
+    plan = rerunning(plan_of([(0, 1)], [2, 8], 8, devices=[(0,), (0,)], data=True), True)
     first = Mixer(plan, 0)
     executor_of(plan, [first, Mixer(plan, 1)]).run()
     assert first.peak_alive == 1
 
 
 def test_after_a_failure_nothing_is_held_and_it_runs_again() -> None:
-    plan = with_recomputed(one_device(), True)
+    plan = rerunning(one_device(), True)
     first, sink = Mixer(plan, 0), Altered(plan, 1, LOSS, lambda loss: None)
     executor = executor_of(plan, [first, sink])
     with pytest.raises(GPPError, match="no loss"):
@@ -303,7 +385,7 @@ class InPlace(Mixer):
 
 
 def test_an_input_that_was_changed_in_place_is_noticed() -> None:
-    plan = with_recomputed(one_device(), True)
+    plan = rerunning(one_device(), True)
     stages = [InPlace(plan, 0), Mixer(plan, 1)]
     executor = executor_of(plan, stages)
     with pytest.raises(GPPError, match=r"'stage0' \(micro-batch 0\) cannot be recomputed: its inputs \['x'\].*clone"):
@@ -311,7 +393,7 @@ def test_an_input_that_was_changed_in_place_is_noticed() -> None:
 
 
 def test_random_numbers_need_streams() -> None:
-    plan = with_recomputed(one_device(), True)
+    plan = rerunning(one_device(), True)
     stages = [Mixer(plan, 0), Mixer(plan, 1)]
     stages[0].uses_random = True
     with pytest.raises(PlanError, match=r"'stage0' draws random numbers and is to be recomputed.*`streams`"):
@@ -319,7 +401,7 @@ def test_random_numbers_need_streams() -> None:
 
 
 def test_inference_recomputes_nothing() -> None:
-    plan = with_recomputed(one_device(), True)
+    plan = rerunning(one_device(), True)
     executor = executor_of(plan, [Mixer(plan, 0), Mixer(plan, 1)], training=False)
     executor.run()
     assert not any(lane.recomputed for lane in executor._lanes)

@@ -10,7 +10,8 @@ import networkx as nx
 
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage, topological
+from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage, topological
+from lightning_gpp.planning.assignment.rerun_blocks import figures_of
 
 DATA: Final = "@source"
 """The module name of operators that represent the data."""
@@ -216,7 +217,7 @@ def make_plan(
     assignment = assign(graph, [stage.modules for stage in stages])
     _check_replicas(graph, stages, assignment)
     edges = tuple(_edge(graph, pair, values) for pair, values in sorted(crossing(graph, assignment).items()))
-    figures = _figures(graph, assignment, len(stages))
+    figures = figures_of(graph, assignment, stages, edges)
     complete = tuple(replace(stage, figures=figures[index]) for index, stage in enumerate(stages))
     return Plan(stages=complete, edges=edges, batch_size=batch_size, schedule=schedule, model=model, unused=unused)
 
@@ -268,40 +269,3 @@ def _edge(graph: OperatorGraph, pair: tuple[int, int], values: list[tuple[str, i
         dynamic=any(spec.dynamic for spec in specs),
         sliceable=all(spec.dynamic or spec.divisible for spec in specs),
     )
-
-
-def _figures(graph: OperatorGraph, assignment: Assignment, num_stages: int) -> list[Figures]:
-    flops = [Affine() for _ in range(num_stages)]
-    saved = [Affine() for _ in range(num_stages)]
-    pending: list[dict[tuple[str, int], Affine]] = [{} for _ in range(num_stages)]
-    names: list[set[str]] = [set() for _ in range(num_stages)]
-    for operator in graph:
-        for stage in assignment[operator.name]:
-            if stage != SOURCE:
-                flops[stage] += operator.flops
-                saved[stage] += operator.saved_bytes
-                names[stage].update(operator.parameters)
-                pending[stage].update(_for_weights(graph, operator))
-    return [
-        Figures(
-            flops=flops[stage],
-            activation_bytes=saved[stage],
-            pending_bytes=sum(pending[stage].values(), Affine()),
-            num_parameters=sum(graph.parameter_sizes[name] for name in names[stage]),
-            parameter_bytes=sum(graph.parameter_bytes[name] for name in names[stage]),
-        )
-        for stage in range(num_stages)
-    ]
-
-
-def _for_weights(graph: OperatorGraph, operator: Operator) -> dict[tuple[str, int], Affine]:
-    """Bytes that an operator's weight gradients need: its inputs, and the gradients of its outputs."""
-    if not operator.parameters:
-        return {}
-    read = [
-        (source, output)
-        for source, _, outputs in graph.nx.in_edges(operator.name, data="outputs")
-        for output in outputs
-    ]
-    inputs = {(source, output): graph[source].outputs[output].affine_bytes for source, output in read}
-    return {**inputs, **{(operator.name, -1 - i): spec.affine_bytes for i, spec in enumerate(operator.outputs)}}

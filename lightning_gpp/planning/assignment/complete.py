@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.plan import STEP, Plan, shared_parameter
-from lightning_gpp.planning.assignment.assign import assign
+from lightning_gpp.plan import STEP, Figures, Plan, Stage, shared_parameter
+from lightning_gpp.planning.assignment.assign import Assignment, assign
 from lightning_gpp.planning.assignment.rebuild import rebuilt, with_own_step_stage
+from lightning_gpp.planning.assignment.rerun_blocks import figures_of, recomputed_blocks
 from lightning_gpp.planning.assignment.slices import Slicing, sequence_length, sliced
 from lightning_gpp.slices import unsliced
 
@@ -75,8 +76,8 @@ def completed(
     Args:
         plan: stages on devices, perhaps sliced already.
         graph: the operator graph that the plan was made from.
-        recompute: stages that run their forward again; None keeps the plan's.
-        sharding: what the replicas of a stage split; "none" keeps the plan's.
+        recompute: stages or blocks that run their forward again; None keeps the plan's.
+        sharding: what the replicas of a stage split; "none" and "auto" keep the plan's.
         chained: run the stages one after the other, even if they do not need each other.
         slicing: how to slice sequences; None keeps the plan's.
 
@@ -84,13 +85,28 @@ def completed(
         ConfigError, PlanError: the plan does not support a setting.
     """
     slicing = slicing or slicing_of(plan)
-    plan = with_recomputed(unslice(plan, graph), recompute)
-    if sharding != "none":
+    plan = with_recomputed(unslice(plan, graph), graph, recompute)
+    if sharding not in ("none", "auto"):
         plan = replace(plan, sharding=sharding)
     plan = plan.chained() if chained else plan
+    check_sliced_blocks(plan, slicing)
     plan = plan if slicing is None else slice_plan(plan, graph, slicing)
     check_sharding(plan, graph)
     return plan
+
+
+def check_sliced_blocks(plan: Plan, slicing: Slicing | None) -> None:
+    """Refuse blocks that would run again outside of their slice, without what earlier tokens carry.
+
+    Raises:
+        ConfigError: both are wanted.
+    """
+    names = [stage.name for stage in plan.stages if stage.recomputed_blocks]
+    if names and slicing is not None:
+        raise ConfigError(
+            f"strategy.slices cannot be combined with recomputed blocks, which the stages {names} have. Recompute "
+            "whole stages (strategy.recompute=true), or remove strategy.slices."
+        )
 
 
 def check_sharding(plan: Plan, graph: OperatorGraph) -> None:
@@ -126,28 +142,72 @@ def check_sharded_slices(sharding: str, is_sliced: bool) -> None:
         )
 
 
-def with_recomputed(plan: Plan, recompute: bool | Sequence[str] | None) -> Plan:
-    """The plan with the given stages recomputed: none (False), all except the one of the user's step (True), or a list.
+def with_recomputed(plan: Plan, graph: OperatorGraph, recompute: bool | Sequence[str] | None) -> Plan:
+    """The plan with the given stages or blocks recomputed, and its figures.
 
-    None leaves the plan as it is.
+    Args:
+        plan: an unsliced plan.
+        graph: the operator graph that it was made from.
+        recompute: no stage (False), all except the one of the user's step (True), or names of stages, and paths of
+            modules as blocks; None leaves the plan's.
 
     Raises:
-        ConfigError: a listed stage does not exist, or runs the step.
+        ConfigError: an entry is neither a stage nor a module with operators, or is the stage that runs the step.
     """
-    if recompute is None:
+    if recompute is None and not any(stage.recompute for stage in plan.stages):
         return plan
+    assignment = assign(graph, [stage.modules for stage in plan.stages])
+    if recompute is not None:
+        plan = replace(plan, stages=_recomputing(plan, graph, assignment, recompute))
+    _check_blocks(plan, graph, assignment)
+    figures = zip(plan.stages, figures_of(graph, assignment, plan.stages, plan.edges), strict=True)
+    stages = tuple(replace(stage, figures=_with_bytes(stage.figures, fresh)) for stage, fresh in figures)
+    return replace(plan, stages=stages)
+
+
+def _with_bytes(figures: Figures, fresh: Figures) -> Figures:
+    return replace(figures, activation_bytes=fresh.activation_bytes, working_bytes=fresh.working_bytes)
+
+
+def _recomputing(
+    plan: Plan, graph: OperatorGraph, assignment: Assignment, recompute: bool | Sequence[str]
+) -> tuple[Stage, ...]:
     step = plan.stages[plan.step_stage].name
     others = [stage.name for stage in plan.stages if stage.name != step]
     wanted = (others if recompute else []) if isinstance(recompute, bool) else recompute
-    unknown = sorted(set(wanted) - {step, *others})
-    if unknown:
-        raise ConfigError(f"strategy.recompute lists {unknown}; the stages that can be recomputed are {others}.")
     if step in wanted:
         raise ConfigError(
             f"strategy.recompute lists stage {step!r}, which runs the training step: it would log and count twice. "
-            f"Leave it out, or give {STEP!r} a stage of its own (strategy.stages); others: {others}."
+            f"Leave it out, list modules of it, or give {STEP!r} a stage of its own (strategy.stages); others: "
+            f"{others}."
         )
-    return replace(plan, stages=tuple(replace(stage, recompute=stage.name in wanted) for stage in plan.stages))
+    paths = [entry for entry in wanted if entry not in others]
+    found = [_inside(graph, assignment, index, paths) for index in range(len(plan.stages))]
+    unknown = sorted(set(paths).difference(*found))
+    if unknown:
+        raise ConfigError(
+            f"strategy.recompute lists {unknown}; the stages that can be recomputed are {others}, and blocks of stages "
+            "are written as paths of modules."
+        )
+    pairs = zip(plan.stages, found, strict=True)
+    return tuple(replace(stage, recompute=stage.name in wanted or blocks or False) for stage, blocks in pairs)
+
+
+def _inside(graph: OperatorGraph, assignment: Assignment, stage: int, paths: Sequence[str]) -> tuple[str, ...]:
+    """Those of the paths in which the stage has blocks."""
+    mine = {name for name, stages in assignment.items() if stage in stages}
+    return tuple(path for path in paths if recomputed_blocks(graph, mine, [path]))
+
+
+def _check_blocks(plan: Plan, graph: OperatorGraph, assignment: Assignment) -> None:
+    for index, stage in enumerate(plan.stages):
+        wanted = stage.recomputed_blocks
+        missing = sorted(set(wanted) - set(_inside(graph, assignment, index, wanted))) if wanted else []
+        if missing:
+            raise ConfigError(
+                f"Stage {stage.name!r} is to recompute {missing}, but calls no such modules as a whole. List modules "
+                "of the stage, or remove its key `recompute` (strategy.stages, strategy.plan)."
+            )
 
 
 def with_batch_size(plan: Plan, batch_size: int) -> Plan:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from lightning_gpp.cluster import Cluster, Device
-from lightning_gpp.costs.model import CostModel, Footprint, Roofline, Seconds
+from lightning_gpp.costs.model import CostModel, Footprint, Roofline, Seconds, held_copies
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, Edge, Figures, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign
+from lightning_gpp.planning.assignment.rerun_blocks import recomputed_blocks
 from lightning_gpp.planning.assignment.slices import sliced_costs
 from lightning_gpp.schedules.lowering import carries_gradient
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
@@ -58,9 +59,13 @@ def _edge_seconds(plan: Plan, edge: Edge, costs: StageCosts) -> Affine:
 
 
 def _room(plan: Plan, costs: StageCosts, device: int, limit: float) -> float:
-    """Bytes of a device that the parameters of its stages leave free."""
-    held = sum(costs.replica(stage, device).parameter_bytes for stage in plan.stages_on(device))
-    return max(0.0, limit - held * costs.parameter_copies)
+    """Bytes that the parameters of a device's stages leave free; with fsdp, those of one stage are undivided."""
+    stages = plan.stages_on(device)
+    sizes = {stage: costs.replica(stage, device).parameter_bytes for stage in stages}
+    ranks = {stage: costs.ranks[stage] if costs.ranks else len(plan.devices_of(stage)) for stage in stages}
+    held = sum(size * held_copies(costs.parameter_copies, plan.sharding, ranks[stage]) for stage, size in sizes.items())
+    undivided = 2 * max(sizes.values(), default=0.0) if plan.sharding == "fsdp" else 0.0
+    return max(0.0, limit - held - undivided)
 
 
 def with_figures_of(known: Plan, plan: Plan) -> Plan:
@@ -116,12 +121,13 @@ def estimate(
         costs_of_whole = estimate(graph, whole.plan, cluster, costs, footprint=footprint, num_pipelines=num_pipelines)
         return sliced_costs(costs_of_whole, plan, whole, graph)
     operators, costs = _operators(graph, plan), costs or Roofline(graph)
+    again = [_again(graph, *entry) for entry in zip(plan.stages, operators, strict=True)]
     kinds = {
         device: {cluster.kind(device + pipeline * plan.num_devices) for pipeline in range(num_pipelines)}
         for device in range(plan.num_devices)
     }
     by_kind = {
-        (stage, kind): _stage_cost(operators[stage], plan, stage, cluster.kinds[kind], costs)
+        (stage, kind): _stage_cost(operators[stage], again[stage], plan, stage, cluster.kinds[kind], costs)
         for stage in range(len(plan.stages))
         for kind in set().union(*(kinds[device] for device in plan.devices_of(stage)))
     }
@@ -163,26 +169,33 @@ def _all_reduce(plan: Plan, stage: int, cluster: Cluster, num_pipelines: int) ->
     return cluster.all_reduce_seconds(devices, plan.stages[stage].figures.parameter_bytes)
 
 
-def _stage_cost(operators: Sequence[Operator], plan: Plan, index: int, kind: Device, costs: CostModel) -> StageCost:
+def _again(graph: OperatorGraph, stage: Stage, operators: Sequence[Operator]) -> set[str]:
+    """The operators that run again inside the stage's backward."""
+    blocks = recomputed_blocks(graph, {operator.name for operator in operators}, stage.recomputed_blocks)
+    return {name for block in blocks for name in block.operators}
+
+
+def _stage_cost(
+    operators: Sequence[Operator], again: Set[str], plan: Plan, index: int, kind: Device, costs: CostModel
+) -> StageCost:
+    """The costs of a stage; gradients of weights of recomputed blocks are never computed apart."""
     stage = plan.stages[index]
     share = max(2, -(-stage.micro_batch_size // len(stage.devices)))
     points = {}
     for samples in (1, share):
-        seconds = [costs.seconds(operator, samples, kind) for operator in operators]
+        seconds = {operator.name: costs.seconds(operator, samples, kind) for operator in operators}
         points[samples] = [
-            sum(s.forward for s in seconds),
-            sum(s.backward for s in seconds),
-            _weight(plan, index, seconds),
+            sum(s.forward for s in seconds.values()),
+            sum(s.backward + (s.forward if name in again else 0.0) for name, s in seconds.items()),
+            _weight(plan, index, [s for name, s in seconds.items() if name not in again]),
         ]
     forward, backward, weight = (_through({samples: point[i] for samples, point in points.items()}) for i in range(3))
-    saved = stage.figures.activation_bytes
-    received = sum((edge.bytes for edge in plan.edges if edge.dst == index), Affine())
     return StageCost(
         forward=forward,
         backward=backward,
         weight=weight,
-        activation_bytes=received if stage.recompute else saved,
-        working_bytes=saved if stage.recompute else Affine(),
+        activation_bytes=stage.figures.activation_bytes,
+        working_bytes=stage.figures.working_bytes,
         pending_bytes=stage.figures.pending_bytes,
         parameter_bytes=stage.figures.parameter_bytes,
     )

@@ -346,7 +346,8 @@ def _figures(figures: Figures, tokens: tuple[int, int], length: int, work: float
     share = (tokens[1] - tokens[0]) / length
     costs = {name: part_of(name, getattr(figures, name), share, work) for name in COSTS}
     part = replace(figures, **costs)  # type: ignore[arg-type]
-    part = replace(part, activation_bytes=part.activation_bytes + _kept(tokens, carried_bytes))
+    name = "working_bytes" if figures.working_bytes != Affine() else "activation_bytes"  # it keeps what it received
+    part = replace(part, **{name: getattr(part, name) + _kept(tokens, carried_bytes)})
     return replace(part, num_parameters=0, parameter_bytes=0) if tokens[0] else part
 
 

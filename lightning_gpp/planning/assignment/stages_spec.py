@@ -25,7 +25,7 @@ class Entry:
     name: str | None = None
     devices: tuple[Annotated[int, Ge(0)], ...] | None = None
     micro_batch_size: Annotated[int, Ge(1)] | None = None
-    recompute: bool = False
+    recompute: bool | tuple[str, ...] = False
     round_robin: bool = False
     slack: Annotated[int, Ge(0)] = 0
 

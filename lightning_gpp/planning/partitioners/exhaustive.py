@@ -38,7 +38,7 @@ def exhaustive(problem: Problem, control: SearchControl) -> Answer:
         if evaluate.evaluations > MAX_PLANS:
             return _too_many(problem, evaluate.evaluations)
     return Answer(
-        draft=best,
+        draft=None if best is None else evaluate.fitted(best),
         objective=rank[1],
         objective_name=f"seconds of a {problem.judged_by}",
         states=evaluate.evaluations,
@@ -88,15 +88,12 @@ def _acyclic(problem: Problem, groups: Sequence[Sequence[int]]) -> bool:
 
 
 def _shapes_of(problem: Problem, groups: Sequence[Sequence[int]]) -> Iterator[Shape]:
-    step = problem.num_units - 1
-    again = [_flags(problem, step in group) for group in groups]
     for order in _orders(problem, groups):
         for replicas in _replicas(problem, len(groups)):
-            for size, schedule, flags in product(problem.sizes, problem.schedules, product(*again)):
+            for size, schedule in product(problem.sizes, problem.schedules):
                 shape = Shape(
                     groups=tuple(tuple(groups[index]) for index in order),
                     replicas=replicas,
-                    recompute=tuple(flags[index] for index in order),
                     size=size,
                     schedule=schedule,
                 )
@@ -118,12 +115,6 @@ def _places(problem: Problem, shape: Shape) -> Iterator[tuple[int, ...]]:
         yield tuple(range(number))
     else:
         yield from ((0, *rest) for rest in combinations(others, number - 1))
-
-
-def _flags(problem: Problem, holds_step: bool) -> tuple[bool, ...]:
-    if holds_step:
-        return (False,)
-    return (False, True) if problem.recompute is None else (problem.recompute,)
 
 
 def _orders(problem: Problem, groups: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:

@@ -16,19 +16,20 @@ from lightning_gpp.plan import STEP, Plan, Stage, share_of, topological
 from lightning_gpp.planning.assignment.assign import assign, make_plan
 from lightning_gpp.planning.assignment.modules import ModuleNode, module_tree, stage_names
 from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.recomputation import Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStage:
     """Units on devices; each device takes an equal share of every micro-batch of `micro_batch_size` samples.
 
-    `slack`: micro-batches in flight beyond the rule of `1f1b`, see `plan.Stage`.
+    `recompute`, `slack`: see `plan.Stage`; None: the problem decides what is recomputed (`Evaluator.fitted`).
     """
 
     units: tuple[int, ...]
     devices: tuple[int, ...]
     micro_batch_size: int
-    recompute: bool = False
+    recompute: Recompute | None = None
     slack: int = 0
 
     @property
@@ -43,20 +44,28 @@ class Draft:
 
     `chained`: the stages run as a chain in their topological order, even if they do not need each other, as in
     partitioners that know only chains.
+    `sharding`: see `plan.Plan`; None: the problem decides.
     """
 
     stages: tuple[DraftStage, ...]
     schedule: str = "1f1b"
     chained: bool = False
+    sharding: str | None = None
 
     def __str__(self) -> str:
         stages = [
-            f"{len(stage.units)}u x{len(stage.devices)}{'r' * stage.recompute}{f'+{stage.slack}' * (stage.slack > 0)}"
+            f"{len(stage.units)}u x{len(stage.devices)}{_again(stage.recompute)}{f'+{stage.slack}' * (stage.slack > 0)}"
             for stage in self.stages
         ]
         sizes = sorted({stage.micro_batch_size for stage in self.stages})
-        chain = ", a chain" * self.chained
-        return f"{len(stages)} stages ({', '.join(stages)}), b={'/'.join(map(str, sizes))}, {self.schedule}{chain}"
+        notes = ", a chain" * self.chained
+        notes += f", {self.sharding}" if self.sharding not in (None, "none") else ""
+        return f"{len(stages)} stages ({', '.join(stages)}), b={'/'.join(map(str, sizes))}, {self.schedule}{notes}"
+
+
+def _again(recompute: Recompute | None) -> str:
+    """The letter r if a stage recomputes, with the number of blocks if it is not the whole stage."""
+    return f"r{len(recompute)}" if isinstance(recompute, tuple) else "r" * bool(recompute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +209,7 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
             modules=paths[index],
             devices=stage.devices,
             micro_batch_size=stage.micro_batch_size,
-            recompute=stage.recompute and STEP not in paths[index],
+            recompute=_recompute(stage.recompute, STEP in paths[index]),
             slack=stage.slack if draft.schedule == "1f1b" and STEP not in paths[index] else 0,
         )
         for index, (name, stage) in enumerate(zip(stage_names(paths), draft.stages, strict=True))
@@ -215,7 +224,13 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
         model=model,
         unused=_unused(problem, draft) if num_pipelines == 1 else (),
     )
+    plan = replace(plan, sharding=draft.sharding or "none")
     return plan.chained() if draft.chained else plan, num_pipelines
+
+
+def _recompute(wanted: Recompute | None, holds_step: bool) -> Recompute:
+    """The user's step is never run twice."""
+    return False if wanted is None or (wanted is True and holds_step) else wanted
 
 
 def _unused(problem: Problem, draft: Draft) -> tuple[int, ...]:

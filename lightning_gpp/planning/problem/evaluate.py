@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf
@@ -22,25 +22,17 @@ from lightning_gpp.planning.problem.draft import (
 )
 from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, end_times, least_seconds
 from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.recomputation import Recomputation, Recompute, StageMemory
+from lightning_gpp.planning.problem.stage_figures import (
+    StageFigures,
+    all_reduce_seconds,
+    input_bytes,
+    read_by,
+    stage_figures,
+    static_bytes,
+)
 from lightning_gpp.planning.problem.units import Value
 from lightning_gpp.schedules.one_f_one_b import samples_in_flight
-from lightning_gpp.schedules.work import warm_up_peak
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageFigures:
-    """Figures of a stage replica: seconds and bytes per micro-batch, permanent bytes, seconds of its all-reduce.
-
-    `again`: seconds of running the forward again before the backward.
-    """
-
-    forward: float
-    again: float
-    backward: float
-    kept_bytes: float
-    working_bytes: float
-    static_bytes: float
-    all_reduce: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +45,8 @@ class Evaluation:
         peak_bytes: peak memory of a device of each stage.
         copied_bytes: the part of it for weights that are kept besides the newest.
         in_flight: micro-batches in flight on each stage.
+        recompute: what each stage recomputes.
+        sharding: what replicas split.
     """
 
     seconds: float
@@ -60,6 +54,8 @@ class Evaluation:
     peak_bytes: tuple[float, ...] = ()
     copied_bytes: tuple[float, ...] = ()
     in_flight: tuple[int, ...] = ()
+    recompute: tuple[Recompute, ...] = ()
+    sharding: str = "none"
 
     @property
     def fits(self) -> bool:
@@ -72,23 +68,40 @@ class Evaluation:
 
 
 @dataclass(slots=True, eq=False)
+class _Fitted:
+    """Stages with the measures with which they fit their devices, or come closest to it."""
+
+    stages: list[DraftStage]
+    figures: list[StageFigures]
+    peaks: list[float]
+    sharding: str
+
+
+@dataclass(slots=True, eq=False)
 class Evaluator:
-    """Evaluates drafts of one problem, and caches the costs of stages."""
+    """Evaluates drafts of one problem, and caches the costs of stages.
+
+    Where a draft leaves it open, replicas split the optimizer's state only if stages would not fit otherwise, and
+    stages then recompute as little as makes them fit.
+    """
 
     problem: Problem
     evaluations: int = 0
-    _figures: dict[DraftStage, StageFigures] = field(default_factory=dict)
-    _anywhere: dict[tuple[tuple[int, ...], int, bool, frozenset[int]], StageFigures] = field(default_factory=dict)
+    _figures: dict[tuple[DraftStage, str], StageFigures] = field(default_factory=dict)
+    _anywhere: dict[tuple[tuple[int, ...], int, Recompute, frozenset[int]], StageFigures] = field(default_factory=dict)
+    _chosen: dict[tuple[DraftStage, StageMemory], Recompute] = field(default_factory=dict)
     _transfers: dict[tuple[tuple[int, ...], tuple[int, ...], Affine, int], DraftTransfer] = field(default_factory=dict)
     _routes: dict[tuple[int, int], tuple[Link, tuple[Port, ...]]] = field(default_factory=dict)
     _edges: tuple[list[tuple[int, ...]], dict[tuple[int, int], Flow]] = field(default_factory=lambda: ([], {}))
     _data_seconds: dict[tuple[DraftStage, bool], float] = field(default_factory=dict)
+    _recomputation: Recomputation = field(init=False)
     _memory: list[float] = field(init=False)
     _rigid_units: list[int] = field(init=False)
     _rigid_values: list[Value] = field(init=False)
 
     def __post_init__(self) -> None:
         units = self.problem.units
+        self._recomputation = Recomputation(self.problem)
         self._memory = self.problem.memory_bytes.tolist()
         self._rigid_units = [index for index, unit in enumerate(units.units) if not unit.divisible]
         self._rigid_values = [value for value in units.values if not value.sliceable]
@@ -99,16 +112,27 @@ class Evaluator:
         A step that is known to take `limit` seconds or more is not simulated; `seconds` is then a lower bound.
         """
         self.evaluations += 1
+        return self._of(draft, limit, simulated=True)
+
+    def fitted(self, draft: Draft) -> Draft:
+        """The draft with what it leaves open: what its stages recompute, and what replicas split."""
+        found = self._of(draft, inf, simulated=False)
+        flags = found.recompute or [stage.recompute for stage in draft.stages]
+        stages = tuple(replace(stage, recompute=flag) for stage, flag in zip(draft.stages, flags, strict=True))
+        return replace(draft, stages=stages, sharding=found.sharding)
+
+    def _of(self, draft: Draft, limit: float, *, simulated: bool) -> Evaluation:
         edges = self.edges(draft)
         order = topological_order(edges, len(draft.stages))
-        if not order or not self._divisible(draft):
+        if not order or (simulated and not self._divisible(draft)):
             return Evaluation(seconds=inf)
         position = {stage: index for index, stage in enumerate(order)}
         stages = [draft.stages[index] for index in order]
         edges = {(position[a], position[b]): flow for (a, b), flow in edges.items()}
         if draft.chained:
             edges = with_chain(edges, len(stages))
-        return self._evaluate(stages, edges, draft.schedule, order, limit, self._copies(draft))
+        limit = limit if simulated else -inf
+        return self._evaluate(stages, edges, draft, order, limit, self._copies(draft))
 
     def _copies(self, draft: Draft) -> bool:
         return self.problem.replicable and unreplicated(self.problem, draft)[1] > 1
@@ -134,7 +158,7 @@ class Evaluator:
         self,
         stages: Sequence[DraftStage],
         edges: Mapping[tuple[int, int], Flow],
-        schedule: str,
+        draft: Draft,
         order: Sequence[int],
         limit: float,
         copies: bool,
@@ -147,26 +171,71 @@ class Evaluator:
         apart = self.problem.single_step and len(stages[-1].devices) > 1 and not copies
         size = stages[0].micro_batch_size
         number = -(-self.problem.batch_size // size)
-        counts = self._in_flight([stage.slack for stage in stages], edges, schedule, number, apart)
-        figures = [self.figures(stage) for stage in stages]
-        pipeline, busiest = self._pipeline(stages, figures, edges, copies)
+        counts = self._in_flight([stage.slack for stage in stages], edges, draft.schedule, number, apart)
+        copied = [self._copied_bytes(stage, count, number) for stage, count in zip(stages, counts, strict=True)]
+        limits = [min(self._memory[device] for device in stage.devices) for stage in stages]
+        fitted = self._fit(stages, counts, [room - more for room, more in zip(limits, copied, strict=True)], draft)
+        pipeline, busiest = self._pipeline(stages, fitted.figures, edges, copies)
         clocked = [*counts]
         if apart and self._step_apart(pipeline, stages[-1]):
             clocked.append(1)
-        copied = [self._copied_bytes(stage, count, number) for stage, count in zip(stages, counts, strict=True)]
-        peaks = [
-            warm_up_peak(entry.static_bytes + more, entry.kept_bytes, entry.working_bytes, count)
-            for entry, more, count in zip(figures, copied, counts, strict=True)
-        ]
-        limits = [min(self._memory[device] for device in stage.devices) for stage in stages]
+        peaks = [peak + more for peak, more in zip(fitted.peaks, copied, strict=True)]
         place = sorted(range(len(order)), key=order.__getitem__)
         return Evaluation(
-            seconds=max(number * busiest, self._seconds(pipeline, clocked, number, figures, limit)),
+            seconds=max(number * busiest, self._seconds(pipeline, clocked, number, fitted.figures, limit)),
             excess_bytes=float(max(0.0, *(peak - room for peak, room in zip(peaks, limits, strict=True)))),
             peak_bytes=tuple(peaks[index] for index in place),
             copied_bytes=tuple(copied[index] for index in place),
             in_flight=tuple(counts[index] for index in place),
+            recompute=tuple(fitted.stages[index].recompute or False for index in place),
+            sharding=fitted.sharding,
         )
+
+    def _fit(
+        self, stages: Sequence[DraftStage], counts: Sequence[int], rooms: Sequence[float], draft: Draft
+    ) -> _Fitted:
+        """The cheapest measures. `rooms`: bytes for the weights that are computed with, and for micro-batches."""
+        wanted = draft.sharding or self.problem.sharding
+        found = self._sharded(stages, counts, "none" if wanted == "auto" else wanted)
+        excess = [peak > room for peak, room in zip(found.peaks, rooms, strict=True)]
+        if wanted == "auto" and any(excess):
+            found = self._sharded(stages, counts, "zero1")
+            excess = [peak > room for peak, room in zip(found.peaks, rooms, strict=True)]
+        if self.problem.recompute is None and any(excess):
+            for index, room in enumerate(rooms):
+                if excess[index] and found.stages[index].recompute is None:
+                    self._recompute(found, index, counts[index], room)
+        return found
+
+    def _sharded(self, stages: Sequence[DraftStage], counts: Sequence[int], sharding: str) -> _Fitted:
+        """Stages that recompute only what drafts or the problem demand."""
+        if self.problem.recompute is True:
+            last = self.problem.num_units - 1
+            stages = [
+                replace(stage, recompute=last not in stage.units) if stage.recompute is None else stage
+                for stage in stages
+            ]
+        figures = [self.figures(stage, sharding) for stage in stages]
+        peaks = [entry.peak(count) for entry, count in zip(figures, counts, strict=True)]
+        return _Fitted([*stages], figures, peaks, sharding)
+
+    def _recompute(self, fitted: _Fitted, index: int, in_flight: int, room: float) -> None:
+        stage, figures = fitted.stages[index], fitted.figures[index]
+        memory = StageMemory(
+            saved=figures.kept_bytes,
+            received=input_bytes(self.problem, stage),
+            in_flight=in_flight,
+            room=room - figures.static_bytes,
+            may_rerun=self.problem.num_units - 1 not in stage.units,
+        )
+        key = stage, memory
+        if key not in self._chosen:
+            kind = self.problem.cluster.kind(stage.devices[0])
+            blocks = self.problem.block_figures(stage.share, kind)
+            self._chosen[key] = self._recomputation.cheapest(stage.units, memory, blocks)
+        stage = fitted.stages[index] = replace(stage, recompute=self._chosen[key])
+        figures = fitted.figures[index] = self.figures(stage, fitted.sharding)
+        fitted.peaks[index] = figures.peak(in_flight)
 
     def _in_flight(
         self, slack: Sequence[int], edges: Mapping[tuple[int, int], Flow], schedule: str, number: int, apart: bool
@@ -264,18 +333,20 @@ class Evaluator:
             self._routes[src, dst] = cluster.link(src, dst), cluster.ports(src, dst)
         return self._routes[src, dst]
 
-    def figures(self, stage: DraftStage) -> StageFigures:
+    def figures(self, stage: DraftStage, sharding: str = "none") -> StageFigures:
         """The costs of one replica of a stage on the slowest kind of its devices."""
-        if stage not in self._figures:
+        key = stage, sharding
+        if key not in self._figures:
             kinds = frozenset(map(self.problem.cluster.kind, stage.devices))
-            key = stage.units, stage.share, stage.recompute, kinds
-            like = self._anywhere.get(key)
-            if like is None:
-                self._anywhere[key] = stage_figures(self.problem, stage)
-            else:
-                self._anywhere[key] = replace(like, all_reduce=all_reduce_seconds(self.problem, stage))
-            self._figures[stage] = self._anywhere[key]
-        return self._figures[stage]
+            place = stage.units, stage.share, stage.recompute or False, kinds
+            if place not in self._anywhere:
+                self._anywhere[place] = stage_figures(self.problem, stage)
+            self._figures[key] = replace(
+                self._anywhere[place],
+                static_bytes=static_bytes(self.problem, stage, sharding),
+                all_reduce=all_reduce_seconds(self.problem, stage),
+            )
+        return self._figures[key]
 
 
 def _contend(ways: Iterable[tuple[Mapping[tuple[int, int], DraftTransfer], dict[tuple[int, int], float]]]) -> float:
@@ -331,47 +402,6 @@ def topological_order(edges: Iterable[tuple[int, int]], num_stages: int) -> list
             if not missing[other]:
                 heappush(ready, other)
     return order if len(order) == num_stages else []
-
-
-def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:
-    """The costs of one replica of a stage on the slowest kind of its devices."""
-    units = list(stage.units)
-    kinds = {problem.cluster.kind(device) for device in stage.devices}
-    seconds = [problem.seconds(stage.share, kind) for kind in kinds]
-    forward = max(float(entry.forward[units].sum()) for entry in seconds)
-    backward = max(float((entry.input_gradient + entry.weight_gradient)[units].sum()) for entry in seconds)
-    saved = float(problem.saved_bytes(stage.share)[units].sum())
-    inputs = input_bytes(problem, stage) if stage.recompute else 0.0
-    parameters = float(problem.parameter_bytes[units].sum())
-    return StageFigures(
-        forward=forward,
-        again=forward if stage.recompute else 0.0,
-        backward=backward,
-        kept_bytes=inputs if stage.recompute else saved,
-        working_bytes=saved if stage.recompute else 0.0,
-        static_bytes=parameters * problem.footprint.copies,
-        all_reduce=all_reduce_seconds(problem, stage),
-    )
-
-
-def all_reduce_seconds(problem: Problem, stage: DraftStage) -> float:
-    """Seconds of the all-reduce of a stage's gradients over its replicas."""
-    if len(stage.devices) == 1 or not problem.footprint.training:
-        return 0.0
-    return problem.cluster.all_reduce_seconds(stage.devices, float(problem.parameter_bytes[list(stage.units)].sum()))
-
-
-def input_bytes(problem: Problem, stage: DraftStage) -> float:
-    """Bytes, data included, that a replica of a stage receives per micro-batch."""
-    inside = set(stage.units)
-    values = (*problem.units.values, *problem.units.data)
-    read = (value for value in values if value.src not in inside and read_by(value, inside))
-    return sum(value.bytes.at(stage.share) for value in read)
-
-
-def read_by(value: Value, units: Set[int]) -> bool:
-    """True if one of the units reads the value."""
-    return not units.isdisjoint(value.dsts)
 
 
 def in_flight_counts(

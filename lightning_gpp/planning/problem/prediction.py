@@ -18,6 +18,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import estimate, timed
 from lightning_gpp.planning.problem.draft import Draft, realise
+from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.simplicity import complexity
@@ -233,7 +234,7 @@ def simulated(problem: Problem, draft: Draft) -> Prediction:
     Raises:
         PlanError: the stages form a cycle.
     """
-    plan, number = realise(problem, draft)
+    plan, number = realise(problem, Evaluator(problem).fitted(draft))
     return predicted(
         plan,
         problem.graph,

@@ -5,6 +5,7 @@ All partitioners see the model through this one object, so that none of them cou
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -14,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gpp.cluster import Cluster
-from lightning_gpp.costs.model import CostModel, Footprint
+from lightning_gpp.costs.model import CostModel, Footprint, held_copies
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
+from lightning_gpp.planning.assignment.rerun_blocks import RerunBlock, blocks_of
 from lightning_gpp.planning.problem.units import UnitGraph, bytes_to_step
 from lightning_gpp.simulation import WeightCopies
 
@@ -35,6 +37,19 @@ class UnitSeconds:
         return self.forward + self.input_gradient + self.weight_gradient
 
 
+@dataclass(frozen=True, slots=True)
+class BlockFigures:
+    """Figures of blocks for a share of a micro-batch: seconds of their forwards, and bytes (see `RerunBlock`)."""
+
+    seconds: Array
+    freed: Array
+    saved: Array
+
+    def of(self, numbers: NDArray[np.int64]) -> BlockFigures:
+        """The figures of some blocks."""
+        return BlockFigures(self.seconds[numbers], self.freed[numbers], self.saved[numbers])
+
+
 @dataclass(kw_only=True, eq=False)
 class Problem:
     """Units, devices, and a partitioner's choices.
@@ -49,7 +64,9 @@ class Problem:
             is smaller; drafts are evaluated, and bounded, as if it were not.
         schedules: names of schedules to choose from.
         footprint: what a device keeps per byte of parameters.
-        recompute: whether stages may recompute their activations: None leaves it to the partitioner.
+        recompute: whether stages recompute their activations: None means as little as their memory requires.
+        sharding: what the replicas of a stage split: "auto" means as little as their memory requires.
+        num_pipelines: pipelines like this one whose stages hold the same parameters.
         max_replicas: the most devices that a stage may have.
         replicable: whether r equal replicas of every stage may be r pipeline replicas.
         weight_copies: copies of a stage's weights by its delay, if the pipeline does not flush, so that the time of a
@@ -72,6 +89,8 @@ class Problem:
     schedules: tuple[str, ...] = ("1f1b",)
     footprint: Footprint = field(default_factory=Footprint)
     recompute: bool | None = None
+    sharding: str = "none"
+    num_pipelines: int = 1
     max_replicas: float = inf
     replicable: bool = True
     weight_copies: WeightCopies | None = None
@@ -82,6 +101,7 @@ class Problem:
     single_step: bool = True
     _seconds: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict, init=False)
     _saved: dict[int, Array] = field(default_factory=dict, init=False)
+    _blocks: dict[tuple[int, int], BlockFigures] = field(default_factory=dict, init=False)
 
     @property
     def continuous(self) -> bool:
@@ -120,10 +140,58 @@ class Problem:
             self._saved[num_samples] = np.array([unit.saved_bytes.at(num_samples) for unit in units], dtype=float)
         return self._saved[num_samples]
 
+    def copies(self, num_replicas: int, sharding: str | None = None) -> float:
+        """Bytes that a replica holds per byte of weights; by default with as much sharding as the problem allows.
+
+        With `fsdp`, a device with one stage holds its parameters, and in training its gradients, undivided besides.
+        """
+        sharding = sharding or ("zero1" if self.sharding == "auto" else self.sharding)
+        number = num_replicas * self.num_pipelines
+        undivided = 1 + self.footprint.training if sharding == "fsdp" and number > 1 else 0
+        return held_copies(self.footprint.copies, sharding, number) + undivided
+
+    def static_bytes_of(self, num_replicas: int) -> Array:
+        """Weights, gradients and optimizer state of every unit, on each of this number of replicas."""
+        return self.parameter_bytes * self.copies(num_replicas)
+
     @cached_property
     def static_bytes(self) -> Array:
-        """Weights, gradients and optimizer state of every unit."""
-        return self.parameter_bytes * self.footprint.copies
+        """The same on a single replica."""
+        return self.static_bytes_of(1)
+
+    @cached_property
+    def blocks(self) -> tuple[RerunBlock, ...]:
+        """The modules that stages may recompute; none if stages are slices."""
+        return blocks_of(self.graph) if self.footprint.training and self.num_slices == 1 else ()
+
+    @cached_property
+    def units_of_blocks(self) -> list[frozenset[int]]:
+        """The units with the operators of every block."""
+        units: dict[str, set[int]] = {}
+        for index, unit in enumerate(self.units.units):
+            for name in unit.operators:
+                units.setdefault(name, set()).add(index)
+        return [frozenset().union(*(units.get(name, ()) for name in block.operators)) for block in self.blocks]
+
+    def numbers_of_blocks(self, paths: Iterable[str]) -> NDArray[np.int64]:
+        """The numbers of blocks with these paths."""
+        wanted = set(paths)
+        found = [number for number, block in enumerate(self.blocks) if block.path in wanted]
+        return np.array(found, dtype=np.int64)
+
+    def block_figures(self, num_samples: int, kind: int = 0) -> BlockFigures:
+        """The figures of all blocks for `num_samples` samples on devices of a kind."""
+        key = num_samples, kind
+        if key not in self._blocks:
+            device, graph = self.cluster.kinds[kind], self.graph
+            forwards = [
+                sum(self.costs.seconds(graph[name], num_samples, device).forward for name in block.operators)
+                for block in self.blocks
+            ]
+            freed = [block.freed(num_samples) for block in self.blocks]
+            saved = [block.saved.at(num_samples) for block in self.blocks]
+            self._blocks[key] = BlockFigures(*(np.array(column, dtype=float) for column in (forwards, freed, saved)))
+        return self._blocks[key]
 
     @cached_property
     def parameter_bytes(self) -> Array:

@@ -18,8 +18,8 @@ def moves(problem: Problem, shape: Shape, loads: list[float]) -> Iterator[Shape]
     """Shapes one change away. `loads`: seconds of every stage's own work in a step.
 
     Units leave the stages that take longest, alone or with all that follow or precede them there; these stages get
-    devices of others, or idle ones; stages are merged and divided; micro-batch size, recomputation and positions on the
-    devices change, and micro-batches in flight; and if the problem allows it, devices become idle.
+    devices of others, or idle ones; stages are merged and divided; micro-batch size and positions on the devices
+    change, and micro-batches in flight; and if the problem allows it, devices become idle.
     """
     slow = sorted(range(len(loads)), key=loads.__getitem__, reverse=True)[:FOCUS]
     fast = sorted(range(len(loads)), key=loads.__getitem__)
@@ -30,7 +30,6 @@ def moves(problem: Problem, shape: Shape, loads: list[float]) -> Iterator[Shape]
     for stage in slow:
         yield from _divisions(problem, shape, stage)
     yield from _joins(problem, shape)
-    yield from _recomputation(problem, shape)
     yield from _places(problem, shape)
     yield from _slack(problem, shape, slow)
     if problem.idle_devices:
@@ -62,15 +61,7 @@ def _step_last(problem: Problem, shape: Shape) -> Shape:
     """The shape with the stage of the user's step on device 0."""
     step, last = problem.num_units - 1, len(shape.groups) - 1
     place = next(index for index, group in enumerate(shape.groups) if step in group)
-    return _flags_kept(problem, shape.swapped(place, last) if place != last else shape)
-
-
-def _flags_kept(problem: Problem, shape: Shape) -> Shape:
-    """Set recomputation as the problem prescribes; the stage of the user's step never recomputes."""
-    step = problem.num_units - 1
-    wanted = shape.recompute if problem.recompute is None else [problem.recompute] * len(shape.groups)
-    flags = tuple(again and step not in group for again, group in zip(wanted, shape.groups, strict=True))
-    return replace(shape, recompute=flags)
+    return shape.swapped(place, last) if place != last else shape
 
 
 def _bundles(
@@ -149,7 +140,7 @@ def _divisions(problem: Problem, shape: Shape, stage: int) -> Iterator[Shape]:
     more = {(idle, count) for idle in _idle_numbers(problem, shape) if idle <= problem.max_replicas}
     for upper, lower in (*sorted(own), *sorted(more)):
         position = _position(problem, group, shape.size, upper, lower)
-        yield _flags_kept(problem, shape.divided(stage, group[:position], upper, lower))
+        yield shape.divided(stage, group[:position], upper, lower)
 
 
 def _position(problem: Problem, group: tuple[int, ...], size: int, upper: int, lower: int) -> int:
@@ -172,17 +163,6 @@ def _neighbouring_stages(problem: Problem, shape: Shape) -> list[tuple[int, int]
     pairs = {(owner[value.src], owner[dst]) for value in problem.units.values for dst in value.dsts}
     ordered = sorted(pair for pair in pairs if pair[0] != pair[1])
     return [(a, b) if b == last or a < b else (b, a) for a, b in ordered]
-
-
-def _recomputation(problem: Problem, shape: Shape) -> Iterator[Shape]:
-    if problem.recompute is not None:
-        return
-    step = problem.num_units - 1
-    for stage, again in enumerate(shape.recompute):
-        if step not in shape.groups[stage]:
-            flags = list(shape.recompute)
-            flags[stage] = not again
-            yield replace(shape, recompute=tuple(flags))
 
 
 MAX_SLACK = 2

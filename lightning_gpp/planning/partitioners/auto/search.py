@@ -1,10 +1,10 @@
-"""The default partitioner: any DAG, any stages, replicas, micro-batch size, schedule and recomputation, jointly.
+"""The default partitioner: any DAG, any stages, replicas, micro-batch size and schedule, jointly.
 
 First shapes (`starts`) come from contiguous cuts of several orders of the units, as partitioners of chains find them,
 and from the partitioners of the literature. The best ones are improved by single changes (`moves`) as long as the step
 gets shorter. Then they are perturbed and improved again, until the time is up, there was no improvement for long, or
 the step is as short as the lower bound (`bound`) allows. Every candidate is judged by the simulated seconds of its
-whole step and by the memory of every device.
+whole step and by the memory of every device, with the cheapest measures that make it fit (`Evaluator.fitted`).
 
 Of those that are nearly as fast as the best, the simplest one is the answer (`Problem.simplicity`).
 
@@ -186,15 +186,12 @@ class Search:
         return [best[stages] for stages in sorted(best)][:NUM_STARTS]
 
     def save(self) -> None:
-        """Turn off recomputation and slack that gain no time: they still cost energy and memory."""
+        """Turn off slack that gains no time: it still costs memory."""
         if self.best is None:
             return
         for stage in range(len(self.best.groups)):
             slack = tuple(0 if index == stage else count for index, count in enumerate(self.best.slacks))
             self._take_if_as_good(replace(self.best, slack=slack))
-            if self.problem.recompute is None:
-                again = tuple(flag and index != stage for index, flag in enumerate(self.best.recompute))
-                self._take_if_as_good(replace(self.best, recompute=again))
 
     def _take_if_as_good(self, shape: Shape) -> None:
         rank = self.evaluate(shape.draft()).rank
@@ -212,7 +209,7 @@ class Search:
     def best_of(self, wanted: Callable[[Shape], bool]) -> Draft | None:
         """The best of the judged shapes of a kind, as a draft; None if none fits the memory."""
         shape = min(filter(wanted, self.known), key=self.known.__getitem__, default=None)
-        return None if shape is None or self.known[shape] >= (0, inf) else shape.draft()
+        return None if shape is None or self.known[shape] >= (0, inf) else self._fitted(shape)
 
     def _starts(self) -> list[Shape]:
         self.published = published(self.problem, self.control)
@@ -280,7 +277,7 @@ class Search:
     def _loads(self, shape: Shape) -> list[float]:
         """Seconds of every stage's own work in a step."""
         number = -(-self.problem.batch_size // shape.size)
-        figures = [self.evaluate.figures(stage) for stage in shape.draft().stages]
+        figures = [self.evaluate.figures(stage) for stage in self._fitted(shape).stages]
         return [number * (entry.forward + entry.again + entry.backward) + entry.all_reduce for entry in figures]
 
     def _disturbed(self, shape: Shape, random: Random) -> Shape:
@@ -291,7 +288,7 @@ class Search:
         return shape
 
     def answer(self) -> Answer:
-        draft = self.best.draft() if self.best is not None and self.rank[1] < inf else None
+        draft = self._fitted(self.best) if self.best is not None and self.rank[1] < inf else None
         return Answer(
             draft=draft,
             objective=self.rank[1],
@@ -302,6 +299,9 @@ class Search:
             neighbours=self._neighbours,
         )
 
+    def _fitted(self, shape: Shape) -> Draft:
+        return self.evaluate.fitted(shape.draft())
+
     def _neighbours(self, draft: Draft) -> Iterator[Draft]:
         """The drafts one move away that fit the memory, the shortest estimates first."""
         shape = Shape.of(draft)
@@ -309,10 +309,10 @@ class Search:
             return
         others = list(moves(self.problem, shape, self._loads(shape)))[-MAX_MOVES:]
         ranks = {other: self.evaluate(other.draft()).rank for other in others}
-        yield from (other.draft() for other in sorted(ranks, key=ranks.__getitem__) if ranks[other] < (0, inf))
+        yield from (self._fitted(other) for other in sorted(ranks, key=ranks.__getitem__) if ranks[other] < (0, inf))
 
     def _alternatives(self) -> Iterator[Alternative]:
-        """The best shapes with another micro-batch size, number of stages or recomputation."""
+        """The best shapes with another micro-batch size, number of stages or of devices."""
         for shape, name in self.published.items():
             if shape != self.best and shape in self.known and self.known[shape][1] < inf:
                 found = self._alternative(shape)
@@ -327,7 +327,7 @@ class Search:
                 yield self._alternative(shape)
 
     def _alternative(self, shape: Shape) -> Alternative:
-        draft = shape.draft()
+        draft = self._fitted(shape)
         found = self.evaluate(draft)
         return Alternative(draft=draft, seconds=found.seconds, reason=self._reason(found))
 
@@ -342,5 +342,5 @@ class Search:
         return f"the {self.problem.judged_by} takes {evaluation.seconds / self.rank[1] - 1:.1%} longer"
 
 
-def _kind(shape: Shape) -> tuple[int, int, int, bool]:
-    return shape.size, len(shape.groups), shape.num_devices, any(shape.recompute)
+def _kind(shape: Shape) -> tuple[int, int, int]:
+    return shape.size, len(shape.groups), shape.num_devices

@@ -89,7 +89,7 @@ class Cuts:
         size: samples of a micro-batch.
         width: devices are assigned in groups of this size.
         apart: the units of a stage must be connected.
-        recompute: all stages recompute, except the one of the user's step.
+        recompute: all stages recompute: their times include it, and micro-batches in flight need no memory.
         schedule: the name that shapes get.
         fitting: stages fit the memory, with one micro-batch in flight per following stage.
         num_devices: the first devices to use; 0: all.
@@ -178,7 +178,7 @@ class _Table:
     def _fitting_row(self, replicas: int, num_following: int) -> Positions:
         problem = self.problem
         saved = problem.saved_bytes(-(-self.cuts.size // replicas))
-        needed = (problem.static_bytes + (num_following + 1) * saved)[self.reverse]
+        needed = (problem.static_bytes_of(replicas) + (num_following + 1) * saved)[self.reverse]
         total = np.concatenate([[0.0], np.cumsum(needed)])
         return np.searchsorted(total, total + float(problem.memory_bytes.min()), side="right") - 1
 
@@ -261,7 +261,6 @@ def _shape(problem: Problem, cuts: Cuts, ends: list[int], replicas: list[int]) -
     return Shape(
         groups=tuple(group for group, _ in stages),
         replicas=tuple(count for _, count in stages),
-        recompute=tuple(cuts.recompute and step not in group for group, _ in stages),
         size=cuts.size,
         schedule=cuts.schedule,
     )

@@ -22,7 +22,6 @@ class Shape:
     Args:
         groups: the units of every stage, ascending.
         replicas: number of replicas of every stage.
-        recompute: whether each stage recomputes.
         size: samples of a micro-batch.
         schedule: name of the schedule.
         spread: replicas of a stage are one pipeline apart instead of side by side; requires equal numbers of replicas.
@@ -33,7 +32,6 @@ class Shape:
 
     groups: tuple[tuple[int, ...], ...]
     replicas: tuple[int, ...]
-    recompute: tuple[bool, ...]
     size: int
     schedule: str
     spread: bool = False
@@ -76,12 +74,12 @@ class Shape:
         return [tuple(sorted(self.places[position] for position in entry)) for entry in positions]
 
     def draft(self) -> Draft:
-        """The shape as a draft, with devices."""
-        stages = zip(self.groups, self.devices(), self.recompute, self.slacks, strict=True)
+        """The shape as a draft, with devices; what is recomputed stays open."""
+        stages = zip(self.groups, self.devices(), self.slacks, strict=True)
         return Draft(
             stages=tuple(
-                DraftStage(units=units, devices=where, micro_batch_size=self.size, recompute=again, slack=slack)
-                for units, where, again, slack in stages
+                DraftStage(units=units, devices=where, micro_batch_size=self.size, slack=slack)
+                for units, where, slack in stages
             ),
             schedule=self.schedule,
         )
@@ -96,7 +94,6 @@ class Shape:
         shape = cls(
             groups=tuple(tuple(sorted(stage.units)) for stage in stages),
             replicas=tuple(len(stage.devices) for stage in stages),
-            recompute=tuple(stage.recompute for stage in stages),
             slack=tuple(stage.slack for stage in stages),
             size=stages[0].micro_batch_size,
             schedule=draft.schedule,
@@ -127,33 +124,30 @@ class Shape:
 
     def merged(self, first: int, second: int, num_replicas: int | None = None) -> Shape:
         """Merge two stages, at the position of the second, on the devices of both or on fewer."""
-        groups, replicas, again, slack = self._lists()
+        groups, replicas, slack = self._lists()
         groups[second] = tuple(sorted((*groups[first], *groups[second])))
         replicas[second] = num_replicas or replicas[first] + replicas[second]
-        again[second] = again[first] and again[second]
-        for entries in (groups, replicas, again, slack):
+        for entries in (groups, replicas, slack):
             del entries[first]
-        return self._with(groups, replicas, again, slack)
+        return self._with(groups, replicas, slack)
 
     def divided(self, stage: int, upper: Sequence[int], num_upper: int, num_lower: int) -> Shape:
         """Divide a stage: the units `upper` on `num_upper` devices, in front of the rest on `num_lower`."""
-        groups, replicas, again, slack = self._lists()
+        groups, replicas, slack = self._lists()
         rest = tuple(unit for unit in groups[stage] if unit not in set(upper))
         groups[stage : stage + 1] = [tuple(sorted(upper)), rest]
         replicas[stage : stage + 1] = [num_upper, num_lower]
-        again[stage : stage + 1] = [again[stage]] * 2
         slack[stage : stage + 1] = [slack[stage]] * 2
-        return self._with(groups, replicas, again, slack)
+        return self._with(groups, replicas, slack)
 
-    def _lists(self) -> tuple[list[tuple[int, ...]], list[int], list[bool], list[int]]:
-        return list(self.groups), list(self.replicas), list(self.recompute), list(self.slacks)
+    def _lists(self) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+        return list(self.groups), list(self.replicas), list(self.slacks)
 
-    def _with(self, groups: list[tuple[int, ...]], replicas: list[int], again: list[bool], slack: list[int]) -> Shape:
+    def _with(self, groups: list[tuple[int, ...]], replicas: list[int], slack: list[int]) -> Shape:
         return replace(
             self,
             groups=tuple(groups),
             replicas=tuple(replicas),
-            recompute=tuple(again),
             slack=tuple(slack),
             places=self._places_for(sum(replicas)),
         )
@@ -166,7 +160,6 @@ class Shape:
             self,
             groups=tuple(self.groups[i] for i in order),
             replicas=tuple(self.replicas[i] for i in order),
-            recompute=tuple(self.recompute[i] for i in order),
             slack=tuple(self.slacks[i] for i in order),
         )
 

@@ -1,0 +1,170 @@
+"""Blocks: modules whose results can be computed again for the backward, and what that takes and frees.
+
+A block that is recomputed keeps only what it receives. So what it frees is what autograd would save inside, less that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from lightning_gpp.graph import Affine, Operator, OperatorGraph
+from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Stage
+
+LOSS: Final = 0.1
+"""A module is divided into smaller blocks unless they would free this share less: they need less memory at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RerunBlock:
+    """A module that runs again as a whole.
+
+    Args:
+        path: of the module.
+        operators: names of all operators inside.
+        saved: bytes that autograd saves inside.
+        received: bytes that the block receives, and keeps instead.
+    """
+
+    path: str
+    operators: frozenset[str]
+    saved: Affine
+    received: Affine
+
+    def freed(self, num_samples: int) -> float:
+        """Bytes of a micro-batch that need not be kept."""
+        return self.saved.at(num_samples) - self.received.at(num_samples)
+
+
+def blocks_of(graph: OperatorGraph) -> tuple[RerunBlock, ...]:
+    """The blocks of a model: the smallest modules that free nearly as much as larger ones, for example its layers."""
+    return tuple(_BlockTree(graph).smallest(""))
+
+
+def recomputed_blocks(graph: OperatorGraph, operators: Collection[str], paths: Iterable[str]) -> list[RerunBlock]:
+    """The modules inside of `paths`, as large as possible, that a stage with these operators calls as a whole."""
+    paths = tuple(paths)
+    known = _BlockTree(graph) if paths else None
+    return [block for path in paths if known for block in known.inside(path, operators)]
+
+
+@dataclass(slots=True)
+class _BlockTree:
+    """Operators and submodules by path."""
+
+    graph: OperatorGraph
+    operators: dict[str, list[Operator]] = field(default_factory=dict)
+    children: dict[str, dict[str, None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for operator in self.graph:
+            if operator.target not in ("input", "step") and operator.module != STEP:
+                for path in _around(operator.module):
+                    self.operators.setdefault(path, []).append(operator)
+                    if path:
+                        self.children.setdefault(path.rpartition(".")[0], {})[path] = None
+
+    def smallest(self, path: str) -> list[RerunBlock]:
+        """See `blocks_of`; the blocks in a module."""
+        parts = [block for child in self.children.get(path, ()) for block in self.smallest(child)]
+        if not self._is_called(path):
+            return parts
+        whole = self.block(path)
+        freed = sum(block.freed(1) for block in parts)
+        if whole.freed(1) <= 0 or freed >= (1 - LOSS) * whole.freed(1):
+            return parts
+        return [whole]
+
+    def inside(self, path: str, operators: Collection[str]) -> Iterator[RerunBlock]:
+        """The largest blocks in a module that have none but these operators."""
+        mine = [operator.name in operators for operator in self.operators.get(path, ())]
+        if mine and all(mine) and self._is_called(path):
+            yield self.block(path)
+        elif any(mine):
+            for child in self.children.get(path, ()):
+                yield from self.inside(child, operators)
+
+    def block(self, path: str) -> RerunBlock:
+        inside = self.operators[path]
+        names = frozenset(operator.name for operator in inside)
+        return RerunBlock(
+            path=path,
+            operators=names,
+            saved=sum((operator.saved_bytes for operator in inside), Affine()),
+            received=self._received(names),
+        )
+
+    def _received(self, names: frozenset[str]) -> Affine:
+        edges = self.graph.nx.in_edges(names, data="outputs")
+        values = {(source, output) for source, _, outputs in edges if source not in names for output in outputs}
+        return sum((self.graph[source].outputs[output].affine_bytes for source, output in values), Affine())
+
+    def _is_called(self, path: str) -> bool:
+        return bool(path) and path not in self.graph.uncalled
+
+
+def _around(path: str) -> Iterator[str]:
+    """The path and those of the modules around it, the root's last."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield path
+
+
+def figures_of(
+    graph: OperatorGraph,
+    assignment: Mapping[str, tuple[int, ...]],
+    stages: Sequence[Stage],
+    edges: Iterable[Edge],
+) -> list[Figures]:
+    """The figures of stages, without seconds."""
+    operators: list[list[Operator]] = [[] for _ in stages]
+    for operator in graph:
+        for stage in assignment[operator.name]:
+            if stage != SOURCE:
+                operators[stage].append(operator)
+    received = [Affine() for _ in stages]
+    for edge in edges:
+        received[edge.dst] += edge.bytes
+    return [_figures(graph, *entry) for entry in zip(stages, operators, received, strict=True)]
+
+
+def _figures(graph: OperatorGraph, stage: Stage, operators: Sequence[Operator], received: Affine) -> Figures:
+    pending: dict[tuple[str, int], Affine] = {}
+    for operator in operators:
+        pending.update(_for_weights(graph, operator))
+    names = {name for operator in operators for name in operator.parameters}
+    kept, working = _held(graph, stage, operators, received)
+    return Figures(
+        flops=sum((operator.flops for operator in operators), Affine()),
+        activation_bytes=kept,
+        working_bytes=working,
+        pending_bytes=sum(pending.values(), Affine()),
+        num_parameters=sum(graph.parameter_sizes[name] for name in names),
+        parameter_bytes=sum(graph.parameter_bytes[name] for name in names),
+    )
+
+
+def _held(graph: OperatorGraph, stage: Stage, operators: Sequence[Operator], received: Affine) -> tuple[Affine, Affine]:
+    """Bytes that a stage keeps, and those that it needs besides to run something again."""
+    saved = sum((operator.saved_bytes for operator in operators), Affine())
+    if stage.reruns:
+        return received, saved
+    blocks = recomputed_blocks(graph, {operator.name for operator in operators}, stage.recomputed_blocks)
+    kept = sum((block.received - block.saved for block in blocks), saved)
+    largest = max((block.saved for block in blocks), key=lambda size: size.at(stage.micro_batch_size), default=Affine())
+    return kept, largest
+
+
+def _for_weights(graph: OperatorGraph, operator: Operator) -> dict[tuple[str, int], Affine]:
+    """Bytes that an operator's weight gradients need: its inputs, and the gradients of its outputs."""
+    if not operator.parameters:
+        return {}
+    read = [
+        (source, output)
+        for source, _, outputs in graph.nx.in_edges(operator.name, data="outputs")
+        for output in outputs
+    ]
+    inputs = {(source, output): graph[source].outputs[output].affine_bytes for source, output in read}
+    return {**inputs, **{(operator.name, -1 - i): spec.affine_bytes for i, spec in enumerate(operator.outputs)}}
