@@ -16,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 
 from lightning_gpp.checkpoints.folder import is_folder
+from lightning_gpp.cli.blame import guarded, refusal
 from lightning_gpp.cli.check import check
 from lightning_gpp.cli.resume import AUTO, resuming_by_itself
 from lightning_gpp.cli.sweep import METRICS
@@ -40,6 +41,15 @@ def run_job(config: DictConfig) -> dict[str, float]:
     """
     _check_checkpoint(config.ckpt_path, config.train)
     job = build(config)
+    try:
+        metrics = _run(job, config)
+    except MisconfigurationException as error:
+        raise refusal("the settings", error) from error
+    _finish(config, metrics)
+    return metrics
+
+
+def _run(job: Job, config: DictConfig) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if config.train:
         _fit(job, config)
@@ -47,7 +57,6 @@ def run_job(config: DictConfig) -> dict[str, float]:
     if config.test and not job.trainer.interrupted:
         _test(job, None if config.train else config.ckpt_path)
         metrics |= _metrics(job.trainer)
-    _finish(config, metrics)
     return metrics
 
 
@@ -113,8 +122,8 @@ def build(config: DictConfig) -> Job:
     check(config)
     seed_all(config.seed)
     strategy = built(config.strategy)
-    datamodule = built(config.data)
-    model = built(config.model)
+    datamodule = guarded(config.data, built(config.data))
+    model = guarded(config.model, built(config.model))
     return Job(trainer=build_trainer(config, strategy), model=model, datamodule=datamodule)
 
 
@@ -140,12 +149,13 @@ def build_trainer(config: DictConfig, strategy: Strategy) -> L.Trainer:
     parts = {"callbacks": _all(config.callbacks), "logger": _all(config.logger) or False}
     try:
         trainer: L.Trainer = built(config.trainer, strategy=strategy, **parts)
-    except InstantiationException as error:
-        if not isinstance(error.__cause__, MisconfigurationException | TypeError | ValueError):
+    except ConfigError as error:
+        reason = error.__cause__.__cause__ if isinstance(error.__cause__, InstantiationException) else None
+        if not isinstance(reason, MisconfigurationException | TypeError | ValueError):
             raise
         settings = ", ".join(f"trainer.{key}={config.trainer[key]}" for key in ("accelerator", "devices", "precision"))
         remedy = " trainer=cpu runs on any machine." if config.trainer.accelerator != "cpu" else ""
-        raise ConfigError(f"Lightning refuses {settings}: {' '.join(str(error.__cause__).split())}{remedy}") from error
+        raise refusal(settings, reason, remedy) from error
     return trainer
 
 

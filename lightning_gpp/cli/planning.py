@@ -15,6 +15,7 @@ from lightning_gpp.cli.job import seed_all
 from lightning_gpp.cli.subject import GraphFile, Step, captured, graph_file
 from lightning_gpp.cli.target import built
 from lightning_gpp.cluster import Cluster, cluster_of
+from lightning_gpp.cluster.presets import MAX_DEVICES
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, count_pipelines, devices_per_pipeline
@@ -268,9 +269,15 @@ def num_processes(trainer: DictConfig) -> int:
     devices: Any = trainer.devices
     if isinstance(devices, ListConfig):
         devices = len(devices)
-    if not str(devices).isdigit() or int(devices) < 1:
+    if not str(devices).isdecimal() or int(devices) < 1:
         raise ConfigError(
             f"trainer.devices={devices}: gpp-plan does not count this machine's devices. Give their number, for "
             "example trainer.devices=4, or name a cluster, for example cluster=dgx_h100."
         )
-    return int(devices) * int(trainer.num_nodes)
+    number = int(devices) * int(trainer.num_nodes)
+    if number > MAX_DEVICES:
+        raise ConfigError(
+            f"trainer.devices={devices} x trainer.num_nodes={trainer.num_nodes} are {number} devices; a cluster has at "
+            f"most {MAX_DEVICES}."
+        )
+    return number

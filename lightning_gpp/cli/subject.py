@@ -22,6 +22,7 @@ from lightning_gpp._compat.lightning import attach_data, transferred
 from lightning_gpp._compat.lightning_module import set_device_mesh
 from lightning_gpp._compat.torch import imitated_processes, pytree
 from lightning_gpp.capture import Capture
+from lightning_gpp.cli.blame import guarded
 from lightning_gpp.cli.target import built
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
@@ -162,9 +163,9 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
     Args:
         placed: context in which the module is built; on the meta device its parameters take no memory.
     """
-    trainer, datamodule = _quiet_trainer(config.trainer.precision), built(config.data)
+    trainer, datamodule = _quiet_trainer(config.trainer.precision), guarded(config.data, built(config.data))
     with placed():
-        model: L.LightningModule = built(config.model)
+        model: L.LightningModule = guarded(config.model, built(config.model))
     trainer.precision_plugin.convert_module(model)
     attach_data(trainer, model, datamodule)
     batch = first_batch(datamodule, config.step) if options.example_batch is None else options.example_batch

@@ -10,6 +10,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from lightning_gpp.cli.blame import mistake
 from lightning_gpp.errors import ConfigError, GPPError, did_you_mean
 
 _EXTRAS: Final = {"sklearn": "examples", "transformers": "hf"}
@@ -50,8 +51,7 @@ def built(node: DictConfig, **arguments: Any) -> Any:
     """The object that a node of the configuration describes.
 
     Raises:
-        GPPError: it refuses its arguments, or lacks a package.
-        InstantiationException: its constructor failed in another way.
+        GPPError: it refuses its arguments, lacks a package, or its constructor failed in another way.
     """
     try:
         return instantiate(node, **arguments)
@@ -60,7 +60,7 @@ def built(node: DictConfig, **arguments: Any) -> Any:
             raise error.__cause__ from None
         if isinstance(error.__cause__, ImportError):
             raise ConfigError(f"{node._target_} cannot be built: {' '.join(str(error.__cause__).split())}") from error
-        raise
+        raise mistake(node, error.__cause__ or error) from error
 
 
 def _defined_in(owner: Any) -> list[str]:

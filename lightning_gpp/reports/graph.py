@@ -16,7 +16,13 @@ from lightning_gpp.reports.table import recomputed
 from lightning_gpp.reports.terminal import together, wrapped
 from lightning_gpp.reports.units import count, size
 
-MARGIN = 16
+MARGIN: Final = 16
+
+LABEL: Final = 13
+"""Height of a line of small text."""
+
+STRONG: Final = 7.6
+"""Width of a strong letter, on average, in the widest of usual fonts."""
 
 
 def levels(plan: Plan) -> list[list[int]]:
@@ -92,6 +98,15 @@ def compact(plan: Plan, width: float) -> BoxSize:
     return BoxSize(width=wide, height=24, gap_x=gap, gap_y=8, detailed=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """The bytes of an edge, and the left end of their line of text."""
+
+    x: float
+    y: float
+    content: str
+
+
 class GraphPicture:
     """The elements of a stage graph, and the room that they need."""
 
@@ -103,6 +118,7 @@ class GraphPicture:
         self.width = len(self.layers.columns) * (box.width + box.gap_x) - box.gap_x
         self.height = self.unit * max(self.layers.heights.values()) + box.height
         self.ports = _ports(plan, self.layers)
+        self.labels = self._labels() if box.detailed else {}
 
     def elements(self, left: float, top: float) -> Iterator[str]:
         """Edges, then boxes."""
@@ -130,10 +146,22 @@ class GraphPicture:
     def _edge(self, edge: Edge, left: float, top: float) -> Iterator[str]:
         points = [(left + x, top + y) for x, y in self.route(edge.src, edge.dst)]
         yield svg.arrow(points, dashed=edge.artificial, title=_arrow(self.plan, edge))
-        if self.box.detailed:
-            label = "" if edge.artificial else size(edge.bytes.at(self.plan.stages[edge.dst].micro_batch_size))
-            beside = 14 if points[1][1] < points[0][1] - 1 else -5  # where the line bends away from it
-            yield svg.text(points[0][0] + 5, points[0][1] + beside, label, classes="small muted")
+        if label := self.labels.get((edge.src, edge.dst)):
+            yield svg.text(left + label.x, top + label.y, label.content, classes="small muted halo")
+
+    def _labels(self) -> dict[tuple[int, int], Label]:
+        """Bytes on edges, beside the stage that sends them; none where it has more edges than there is room for."""
+        labels: dict[tuple[int, int], Label] = {}
+        for stage in range(len(self.plan.stages)):
+            edges = [edge for edge in self.plan.edges if edge.src == stage and not edge.artificial]
+            edges.sort(key=lambda edge: self.ports[stage, edge.src, edge.dst])
+            x, y = self.corner(stage)
+            middle = y + self.box.height / 2 + LABEL / 3
+            for number, edge in enumerate(edges if len(edges) * LABEL <= self.unit else ()):
+                content = size(edge.bytes.at(self.plan.stages[edge.dst].micro_batch_size))
+                height = middle + LABEL * (number - (len(edges) - 1) / 2)
+                labels[edge.src, edge.dst] = Label(x=x + self.box.width + 6, y=height, content=content)
+        return labels
 
     def _box(self, stage: int, x: float, y: float) -> Iterator[str]:
         entry, box = self.plan.stages[stage], self.box
@@ -141,7 +169,7 @@ class GraphPicture:
         yield svg.rectangle(x, y, box.width, box.height, tint(color), ", ".join(entry.modules))
         yield svg.rectangle(x, y, 5, box.height, color)
         letters = int((box.width - 14) / svg.LETTER)
-        title = _clipped(f"{stage} {entry.name}", letters)
+        title = _clipped(f"{stage} {entry.name}", int((box.width - 14) / STRONG))
         if not box.detailed:
             yield svg.text(x + 10, y + box.height / 2 + 4, title, classes="on small")
         else:

@@ -19,7 +19,7 @@ LETTER: Final = 6.6
 def _rules(colors: Mapping[str, str]) -> str:
     return (
         f".page{{fill:{colors['page']}}}.panel{{fill:{colors['panel']};stroke:{colors['line']}}}"
-        f"text{{fill:{colors['text']}}}text.muted{{fill:{colors['muted']}}}text.bad{{fill:{colors['bad']}}}"
+        f"text{{fill:{colors['text']}}}text.halo{{stroke:{colors['page']}}}text.muted{{fill:{colors['muted']}}}text.bad{{fill:{colors['bad']}}}"
         f".grid{{stroke:{colors['line']}}}.arrow{{stroke:{colors['arrow']};fill:none}}"
         f".head{{fill:{colors['arrow']}}}.mark{{stroke:{colors['text']};fill:none}}"
     )
@@ -27,10 +27,10 @@ def _rules(colors: Mapping[str, str]) -> str:
 
 STYLE: Final = (
     f"<style>text{{font:12px {FONT}}}text.strong{{font-weight:600}}text.title{{font-size:15px;font-weight:600}}"
-    f"text.small{{font-size:11px}}{_rules(LIGHT)}"
+    f"text.small{{font-size:11px}}text.halo{{paint-order:stroke;stroke-width:4px}}{_rules(LIGHT)}"
     f"@media(prefers-color-scheme:dark){{{_rules(DARK)}}}text.on{{fill:#111}}</style>"
 )
-"""The classes of elements. `on` is text on the colour of a stage, `grid` a line behind the picture."""
+"""The classes of elements: `on` is text on the colour of a stage, `halo` text on lines, `grid` a line behind all."""
 
 DEFINITIONS: Final = (
     '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'

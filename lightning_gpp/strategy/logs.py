@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Number
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
 import torch
@@ -28,6 +28,9 @@ from lightning_gpp.training.control import Control
 from lightning_gpp.training.options import Context
 
 _SIGNATURE = inspect.signature(pl.LightningModule.log)
+
+_HEADER: Final = 2
+"""Numbers of a message before its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +198,16 @@ def _is_scalar(value: Any) -> bool:
 class LogExchange:
     """Sends the records of the step's rank to the other ranks of the pipeline, and replays them on all of them.
 
-    A message is two numbers (the calls, the number of values) and one tensor of values; calls are pickled only if they
-    differ from all that were sent before.
+    A message is two numbers (the calls, the number of values) and the values, of which it has room for as many as ever
+    were sent; a second message has those that do not fit. So a step sends one message, unless it logs more than all
+    before. Calls are pickled only if they differ from all that were sent before.
     """
 
     def __init__(self, control: Control, device: torch.device) -> None:
         self.control, self.device = control, device
         self._known: dict[int, tuple[Call, ...]] = {}
+        self._room = 0
+        """Values of a message; all ranks have seen the same messages."""
 
     def exchange(
         self, recorder: LogRecorder | None, extra: Sequence[float], results: Sequence[Tensor] = ()
@@ -212,14 +218,27 @@ class LogExchange:
         """
         calls = () if recorder is None else tuple(recorder.calls)
         values = [*extra] if recorder is None else [*extra, *_flat(results, recorder.calls)]
-        header = self.control.share(torch.tensor([_key(calls), len(values)]))
-        key, length = int(header[0]), int(header[1])
+        key, values = self._shared(_key(calls), values)
         if key not in self._known:
             self._known[key] = self.control.share_object(calls)
-        body = torch.zeros(length, dtype=torch.float64)
-        if recorder is not None:
-            body = torch.tensor(values, dtype=torch.float64)
-        return self._known[key], self.control.share(body).tolist()
+        return self._known[key], values
+
+    def _shared(self, key: int, values: Sequence[float]) -> tuple[int, list[float]]:
+        """The key and the values of the step's rank, on all ranks of the pipeline."""
+        first, rest = values[: self._room], values[self._room :]
+        message = torch.zeros(_HEADER + self._room, dtype=torch.float64)
+        header = message[:_HEADER].view(torch.int64)  # whole numbers of 64 bits in the place of floating-point ones
+        header.copy_(torch.tensor([key, len(values)]))
+        message[_HEADER : _HEADER + len(first)] = torch.tensor(first, dtype=torch.float64)
+        message = self.control.share(message)
+        key, length = message[:_HEADER].view(torch.int64).tolist()
+        shared: list[float] = message[_HEADER : _HEADER + length].tolist()
+        if length > self._room:
+            more = torch.zeros(length - self._room, dtype=torch.float64)
+            more[: len(rest)] = torch.tensor(rest, dtype=torch.float64)
+            shared += self.control.share(more).tolist()
+            self._room = length
+        return key, shared
 
     def replay(self, module: pl.LightningModule, calls: Sequence[Call], values: Sequence[float]) -> None:
         """Call `module.log` as the step did, with the combined values."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -105,7 +106,8 @@ class GPPStrategy(RanksStrategy):
         """Report the exception to the other ranks; from now on this rank waits for nobody, unless all stop together."""
         self._end = exception
         if self._monitor is not None and not isinstance(exception, Preempted):
-            self._monitor.report(exception)
+            refused = isinstance(exception, MisconfigurationException)  # its sentence says all
+            self._monitor.report(ConfigError(str(exception)) if refused else exception)
 
     def teardown(self) -> None:
         """Detach from the module; after a normal end rank 0's module is complete again.

@@ -32,7 +32,7 @@ from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.runtime.weights import Counting, Weights, make_policy
 from lightning_gpp.schedules.delayed import plan_on_one_device
 from lightning_gpp.stages import build
-from lightning_gpp.stages.undivided import Captured
+from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.agreement import check_alike, facts_of_optimizers, facts_of_options
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
@@ -248,9 +248,9 @@ class _JobMachine:
         return of_groups(machine, job.parallel.cut, job.parallel.degree, self._captured.graph)
 
     def measured(self, captured: Captured, batch: Any) -> Machine:
-        """The same, after measuring the costs of a training step if the user wants that."""
+        """The same, after measuring the costs of a training step, once, if the user wants that."""
         job, machine = self._job, self.look()
-        if job.options.costs == "measured" and captured.step == TRAINING:
+        if job.options.costs == "measured" and captured.step == TRAINING and self.costs is None:
             context = job.host.context(TRAINING)
             self.costs = measured_costs(
                 captured, job.module, batch, job.options, machine.cluster, device=job.device, context=context
@@ -269,6 +269,8 @@ def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: _JobMachi
                 devices = delayed or job.control.num_devices
                 subject = part_of_member(captured, machine.look())
                 outcome = plan_for(subject, job.options, devices, job.known, measured, progress)
+            if job.options.costs == "measured" and job.known is None and not isinstance(captured, Undivided):
+                measured()  # of given stages, too: the predicted times are made of them
         except GPPError as error:
             outcome = error
     outcome = job.control.broadcast(outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import pytest
 
 from lightning_gpp import GPPStrategy
 from tests.strategy import harness
-from tests.strategy.harness import loader, make_module
+from tests.strategy.harness import STAGES, loader, make_module
 
 
-def fitted(rank: int, folder: str) -> list[Any]:
+def fitted(rank: int, **given: Any) -> list[Any]:
     """Trained with measured costs for a named cluster: the plan on every rank, and where its costs come from."""
     settings: dict[str, Any] = {"costs": "measured", "cluster": "cpu_host", "search_seconds": 0.5, "max_replicas": 1}
-    strategy = GPPStrategy(num_micro_batches=4, **settings)
+    strategy = GPPStrategy(num_micro_batches=4, **settings, **given)
     trainer = harness.trainer(strategy, 2, max_epochs=1)
     module = make_module()
     trainer.fit(module, loader(8))
@@ -27,9 +28,16 @@ def fitted(rank: int, folder: str) -> list[Any]:
 
 def test_rank_0_measures_and_searches_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (plan, notes, costs, optimizer, seconds), other = harness.run(2, fitted, str(tmp_path))
+    (plan, notes, costs, optimizer, seconds), other = harness.run(2, fitted)
     assert other[:2] == [plan, notes]
     assert notes["cluster"] == "cpu_host"
     assert "measured on" in costs
     assert optimizer == "adamw"
+    assert seconds > 0
+
+
+def test_the_times_of_given_stages_are_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (_, _, costs, _, seconds), _ = harness.run(2, partial(fitted, stages=STAGES))
+    assert "measured on" in costs
     assert seconds > 0

@@ -92,7 +92,11 @@ def _checked(graph: OperatorGraph, entries: list[Entry]) -> list[Entry]:
 def _unknown(module: str, known: Sequence[str]) -> PlanError:
     close = get_close_matches(module, known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else f"The step calls: {some(known[1:])}."
-    return PlanError(f"strategy.stages names the module {module!r}, which the training step never calls. {hint}")
+    return PlanError(
+        f"strategy.stages names the module {module!r}, to which no operator of the captured step belongs: the step "
+        "does not call it, or it has neither parameters nor buffers, so that what it computes goes to the stage that "
+        f"reads it. Leave it out, or name another. {hint}"
+    )
 
 
 def _check_parameters(graph: OperatorGraph, owners: dict[str, int]) -> None:

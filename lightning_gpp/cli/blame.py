@@ -1,0 +1,87 @@
+"""Errors of configured objects before training: one paragraph with the key, its values, and the place in the code."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sysconfig
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from types import MethodType
+from typing import Any, Final
+
+from hydra.core.hydra_config import HydraConfig
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig
+
+from lightning_gpp.errors import ConfigError, GPPError
+
+SETTING_UP: Final = frozenset(
+    {"prepare_data", "setup", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"}
+    | {"configure_model", "configure_optimizers", "configure_callbacks"}
+)
+"""Methods that run before the first step. An error in a step is a bug more often than a wrong setting, and shows its
+traceback.
+"""
+
+_PACKAGE: Final = Path(__file__).parents[1]
+_LIBRARIES: Final = (Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("stdlib")), _PACKAGE)
+
+
+def guarded(node: DictConfig, built: Any) -> Any:
+    """The object that the node describes, whose methods of set-up raise ConfigError for whatever fails in them."""
+    for name in SETTING_UP:
+        function = getattr(type(built), name, None)
+        if inspect.isfunction(function):
+            vars(built)[name] = MethodType(_guard(function, node), built)  # a bound method stays one in deep copies
+    return built
+
+
+def _guard(function: Callable[..., Any], node: DictConfig) -> Callable[..., Any]:
+    @wraps(function)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(self, *args, **kwargs)
+        except (GPPError, MisconfigurationException):
+            raise
+        except Exception as error:
+            raise mistake(node, error, f" in {function.__name__}") from error
+
+    return run
+
+
+def mistake(node: DictConfig, error: BaseException, where: str = "") -> ConfigError:
+    """The error of an object as a mistake in the node that describes it."""
+    values = ", ".join(f"{name}={node[name]}" for name in map(str, node) if not name.startswith("_"))
+    return ConfigError(
+        f"{node._get_full_key('') or 'configuration'} ({node._target_}) does not work with its settings"
+        f"{f' ({values})' if values else ''}: {type(error).__name__}{where}: {_sentence(error)}{_place(error)}. "
+        f"{_logged(error)}".rstrip()
+    )
+
+
+def refusal(settings: str, error: BaseException, remedy: str = "") -> ConfigError:
+    """What Lightning has against settings."""
+    return ConfigError(f"Lightning refuses {settings}: {_sentence(error)}{remedy}")
+
+
+def _sentence(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line outside of libraries."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(each) for each in _LIBRARIES)]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
+def _logged(error: BaseException) -> str:
+    """Write the traceback to the run folder's log, and say so."""
+    if not HydraConfig.initialized():
+        return ""
+    logging.getLogger(__name__).warning("the error's traceback", exc_info=error)
+    hydra = HydraConfig.get()
+    return f"The traceback is in {hydra.runtime.output_dir}/{hydra.job.name}.log."
