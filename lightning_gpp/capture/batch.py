@@ -94,7 +94,7 @@ def cut_of(batch: Any, dims: BatchDims = GUESSED) -> tuple[list[str], list[str]]
     cut, passed = list[str](), list[str]()
 
     def visit(node: Any, name: str) -> None:
-        label = name or "the batch"
+        label = f"item {name}" if name[:1].isdigit() else name or "the batch"
         if isinstance(node, torch.Tensor):
             dim = _dim_of(node, name, total, dims)
             along = f" along dimension {dim}" if dim else ""

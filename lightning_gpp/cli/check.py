@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lightning_gpp.cli.settings import check_settings
 from lightning_gpp.cli.target import imported
 from lightning_gpp.errors import ConfigError
 
@@ -20,8 +21,10 @@ def check(config: DictConfig) -> None:
     """Refuse a configuration that cannot work.
 
     Raises:
-        ConfigError: a `_target_` does not exist or does not take one of the keys beside it.
+        ConfigError: a `_target_` does not exist or does not take one of the keys beside it, or a key has a value of
+            the wrong type.
     """
+    check_settings(config)
     for path, node in targets(config):
         check_target(path, node)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from lightning_gpp.cli.planning import Task, applied, check_outputs, predict, task_of
+from lightning_gpp.cli.planning import Task, applied, check_outputs, predict, task_of, write_outputs
 from lightning_gpp.cli.stopping import TimeIsUp, check_interrupted, interruptible, time_limit, uninterrupted
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.plan import Plan
@@ -57,8 +56,7 @@ def compare(config: DictConfig) -> None:
         task = task_of(config)
         check_interrupted()
         (_compare_partitioners if config.schedules is None else _compare_schedules)(config, task)
-        if config.svg:
-            Path(config.svg).write_text(_chain_and_graph(task))
+        write_outputs(config, {"svg": lambda path: path.write_text(_chain_and_graph(task))})
 
 
 def _chain_and_graph(task: Task) -> str:

@@ -6,6 +6,7 @@ import argparse
 import keyword
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from lightning_gpp.errors import ConfigError
@@ -36,13 +37,17 @@ def create(name: str, parent: Path) -> Path:
     """Write the project into a new folder `parent/name`, and return the folder.
 
     Raises:
-        ConfigError: the name cannot be that of a Python package, or the folder exists.
+        ConfigError: the name cannot be that of a Python package, an installed one has it, or the folder exists.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name in sys.stdlib_module_names:
         raise ConfigError(f"{name!r} cannot be the name of a Python package. Choose one such as my_project.")
     folder = parent / name
     if folder.exists():
         raise ConfigError(f"{folder} exists already. Choose another name, or move it away.")
+    if find_spec(name) is not None:
+        raise ConfigError(
+            f"{name!r} is the name of an installed package, which the project would hide. Choose another."
+        )
     source = _template()
     for path in sorted(path for path in source.rglob("*") if path.is_file()):
         relative = path.relative_to(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,10 +90,10 @@ def _check_checkpoint(path: str | None, train: bool) -> None:
 
 
 def _check_format(path: str) -> None:
-    """Refuse files that neither torch.save nor pickle, its former format, wrote."""
+    """Refuse files that neither torch.save nor pickle, its former format, wrote to the end."""
     with Path(path).open("rb") as file:
         begins = file.read(2)
-    if begins not in (b"PK", b"\x80\x02"):
+    if not zipfile.is_zipfile(path) and begins != b"\x80\x02":
         raise ConfigError(
             f"ckpt_path={path} is not a checkpoint: torch.save did not write this file, or not to its end. Give one of "
             "runs/<name>/<date_time>/checkpoints/."

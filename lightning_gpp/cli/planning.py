@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from lightning_gpp.training.planner import (
     TRAINING,
     check_devices,
     devices_wanted,
-    inference_of,
+    evaluated,
     part_of_member,
     planned,
 )
@@ -75,10 +75,18 @@ def show(config: DictConfig) -> None:
     width, notes = terminal_width(), (*_advice(prediction), *task.subject.notes)
     below = (f"\n{wrapped(note, width, 0)}" for note in notes)
     show_text("\n".join([prediction_text(prediction, width), *below]), prediction.plan)
-    _write(config, prediction)
-    if config.report:
-        title = f"{config.name} on {task.machine.cluster.name}"
-        Path(config.report).write_text(report_html(prediction, title=title, notes=notes), encoding="utf-8")
+    title = f"{config.name} on {task.machine.cluster.name}"
+    write_outputs(
+        config,
+        {
+            "output": prediction.plan.save,
+            "timeline": prediction.drawn.save,
+            "trace": trace_of(prediction.drawn).save,
+            "svg": lambda path: path.write_text(timeline_svg(prediction.drawn)),
+            "graph_svg": lambda path: path.write_text(graph_svg(prediction.plan)),
+            "report": lambda path: path.write_text(report_html(prediction, title=title, notes=notes), encoding="utf-8"),
+        },
+    )
 
 
 _OUTPUTS = ("output", "timeline", "trace", "svg", "graph_svg", "report")
@@ -99,20 +107,24 @@ def check_outputs(config: DictConfig, keys: Sequence[str]) -> None:
             if not existed:
                 path.unlink()  # the plan writes it again
         except OSError as error:
-            raise ConfigError(f"{key}={path} cannot be written: {error.strerror}.") from error
+            raise _unwritable(key, path, error) from error
 
 
-def _write(config: DictConfig, prediction: Prediction) -> None:
-    if config.output:
-        prediction.plan.save(config.output)
-    if config.timeline:
-        prediction.drawn.save(config.timeline)
-    if config.trace:
-        trace_of(prediction.drawn).save(config.trace)
-    if config.svg:
-        Path(config.svg).write_text(timeline_svg(prediction.drawn))
-    if config.graph_svg:
-        Path(config.graph_svg).write_text(graph_svg(prediction.plan))
+def write_outputs(config: DictConfig, writers: Mapping[str, Callable[[Path], object]]) -> None:
+    """Write the files that the settings name, each by the function of its key.
+
+    Raises:
+        ConfigError: a file cannot be written to its end.
+    """
+    for key in filter(config.get, writers):
+        try:
+            writers[key](Path(config[key]))
+        except OSError as error:
+            raise _unwritable(key, config[key], error) from error
+
+
+def _unwritable(key: str, path: str | Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{key}={path} cannot be written: {error.strerror}.")
 
 
 def predict(task: Task) -> Prediction:
@@ -188,8 +200,8 @@ def task_of(config: DictConfig) -> Task:
     if config.step != TRAINING:
         if isinstance(subject, GraphFile):
             raise ConfigError(f"step={config.step} needs a model; a graph from a file (graph=...) is a training step.")
-        step, options = inference_of(subject.step, options)
-        subject, machine = replace(subject, step=step), machine.for_inference(step.graph)
+        step, options, there = evaluated(subject.step, options, lambda: machine)
+        subject, machine = replace(subject, step=step), there()
     per_pipeline = num_devices(options, whole.num_devices)
     replicable = config.get("cluster") is not None and options.num_pipelines is None
     return Task(

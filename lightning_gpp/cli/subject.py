@@ -188,7 +188,7 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         batch=batch,
         precision=trainer.precision_plugin,
         footprint=footprint_of(optimizers, str(config.trainer.precision)),
-        notes=(*notes, *(f"\n{note}" for note in step.notes)),
+        notes=(*notes, *step.notes),
         divided=None if parallel is None else parallel.cut,
     )
 

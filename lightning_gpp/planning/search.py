@@ -351,7 +351,7 @@ def _reason(outcome: _Outcome, best: _Outcome) -> str:
     if outcome.prediction.excess_bytes:
         return f"{what} it needs more memory"
     slower = best.prediction.samples_per_second / outcome.prediction.samples_per_second - 1
-    return f"{what} the {best.search.problem.judged_by} takes {slower:.1%} longer"
+    return f"{what} the {best.search.problem.judged_by} takes {100 * slower:.1f} % longer"
 
 
 def _check_number(plan: Plan, number: int, cluster: Cluster) -> None:

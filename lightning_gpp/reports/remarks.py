@@ -119,7 +119,7 @@ def _idle(prediction: Prediction) -> Iterator[str]:
 
 def _causes(prediction: Prediction, idle: IdleTime) -> str:
     stages = prediction.plan.stages
-    parts = [(idle.before, "before its first action"), (idle.after, "after its last")]
+    parts = [(idle.before, "before its first action"), (idle.after, "after its last action")]
     for stage, share in idle.waiting.items():
         parts.append((share, "between its own actions" if stage is None else f"waiting for {stages[stage].name}"))
     shown = sorted((part for part in parts if part[0] >= 0.005), reverse=True)

@@ -138,7 +138,7 @@ def _collectives(actions: Iterable[Action]) -> dict[str, int]:
 HEADER = (
     "devices",
     "holds",
-    "bubble",
+    "idle",
     "peak memory",
     "in flight",
     "sent",
@@ -148,7 +148,7 @@ HEADER = (
     "reductions",
 )
 IMPORTANCE = (
-    *("devices", "holds", "bubble", "peak memory", "in flight"),
+    *("devices", "holds", "idle", "peak memory", "in flight"),
     *("sent", "received", "unshards", "reductions", "reshards"),
 )
 """The columns in the order in which they keep their place in a narrow table."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.reports.units import distance, duration, percent
+
+LEGEND: Final = "u: units of a stage, x: its devices, r: recomputed, r3: 3 blocks of it, +: slack, b: micro-batch size"
+"""The letters in the descriptions of runners-up."""
 
 
 def search_text(prediction: Prediction, width: int | None = None) -> str:
@@ -50,5 +55,4 @@ def alternatives_text(prediction: Prediction) -> str:
         f"  {number}. {duration(entry.seconds)}, {entry.draft}: {entry.reason}"
         for number, entry in enumerate(sorted(prediction.alternatives, key=lambda entry: entry.seconds), start=1)
     ]
-    legend = "(u: units of a stage, x: its devices, r: recomputed, r3: 3 blocks of it, +: slack, b: micro-batch size)"
-    return "\n".join([f"runners-up, as estimated {legend}", *lines])
+    return "\n".join([f"runners-up, as estimated ({LEGEND})", *lines])

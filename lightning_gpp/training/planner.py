@@ -131,8 +131,7 @@ def _new_plan(
 ) -> Plan:
     if captured.step == TRAINING:
         return planned(captured, options, machine, num_devices, progress=progress).plan
-    subject, options = inference_of(captured, options)
-    there = lambda: machine().for_inference(subject.graph)  # noqa: E731
+    subject, options, there = evaluated(captured, options, machine)
     return planned(subject, options, there, num_devices, progress=progress).plan
 
 
@@ -162,11 +161,13 @@ class Inference:
     fingerprint: str
 
 
-def inference_of(captured: Subject, options: Options) -> tuple[Inference, Options]:
-    """A step without a backward, for a run that only evaluates, and the options that apply to it."""
+def evaluated(
+    captured: Subject, options: Options, machine: Callable[[], Machine]
+) -> tuple[Inference, Options, Callable[[], Machine]]:
+    """A step without a backward, for a run that only evaluates, with the options and the machine that apply to it."""
     graph = captured.graph.for_inference()
     subject = Inference(graph=graph, batch_size=captured.batch_size, fingerprint=captured.fingerprint)
-    return subject, replace(options, recompute=False, slices=1)
+    return subject, replace(options, recompute=False, slices=1), lambda: machine().for_inference(graph)
 
 
 def planned(

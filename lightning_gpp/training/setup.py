@@ -264,7 +264,7 @@ def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: _JobMachi
     if job.control.first:
         try:
             with search_progress() as progress:
-                measured = lambda: machine.measured(captured, batch)  # noqa: E731
+                measured = partial(machine.measured, captured, batch)
                 delayed = 0 if job.known else job.options.delayed_devices
                 devices = delayed or job.control.num_devices
                 subject = part_of_member(captured, machine.look())

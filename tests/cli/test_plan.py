@@ -26,7 +26,7 @@ def test_the_examples_are_planned(
     assert [cell.strip() for cell in text.splitlines()[0].strip("|").split("|")] == header.split(" ", 9)
     assert f"{num_stages} stages on {num_stages} devices" in text
     assert "device 0 |" in text
-    assert "| devices | holds   | bubble | peak memory | in flight |" in text
+    assert "| devices | holds   | idle | peak memory | in flight |" in text
     assert not dist.is_initialized()
 
 

@@ -1,12 +1,10 @@
 """The report in a real browser: what it shows, in both schemes, on a screen and on a phone.
 
-Needs `pip install playwright`, and its browser (`playwright install chromium`) or a Chromium of the system.
+benchmarks/screenshots.py says what it needs.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.screenshots import SCHEMES, WIDTHS, NoBrowserError, chromium
 from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.page import RunRecord, report_html
 from lightning_gpp.schedules import compile_program
@@ -21,23 +20,16 @@ from lightning_gpp.simulation import Link, StageCosts, simulate
 from tests.reports.test_page import slower
 from tests.strategies import plan_of, towers
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs a browser: pip install playwright")
-
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(300)]
-
-WIDTHS, SCHEMES = (390, 1280), ("light", "dark")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as started:
-        own = Path(started.chromium.executable_path)
-        path = str(own) if own.exists() else shutil.which("chromium") or shutil.which("google-chrome")
-        if path is None:
-            pytest.skip("needs a browser: playwright install chromium")
-        opened = started.chromium.launch(executable_path=path, args=["--no-sandbox"] * (os.getuid() == 0))
-        yield opened
-        opened.close()
+    try:
+        with chromium() as opened:
+            yield opened
+    except NoBrowserError as error:
+        pytest.skip(str(error))
 
 
 def prediction_of(plan: Any) -> Prediction:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +18,6 @@ from lightning_gpp.reports.remarks import idle_times, remarks
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import Link, Span, StageCosts, Timeline, simulate
 from tests.strategies import towers
-
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -161,52 +156,3 @@ def test_round_figures_enclose_the_values(low: float, high: float) -> None:
 def test_long_curves_are_thinned() -> None:
     assert curve_svg("loss", [(step, step % 7) for step in range(100_000)]).count(" L ") < 500
     assert curve_svg("loss", [(0, float("nan"))]) == ""
-
-
-CHECK = """<body><iframe id=frame src=report.html style="width:%dpx;height:900px;border:0"></iframe><script>
-document.getElementById("frame").onload = () => {
-  const inner = document.getElementById("frame").contentWindow, page = inner.document, result = {};
-  result.drawn = page.documentElement.dataset.drawn;
-  result.actions = page.querySelectorAll("rect.action").length;
-  result.overflow = page.documentElement.scrollWidth - page.documentElement.clientWidth;
-  const boxes = [...page.querySelectorAll("rect.action")].filter((box) => box.dataset.device === "0");
-  const box = boxes.find((box) => box.dataset.index === "%d");
-  box.dispatchEvent(new inner.PointerEvent("pointermove", {bubbles: true, clientX: 200, clientY: 300}));
-  result.arrows = page.querySelectorAll("path.before, path.after").length;
-  result.tip = page.getElementById("tip").textContent;
-  const room = page.querySelector(".room"), before = room.getBoundingClientRect().width;
-  page.getElementById("in").click();
-  result.zoom = room.getBoundingClientRect().width / before;
-  document.body.textContent = JSON.stringify(result);
-};
-</script>"""
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium or google-chrome")
-@pytest.mark.parametrize("width", [390, 1280])
-def test_a_browser_draws_it(prediction: Prediction, width: int, tmp_path: Path) -> None:
-    """All actions, within the width of a phone; an action under the pointer shows its messages; the chart zooms."""
-    (tmp_path / "report.html").write_text(report_html(prediction, title="a plan"))
-    backward = [str(span.action) for span in prediction.timeline.devices[0]].index("4B0")
-    (tmp_path / "check.html").write_text(CHECK % (width, backward))
-    found = subprocess.run(
-        [
-            *(str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"),
-            *(f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=2000", "--dump-dom"),
-            (tmp_path / "check.html").as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=True,
-    )
-    match = re.search(r"<body>({.*})</body>", found.stdout, re.DOTALL)
-    assert match, found.stdout[-2000:]
-    result = json.loads(match[1])
-    assert result["drawn"] == "true"
-    assert result["actions"] == sum(map(len, prediction.timeline.devices))
-    assert result["overflow"] == 0
-    assert result["arrows"] == 2
-    assert result["tip"].startswith("4B0: backward of stage4, micro-batch 0")
-    assert "sends" in result["tip"]
-    assert result["zoom"] > 1.3

@@ -58,9 +58,9 @@ def _check_edges(plan: Plan, graph: OperatorGraph) -> None:
     found = set(crossing(graph, assign(graph, [stage.modules for stage in plan.stages])))
     if planned != found:
         raise PlanError(
-            "The plan (strategy.plan) was made for another model: between its stages it has the edges "
-            f"{_arrows(plan, planned - found) or 'none'} that the model does not have, and lacks "
-            f"{_arrows(plan, found - planned) or 'none'}. {REMEDY}"
+            "The plan (strategy.plan) was made for another model: between its stages it has edges "
+            f"that the model does not have ({_arrows(plan, planned - found) or 'none'}), or lacks some that it has "
+            f"({_arrows(plan, found - planned) or 'none'}). {REMEDY}"
         )
 
 

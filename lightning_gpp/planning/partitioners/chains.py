@@ -104,7 +104,7 @@ def choose(problem: Problem, candidates: Sequence[ChainCandidate], states: int) 
 def _alternatives(best: Evaluation, others: Sequence[tuple[Evaluation, ChainCandidate]]) -> Iterator[Alternative]:
     for evaluation, candidate in others:
         if evaluation.fits:
-            reason = f"a step takes {evaluation.seconds / best.seconds - 1:.1%} longer"
+            reason = f"a step takes {100 * (evaluation.seconds / best.seconds - 1):.1f} % longer"
         else:
             reason = _lack(evaluation)
         yield Alternative(draft=candidate.draft, seconds=evaluation.seconds, reason=reason)

@@ -24,6 +24,7 @@ from lightning_gpp.reports.palette import DARK, LIGHT, stage_color
 from lightning_gpp.reports.ranks import EACH_HEADER, HEADER, MeasuredRanks, batch_rows, rank_rows
 from lightning_gpp.reports.remarks import remarks
 from lightning_gpp.reports.schedule import device_figures
+from lightning_gpp.reports.search import LEGEND
 from lightning_gpp.reports.table import micro_batches
 from lightning_gpp.reports.units import count, counted, distance, duration, percent, size
 from lightning_gpp.simulation import Timeline
@@ -63,7 +64,7 @@ def report_html(
         title: name of the plan or run.
         measured: timelines of the run's mini-batches, if it was measured; the last one is drawn.
         run: losses and throughput, if there was a run.
-        notes: more sentences on what to change.
+        notes: sentences about the plan and the model.
     """
     comparison = _comparison(prediction, measured)
     return _template().render(
@@ -74,7 +75,8 @@ def report_html(
         style=svg.STYLE,
         definitions=svg.DEFINITIONS,
         tiles=_tiles(prediction, run),
-        remarks=[*remarks(prediction, comparison), *notes],
+        remarks=remarks(prediction, comparison),
+        notes=notes,
         graph=graph_picture(prediction.plan),
         data=_embedded(chart_data(prediction, measured[-1] if measured else None)),
         has_measured=bool(measured),
@@ -87,6 +89,7 @@ def report_html(
         unit="step" if prediction.period is None else "period",
         bound=duration(prediction.lower_bound) if prediction.lower_bound else "",
         gap=distance(prediction.gap),
+        legend=LEGEND,
         alternatives=sorted(prediction.alternatives, key=lambda entry: entry.seconds),
         prediction=prediction,
     )

@@ -339,7 +339,7 @@ class Search:
             return (
                 f"the {self.problem.judged_by} takes {less:.1%} less, but the plan is less simple (strategy.simplicity)"
             )
-        return f"the {self.problem.judged_by} takes {evaluation.seconds / self.rank[1] - 1:.1%} longer"
+        return f"the {self.problem.judged_by} takes {100 * (evaluation.seconds / self.rank[1] - 1):.1f} % longer"
 
 
 def _kind(shape: Shape) -> tuple[int, int, int]:

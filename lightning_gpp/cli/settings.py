@@ -1,0 +1,55 @@
+"""The types of the keys of `gpp-train` and `gpp-plan` that are in no group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+from annotated_types import Gt
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.validation import validated
+
+Group = dict[str, Any]
+Seconds = Annotated[float, Gt(0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The keys of both commands. `seed`, `step` and `batch_size` are checked where they are used."""
+
+    trainer: Group
+    strategy: Group
+    data: Group | None = None
+    model: Group | None = None
+    train: bool = True
+    test: bool = True
+    compare: bool = False
+    ckpt_path: str | None = None
+    optimized_metric: str | None = None
+    graph: str | None = None
+    optimizer: str | None = None
+    time_unit: Seconds = 1e-3
+    compare_seconds: Seconds = 120
+    output: str | None = None
+    timeline: str | None = None
+    trace: str | None = None
+    svg: str | None = None
+    graph_svg: str | None = None
+    report: str | None = None
+
+
+def check_settings(config: DictConfig) -> None:
+    """Refuse values of the wrong type, and a configuration without a group that it needs.
+
+    Raises:
+        ConfigError: with the key, its value and what is allowed.
+    """
+    content: Any = OmegaConf.to_container(config)
+    known = {field.name for field in fields(Settings)}
+    settings = validated(Settings, {key: value for key, value in content.items() if key in known}, error=ConfigError)
+    if settings.graph is None:
+        for key in ("data", "model"):
+            if getattr(settings, key) is None:
+                raise ConfigError(f"{key} is missing: choose an experiment=..., or {key}=....")
