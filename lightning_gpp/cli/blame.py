@@ -63,7 +63,7 @@ def mistake(node: DictConfig, error: BaseException, where: str = "") -> ConfigEr
 
 
 def refusal(settings: str, error: BaseException, remedy: str = "") -> ConfigError:
-    """What Lightning has against settings."""
+    """The error for settings that Lightning refuses."""
     return ConfigError(f"Lightning refuses {settings}: {_sentence(error)}{remedy}")
 
 
