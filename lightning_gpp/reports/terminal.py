@@ -38,7 +38,8 @@ def together(text: str) -> str:
 
 
 def wrapped(line: str, width: int, indent: int = 4) -> str:
-    """The line, broken between words; further lines are indented."""
+    """The line, broken between words, but not before a per cent sign; further lines are indented."""
+    line = line.replace(" %", f"{_JOINT}%")
     lines = textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
     return lines.replace(_JOINT, " ")
 
