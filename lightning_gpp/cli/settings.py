@@ -11,18 +11,18 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.validation import validated
 
-Group = dict[str, Any]
-Seconds = Annotated[float, Gt(0)]
+ConfigGroup = dict[str, Any]
+PositiveSeconds = Annotated[float, Gt(0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class TopLevelKeys:
     """The keys of both commands. `seed`, `step` and `batch_size` are checked where they are used."""
 
-    trainer: Group
-    strategy: Group
-    data: Group | None = None
-    model: Group | None = None
+    trainer: ConfigGroup
+    strategy: ConfigGroup
+    data: ConfigGroup | None = None
+    model: ConfigGroup | None = None
     train: bool = True
     test: bool = True
     compare: bool = False
@@ -30,8 +30,8 @@ class Settings:
     optimized_metric: str | None = None
     graph: str | None = None
     optimizer: str | None = None
-    time_unit: Seconds = 1e-3
-    compare_seconds: Seconds = 120
+    time_unit: PositiveSeconds = 1e-3
+    compare_seconds: PositiveSeconds = 120
     output: str | None = None
     timeline: str | None = None
     trace: str | None = None
@@ -47,8 +47,10 @@ def check_settings(config: DictConfig) -> None:
         ConfigError: with the key, its value and what is allowed.
     """
     content: Any = OmegaConf.to_container(config)
-    known = {field.name for field in fields(Settings)}
-    settings = validated(Settings, {key: value for key, value in content.items() if key in known}, error=ConfigError)
+    known = {field.name for field in fields(TopLevelKeys)}
+    settings = validated(
+        TopLevelKeys, {key: value for key, value in content.items() if key in known}, error=ConfigError
+    )
     if settings.graph is None:
         for key in ("data", "model"):
             if getattr(settings, key) is None:

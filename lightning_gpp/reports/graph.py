@@ -99,7 +99,7 @@ def compact(plan: Plan, width: float) -> BoxSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Label:
+class EdgeLabel:
     """The bytes of an edge, and the left end of their line of text."""
 
     x: float
@@ -149,9 +149,9 @@ class GraphPicture:
         if label := self.labels.get((edge.src, edge.dst)):
             yield svg.text(left + label.x, top + label.y, label.content, classes="small muted halo")
 
-    def _labels(self) -> dict[tuple[int, int], Label]:
+    def _labels(self) -> dict[tuple[int, int], EdgeLabel]:
         """Bytes on edges, beside the stage that sends them; none where it has more edges than there is room for."""
-        labels: dict[tuple[int, int], Label] = {}
+        labels: dict[tuple[int, int], EdgeLabel] = {}
         for stage in range(len(self.plan.stages)):
             edges = [edge for edge in self.plan.edges if edge.src == stage and not edge.artificial]
             edges.sort(key=lambda edge: self.ports[stage, edge.src, edge.dst])
@@ -160,7 +160,7 @@ class GraphPicture:
             for number, edge in enumerate(edges if len(edges) * LABEL <= self.unit else ()):
                 content = size(edge.bytes.at(self.plan.stages[edge.dst].micro_batch_size))
                 height = middle + LABEL * (number - (len(edges) - 1) / 2)
-                labels[edge.src, edge.dst] = Label(x=x + self.box.width + 6, y=height, content=content)
+                labels[edge.src, edge.dst] = EdgeLabel(x=x + self.box.width + 6, y=height, content=content)
         return labels
 
     def _box(self, stage: int, x: float, y: float) -> Iterator[str]:
