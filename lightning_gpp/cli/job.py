@@ -123,8 +123,8 @@ def build(config: DictConfig) -> Job:
     check(config)
     seed_all(config.seed)
     strategy = built(config.strategy)
-    datamodule = guarded(config.data, built(config.data))
-    model = guarded(config.model, built(config.model))
+    datamodule = guarded(config.data, built(config.data), L.LightningDataModule)
+    model = guarded(config.model, built(config.model), L.LightningModule)
     return Job(trainer=build_trainer(config, strategy), model=model, datamodule=datamodule)
 
 

@@ -163,9 +163,10 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
     Args:
         placed: context in which the module is built; on the meta device its parameters take no memory.
     """
-    trainer, datamodule = _quiet_trainer(config.trainer.precision), guarded(config.data, built(config.data))
+    trainer = _quiet_trainer(config.trainer.precision)
+    datamodule = guarded(config.data, built(config.data), L.LightningDataModule)
     with placed():
-        model: L.LightningModule = guarded(config.model, built(config.model))
+        model: L.LightningModule = guarded(config.model, built(config.model), L.LightningModule)
     trainer.precision_plugin.convert_module(model)
     attach_data(trainer, model, datamodule)
     batch = first_batch(datamodule, config.step) if options.example_batch is None else options.example_batch

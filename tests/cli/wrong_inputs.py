@@ -168,6 +168,8 @@ LINES: dict[str, str] = {
     "gpp-train experiment=two_tower train=maybe": r"train is 'maybe'; it must be true or false",
     "gpp-plan experiment=two_tower trainer.devices=100000000": r"are 100000000 devices; a cluster has at most 131072",
     "gpp-plan experiment=two_tower trainer.devices=\u2464": r"is not KEY=VALUE",
+    "gpp-train experiment=two_tower data._target_=torch.nn.Identity trainer.devices=1": r"Identity is no LightningData",
+    "gpp-train experiment=two_tower callbacks=early_stopping trainer.devices=1": r"callbacks\.model_checkpoint has no _t",
     "gpp-plan experiment=two_tower model=null": r"Config group override must be a string",
     "gpp-plan experiment=two_tower ~trainer.devices": r"Key 'devices' is not in struct Keys of trainer",
     "gpp-plan graph=words.json cluster=summit batch_size=8 time_unit=abc": r"time_unit is 'abc'; it must be a number",
