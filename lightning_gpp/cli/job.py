@@ -41,6 +41,7 @@ def run_job(config: DictConfig) -> dict[str, float]:
         ConfigError: the configuration names something that does not exist.
     """
     _check_checkpoint(config.ckpt_path, config.train)
+    _check_folder(config.paths.output_dir)
     job = build(config)
     try:
         metrics = _run(job, config)
@@ -87,6 +88,16 @@ def _check_checkpoint(path: str | None, train: bool) -> None:
         return
     what = "is a folder, but not a whole checkpoint" if Path(path).is_dir() else "does not exist"
     raise ConfigError(f"ckpt_path={path} {what}. Give a checkpoint: runs/<name>/<date_time>/checkpoints/....ckpt.")
+
+
+def _check_folder(path: str) -> None:
+    """Refuse a run folder that cannot be made, before anything is built."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"paths.output_dir={path} cannot be made: {error.strerror}. Choose another folder."
+        ) from error
 
 
 def _check_format(path: str) -> None:

@@ -51,12 +51,13 @@ def built(node: DictConfig, **arguments: Any) -> Any:
     """The object that a node of the configuration describes.
 
     Raises:
-        GPPError: there is no class to build; it refuses its arguments, lacks a package, or its constructor failed in another way.
+        GPPError: there is no class to build, it refuses its arguments or lacks a package, or its constructor failed in
+            another way.
     """
     if "_target_" not in node:
         raise ConfigError(
-            f"{node._get_full_key('')} has no _target_, only {', '.join(map(str, node))}: choose a file of its group that "
-            "has one, or remove these keys."
+            f"{node._get_full_key('')} has no _target_, only {', '.join(map(str, node))}: choose a file of its group "
+            "that has one, or remove these keys."
         )
     try:
         return instantiate(node, **arguments)
