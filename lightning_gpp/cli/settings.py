@@ -41,17 +41,12 @@ class TopLevelKeys:
 
 
 def check_settings(config: DictConfig) -> None:
-    """Refuse values of the wrong type, and a configuration without a group that it needs.
+    """Refuse values of the wrong type.
 
     Raises:
         ConfigError: with the key, its value and what is allowed.
     """
     content: Any = OmegaConf.to_container(config)
     known = {field.name for field in fields(TopLevelKeys)}
-    settings = validated(
-        TopLevelKeys, {key: value for key, value in content.items() if key in known}, error=ConfigError
-    )
-    if settings.graph is None:
-        for key in ("data", "model"):
-            if getattr(settings, key) is None:
-                raise ConfigError(f"{key} is missing: choose an experiment=..., or {key}=....")
+    given = {key: value for key, value in content.items() if key in known}
+    validated(TopLevelKeys, given, error=ConfigError)
