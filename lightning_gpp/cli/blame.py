@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
+from lightning_gpp._compat.omegaconf import key_of
 from lightning_gpp.errors import ConfigError, GPPError
 
 SETTING_UP: Final = frozenset(
@@ -37,7 +38,7 @@ def guarded(node: DictConfig, built: Any, kind: type) -> Any:
         ConfigError: it is not of this kind.
     """
     if not isinstance(built, kind):
-        raise ConfigError(f"{node._get_full_key('')}._target_={node._target_} is no {kind.__name__}.")
+        raise ConfigError(f"{key_of(node)}._target_={node._target_} is no {kind.__name__}.")
     for name in SETTING_UP:
         function = getattr(type(built), name, None)
         if inspect.isfunction(function):
@@ -62,7 +63,7 @@ def mistake(node: DictConfig, error: BaseException, where: str = "") -> ConfigEr
     """The error of an object as a mistake in the node that describes it."""
     values = ", ".join(f"{name}={node[name]}" for name in map(str, node) if not name.startswith("_"))
     return ConfigError(
-        f"{node._get_full_key('') or 'configuration'} ({node._target_}) does not work with its settings"
+        f"{key_of(node) or 'configuration'} ({node._target_}) does not work with its settings"
         f"{f' ({values})' if values else ''}: {type(error).__name__}{where}: {_sentence(error)}{_place(error)}. "
         f"{_logged(error)}".rstrip()
     )

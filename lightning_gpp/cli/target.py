@@ -10,6 +10,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from lightning_gpp._compat.omegaconf import key_of
 from lightning_gpp.cli.blame import mistake
 from lightning_gpp.errors import ConfigError, GPPError, did_you_mean
 
@@ -56,7 +57,7 @@ def built(node: DictConfig, **arguments: Any) -> Any:
     """
     if "_target_" not in node:
         raise ConfigError(
-            f"{node._get_full_key('')} has no _target_, only {', '.join(map(str, node))}: choose a file of its group "
+            f"{key_of(node)} has no _target_, only {', '.join(map(str, node))}: choose a file of its group "
             "that has one, or remove these keys."
         )
     try:

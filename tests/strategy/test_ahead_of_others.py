@@ -89,7 +89,7 @@ class Counting(Towers):
     def noted(self, name: str, plain: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if 0 < self.trainer.global_step < STEPS - 3 and not kwargs.get("async_op"):
-                self.waits.append((name, kwargs.get("src")))
+                self.waits.append((name, kwargs.get("src", kwargs.get("group_src"))))
             return plain(*args, **kwargs)
 
         return call

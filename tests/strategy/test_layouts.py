@@ -31,7 +31,7 @@ from tests.strategies import chain
             {"stages_per_device": 2, "plan": chain([1, 1], 4)},
             "per_device=2 cannot move the stages of strategy.plan",
         ),
-        ({"sharding": "zero2"}, "strategy.sharding is 'zero2'; it must be one of 'none', 'zero1', 'fsdp'"),
+        ({"sharding": "zero2"}, "strategy.sharding is 'zero2'; it must be one of 'none', 'auto', 'zero1', 'fsdp'"),
     ],
 )
 def test_refused(settings: dict[str, Any], match: str) -> None:

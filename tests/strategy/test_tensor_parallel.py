@@ -325,6 +325,10 @@ def test_options_that_members_cannot_do_together(options: dict[str, Any]) -> Non
         GPPStrategy(tensor_parallel_size=2, **options)
 
 
+def fit_alone(rank: int) -> None:
+    trainer(strategy(tensor_parallel_size=2)).fit(make(), loader(), loader())
+
+
 def test_number_of_processes_must_be_a_multiple() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2 does not divide the 1 processes"):
-        trainer(strategy(tensor_parallel_size=2)).fit(make(), loader(), loader())
+    with pytest.raises(Exception, match="tensor_parallel_size=2 does not divide the 1 processes"):
+        run(1, fit_alone, timeout=60)

@@ -30,7 +30,7 @@ def exhaustive(problem: Problem, control: SearchControl) -> Answer:
         found = evaluate(draft).rank
         if found < rank:
             best, rank = draft, found
-        if evaluate.evaluations % 1000 == 0:
+        if evaluate.evaluations % 100 == 0:
             control.report(0.0, rank[1])
             if control.expired:
                 notes = (f"Not all plans were tried in strategy.search_seconds={control.seconds:g} seconds.",)
