@@ -174,7 +174,7 @@ LINES: dict[str, str] = {
     "gpp-plan experiment=two_tower model=null": r"Config group override must be a string",
     "gpp-plan experiment=two_tower ~trainer.devices": r"Key 'devices' is not in struct Keys of trainer",
     "gpp-plan graph=words.json cluster=summit batch_size=8 time_unit=abc": r"time_unit is 'abc'; it must be a number",
-    "gpp-plan graph=5 cluster=summit batch_size=8": r"graph is 5; it must be text or null",
+    "gpp-plan graph=5 cluster=summit batch_size=8": r"graph is 5; it must be text",
     "gpp-plan graph=deep.json cluster=summit batch_size=8": r"deep\.json: is not JSON",
     "gpp-plan graph=bytes.json cluster=summit batch_size=8": r"bytes\.json: is not text",
     "gpp-plan experiment=two_tower strategy.plan=number.yaml": r"stages\[0\] is 3; it must be a mapping",
