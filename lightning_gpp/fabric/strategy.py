@@ -10,41 +10,33 @@ from __future__ import annotations
 
 import atexit
 from contextlib import AbstractContextManager, ExitStack
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gpp._compat.lightning import gather_over, reduce_over, set_rank_zero, subprocess_launcher
 from lightning_gpp.checkpoints.layout import KEY, entry_of
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.fabric.arguments import FabricArguments, in_own_loop
 from lightning_gpp.fabric.checkpoints import entry_for, loaded_into
 from lightning_gpp.fabric.data import MirroredLoader
 from lightning_gpp.fabric.engine import LazyEngine, PipelinedModule, undivided
-from lightning_gpp.failure.handshake import exchange_through_store
-from lightning_gpp.failure.hangs import Activity, Wait
 from lightning_gpp.failure.monitor import FailureMonitor
-from lightning_gpp.failure.processes import release_from_parent
 from lightning_gpp.option import documents, takes_fields_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.checkpoints import AtomicCheckpointIO
-from lightning_gpp.strategy.processes import check_script, meeting_point, start_process_group, tie_to_launcher
+from lightning_gpp.strategy.processes import JobProcesses
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.setup import join, pipelines_of
 
 
 @documents(Options)
-class GPPFabricStrategy(ParallelStrategy):
+class GPPFabricStrategy(JobProcesses, ParallelStrategy):
     """Train a module as a pipeline of stages in a loop of your own, with Lightning Fabric.
 
     Every rank runs the loop, with equal mini-batches and results; only calls of the module are divided.
@@ -53,6 +45,8 @@ class GPPFabricStrategy(ParallelStrategy):
         ConfigError: an option cannot work, or not in such a loop.
         PlanError: the plan's file cannot be read.
     """
+
+    _owner = "Fabric"
 
     @takes_fields_of(FabricArguments)
     def __init__(self, given: FabricArguments) -> None:
@@ -73,52 +67,11 @@ class GPPFabricStrategy(ParallelStrategy):
     # -- processes ----------------------------------------------------------------------------------------------------
 
     @property
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        if not self.parallel_devices:
-            raise ConfigError("The strategy has no devices yet; it gets them from Fabric(accelerator=, devices=).")
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of machines of the job; set by Fabric."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes on this machine."""
-        return len(self.parallel_devices or ())
-
-    @property
-    def num_pipelines(self) -> int:
-        """Number of pipeline replicas."""
-        return pipelines_of(self.options, self.num_nodes * self.num_processes)
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
         """Samplers divide the data among pipelines; None for a single one, which keeps the user's sampler."""
         if self.num_pipelines == 1:
             return None
         return {"num_replicas": self.num_pipelines, "rank": self._joined.pipeline}
-
-    def _configure_launcher(self) -> None:
-        if self.cluster_environment is not None:
-            tie_to_launcher(self.cluster_environment)
-        check_script(self.cluster_environment, self.num_processes)
-        self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def set_world_ranks(self) -> None:
-        """Tell the environment and Lightning's rank-zero functions which rank this is."""
-        environment = self.cluster_environment
-        if environment is not None:
-            node = self.node_rank if self.num_nodes > 1 else 0
-            environment.set_global_rank(node * self.num_processes + self.local_rank)
-            environment.set_world_size(self.num_nodes * self.num_processes)
-        set_rank_zero(self.global_rank)
 
     def setup_environment(self) -> None:
         """Initialise the device, the process group, and the watch over the other ranks, which ends with the process."""
@@ -127,32 +80,9 @@ class GPPFabricStrategy(ParallelStrategy):
         if self.cluster_environment is None:
             raise ConfigError("The strategy has no cluster environment yet; it gets one from Fabric.")
         if self._monitor is None:
-            self._monitor = self._watched(self.cluster_environment)
+            self._monitor = self._monitored()
+            self._meet(self.cluster_environment, self._monitor)
             atexit.register(self._stop_watch)
-
-    def _watched(self, environment: ClusterEnvironment) -> FailureMonitor:
-        options = self.options
-        monitor = FailureMonitor.within(
-            options.failure_timeout,
-            rank=self.global_rank,
-            world_size=self.world_size,
-            activity=Activity(describe=self._describe, wait=self._wait),
-            collectives=options.timeout,
-        )
-        store = meeting_point(environment, timedelta(seconds=monitor.patience))
-        monitor.start(None if store is None else exchange_through_store(store))
-        release_from_parent()
-        start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)
-        self._control = join(options, self.global_rank, self.world_size)
-        return monitor
-
-    def _describe(self) -> str:
-        return "set-up" if self._engine is None else self._engine.describe()
-
-    def _wait(self) -> Wait | None:
-        if self._engine is not None:
-            return self._engine.wait()
-        return None if self._control is None else self._control.wait
 
     def _stop_watch(self) -> None:
         monitor, self._monitor = self._monitor, None
@@ -268,16 +198,7 @@ class GPPFabricStrategy(ParallelStrategy):
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the pipelines: the ranks of one pipeline have equal values."""
-        if self._control is None or self._control.num_pipelines == 1 or not isinstance(tensor, Tensor):
-            return tensor
-        return reduce_over(tensor, group or self._control.mesh.replica_group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack the tensors of all pipelines; with one pipeline, return the tensor itself."""
-        if self._control is None or self._control.num_pipelines == 1:
-            return tensor
-        everyone = group is None or group is dist.group.WORLD
-        return gather_over(tensor, self._control.mesh.replica_group if everyone else group, sync_grads)
+        return self._reduced(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """True if all ranks (or any rank) decided yes."""

@@ -6,21 +6,38 @@ import atexit
 import itertools
 import os
 import sys
+from abc import abstractmethod
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # they have no types
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_gpp._compat.lightning import LAUNCHER, default_backend, init_process_group
+from lightning_gpp._compat.lightning import (
+    LAUNCHER,
+    default_backend,
+    gather_over,
+    init_process_group,
+    reduce_over,
+    set_rank_zero,
+    subprocess_launcher,
+)
 from lightning_gpp.errors import ConfigError, PeerFailure
-from lightning_gpp.failure.processes import bind_to_parent
+from lightning_gpp.failure.handshake import exchange_through_store
+from lightning_gpp.failure.hangs import Activity, Wait
+from lightning_gpp.failure.monitor import FailureMonitor
+from lightning_gpp.failure.processes import bind_to_parent, release_from_parent
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.engine import Engine
+from lightning_gpp.training.options import Options
+from lightning_gpp.training.setup import join, pipelines_of
 
 
 def tie_to_launcher(environment: ClusterEnvironment) -> None:
@@ -112,3 +129,108 @@ def given_seed() -> int | None:
     """The seed of Lightning's `seed_everything`, if it was called."""
     seed = os.environ.get("PL_GLOBAL_SEED")
     return int(seed) if seed else None
+
+
+class JobProcesses:
+    """Processes of a job, their watch, and collectives of pipelines, for the strategies of the trainer and of Fabric."""
+
+    _owner: ClassVar = "Trainer"
+    """The class that has the arguments `accelerator` and `devices`."""
+
+    options: Options
+    parallel_devices: list[torch.device] | None
+    cluster_environment: ClusterEnvironment | None
+    local_rank: int
+    node_rank: int
+    global_rank: int
+    world_size: int
+    _launcher: Any
+    _num_nodes: int
+    _control: Control | None
+
+    @property
+    @abstractmethod
+    def _engine(self) -> Engine | None: ...
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        if not self.parallel_devices:
+            raise ConfigError(
+                f"The strategy has no devices yet; it gets them from {self._owner}(accelerator=, devices=)."
+            )
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines of the job; set by Lightning."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this machine."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def num_pipelines(self) -> int:
+        """Number of pipeline replicas."""
+        return pipelines_of(self.options, self.num_nodes * self.num_processes)
+
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None:
+            tie_to_launcher(self.cluster_environment)
+        check_script(self.cluster_environment, self.num_processes)
+        self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment and Lightning's rank-zero functions which rank this is."""
+        environment = self.cluster_environment
+        if environment is not None:
+            node = self.node_rank if self.num_nodes > 1 else 0
+            environment.set_global_rank(node * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        set_rank_zero(self.global_rank)
+
+    def _monitored(self) -> FailureMonitor:
+        return FailureMonitor.within(
+            self.options.failure_timeout,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            activity=Activity(describe=self._describe, wait=self._wait),
+            collectives=self.options.timeout,
+        )
+
+    def _meet(self, environment: ClusterEnvironment, monitor: FailureMonitor) -> Control:
+        """Start the watch, then what would wait for a rank that has ended: process group and mesh."""
+        options = self.options
+        store = meeting_point(environment, timedelta(seconds=monitor.patience))
+        monitor.start(None if store is None else exchange_through_store(store))
+        release_from_parent()
+        start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)
+        self._control = join(options, self.global_rank, self.world_size)
+        return self._control
+
+    def _describe(self) -> str:
+        return "set-up" if self._engine is None else self._engine.describe()
+
+    def _wait(self) -> Wait | None:
+        if self._engine is not None:
+            return self._engine.wait()
+        return None if self._control is None else self._control.wait
+
+    def _reduced(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
+        """Reduce over the pipelines: stages of one pipeline hold parts of one computation, not copies of it."""
+        if self._control is None or self._control.num_pipelines == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        return reduce_over(tensor, group or self._control.mesh.replica_group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of all pipelines; with one pipeline, return the tensor itself."""
+        if self._control is None or self._control.num_pipelines == 1:
+            return tensor
+        everyone = group is None or group is dist.group.WORLD
+        return gather_over(tensor, self._control.mesh.replica_group if everyone else group, sync_grads)
