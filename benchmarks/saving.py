@@ -68,6 +68,7 @@ class Rounds(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % self.steps == 0:
+            trainer.strategy.barrier()  # waiting for the other rank's step is no cost of saving
             before = time.perf_counter()
             if self.variant is not None:
                 trainer.save_checkpoint(self.path)
@@ -126,9 +127,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1024, help="width of the layers")
     parser.add_argument("--depth", type=int, default=8, help="layers of a stage")
-    parser.add_argument("--batch", type=int, default=128, help="samples of a mini-batch")
+    parser.add_argument("--batch", type=int, default=16, help="samples of a mini-batch")
     parser.add_argument("--steps", type=int, default=40, help="steps from one checkpoint to the next")
-    parser.add_argument("--rounds", type=int, default=5, help="checkpoints, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=8, help="checkpoints, after one to warm up")
     parser.add_argument("--turns", type=int, default=2, help="runs of each variant")
     parser.add_argument("--folder", help="folder to write to; a temporary one by default")
     given = parser.parse_args()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_gpp.checkpoints.atomic import present, remove
 from lightning_gpp.checkpoints.file import write_file
@@ -78,10 +79,15 @@ class Checkpoints:
         self._options, self._io = options, io
         self._saver = Saver(background=False)
         self._group: dist.ProcessGroup | None = None
+        self._averages = False
 
-    def begin(self) -> None:
-        """Save in the background from now on, if the user wants that."""
+    def begin(self, callbacks: Sequence[object] = ()) -> None:
+        """Save in the background from now on, if the user wants that.
+
+        `callbacks`: those of the trainer; averaged weights are saved in files only.
+        """
         self._saver.background, self._group = self._options.async_save, None
+        self._averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
 
     def sharded(self, engine: Engine | None) -> bool:
         """Decide whether checkpoints are folders, to which every rank writes what it holds."""
@@ -92,9 +98,13 @@ class Checkpoints:
             engine.control.num_processes == 1
             or engine.control.num_members > 1
             or not isinstance(self._io(), AtomicCheckpointIO)
+            or self._averages
         ):
             return False
-        return sum(tensor.nbytes for tensor in tensors_of(engine.module).values()) > SHARDED_ABOVE
+        return (
+            self._options.async_save
+            or sum(tensor.nbytes for tensor in tensors_of(engine.module).values()) > SHARDED_ABOVE
+        )
 
     def save(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any, engine: Engine | None, *, first: bool

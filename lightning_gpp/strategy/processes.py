@@ -132,7 +132,7 @@ def given_seed() -> int | None:
 
 
 class JobProcesses:
-    """Processes of a job, their watch, and collectives of pipelines, for the strategies of the trainer and of Fabric."""
+    """Processes, their watch, and collectives of pipelines, for the strategies of the trainer and of Fabric."""
 
     _owner: ClassVar = "Trainer"
     """The class that has the arguments `accelerator` and `devices`."""

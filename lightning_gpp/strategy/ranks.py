@@ -88,7 +88,7 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         if self.lightning_module is not None:
             self._guard = Guard(self.lightning_module.trainer, self._monitor, self.options.grace)
         control = self._meet(self.cluster_environment, self._monitor)
-        self._checkpoints.begin()
+        self._checkpoints.begin(getattr(getattr(self.lightning_module, "trainer", None), "callbacks", ()))
         if self._guard is not None and self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             environment, finish = self.cluster_environment, self._checkpoints.wait

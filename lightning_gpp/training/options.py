@@ -256,7 +256,8 @@ class Options(SearchOptions):
         "auto",
         "kind of checkpoints: full is an ordinary file of Lightning, for which rank 0 gathers everything; sharded is a "
         "folder, to which every rank writes what it holds, so that no rank needs memory for the full model; auto is "
-        "sharded for models of more than 4 GiB on several processes. Both can be resumed under any plan.",
+        "sharded on several processes for models of more than 4 GiB and with async_save. Both can be resumed under any "
+        "plan.",
         section="Checkpoints (docs/checkpoints.md)",
     )
     async_save: bool = option(

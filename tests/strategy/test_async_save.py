@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from lightning_gpp.checkpoints import folder as folders
 from lightning_gpp.checkpoints.convert import ordinary
@@ -103,6 +103,23 @@ def test_training_goes_on_and_an_older_checkpoint_stays_until_the_newer_is_there
     after, again = (ordinary(tmp_path / f"{name}.ckpt") for name in ("after", "again"))
     assert after["global_step"] == 12
     assert not list(differences(after["state_dict"], again["state_dict"]))
+
+
+def kinds_by_default(rank: int, folder: str) -> list[bool]:
+    """Whether checkpoints are folders: at once, in the background, in the background with averaged weights."""
+    found = []
+    averages = EMAWeightAveraging(decay=0.9)
+    for name, background, callbacks in [("once", False, []), ("later", True, []), ("averaged", True, [averages])]:
+        strategy = harness.strategy(async_save=background)
+        trainer = harness.trainer(strategy, 2, max_epochs=1, callbacks=callbacks)
+        trainer.fit(make_module(), loader(8))
+        trainer.save_checkpoint(f"{folder}/{name}.ckpt")
+        found.append(os.path.isdir(f"{folder}/{name}.ckpt"))
+    return found
+
+
+def test_checkpoints_in_the_background_are_folders_by_default_because_files_are_gathered(tmp_path: Path) -> None:
+    assert harness.run(2, kinds_by_default, str(tmp_path))[0] == [False, True, False]
 
 
 def fail_to_save(rank: int, folder: str) -> str:
