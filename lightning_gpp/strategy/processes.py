@@ -147,6 +147,8 @@ class JobProcesses:
     _launcher: Any
     _num_nodes: int
     _control: Control | None
+    _phase: tuple[str, str] | None = None
+    """The activity of this rank between two actions, for messages, and the place in the steps where it began."""
 
     @property
     @abstractmethod
@@ -214,7 +216,18 @@ class JobProcesses:
         self._control = join(options, self.global_rank, self.world_size)
         return self._control
 
+    def _begin(self, phase: str) -> None:
+        """Let messages say that this rank is in a phase, until `_end_phase`, or until it goes on with its steps."""
+        self._phase = phase, self._place()
+
+    def _end_phase(self) -> None:
+        self._phase = None
+
     def _describe(self) -> str:
+        phase, place = self._phase, self._place()
+        return phase[0] if phase is not None and phase[1] == place else place
+
+    def _place(self) -> str:
         return "set-up" if self._engine is None else self._engine.describe()
 
     def _wait(self) -> Wait | None:

@@ -270,6 +270,7 @@ class GPPStrategy(RanksStrategy):
         engine = self._engine
         if engine is None or self._failed:
             return super().lightning_module_state_dict()
+        self._begin("collecting the state for a checkpoint")
         return engine.state_dict(sharded=self._checkpoints.sharded(engine))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -282,8 +283,10 @@ class GPPStrategy(RanksStrategy):
         """Write a checkpoint; after a failure of this rank, which has only its part, do nothing."""
         if self._failed and self.world_size > 1:
             log.warning("No checkpoint is written to %s: this rank has failed, and the others have ended.", filepath)
-        else:
-            self._checkpoints.save(checkpoint, filepath, storage_options, self._engine, first=self.is_global_zero)
+            return
+        self._begin(f"saving {filepath}")
+        self._checkpoints.save(checkpoint, filepath, storage_options, self._engine, first=self.is_global_zero)
+        self._end_phase()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, but not before the one that replaces it is there."""
@@ -292,8 +295,10 @@ class GPPStrategy(RanksStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of this strategy, under any plan, or of plain Lightning."""
+        self._begin(f"reading {checkpoint_path}")
         self._checkpoints.wait()
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._end_phase()
         self._resumed = entry_of(checkpoint, checkpoint_path)
         return checkpoint
 

@@ -21,6 +21,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -78,6 +79,9 @@ class Trial:
         if moment == "import" and (kind in ("stop", "exit 0") or launcher == "lightning"):
             moment = "start-up"  # before the watch stands, such a process is one that never comes
         return cls(kind, moment, rank, launcher)
+
+
+WHILE_SAVING: Final = [Trial("raise", "saving", 1, "torchrun"), Trial("disk full", "saving", 0, "torchrun")]
 
 
 @functools.cache
@@ -210,7 +214,14 @@ def names_cause(text: str, trial: Trial) -> bool:
     if trial.kind == "terminate":
         return "Received SIGTERM" in text
     rank = r"\d" if trial.kind == "interrupt all" else trial.rank
-    return bool(re.search(rf"First cause: rank {rank} \(.*\) {SAID[trial.kind]}", text))
+    doing = "doing: (collecting the state for a checkpoint|saving .*)" if trial in WHILE_SAVING else ".*"
+    return bool(re.search(rf"First cause: rank {rank} \(.*{doing}\) {SAID[trial.kind]}", text))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("trial", WHILE_SAVING, ids=str)
+def test_a_cause_while_saving_says_so(tmp_path: Path, trial: Trial) -> None:
+    check(tmp_path, trial)
 
 
 @pytest.mark.timeout(300)
