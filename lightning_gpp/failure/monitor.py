@@ -4,7 +4,7 @@ A rank that fails in a pipeline leaves the others in receives that never end. Th
 longer than the longest legitimate wait (compiling a first step, writing a checkpoint), so it detects a failure late and
 names the wrong rank, the one that waited. Here, every rank has a thread that is connected with rank 0's (`links`):
 
-* a rank reports the exception that it raised,
+* a rank reports the exception that it raised; if all ranks raise their own, each handles it, and nothing ends,
 * a process that ends without a report (killed, `os._exit`) is noticed at once, by its closed connection,
 * a stopped process is noticed after `timeout` seconds, by its missing heartbeats, and killed by the ranks on its host,
 * every rank prints the first of these, and its thread (`watch`) ends the process with exit code 1: the main thread may
@@ -25,15 +25,17 @@ import torch.distributed as dist
 
 from lightning_gpp.errors import GPPError, PeerFailure
 from lightning_gpp.failure import torchrun
+from lightning_gpp.failure.cause import EXIT_CODE, Cause
+from lightning_gpp.failure.exceptions import PATIENCE, Verdict, point_of
 from lightning_gpp.failure.handshake import Exchange, Listener, connect, exchange_through
 from lightning_gpp.failure.hangs import Activity, HangReports
 from lightning_gpp.failure.links import PeerLink
 from lightning_gpp.failure.processes import ProcessIdentity, exit_now
-from lightning_gpp.failure.watch import EXIT_CODE, Cause, Watcher
+from lightning_gpp.failure.watch import Watcher
 
 INTERRUPTED: Final = 130
 """The exit code after Ctrl-C."""
-_CONSEQUENCE_GRACE: Final = 2.0
+_CONSEQUENCE_GRACE: Final = PATIENCE + 0.5
 """Seconds that a communication error waits for its cause to arrive."""
 _CONSEQUENCES: Final = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "gloo")
 _START: Final = 300.0
@@ -78,6 +80,7 @@ class FailureMonitor:
         self.patience = patience
         self._watcher: Watcher | None = None
         self._stop_signal = 0
+        self._reported: tuple[BaseException, Verdict] | None = None
         self._process = ProcessIdentity.current()
         self._excepthook = sys.excepthook
 
@@ -117,26 +120,40 @@ class FailureMonitor:
         self._excepthook, sys.excepthook = sys.excepthook, self._on_uncaught
         return self
 
-    def report(self, error: BaseException) -> None:
-        """Tell the others that this rank fails with `error`. Returns if that is the first cause; the caller raises it.
+    def report(self, error: BaseException) -> bool:
+        """Tell the others that this rank has raised `error`. Returns if the caller is to raise it.
 
-        An error that may only follow from the end of another rank waits for that cause. If another rank failed first,
-        this process ends here; likewise after `sys.exit(0)`, which would pass for success.
+        That is so if it is the first cause of the job's end, and if all other ranks raise exceptions of their own at
+        about the same time: then each handles its own, and the watch goes on. An error that may only follow from the
+        end of another rank waits for that cause. If another rank failed first, this process ends here; likewise after
+        `sys.exit(0)`, which would pass for success.
+
+        Returns:
+            True if all ranks have raised it at the same point of the program, so that they can go on to communicate.
         """
         watcher = self._watcher
         if watcher is None or not watcher.is_alive() or os.getpid() != self._process.pid:
-            return
-        if isinstance(error, KeyboardInterrupt):
-            self.fail("was interrupted", code=INTERRUPTED)
-        elif not (_is_consequence(error) and watcher.known.wait(_CONSEQUENCE_GRACE)):
-            explains_itself = isinstance(error, GPPError)  # and its own rank shows the traceback as Python does
-            trace = "" if explains_itself else "".join(traceback.format_exception(error, limit=-_SHORT))
-            self.fail(f"raised {type(error).__name__}: {error}", trace)
-        if watcher.cause is not None and watcher.cause.rank != self.rank:
+            return False
+        if self._reported is None or self._reported[0] is not error:
+            self._reported = error, self._judged(watcher, error)
+        verdict = self._reported[1]
+        if verdict is Verdict.ENDS and watcher.cause is not None and watcher.cause.rank != self.rank:
             self._wait_for_the_end()
         torchrun.record(error)
         if isinstance(error, SystemExit) and not error.code:
             exit_now(EXIT_CODE)
+        return verdict is Verdict.TOGETHER
+
+    def _judged(self, watcher: Watcher, error: BaseException) -> Verdict:
+        """Report an exception of this rank, and return its consequence."""
+        if isinstance(error, KeyboardInterrupt):
+            self.fail("was interrupted", code=INTERRUPTED)
+        elif not (follows := _is_consequence(error)) or not watcher.known.wait(_CONSEQUENCE_GRACE):
+            explains_itself = isinstance(error, GPPError)  # and its own rank shows the traceback as Python does
+            trace = "" if explains_itself else "".join(traceback.format_exception(error, limit=-_SHORT))
+            self._submit(watcher, f"raised {type(error).__name__}: {error}", trace, "" if follows else point_of(error))
+            watcher.judged.wait(PATIENCE + self._exit_grace)
+        return watcher.verdict or Verdict.ENDS
 
     def ask_to_stop(self, number: int) -> None:
         """Tell rank 0, without waiting, that this rank has received a signal that asks the job to stop.
@@ -162,7 +179,7 @@ class FailureMonitor:
         """The first signal that asks the job to stop, 0 if there is none; on rank 0 of any rank, elsewhere its own."""
         return (self._watcher.stop_signal if self._watcher is not None else 0) or self._stop_signal
 
-    def fail(self, event: str, trace: str = "", code: int = EXIT_CODE) -> None:
+    def fail(self, event: str, code: int = EXIT_CODE) -> None:
         """Tell the others that this rank fails by `event`, a verb phrase, not an exception. Returns when they know.
 
         `code`: the exit code of all other ranks.
@@ -170,18 +187,21 @@ class FailureMonitor:
         watcher = self._watcher
         if watcher is None or not watcher.is_alive():
             return
-        watcher.submit(
-            Cause(
-                rank=self.rank,
-                process=self._process,
-                action=self._activity.describe(),
-                event=event,
-                reported=True,
-                traceback=trace,
-                code=code,
-            )
-        )
+        self._submit(watcher, event, code=code)
         watcher.known.wait(self._exit_grace)
+
+    def _submit(self, watcher: Watcher, event: str, trace: str = "", point: str = "", code: int = EXIT_CODE) -> None:
+        cause = Cause(
+            rank=self.rank,
+            process=self._process,
+            action=self._activity.describe(),
+            event=event,
+            reported=True,
+            traceback=trace,
+            code=code,
+            point=point,
+        )
+        watcher.submit(cause)
 
     def stop(self) -> None:
         """End the watch. Ranks may do so at different times: they wait up to a minute for each other.
@@ -190,6 +210,7 @@ class FailureMonitor:
         process ends here.
         """
         watcher, self._watcher = self._watcher, None
+        self._reported = None
         if watcher is None or os.getpid() != self._process.pid:
             return
         if sys.excepthook == self._on_uncaught:
@@ -217,6 +238,7 @@ class FailureMonitor:
     def _watch(self, links: dict[int, PeerLink]) -> Watcher:
         watcher = Watcher(
             rank=self.rank,
+            world_size=self.world_size,
             links=links,
             timeout=self.timeout,
             activity=self._activity,

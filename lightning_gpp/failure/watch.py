@@ -9,16 +9,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from lightning_gpp.failure import torchrun
+from lightning_gpp.failure.cause import EXIT_CODE, Cause
+from lightning_gpp.failure.exceptions import Exceptions, Verdict
 from lightning_gpp.failure.hangs import Activity, HangReports
 from lightning_gpp.failure.links import PeerLink, PeerMessage
-from lightning_gpp.failure.processes import ProcessIdentity, exit_now, forget_in_workers, say
-
-EXIT_CODE: Final = 1
+from lightning_gpp.failure.processes import exit_now, forget_in_workers, say
 
 _OTHERS_GRACE: Final = 1.0
 """Seconds for other ranks to end by themselves before rank 0 kills those on its host and ends, too."""
@@ -32,44 +32,19 @@ _LENIENCE: Final = 5
 """Times the timeout that such a process may be silent: the time in which all ranks must have ended after a failure."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
-    """The cause of a job's failure: the rank that failed first, and the event."""
-
-    rank: int
-    process: ProcessIdentity
-    action: str
-    """The last known activity of the rank."""
-    event: str
-    """The event as a verb phrase: `raised ValueError: ...`, `was killed by SIGKILL`."""
-    reported: bool = False
-    """True if the rank reported it itself, and so ends by itself."""
-    traceback: str = ""
-    code: int = EXIT_CODE
-    """The exit code of all ranks."""
-
-    @classmethod
-    def of(cls, message: dict[str, Any]) -> Cause:
-        """The inverse of `dataclasses.asdict`."""
-        return cls(**{**message, "process": ProcessIdentity(**message["process"])})
-
-    def __str__(self) -> str:
-        last = "doing" if self.reported else "last heard of doing"
-        doing = f", {last}: {self.action}" if self.action else ""
-        return f"rank {self.rank} (host {self.process.host}, pid {self.process.pid}{doing}) {self.event}"
-
-
 class Watcher(threading.Thread):
     """Owns the links of one rank: detects failures of their peers, passes on the first cause, and ends the process.
 
     Rank 0 has a link to every other rank, the others have one to rank 0, which tells all what any of them detects. The
-    first cause is the one that arrives at rank 0 first.
+    first cause is the one that arrives at rank 0 first. After an exception rank 0 waits a moment: if all ranks raise
+    their own, nobody is stuck, and the watch goes on.
     """
 
     def __init__(
         self,
         *,
         rank: int,
+        world_size: int,
         links: dict[int, PeerLink],
         timeout: float,
         activity: Activity,
@@ -81,6 +56,10 @@ class Watcher(threading.Thread):
         self.cause: Cause | None = None
         self.known = threading.Event()
         """Set after `cause` is known and printed."""
+        self.verdict: Verdict | None = None
+        """The consequence of the exception that this rank has submitted; None as long as it is open."""
+        self.judged = threading.Event()
+        """Set after `verdict` is known."""
         self.stop_signal = 0
         """On rank 0 the first signal that asks the job to stop, received by any rank; 0 if there is none."""
         self.asked_to_finish = False
@@ -91,6 +70,7 @@ class Watcher(threading.Thread):
         self._exit_grace = exit_grace
         self._interval = min(max(timeout / 8, 0.05), 0.5)
         self._submitted: Cause | None = None
+        self._exceptions = Exceptions(world_size)
         self._end_by = float("inf")
         self._last_tick = time.monotonic() - self._interval  # the first one is due
         self._open()
@@ -101,6 +81,8 @@ class Watcher(threading.Thread):
 
     def submit(self, cause: Cause) -> None:
         """Report a failure of this rank, from another thread."""
+        self.verdict = None
+        self.judged.clear()
         self._post(partial(self._submit, cause))
 
     def ask_to_stop(self, number: int) -> None:
@@ -133,6 +115,7 @@ class Watcher(threading.Thread):
                 key.data()
             if time.monotonic() >= self._last_tick + self._interval:
                 self._tick(time.monotonic())
+            self._judge_exceptions(time.monotonic())
             self._leave_if_due(time.monotonic())
         self._close()
 
@@ -158,7 +141,7 @@ class Watcher(threading.Thread):
     def _submit(self, cause: Cause) -> None:
         self._submitted = cause
         if self.rank == 0 or not self._links:
-            return self._adopt(cause)
+            return self._consider(cause)
         return self._links[0].send({"cause": asdict(cause)})
 
     def _ask(self, number: int) -> None:
@@ -193,7 +176,9 @@ class Watcher(threading.Thread):
         self.stop_signal = self.stop_signal or message.get("stop", 0)
         self.asked_to_finish = self.asked_to_finish or "finish" in message
         if "cause" in message:
-            self._adopt(Cause.of(message["cause"]))
+            self._consider(Cause.of(message["cause"]))
+        if "verdict" in message:
+            self._conclude(Verdict[message["verdict"]])
         self._hear_of_hangs(message)
 
     def _lose(self, link: PeerLink) -> None:
@@ -279,15 +264,38 @@ class Watcher(threading.Thread):
         action = f"{link.action}, {time.monotonic() - link.heard:.1f} s before" if link.action else ""
         return Cause(rank=link.rank, process=link.process, action=action, event=event)
 
-    def _adopt(self, cause: Cause) -> None:
+    def _consider(self, cause: Cause) -> None:
+        """Take in a failure. On rank 0 an exception waits for those of the other ranks; what rank 0 says is decided."""
+        if self.rank == 0 and cause.point:
+            self._exceptions.add(cause, time.monotonic())
+        else:
+            self._adopt(cause)
+
+    def _judge_exceptions(self, now: float) -> None:
+        verdict = self._exceptions.verdict(now) if self.cause is None else None
+        if verdict is Verdict.ENDS and self._exceptions.first is not None:
+            self._adopt(self._exceptions.first)
+        elif verdict is not None:
+            for link in self._links.values():
+                link.send({"verdict": verdict.name})
+            self._exceptions.clear()
+            self._conclude(verdict)
+
+    def _conclude(self, verdict: Verdict) -> None:
+        self._submitted, self.verdict = None, verdict
+        self.judged.set()
+
+    def _adopt(self, found: Cause) -> None:
+        """Let the job end. An exception that was reported before is the cause, even if it still waited for others."""
         if self.cause is not None:
             return
-        self.cause = cause
+        self.cause = cause = self._exceptions.first or found
         for link in self._links.values():
             link.send({"cause": asdict(cause)})
         self._end_by = time.monotonic() + self._grace(cause)
         self._announce(cause)
         self.known.set()  # comes last: the failed rank may end after this
+        self._conclude(Verdict.ENDS)
         if not cause.reported:
             cause.process.kill()
 

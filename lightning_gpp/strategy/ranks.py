@@ -15,7 +15,7 @@ from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.strategy.arguments import Arguments
 from lightning_gpp.strategy.checkpoints import AtomicCheckpointIO, Checkpoints
 from lightning_gpp.strategy.guard import Guard
-from lightning_gpp.strategy.preemption import Preempted, Preemption
+from lightning_gpp.strategy.preemption import Preemption
 from lightning_gpp.strategy.processes import JobProcesses
 from lightning_gpp.strategy.run import Run
 from lightning_gpp.training.control import Control
@@ -41,6 +41,7 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         self._guard: Guard | None = None
         self._run: Run | None = None
         self._end: BaseException | None = None
+        self._together = False
         self._checkpoints = Checkpoints(given, self._current_io)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         self.set_world_ranks()
         if self.cluster_environment is None:
             raise ConfigError("The strategy has no cluster environment yet; it gets one from the trainer.")
-        self._end = None
+        self._end, self._together = None, False
         self._monitor = self._monitored()
         if self.lightning_module is not None:
             self._guard = Guard(self.lightning_module.trainer, self._monitor, self.options.grace)
@@ -104,8 +105,11 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
 
     @property
     def _failed(self) -> bool:
-        """True if this rank has failed. A rank that was asked to stop has not: all stop together."""
-        return self._end is not None and not isinstance(self._end, Preempted)
+        """True if this rank has failed, and the others may be elsewhere: there is nobody to communicate with.
+
+        When all stop together, or raise an exception together, each can count on the others.
+        """
+        return self._end is not None and not self._together
 
     @property
     def _alone(self) -> bool:

@@ -40,6 +40,7 @@ from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
 from lightning_gpp.training.predicted import simulated
 from lightning_gpp.training.report import period_of, write_report
+from lightning_gpp.training.setup import disconnect
 from lightning_gpp.training.tensor_parallel import TensorParallel, check_first_run, dividing
 
 log = logging.getLogger(__name__)
@@ -103,14 +104,17 @@ class GPPStrategy(RanksStrategy):
         self.setup_precision_plugin()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report the exception to the other ranks; from now on this rank waits for nobody, unless all stop together."""
-        self._end = exception
-        if self._monitor is not None and not isinstance(exception, Preempted):
+        """Report the exception to the other ranks; from now on this rank waits for nobody, unless all raise it."""
+        if self._end is exception:
+            return
+        self._end, self._together = exception, isinstance(exception, Preempted)
+        if self._monitor is not None and not self._together:
             refused = isinstance(exception, MisconfigurationException)  # its sentence says all
-            self._monitor.report(ConfigError(str(exception)) if refused else exception)
+            told = ConfigError(str(exception)).with_traceback(exception.__traceback__) if refused else exception
+            self._together = self._monitor.report(told)
 
     def teardown(self) -> None:
-        """Detach from the module; after a normal end rank 0's module is complete again.
+        """Detach from the module; rank 0's module is complete again, unless the ranks stopped at different points.
 
         Raises:
             SystemExit: for a signal that came after the last step, or with the exit code of Ctrl-C.
@@ -120,13 +124,15 @@ class GPPStrategy(RanksStrategy):
         if not self._failed:
             self._checkpoints.end()
         if self._run is not None:
-            self._run.detach(complete=self._end is None)
+            self._run.detach(complete=not self._failed and not isinstance(self._end, Preempted))
         self.precision_plugin.teardown()
         for part in (self.cluster_environment, self.accelerator, self.checkpoint_io):
             if part is not None:
                 part.teardown()
         if self._monitor is not None:
             self._monitor.stop()
+        if self._failed and self._control is not None:
+            disconnect(self._control)
         if self._guard is not None:
             self._guard.remove(self._end)
         self._monitor = self._guard = None

@@ -191,6 +191,13 @@ def join(options: Options, rank: int, world_size: int) -> Control:
     return _connected[wanted]
 
 
+def disconnect(control: Control) -> None:
+    """Let later runs make new connections: in these, messages may be left of ranks that stopped at different points."""
+    for layout, known in list(_connected.items()):
+        if known is control:
+            del _connected[layout]
+
+
 _connected: Final[dict[tuple[int, int, int, timedelta], Control]] = {}
 """The connections of this process, by devices per pipeline, number of pipelines, processes per device, and timeout."""
 
