@@ -14,6 +14,7 @@ from lightning_gpp.planning.bounds import bound
 from lightning_gpp.planning.bounds.bottleneck import bottleneck_units
 from lightning_gpp.planning.bounds.bound import bound_of_size, lower_bound
 from lightning_gpp.planning.partitioners.exhaustive import exhaustive
+from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
 from tests.planning.problems import DEVICE, Given, random_problem
 
@@ -21,10 +22,19 @@ SLACK = 1 + 1e-9
 
 
 def _optimum(problem: Problem) -> float:
-    """Seconds of the best of all plans, whatever memory they need."""
-    devices = tuple(replace(device, memory_bytes=1e18) for device in problem.cluster.devices)
-    everything = replace(problem, cluster=replace(problem.cluster, devices=devices))
-    return exhaustive(everything, SearchControl(seconds=float("inf"))).objective
+    """Seconds of the best of all plans that fit the memory; infinite if there is none."""
+    draft = exhaustive(problem, SearchControl(seconds=float("inf"))).draft
+    evaluation = None if draft is None else Evaluator(problem)(draft)
+    return evaluation.seconds if evaluation and evaluation.fits else float("inf")
+
+
+def _with_memory(problem: Problem, *memory_bytes: float) -> Problem:
+    """The same on devices with this memory, the last one's for all others."""
+    number = problem.cluster.num_devices
+    sizes = [*memory_bytes, *memory_bytes[-1:] * number][:number]
+    pairs = zip(problem.cluster.devices, sizes, strict=True)
+    devices = tuple(replace(device, memory_bytes=size) for device, size in pairs)
+    return replace(problem, cluster=replace(problem.cluster, devices=devices))
 
 
 def _mixed(problem: Problem, seed: int) -> Problem:
@@ -63,18 +73,23 @@ def test_no_plan_with_all_forwards_first_beats_the_bound(seed: int) -> None:
     assert lower_bound(problem) <= _optimum(problem) * SLACK
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_no_plan_that_fits_beats_the_bound(seed: int) -> None:
+    """Memory for a part of what one device would need for everything, so that replicas are scarce."""
+    problem = random_problem(seed, num_units=2 + seed % 4)
+    needed = float((problem.static_bytes + problem.saved_bytes(problem.sizes[0])).sum())
+    random = Random(seed)
+    problem = _with_memory(problem, *(random.uniform(0.3, 0.9) * needed for _ in range(random.choice((1, 4)))))
+    ample = lower_bound(_with_memory(problem, 1e18))
+    assert ample * (1 - 1e-6) <= lower_bound(problem) <= _optimum(problem) * SLACK
+
+
 @pytest.mark.parametrize("seed", range(10))
-def test_memory_never_lowers_the_bound(seed: int) -> None:
-    """Memory is not looked at: what fits can only be slower."""
+def test_less_memory_never_lowers_the_bound(seed: int) -> None:
     problem = random_problem(seed)
-    assert lower_bound(problem) == lower_bound(
-        replace(
-            problem,
-            cluster=replace(
-                problem.cluster, devices=tuple(replace(d, memory_bytes=1.0) for d in problem.cluster.devices)
-            ),
-        )
-    )
+    needed = float((problem.static_bytes + problem.saved_bytes(problem.sizes[0])).sum())
+    bounds = [lower_bound(_with_memory(problem, share * needed)) for share in (10, 1, 0.8, 0.5, 0.3, 0.1)]
+    assert bounds == sorted(bounds)
 
 
 @pytest.mark.parametrize("seed", range(15))

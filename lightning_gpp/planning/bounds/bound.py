@@ -24,29 +24,39 @@ weights.
                                               + (f_u + (1 - s) g_u)(b / r) max(0, M W(D_u) / T - r)
                                               + t_u(b / r) max(0, M W(H_u) / T - r) ]
 
-for any s in [0, 1]. A second of waiting is worth less work on slower devices, so waiting is divided by the largest
-slowdown. The right side falls with T, so the smallest T that satisfies it bounds the step from below. In addition, some
-stage has to run each unit M times, units are never divided (`knapsack`), and stages wait for the stage of a unit that
-all micro-batches pass (`bottleneck`). The bound of the problem is the least of the bounds of its micro-batch sizes.
+for any s in [0, 1] and H, also an empty one, and with the price of memory added (`memory`). A second of waiting is
+worth less work on slower devices, so waiting is divided by the largest slowdown. The right side falls with T, so the
+smallest T that satisfies it bounds the step from below. In addition, some stage has to run each unit M times, units are
+never divided (`knapsack`), and stages wait for the stage of a unit that all micro-batches pass (`bottleneck`). The
+bound of the problem is the least of the bounds of its micro-batch sizes.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
+from typing import Any
 
 import networkx as nx
 import numpy as np
 
 from lightning_gpp.planning.bounds.bottleneck import PassSplit, bottleneck_units, bound_by_bottleneck
 from lightning_gpp.planning.bounds.knapsack import Capacities, Share, bound_by_capacity, capacities_of
+from lightning_gpp.planning.bounds.memory import LeastMemory, least_memory
 from lightning_gpp.planning.problem.problem import Array, Problem, UnitSeconds
 
 SHARES = (0.0, 0.5, 1.0)
 """Values of s that are tried; the best one counts."""
+
+PRICES = (0.0, 0.03, 0.1, 0.2, 0.4, 1.0, 3.0)
+"""Prices of all memory that are tried, as multiples of the device-seconds of a step; the best one counts."""
+
+BISECTIONS = 14
+"""Bisections of the step time, relative to its range."""
 
 MAX_SHARES = 16
 """Largest number of replicas for which the forward's part of a unit's seconds is computed."""
@@ -158,17 +168,18 @@ def _backward_share(problem: Problem, size: int) -> float:
 def _bound_by_waiting(problem: Problem, size: int) -> float:
     forward, backward, speed = _fastest(problem, size)
     total = forward + backward
-    choices = [_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size)]
+    choices = _stacked([_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size)])
     paths = _Paths(problem, total, size)
-    return max(_solve(choices, paths, speed, share) for share in SHARES)
+    memory = least_memory(problem, size, choices.fewest[:, 0].astype(int).tolist())
+    return _solve(choices, paths, speed, memory)
 
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaRange:
-    """Least costs of all units for any number of replicas from `fewest` to `most`."""
+    """Least costs of all units for any number of replicas from `fewest` to `most`; or of several ranges, as rows."""
 
-    fewest: int
-    most: int
+    fewest: Any
+    most: Any
     forward: Array
     backward: Array
     summing: Array
@@ -177,11 +188,28 @@ class _ReplicaRange:
     extra: Array
     """Device-seconds of a micro-batch beyond those on one device: small shares are less efficient."""
 
+    @property
+    def total(self) -> Array:
+        return self.forward + self.backward
+
+
+def _stacked(choices: Sequence[_ReplicaRange]) -> _ReplicaRange:
+    """The ranges as rows."""
+    columns = zip(*(astuple(choice) for choice in choices), strict=True)
+    fewest, most, *others = (np.array(column, dtype=float) for column in columns)
+    return _ReplicaRange(fewest[:, None], most[:, None], *others)
+
+
+MAX_SINGLE, RANGE = 16, 1.15
+"""Numbers of replicas up to `MAX_SINGLE` are looked at one by one, larger ones in ranges of this ratio."""
+
 
 def _replica_ranges(problem: Problem, size: int) -> list[tuple[int, int]]:
     """Numbers of replicas: small ones singly, larger ones in ranges."""
     most = int(min(problem.max_replicas, problem.num_devices))
-    starts = [count for count in range(1, most + 1) if count <= 16 or count & (count - 1) == 0]
+    starts = [*range(1, min(most, MAX_SINGLE) + 1)]
+    while (following := int(starts[-1] * RANGE) + 1) <= most:
+        starts.append(following)
     return list(zip(starts, [start - 1 for start in starts[1:]] + [most], strict=True))
 
 
@@ -279,22 +307,40 @@ def _after(order: nx.DiGraph, total: Array) -> tuple[Array, list[int]]:
     return after, child
 
 
-def _solve(choices: list[_ReplicaRange], paths: _Paths, num_devices: float, share: float) -> float:
+def _solve(choices: _ReplicaRange, paths: _Paths, num_devices: float, memory: LeastMemory) -> float:
     """The smallest T of the inequality."""
     low, high = paths.work / num_devices, paths.work + float(paths.total.sum())
-    for _ in range(20):
-        middle = (low + high) / 2
-        often, allowed = paths.waiting(middle)
-        costs = [
-            paths.number * c.extra
-            + share * c.summing
-            + (c.forward + (1 - share) * c.backward) * np.maximum(0.0, paths.behind / middle - c.most)
-            + (c.forward + c.backward) * np.maximum(0.0, often - c.most)
-            for c in choices
-        ]
-        idle = (float(np.min(costs, axis=0).sum()) - allowed) / paths.slowdown
+    for _ in range(BISECTIONS):
+        middle = (low * high) ** 0.5
+        idle = max(
+            _with_memory(costs / paths.slowdown, memory, num_devices * middle) - allowed / paths.slowdown
+            for costs, allowed in _costs(choices, paths, middle)
+        )
         low, high = (middle, high) if num_devices * middle < paths.work + idle else (low, middle)
     return low
+
+
+def _costs(choices: _ReplicaRange, paths: _Paths, seconds: float) -> Iterator[tuple[Array, float]]:
+    """Device-seconds by number of replicas and unit for each s and H, and those to subtract."""
+    ahead = np.maximum(0.0, paths.behind / seconds - choices.most)
+    often, allowed = paths.waiting(seconds)
+    behind = choices.total * np.maximum(0.0, often - choices.most)
+    for share in SHARES:
+        costs = paths.number * choices.extra + share * choices.summing
+        costs = costs + (choices.forward + (1 - share) * choices.backward) * ahead
+        yield costs, 0.0
+        if allowed:
+            yield costs + behind, allowed
+
+
+def _with_memory(costs: Array, memory: LeastMemory, budget: float) -> float:
+    """The least device-seconds of all units, by number of replicas and unit, at the best price of memory."""
+
+    def least(price: float) -> float:
+        bytes_, rest = memory.priced(price * budget / memory.capacity)
+        return float(np.min(costs + bytes_, axis=0).sum()) + rest
+
+    return max(map(least, PRICES))
 
 
 def _bound_by_largest_unit(problem: Problem, size: int) -> float:
