@@ -3,9 +3,9 @@
     python benchmarks/schedules/kept_or_repeated.py [--milliseconds 20]
 
 Three gloo processes run a chain of three stages of four layers. A layer sleeps in the forward, and twice as long in
-the backward. Costs are measured; the plan, the simulation and the execution are those of every run. The table has best and
-median of the repetitions. All variants must give the gradients of the first one bit for bit, and hold the micro-batches
-that the simulator promises.
+the backward. Costs are measured; the plan, the simulation and the execution are those of every run. The table has
+best and median of the repetitions. All variants must give the gradients of the first one bit for bit, and hold the
+micro-batches that the simulator promises.
 """
 
 from __future__ import annotations
