@@ -96,7 +96,7 @@ def _is_told(error: Exception, started: bool) -> bool:
     """True for a user's mistake, for which the message is enough; other errors need a traceback."""
     if isinstance(error, OSError | ValueError | YAMLError):
         return not started  # before: arguments, a run folder or a configuration file; after: the user's code
-    return not isinstance(error, InstantiationException)  # from a constructor
+    return not (started and isinstance(error, InstantiationException))  # from a constructor of the user's
 
 
 class _HydraTask:

@@ -28,7 +28,7 @@ def main() -> None:
 
 _EXAMPLES = (
     ("gpp-plan experiment=two_tower output=plan.yaml", "The plan of a shipped example, written to a file."),
-    ("gpp-plan experiment=two_tower cluster=dgx_h100 cluster.num_nodes=2", "The same for two nodes of eight GPUs."),
+    ("gpp-plan experiment=two_tower cluster=t4_box", "The same for another machine, with four GPUs."),
     ("gpp-plan experiment=two_tower report=report.html", "The same as a page for the browser."),
     ("gpp-plan compare experiment=two_tower", "Partitioners side by side."),
     ("gpp-plan compare experiment=two_tower svg=compared.svg", "The same, and a picture: as a chain, as a graph."),

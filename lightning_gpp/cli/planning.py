@@ -14,6 +14,7 @@ from lightning_gpp.cli.check import check
 from lightning_gpp.cli.job import seed_all
 from lightning_gpp.cli.subject import GraphFile, Step, captured, graph_file
 from lightning_gpp.cli.target import built
+from lightning_gpp.cli.worth import too_small
 from lightning_gpp.cluster import Cluster, cluster_of
 from lightning_gpp.cluster.presets import MAX_DEVICES
 from lightning_gpp.errors import ConfigError
@@ -72,7 +73,7 @@ def show(config: DictConfig) -> None:
     check_outputs(config, _OUTPUTS)
     task = task_of(config)
     prediction = predict(task)
-    width, notes = terminal_width(), (*_advice(prediction), *task.subject.notes)
+    width, notes = terminal_width(), (*_advice(prediction), *too_small(task, prediction), *task.subject.notes)
     below = (f"\n{wrapped(note, width, 0)}" for note in notes)
     show_text("\n".join([prediction_text(prediction, width), *below]), prediction.plan)
     title = f"{config.name} on {task.machine.cluster.name}"

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lightning_gpp.cli.check import has_launcher
 from lightning_gpp.cli.sweep import optimized
@@ -37,6 +38,38 @@ def test_each_job_of_a_sweep_has_its_own_processes_and_metrics(tmp_path: Path) -
     metrics = [json.loads((folder / "metrics.json").read_text()) for folder in folders]
     assert metrics[0]["val/loss"] != metrics[1]["val/loss"]
     assert all((folder / "checkpoints" / "last.ckpt").is_file() for folder in folders)
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(600)
+def test_optuna_minimises_the_metric(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    sweeper = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=sweep")
+    arguments = ("--multirun", *QUICK, *sweeper, "model.learning_rate=interval(1e-4,1e-2)", "optimized_metric=val/loss")
+    result = command("train", *arguments, cwd=tmp_path, timeout=580)
+    assert result.returncode == 0, result.stderr
+    losses = [json.loads((tmp_path / "sweep" / name / "metrics.json").read_text())["val/loss"] for name in "01"]
+    assert yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())["best_value"] == min(losses)
+
+
+LOGGERS = {
+    "csv": ("lightning", "**/logs/metrics.csv"),
+    "tensorboard": ("tensorboard", "**/tensorboard/events.out.*"),
+    "wandb": ("wandb", "**/wandb/offline-run-*/*.wandb"),
+    "mlflow": ("mlflow", "mlflow.db"),
+}
+"""Packages that loggers need, and files that they write."""
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_loggers_write_what_they_are_for(logger: str, tmp_path: Path) -> None:
+    package, file = LOGGERS[logger]
+    pytest.importorskip(package)
+    result = command("train", *QUICK, f"logger={logger}", cwd=tmp_path, timeout=280, WANDB_MODE="offline")
+    assert result.returncode == 0, result.stderr
+    assert list(tmp_path.glob(file))
 
 
 def test_a_job_that_fails_ends_the_sweep_with_its_message(tmp_path: Path) -> None:

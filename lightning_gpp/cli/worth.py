@@ -1,0 +1,44 @@
+"""Compares a plan with one device alone: a model may be too small for the devices that it is planned for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from lightning_gpp.errors import PlanError
+from lightning_gpp.planning import Prediction
+from lightning_gpp.training.options import Options
+from lightning_gpp.training.planner import planned
+
+if TYPE_CHECKING:
+    from lightning_gpp.cli.planning import Task
+
+WORTH: Final = 0.25
+"""Speed-up per device below which a model is too small for its devices."""
+
+SECONDS: Final = 1.0
+"""Time limit of the search for one device, which has little to choose."""
+
+
+def too_small(task: Task, prediction: Prediction) -> Iterator[str]:
+    """A sentence if the devices together are hardly faster than one of them; none if one does not have the memory."""
+    devices, one = task.machine.cluster.num_devices, _on_one_device(task)
+    if devices == 1 or one is None:
+        return
+    gain = prediction.samples_per_second / one.samples_per_second
+    if gain < WORTH * devices:
+        yield (
+            f"The model is too small for {devices} devices: together they are {gain:.1f} times as fast as one of them "
+            f"({prediction.samples_per_second:.4g} against {one.samples_per_second:.4g} samples/s). Take fewer "
+            "devices, or give each more work: a larger mini-batch, or a larger model."
+        )
+
+
+def _on_one_device(task: Task) -> Prediction | None:
+    """The fastest step on the first device alone; None if its memory is too small."""
+    recompute = task.options.recompute if isinstance(task.options.recompute, bool) else None
+    options = Options(recompute=recompute, search_seconds=SECONDS, bound_seconds=0)
+    try:
+        return planned(task.subject.step, options, lambda: task.machine, 1).prediction
+    except PlanError:
+        return None
