@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from lightning_gpp.cli.check import check
 from lightning_gpp.cli.job import seed_all
@@ -17,7 +17,7 @@ from lightning_gpp.cli.target import built
 from lightning_gpp.cli.worth import too_small
 from lightning_gpp.cluster import Cluster, cluster_of
 from lightning_gpp.cluster.presets import MAX_DEVICES
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, count_pipelines, devices_per_pipeline
 from lightning_gpp.planning.assignment.layout_check import layout_mismatch
@@ -31,6 +31,7 @@ from lightning_gpp.slices import unsliced
 from lightning_gpp.strategy import GPPStrategy
 from lightning_gpp.training.eight_bit import check_patterns
 from lightning_gpp.training.machine import Machine, of_groups, resolved
+from lightning_gpp.training.option_values import AUTO
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.planner import (
     TRAINING,
@@ -71,9 +72,8 @@ def show(config: DictConfig) -> None:
             "compare schedules=..., or strategy.schedule=... for the schedule of one plan."
         )
     check_outputs(config, _OUTPUTS)
-    task = task_of(config)
-    prediction = predict(task)
-    width, notes = terminal_width(), (*_advice(prediction), *too_small(task, prediction), *task.subject.notes)
+    task, prediction, compared = best_of_degrees(config)
+    width, notes = terminal_width(), (*_advice(prediction), *compared, *_members(task), *too_small(task, prediction), *task.subject.notes)
     below = (f"\n{wrapped(note, width, 0)}" for note in notes)
     show_text("\n".join([prediction_text(prediction, width), *below]), prediction.plan)
     title = f"{config.name} on {task.machine.cluster.name}"
@@ -164,6 +164,67 @@ def applied(task: Task, plan: Plan) -> Prediction:
     )
 
 
+def best_of_degrees(config: DictConfig) -> tuple[Task, Prediction, list[str]]:
+    """The task and its plan; with `strategy.tensor_parallel_size=auto` those of the fastest number, and a comparison.
+
+    Raises:
+        ConfigError, PlanError: there is no plan with one process per device, nor with more.
+    """
+    if config.strategy.get("tensor_parallel_size") != AUTO:
+        task = task_of(config)
+        return task, predict(task), []
+    plans, failures, reasons = dict[int, tuple[Task, Prediction]](), list[GPPError](), list[str]()
+    for degree in DEGREES:
+        try:
+            task = _of_degree(config, degree)
+            plans[degree] = task, predict(task)
+        except PlanError as error:
+            failures.append(error)
+            reasons.append(f"{degree}: no plan")
+        except GPPError as error:  # what cannot be divided among these, cannot among more
+            failures.append(error)
+            reasons.append(f"{degree}: not possible. {error}")
+            break
+    if not plans:
+        raise failures[0]
+    best = max(plans, key=lambda degree: (plans[degree][1].fits, plans[degree][1].samples_per_second))
+    rows = [f"{degree}: {prediction.samples_per_second:.4g} samples/s" for degree, (_, prediction) in plans.items()]
+    return *plans[best], [f"Fastest: strategy.tensor_parallel_size={best}. {'; '.join([*rows, *reasons])}"]
+
+
+DEGREES: Final = (1, 2, 4, 8)
+"""Numbers of processes per device that `auto` compares."""
+
+
+def _of_degree(config: DictConfig, degree: int) -> Task:
+    """The task with this number of processes per device, and its part of the time for searches.
+
+    Raises:
+        ConfigError: the processes are not all in one node.
+    """
+    config = config.copy()
+    with open_dict(config):
+        config.strategy.tensor_parallel_size = degree
+        config.strategy.search_seconds = config.strategy.get("search_seconds", Options().search_seconds) / len(DEGREES)
+    task = task_of(config)
+    members = None if task.machine.divided is None else task.machine.divided.members
+    if members is not None and len({members.node_of(member) for member in range(degree)}) > 1:
+        raise ConfigError(f"The {degree} processes of a device would be on several nodes.")
+    return task
+
+
+def _members(task: Task) -> list[str]:
+    """The meaning of figures of a device that is several processes."""
+    divided = task.machine.divided
+    if divided is None:
+        return []
+    return [
+        f"Every device of the plan is {divided.degree} neighbouring processes (tensor parallelism); parameters, FLOPs, "
+        f"activations and memory are those of one of them. {task.machine.cluster.num_devices} devices are "
+        f"{divided.degree * task.machine.cluster.num_devices} processes."
+    ]
+
+
 def _advice(prediction: Prediction) -> list[str]:
     """Drawbacks of schedule and sharding for this plan, and how to train with several pipelines."""
     number, plan = prediction.num_pipelines, prediction.plan
@@ -196,7 +257,7 @@ def task_of(config: DictConfig) -> Task:
     subject = captured(config, options) if config.graph is None else graph_file(config)
     costs = subject.costs(options, whole, torch.device(device_type(config.trainer.accelerator)))
     machine = Machine(cluster=whole.with_headroom(options.memory_headroom), footprint=subject.footprint, costs=costs)
-    subject, machine = of_members(subject, machine, options.tensor_parallel_size)
+    subject, machine = of_members(subject, machine, options.num_members)
     whole = machine.cluster
     if config.step != TRAINING:
         if isinstance(subject, GraphFile):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -99,7 +99,7 @@ class Step:
     """The captured step of a configured model.
 
     `step`: what is planned: the step itself, or in a run that does not train the same without a backward. `divided`:
-    names of the parameters that the processes of a device divide.
+    the dimension along which the processes of a device divide each parameter, by name.
     """
 
     captured: Capture | Declared
@@ -109,7 +109,7 @@ class Step:
     precision: Precision
     footprint: Footprint
     notes: tuple[str, ...] = ()
-    divided: Collection[str] | None = None
+    divided: Mapping[str, int] | None = None
 
     def costs(self, options: Options, cluster: Cluster, device: torch.device) -> CostModel | None:
         """Seconds of operators according to `strategy.costs`; None for the roofline model.
@@ -175,12 +175,12 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
     batch = transferred(model, batch, CPU)
     context = getattr(trainer.precision_plugin, CONTEXTS[config.step])
     record = partial(captured_step, model, outline(batch), config.step, options, context, CPU, None)
-    with _members(model, options.tensor_parallel_size) as dividing:
+    with _members(model, options.num_members) as dividing:
         with placed(), dividing as found:
             model.configure_model()
         parallel = found[0]
         step = captured_apart(record, parallel, model, context, 1)
-    check_divided(options.tensor_parallel_size, parallel)
+    check_divided(options.num_members, parallel)
     optimizers, notes = _optimizers(model, trainer)
     return Step(
         captured=step,

@@ -1,8 +1,9 @@
 """Costs of tensor parallelism inside stages: what the members of a device divide, and what they tell each other.
 
 The model: a member has 1/n of the divided parameters, and of the work and the activations of the modules that have
-them; after each such module, the members add up its results in the forward, and the gradients of its inputs, which are
-as large, in the backward (Shoeybi et al., "Megatron-LM", 2019, section 3).
+them. Wherever a matrix is divided along its input, the members add up its results in the forward; for each such sum
+there is one in the backward, of the gradients of a module's inputs, which are as large (Shoeybi et al., "Megatron-LM",
+2019, section 3: two of each per layer). A module with divided parameters has at least one.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ class Divided:
     Args:
         degree: number of members.
         parameters: names of the divided parameters.
+        summed: those of them with which members compute terms of a sum: matrices that are cut along their input.
         members: the members of a device.
     """
 
     degree: int
     parameters: frozenset[str]
+    summed: frozenset[str] = frozenset()
     members: Cluster
 
     def graph(self, graph: OperatorGraph) -> OperatorGraph:
@@ -44,6 +47,10 @@ class Divided:
     def divides(self, operator: Operator) -> bool:
         """True if the members divide the work of an operator."""
         return not self.parameters.isdisjoint(operator.parameters)
+
+    def num_sums(self, operator: Operator) -> int:
+        """Number of sums over the members in the forward of an operator that they divide."""
+        return max(1, len(self.summed.intersection(operator.parameters)))
 
     def _share(self, name: str, size: int) -> int:
         return -(-size // self.degree) if name in self.parameters else size
@@ -72,5 +79,6 @@ class WithCollectives:
             return known
         size = sum(spec.bytes(num_samples) for spec in operator.outputs)
         added = self.divided.members.all_reduce_seconds(tuple(range(self.divided.degree)), size)
+        added *= self.divided.num_sums(operator)
         backward = added if has_backward(operator) else 0.0
         return known._replace(forward=known.forward + added, input_gradient=known.input_gradient + backward)

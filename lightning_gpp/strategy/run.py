@@ -103,7 +103,7 @@ class Run:
             whole=whole,
             parallel=parallel,
         )
-        check_divided(options.tensor_parallel_size, parallel)
+        check_divided(options.num_members, parallel)
         self.incoming = Incoming(self.module, control, options.batch_dims)
         self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation)
         self.reading = ReadAhead(trainer, self.incoming, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -72,17 +72,18 @@ def resolved(cluster: Cluster | str | None, num_devices: int, num_nodes: int = 1
     return cluster if num_devices == cluster.num_devices else cluster.subset(range(num_devices))
 
 
-def of_groups(machine: Machine, divided: Collection[str], degree: int, graph: OperatorGraph) -> Machine:
+def of_groups(machine: Machine, divided: Mapping[str, int], degree: int, graph: OperatorGraph) -> Machine:
     """The machine whose devices are groups of `degree` adjacent devices, with the costs of one of them.
 
     Args:
         machine: all devices.
-        divided: names of the parameters that the members of a group divide.
+        divided: the dimension along which the members of a group divide each parameter, by name.
         degree: number of members.
         graph: the undivided graph.
     """
     members = machine.cluster.subset(range(degree))
-    known = Divided(degree=degree, parameters=frozenset(divided), members=members)
+    summed = frozenset(name for name, dim in divided.items() if dim > 0)
+    known = Divided(degree=degree, parameters=frozenset(divided), summed=summed, members=members)
     costs = WithCollectives(machine.costs or Roofline(known.graph(graph)), known)
     heads = machine.cluster.subset(range(0, machine.cluster.num_devices, degree))
     return replace(machine, cluster=heads, costs=costs, divided=known)

@@ -34,7 +34,7 @@ def check_together(options: Options) -> None:
 
 def _check_members(options: Options) -> None:
     """Refuse what the processes of one device cannot do together."""
-    if options.tensor_parallel_size == 1:
+    if options.tensor_parallel_size in (1, AUTO):
         return
     refused = {
         "sharding": (options.sharding != "none", "shards what members have already divided. Use none"),

@@ -104,10 +104,11 @@ class Options(SearchOptions):
         "number of pipeline replicas (data parallelism). Default: number of processes / devices of the plan.",
     )
 
-    tensor_parallel_size: Count = option(
+    tensor_parallel_size: Count | Literal["auto"] = option(
         1,
         "number of processes of every device of the plan: they share the work inside its stages, as the module's "
-        'configure_model divides it (parallelize_module with self.device_mesh["tensor_parallel"]).',
+        'configure_model divides it (parallelize_module with self.device_mesh["tensor_parallel"]). auto, for gpp-plan: '
+        "the number of a node's processes with which the plan is fastest.",
     )
 
     mini_batch: Literal["own", "shared"] = option(
@@ -288,6 +289,21 @@ class Options(SearchOptions):
     def __post_init__(self) -> None:
         SearchOptions.__post_init__(self)  # not by super(), which dataclasses with slots do not have
         check_together(self)
+
+    @property
+    def num_members(self) -> int:
+        """Number of processes of every device.
+
+        Raises:
+            ConfigError: it is left to gpp-plan.
+        """
+        if isinstance(self.tensor_parallel_size, str):
+            raise ConfigError(
+                f"strategy.tensor_parallel_size={self.tensor_parallel_size} is for gpp-plan, which tells the fastest "
+                "number: a module is divided before a run is planned. Run gpp-plan with these settings, and give the "
+                "number that it names, for example strategy.tensor_parallel_size=2."
+            )
+        return self.tensor_parallel_size
 
     @property
     def slicing(self) -> Slicing | None:

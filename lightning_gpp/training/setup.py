@@ -179,7 +179,7 @@ def join(options: Options, rank: int, world_size: int) -> Control:
             f"strategy.delayed_devices={options.delayed_devices} imitates a pipeline on one process, but there are "
             f"{world_size} processes. Start one (trainer.devices=1, trainer.num_nodes=1)."
         )
-    num_pipelines, num_members = pipelines_of(options, world_size), options.tensor_parallel_size
+    num_pipelines, num_members = pipelines_of(options, world_size), options.num_members
     num_devices = devices_per_pipeline(world_size // num_members, num_pipelines)
     for layout, control in list(_connected.items()):
         if control.mesh.everyone is not dist.group.WORLD:
@@ -210,7 +210,7 @@ def pipelines_of(options: Options, world_size: int) -> int:
     """
     if options.delayed_devices:
         return 1
-    num_devices, rest = divmod(world_size, options.tensor_parallel_size)
+    num_devices, rest = divmod(world_size, options.num_members)
     if rest or not num_devices:
         raise ConfigError(
             f"strategy.tensor_parallel_size={options.tensor_parallel_size} does not divide the {world_size} processes "

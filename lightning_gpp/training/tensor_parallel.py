@@ -72,9 +72,9 @@ class TensorParallel:
         return int(self.mesh.size())
 
     @property
-    def cut(self) -> frozenset[str]:
-        """Names of the tensors of which every member has a part."""
-        return frozenset(name for name, division in self.divisions.items() if division.dim is not None)
+    def cut(self) -> dict[str, int]:
+        """The tensors of which every member has a part, by name, with the dimension along which they are cut."""
+        return {name: division.dim for name, division in self.divisions.items() if division.dim is not None}
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
