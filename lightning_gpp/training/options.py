@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal
 from annotated_types import Ge, Gt, Lt, MinLen
 
 from lightning_gpp.cluster import Cluster
+from lightning_gpp.errors import ConfigError
 from lightning_gpp.option import Converted, option
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.slices import Slicing
