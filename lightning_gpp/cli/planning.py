@@ -73,10 +73,9 @@ def show(config: DictConfig) -> None:
         )
     check_outputs(config, _OUTPUTS)
     task, prediction, compared = best_of_degrees(config)
-    width, notes = (
-        terminal_width(),
-        (*_advice(prediction), *compared, *_members(task), *too_small(task, prediction), *task.subject.notes),
-    )
+    small = too_small(prediction, task.subject.step, task.machine, task.options)
+    width = terminal_width()
+    notes = (*_advice(prediction), *compared, *_members(task), *small, *task.subject.notes)
     below = (f"\n{wrapped(note, width, 0)}" for note in notes)
     show_text("\n".join([prediction_text(prediction, width), *below]), prediction.plan)
     title = f"{config.name} on {task.machine.cluster.name}"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_gpp.errors import PlanError
 from lightning_gpp.planning import Prediction
+from lightning_gpp.training.machine import Machine
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.planner import planned
-
-if TYPE_CHECKING:
-    from lightning_gpp.cli.planning import Task
+from lightning_gpp.training.planner import Subject, planned
 
 WORTH: Final = 0.25
 """Speed-up per device below which a model is too small for its devices."""
@@ -20,9 +18,9 @@ SECONDS: Final = 1.0
 """Time limit of the search for one device, which has little to choose."""
 
 
-def too_small(task: Task, prediction: Prediction) -> Iterator[str]:
+def too_small(prediction: Prediction, step: Subject, machine: Machine, options: Options) -> Iterator[str]:
     """A sentence if the devices together are hardly faster than one of them; none if one does not have the memory."""
-    devices, one = task.machine.cluster.num_devices, _on_one_device(task)
+    devices, one = machine.cluster.num_devices, _on_one_device(step, machine, options)
     if devices == 1 or one is None:
         return
     gain = prediction.samples_per_second / one.samples_per_second
@@ -34,11 +32,11 @@ def too_small(task: Task, prediction: Prediction) -> Iterator[str]:
         )
 
 
-def _on_one_device(task: Task) -> Prediction | None:
+def _on_one_device(step: Subject, machine: Machine, options: Options) -> Prediction | None:
     """The fastest step on the first device alone; None if its memory is too small."""
-    recompute = task.options.recompute if isinstance(task.options.recompute, bool) else None
+    recompute = options.recompute if isinstance(options.recompute, bool) else None
     options = Options(recompute=recompute, search_seconds=SECONDS, bound_seconds=0)
     try:
-        return planned(task.subject.step, options, lambda: task.machine, 1).prediction
+        return planned(step, options, lambda: machine, 1).prediction
     except PlanError:
         return None
