@@ -97,7 +97,7 @@ class LazyEngine:
         scaler = getattr(precision, "scaler", None)
         if scaler is not None:
             check_scaled(options)
-        self._scale = LossScale(scaler, control, device)
+        self._scale = LossScale.of(scaler, control, device)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module in stages; all ranks call this together, with equal arguments."""
@@ -129,7 +129,8 @@ class LazyEngine:
                 num_steps=self.num_calls,
                 calls=StepCalls({"": outline(arguments)}, frozenset()),
             )
-        self._scale.attach()
+        if self._scale is not None:
+            self._scale.attach()
         return engine
 
     def resume(self, num_calls: int, seed: int) -> None:
@@ -141,6 +142,7 @@ class LazyEngine:
     def end(self, complete: bool) -> None:
         """Move the module to the CPU, after a normal end (`complete`) all of it to rank 0. All ranks call this."""
         if self.engine is not None:
-            self._scale.detach()
+            if self._scale is not None:
+                self._scale.detach()
             (self.engine.release if complete else self.engine.abandon)()
             self.engine = None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpp.runtime.boundary import DTYPES, MessageTensors, Tensors, header_length, header_of, read_header
-from lightning_gpp.runtime.codecs import Form
+from lightning_gpp.runtime.codecs import EXACT, Form
 from lightning_gpp.runtime.stage import Slot
 from lightning_gpp.runtime.transport import Transport, Work
 from lightning_gpp.schedules.program import Message
@@ -71,10 +71,18 @@ class Send:
         values, message = self._link.values, self.message
         tensors, values[message] = values[message], None
         pairs = zip(self._encodings, tensors or (), strict=bool(tensors))
-        return [encoded(tensor.detach()).contiguous() for encoded, tensor in pairs if tensor is not None]
+        return [_encoded(tensor.detach(), encode).contiguous() for encode, tensor in pairs if tensor is not None]
 
-    def _encoding(self, slot: Slot) -> Callable[[Tensor], Tensor]:
-        return partial(slot.codec.encode, batch_dim=slot.spec.batch_dim)
+    def _encoding(self, slot: Slot) -> Callable[[Tensor], Tensor] | None:
+        """The function that makes what travels; None where tensors travel as they are."""
+        return None if slot.codec is EXACT else partial(slot.codec.encode, batch_dim=self._batch_dim(slot))
+
+    def _batch_dim(self, slot: Slot) -> int | None:
+        return slot.spec.batch_dim
+
+
+def _encoded(tensor: Tensor, encode: Callable[[Tensor], Tensor] | None) -> Tensor:
+    return tensor if encode is None else encode(tensor)
 
 
 class DynamicSend(Send):
@@ -84,8 +92,8 @@ class DynamicSend(Send):
         header = header_of(self._link.values[self.message] or ())
         return [header.to(self._link.device), *super()._packed()]
 
-    def _encoding(self, slot: Slot) -> Callable[[Tensor], Tensor]:
-        return partial(slot.codec.encode, batch_dim=None)  # nobody knows which dimension counts samples
+    def _batch_dim(self, slot: Slot) -> int | None:
+        return None  # nobody knows which dimension counts samples
 
 
 class Receive:
@@ -95,6 +103,7 @@ class Receive:
         self._link, self._slots = link, slots
         self._message, self._peer = message.id, message.src
         self._works: Sequence[Work] = ()
+        self._is_exact = all(slot.codec is EXACT for slot in slots)
         self._expect([_form(slot, message.stop - message.start) for slot in slots])
 
     def _expect(self, forms: Sequence[Form | None]) -> None:
@@ -108,6 +117,8 @@ class Receive:
 
     def wait(self) -> None:
         self._finish()
+        if self._is_exact:
+            return
         received = zip(self._slots, self._forms, self._link.values[self._message] or (), strict=True)
         self._link.values[self._message] = [_decoded(*arrived) for arrived in received]
 

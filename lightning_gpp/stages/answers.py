@@ -1,29 +1,14 @@
-"""Answers to the user's calls of modules: while a step runs, its network calls return what stages compute."""
+"""Answers to the user's calls of modules over a whole mini-batch, in which some calls are real."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 
-CallHandler = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-
-
-@functools.cache
-def _answering(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `kind` that differs only in that its calls are answered."""
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return vars(self)[_ANSWER](self, args, kwargs)
-
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
-
-
-_ANSWER: Final = "_gpp_answer"
+from lightning_gpp.stages.step import ANSWER, answering
 
 
 class Answers:
@@ -63,58 +48,11 @@ class Answers:
     def _attach(self) -> None:
         self._active = True
         for module, kind in self._modules:
-            vars(module)[_ANSWER] = self._answer
-            module.__class__ = _answering(kind)  # type: ignore[arg-type]
+            vars(module)[ANSWER] = self._answer
+            module.__class__ = answering(kind)  # type: ignore[arg-type]
 
     def _detach(self) -> None:
         self._active = False
         for module, kind in self._modules:
             module.__class__ = kind
-            vars(module).pop(_ANSWER, None)
-
-
-@contextmanager
-def answered(modules: Mapping[str, nn.Module], answer: CallHandler) -> Iterator[None]:
-    """Inside, a call of one of the modules returns `answer(call number, module, args, kwargs)`."""
-    numbers = itertools.count()
-
-    def numbered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return answer(next(numbers), module, args, kwargs)
-
-    kinds = [(module, type(module)) for module in modules.values()]
-    try:
-        for module, kind in kinds:
-            vars(module)[_ANSWER] = numbered
-            module.__class__ = _answering(kind)  # type: ignore[arg-type]
-        yield
-    finally:
-        for module, kind in kinds:
-            module.__class__ = kind
-            vars(module).pop(_ANSWER, None)
-
-
-_NOT_ITS_OWN = frozenset(vars(nn.Module()))
-"""Attributes that every module has: parameters, hooks and the like."""
-
-
-@contextmanager
-def without_effects(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore attributes that were set, and lists that grew, when the context ends.
-
-    Changes inside other objects stay.
-    """
-    before = [(module, dict(vars(module)), _lists(module)) for module in modules]
-    try:
-        yield
-    finally:
-        for module, attributes, lists in before:
-            for name in vars(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
-            for items, length in lists:
-                del items[length:]
-
-
-def _lists(module: nn.Module) -> list[tuple[list[Any], int]]:
-    own = (value for name, value in vars(module).items() if name not in _NOT_ITS_OWN)
-    return [(value, len(value)) for value in own if type(value) is list]
+            vars(module).pop(ANSWER, None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,7 +21,6 @@ from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
-from lightning_gpp.stages.answers import answered, without_effects
 from lightning_gpp.stages.code import variable
 from lightning_gpp.stages.holes import Holes, device_of
 
@@ -159,24 +160,25 @@ class UserStep(StepRunner):
             CaptureError: the step calls its modules differently than when it was captured.
         """
         found: dict[str, torch.Tensor] = {}
-        holes = Holes(device_of(self._open[micro_batch.lane].batch))
+        holes = self._holes(micro_batch)
 
         def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = self._expect(number, module)
-            self._take(found, call, number, args, kwargs, holes)
+            self._take(found, call, number, args, kwargs)
             if number == len(self._calls) - 1:
                 raise Stopped
-            return holes.add(self._result(call, lambda ref: self._hole(ref, micro_batch.num_samples)))
+            return self._result(call, lambda ref: self._hole(ref, micro_batch.num_samples, holes))
 
         self.start_streams(micro_batch)
         changing = [self.module, *map(self.module.get_submodule, self.opened)]
         with without_effects(changing), answered(self._modules, answer), torch.no_grad():
             try:
-                with holes if self._mixes else nullcontext():
+                with holes or nullcontext():
                     self.call(micro_batch)
             except Stopped:
                 pass
-        self._take_mixed(found, holes)
+        if holes is not None:
+            self._take_mixed(found, holes)
         return self._checked(found, micro_batch)
 
     def _expect(self, number: int, module: nn.Module) -> ModuleCall:
@@ -197,16 +199,15 @@ class UserStep(StepRunner):
         number: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        holes: Holes,
     ) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
         captured = pytree.tree_leaves((call.args, call.kwargs))
-        self._compare(captured, leaves, holes, call)
+        self._compare(captured, leaves, call)
         for name, key in self.input_keys.items():
             if key[:2] == ("call", number):
                 found[name] = leaves[key[2]]
 
-    def _compare(self, captured: list[Any], leaves: list[Any], holes: Holes, call: ModuleCall | Recorded) -> None:
+    def _compare(self, captured: list[Any], leaves: list[Any], call: ModuleCall | Recorded) -> None:
         """Check that captured Python values are the same now, so that none is frozen silently."""
         if len(captured) != len(leaves):
             raise refusal(call.line, "the call has different arguments than when it was captured", "keep them the same")
@@ -220,7 +221,7 @@ class UserStep(StepRunner):
                 )
 
     def _take_mixed(self, found: dict[str, torch.Tensor], holes: Holes) -> None:
-        if self._mixes and holes.targets != self.network.step_targets:
+        if holes.targets != self.network.step_targets:
             raise refusal(
                 self._calls[-1].line,
                 f"between its module calls the step called {self.network.step_targets} when it was captured, and "
@@ -229,7 +230,7 @@ class UserStep(StepRunner):
             )
         for number, call in self._glue.items():
             leaves = holes.calls[number]
-            self._compare(pytree.tree_leaves((call.args, call.kwargs)), leaves, holes, call)
+            self._compare(pytree.tree_leaves((call.args, call.kwargs)), leaves, call)
             for name, key in self.input_keys.items():
                 if key[:2] == ("glue", number):
                     found[name] = leaves[key[2]]
@@ -267,17 +268,17 @@ class UserStep(StepRunner):
         Values that the captured step only passed on to network calls are meta tensors, and so are values computed from
         them; reading them is an error of torch.
         """
-        holes = Holes(device_of(self._open[micro_batch.lane].batch))
+        holes = self._holes(micro_batch)
 
         def value(ref: Ref) -> torch.Tensor:
             known = values.get(self._names[ref])
-            return holes.add(self._hole(ref, micro_batch.num_samples)) if known is None else known
+            return self._hole(ref, micro_batch.num_samples, holes) if known is None else known
 
         def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return self._result(self._expect(number, module), value)
 
         self.start_streams(micro_batch)
-        with answered(self._modules, answer), holes if self._mixes else nullcontext():
+        with answered(self._modules, answer), holes or nullcontext():
             output = self.call(micro_batch)
         return self.finish(micro_batch, output)
 
@@ -286,10 +287,17 @@ class UserStep(StepRunner):
     def _result(self, call: ModuleCall, value: Callable[[Ref], torch.Tensor]) -> Any:
         return pytree.tree_map(lambda leaf: value(leaf) if isinstance(leaf, Ref) else leaf, call.result)
 
-    def _hole(self, ref: Ref, num_samples: int) -> torch.Tensor:
+    def _holes(self, micro_batch: MicroBatch) -> Holes | None:
+        """The holes of a run of the step; None if it computes nothing between its network calls."""
+        return Holes(device_of(self._open[micro_batch.lane].batch)) if self._mixes else None
+
+    def _hole(self, ref: Ref, num_samples: int, holes: Holes | None) -> torch.Tensor:
         name = variable(ref)
         spec = self.input_specs[name] if ref.call < 0 else self.specs[ref.call][ref.output]
-        return torch.empty(spec.sizes(num_samples), dtype=getattr(torch, spec.dtype), device="meta")
+        hole = torch.empty(spec.sizes(num_samples), dtype=getattr(torch, spec.dtype), device="meta")
+        if holes is not None:
+            holes.add(hole)
+        return hole
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -311,3 +319,69 @@ def loss_of(output: Any) -> torch.Tensor:
 
 def slots_of(keys: Sequence[InputKey]) -> dict[str, InputKey]:
     return {f"input{number}": key for number, key in enumerate(keys)}
+
+
+# -- calls of modules ------------------------------------------------------------------------------------------------
+
+CallHandler = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@functools.cache
+def answering(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `kind` that differs only in that its calls are answered."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)[ANSWER](self, args, kwargs)
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+ANSWER: Final = "_gpp_answer"
+"""The attribute of a module that answers its calls."""
+
+
+@contextmanager
+def answered(modules: Mapping[str, nn.Module], answer: CallHandler) -> Iterator[None]:
+    """Inside, a call of one of the modules returns `answer(call number, module, args, kwargs)`."""
+    numbers = itertools.count()
+
+    def numbered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return answer(next(numbers), module, args, kwargs)
+
+    kinds = [(module, type(module)) for module in modules.values()]
+    try:
+        for module, kind in kinds:
+            vars(module)[ANSWER] = numbered
+            module.__class__ = answering(kind)  # type: ignore[arg-type]
+        yield
+    finally:
+        for module, kind in kinds:
+            module.__class__ = kind
+            vars(module).pop(ANSWER, None)
+
+
+_NOT_ITS_OWN = frozenset(vars(nn.Module()))
+"""Attributes that every module has: parameters, hooks and the like."""
+
+
+@contextmanager
+def without_effects(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore attributes that were set, and lists that grew, when the context ends.
+
+    Changes inside other objects stay.
+    """
+    before = [(module, dict(vars(module)), _lists(module)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes, lists in before:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            for items, length in lists:
+                del items[length:]
+
+
+def _lists(module: nn.Module) -> list[tuple[list[Any], int]]:
+    own = (value for name, value in vars(module).items() if name not in _NOT_ITS_OWN)
+    return [(value, len(value)) for value in own if type(value) is list]

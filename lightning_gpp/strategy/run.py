@@ -172,11 +172,6 @@ class Run:
         self.incoming.batch_size = samples_in(shared)
         return shared
 
-    @property
-    def trains_whole(self) -> bool:
-        """True while training steps run as a whole."""
-        return self.job.whole and self.engine is not None and self.trainer.training
-
     # -- attached -----------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
@@ -188,7 +183,8 @@ class Run:
         _compat.after_evaluation_data(self.trainer, self._compare_lengths)
         if self.engine is not None:
             vars(self.precision)["clip_grad_by_norm"] = self._clip  # over all stages
-            self.steps.scale.attach()
+            if self.steps.scale is not None:
+                self.steps.scale.attach()
         if self.control.num_devices > 1:
             self._hooks.attach()
         if not self.control.loads:
@@ -210,7 +206,8 @@ class Run:
             for name in ("write_on_batch_end", "write_on_epoch_end"):
                 vars(writer).pop(name, None)
         vars(self.precision).pop("clip_grad_by_norm", None)
-        self.steps.scale.detach()
+        if self.steps.scale is not None:
+            self.steps.scale.detach()
         if self._example_input is not None:
             self.module.example_input_array = self._example_input
         if self.engine is None:

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_gpp.errors import GPPError
 from lightning_gpp.strategy.checks import facts_of_trainer
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
 from lightning_gpp.training.control import Control
@@ -84,7 +85,7 @@ class Steps:
 
     Attributes:
         engine: the engine that runs the steps; None before it is set up.
-        scale: the scale of the loss.
+        scale: the scale of the loss; None for 1.
         trace: trace of the training steps, if the user wants one.
     """
 
@@ -99,15 +100,23 @@ class Steps:
     ) -> None:
         self.module, self.control, self.host, self.incoming, self.device = module, control, host, incoming, device
         self.logs = LogExchange(control, device)
-        self.scale = LossScale(host.scaler, control, device)
+        self.scale = LossScale.of(host.scaler, control, device)
         self.engine: Engine | None = None
         self.trace: TraceFile | None = None
         self._set_up = set_up
 
-    def train(self, engine: Engine, arguments: Sequence[Any], last: bool) -> Any:
+    @property
+    def whole(self) -> bool:
+        """True while training steps run as a whole."""
+        return self.engine is not None and self.engine.job.whole and self.module.trainer.training
+
+    def train(self, arguments: Sequence[Any], last: bool) -> Any:
         """Run forwards and backwards of a mini-batch; returns the loss, with the rest of a dict where the step ran."""
+        engine, scale = self.engine, 1.0 if self.scale is None else self.scale.factor
+        if engine is None:
+            raise GPPError("The training step runs before the trainer's set-up; use trainer.fit(model).")
         accumulated = self.module.trainer.accumulate_grad_batches
-        outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=self.scale.factor)
+        outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
         self.host.recorder.turn(engine.num_steps - 1)
         if self.trace is not None:
             self.trace.add(engine)

@@ -34,6 +34,7 @@ from lightning_gpp.strategy.data import Placeholder, distribute
 from lightning_gpp.strategy.preemption import Preempted
 from lightning_gpp.strategy.ranks import RanksStrategy
 from lightning_gpp.strategy.run import Run
+from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.checkpoint import load_state
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
@@ -169,7 +170,7 @@ class GPPStrategy(RanksStrategy):
         run, module = self._run, self.lightning_module
         if run is None or module is None or current_hook(module) != "batch_to_device":
             return super().batch_to_device(batch, device, dataloader_idx)
-        if run.trains_whole:
+        if run.steps.whole:
             return run.share(super().batch_to_device(batch, device, dataloader_idx) if run.control.loads else None)
         if not run.control.runs_step:
             known = run.incoming.announce(None)
@@ -208,22 +209,23 @@ class GPPStrategy(RanksStrategy):
 
         A step as a whole runs on all ranks, and its result is its own.
         """
-        if self._running.trains_whole:
+        steps = self._steps
+        if steps.whole:
             with self._training.whole_step():
                 return super().training_step(*args, **kwargs)
-        return self._running.steps.train(self._training, [*args, *kwargs.values()], last=not self._accumulating)
+        return steps.train([*args, *kwargs.values()], last=not self._accumulating)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the user's step on the rank that runs it."""
-        return self._running.steps.evaluate("validation_step", [*args, *kwargs.values()])
+        return self._steps.evaluate("validation_step", [*args, *kwargs.values()])
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the user's step on the rank that runs it."""
-        return self._running.steps.evaluate("test_step", [*args, *kwargs.values()])
+        return self._steps.evaluate("test_step", [*args, *kwargs.values()])
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the user's step on the rank that runs it; None elsewhere."""
-        return self._running.steps.evaluate("predict_step", [*args, *kwargs.values()])
+        return self._steps.evaluate("predict_step", [*args, *kwargs.values()])
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the hooks around backward. The step has computed the gradients; here they are reduced over ranks."""
@@ -231,7 +233,7 @@ class GPPStrategy(RanksStrategy):
         if module is None:
             raise ConfigError("The strategy has no module; use trainer.fit(model).")
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if self._running.trains_whole:
+        if self._steps.whole:
             with self._training.complete_gradients():
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         elif not self._accumulating:
@@ -240,7 +242,7 @@ class GPPStrategy(RanksStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step an optimizer. On several devices it may evaluate a step as a whole once, as each steps its own part."""
-        if self._running.trains_whole and self._training.plan.num_devices > 1:
+        if self._steps.whole and self._training.plan.num_devices > 1:
             closure = once(closure)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -260,10 +262,15 @@ class GPPStrategy(RanksStrategy):
         return self._run
 
     @property
+    def _steps(self) -> Steps:
+        return self._running.steps
+
+    @property
     def _training(self) -> Engine:
-        if self._engine is None:
+        engine = self._steps.engine
+        if engine is None:
             raise ConfigError("A training step was run outside of trainer.fit.")
-        return self._engine
+        return engine
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of all stages, for hooks: all ranks call this together, and get the same."""
@@ -362,7 +369,7 @@ class GPPStrategy(RanksStrategy):
         """
         if self.global_rank == 0:
             engine = self._planned()
-            write_report(path, engine, self.num_pipelines, self._running.steps.trace, record)
+            write_report(path, engine, self.num_pipelines, self._steps.trace, record)
 
     def _planned(self) -> Engine:
         if self._engine is None:

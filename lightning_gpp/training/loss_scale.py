@@ -21,29 +21,32 @@ class LossScale:
     """The scale of a run. All ranks attach it together, and step their optimizers in the same order.
 
     Args:
-        scaler: the scaler; None, or one that is not enabled, leaves losses alone.
+        scaler: the scaler, which is enabled.
         control: the side channel of this rank.
         device: the device of this rank.
     """
 
-    def __init__(self, scaler: GradScaler | None, control: Control, device: torch.device) -> None:
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._control, self._device = control, device
+    def __init__(self, scaler: GradScaler, control: Control, device: torch.device) -> None:
+        self._scaler, self._control, self._device = scaler, control, device
+
+    @classmethod
+    def of(cls, scaler: GradScaler | None, control: Control, device: torch.device) -> LossScale | None:
+        """The scale of a run; None if there is no scaler, or one that is not enabled."""
+        return cls(scaler, control, device) if scaler is not None and scaler.is_enabled() else None
 
     @property
     def factor(self) -> float:
         """The factor of the loss in the current step."""
-        return 1.0 if self._scaler is None else self._scaler.get_scale()
+        return self._scaler.get_scale()
 
     def attach(self) -> None:
         """Let all ranks agree on gradients that are not finite."""
-        if self._scaler is not None and self._control.num_processes > 1:
+        if self._control.num_processes > 1:
             check_gradients_by(self._scaler, self._agreed)
 
     def detach(self) -> None:
         """Undo `attach`."""
-        if self._scaler is not None:
-            check_gradients_plainly(self._scaler)
+        check_gradients_plainly(self._scaler)
 
     def _agreed(self, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
         """One number: above 0 if some gradient on some rank is not finite."""
