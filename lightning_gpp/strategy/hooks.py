@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -88,3 +89,32 @@ class SharedHooks:
             self.control.rank,
             self.control.step_rank,
         )
+
+
+class SharedToggles:
+    """Replaces the methods that freeze all parameters but those of one optimizer: on every rank they treat all ranks'.
+
+    Whether a parameter needs a gradient is part of what all ranks must know alike of a network call, and the optimizers
+    of a rank have only its own parameters.
+    """
+
+    names = "toggle_optimizer", "untoggle_optimizer"
+
+    def __init__(self, module: pl.LightningModule, undivided: Callable[[], AbstractContextManager[None]]) -> None:
+        self._module, self._undivided = module, undivided
+
+    def attach(self) -> None:
+        for name in self.names:
+            object.__setattr__(self._module, name, self._shared(getattr(self._module, name)))
+
+    def detach(self) -> None:
+        for name in self.names:
+            vars(self._module).pop(name, None)
+
+    def _shared(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with self._undivided():
+                return plain(*args, **kwargs)
+
+        return method

@@ -28,7 +28,7 @@ from lightning_gpp.strategy.checks import (
     runs_whole,
 )
 from lightning_gpp.strategy.data import peek
-from lightning_gpp.strategy.hooks import SharedHooks
+from lightning_gpp.strategy.hooks import SharedHooks, SharedToggles
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.steps import LightningHost, Steps
@@ -111,6 +111,7 @@ class Run:
         self._mini_batches = int(resumed.get("mini_batches", 0))
         self._optimizers: Sequence[Optimizer] = ()
         self._hooks = SharedHooks(self.module, control, self.steps)
+        self._toggles = SharedToggles(self.module, lambda: self._trained.undivided_optimizers())
         self._metrics = MetricStates(self.module, control, device)
         self._example_input: Any = None
         self._compared: set[str] = set()
@@ -187,6 +188,8 @@ class Run:
                 self.steps.scale.attach()
         if self.control.num_devices > 1:
             self._hooks.attach()
+            if self.engine is not None and self.job.whole:
+                self._toggles.attach()
         if not self.control.loads:
             _compat.bypass_batch_hooks(self.module)
             for writer in self._writers():  # predictions are on the rank that runs the step
@@ -198,6 +201,7 @@ class Run:
     def detach(self, complete: bool) -> None:
         """Undo `attach`; move the module to the CPU, and after a normal end (`complete`) all of it to rank 0."""
         self._hooks.detach()
+        self._toggles.detach()
         self._metrics.detach()
         _compat.restore_epoch_end(self.trainer)
         _compat.restore_evaluation_data(self.trainer)

@@ -34,7 +34,7 @@ from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.gradients import StageGradients
 from lightning_gpp.training.machine import Machine
 from lightning_gpp.training.nonfinite import FiniteCheck
-from lightning_gpp.training.optimizers import OptimizerIndex
+from lightning_gpp.training.optimizers import OptimizerIndex, all_undivided
 from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.predicted import computing_seconds
@@ -400,6 +400,10 @@ class Engine:
         )
 
     # -- the end ------------------------------------------------------------------------------------------------------
+
+    def undivided_optimizers(self) -> AbstractContextManager[None]:
+        """A context in which the groups of the optimizers have the parameters of all ranks."""
+        return all_undivided(self._indices, self.module)
 
     def release(self) -> None:
         """Move everything to the CPU, unsharded, and the undivided module to global rank 0, after the last step."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +43,18 @@ class OptimizerIndex:
         if known < len(self.optimizer.param_groups):
             self._add_groups(module)
             self._keep(range(known, len(self.groups)), names, tensors)
+
+    @contextmanager
+    def undivided(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the optimizer's groups have all parameters, in the user's order, with those of other ranks."""
+        groups = [(group, group["params"]) for group in self.optimizer.param_groups[: len(self.groups)]]
+        for (group, _), names in zip(groups, self.groups, strict=True):
+            group["params"] = [tensors[name] for name in names]
+        try:
+            yield
+        finally:
+            for group, kept in groups:
+                group["params"] = kept
 
     def keep(self, names: set[str], tensors: Mapping[str, Tensor], shards: Mapping[str, Tensor] | None = None) -> None:
         """Drop all other parameters from the optimizer, with their state.
@@ -176,6 +189,16 @@ class OptimizerIndex:
                 f"({type(self.optimizer).__name__}) has {expected}. Resume with the optimizer that wrote it, or load "
                 "only the weights."
             )
+
+
+@contextmanager
+def all_undivided(indices: Iterable[OptimizerIndex], module: nn.Module) -> Iterator[None]:
+    """Inside, the groups of several optimizers have the parameters of all ranks, in the user's order."""
+    tensors = dict(module.named_parameters())
+    with ExitStack() as stack:
+        for index in indices:
+            stack.enter_context(index.undivided(tensors))
+        yield
 
 
 def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
