@@ -51,16 +51,17 @@ def default_backend(device: torch.device) -> str:
     return str(_get_default_process_group_backend_for_device(device))
 
 
-def install_automatic_optimization(trainer: Any) -> None:
+def install_automatic_optimization(trainer: Any, *, whole: bool = False) -> None:
     """Replace the optimization loop of `trainer` by one that zeroes gradients before the step instead of after it.
 
-    A pipelined step computes gradients, so Lightning's zeroing between step and backward would erase them.
+    A pipelined step computes gradients, so Lightning's zeroing between step and backward would erase them. For steps as
+    a `whole`, which compute none: by one in which all ranks may skip a step.
     """
-    from lightning_gpp._compat.lightning_loop import PipelinedOptimization
+    from lightning_gpp._compat.lightning_loop import PipelinedOptimization, SkippingOptimization
 
     epoch_loop = trainer.fit_loop.epoch_loop
     plain = epoch_loop.automatic_optimization
-    loop = PipelinedOptimization(trainer)
+    loop = SkippingOptimization(trainer) if whole else PipelinedOptimization(trainer)
     loop.optim_progress, loop._skip_backward = plain.optim_progress, plain._skip_backward
     epoch_loop.automatic_optimization = loop
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.trainer import call
 
 from lightning_gpp.errors import ConfigError
 
@@ -34,6 +35,19 @@ class PipelinedOptimization(_AutomaticOptimization):
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
         plain = super()._make_closure(kwargs, optimizer, batch_idx)
         return PipelinedClosure(plain._step_fn, plain._backward_fn, plain._zero_grad_fn)
+
+
+class SkippingOptimization(_AutomaticOptimization):
+    """The loop for steps that run on all ranks, with equal results: one that returns None is skipped everywhere.
+
+    Lightning refuses that on several processes, because others could go on.
+    """
+
+    def _training_step(self, kwargs: Any) -> ClosureResult:
+        trainer = self.trainer
+        output = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
+        trainer.strategy.post_training_step()
+        return self.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)
 
 
 def closure_repeated() -> Exception:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import traceback
 from enum import Enum
+from pathlib import Path
 from typing import Final
 
 from lightning_gpp.failure.cause import Cause
 
 PATIENCE: Final = 1.5
 """Seconds for all other ranks to raise exceptions of their own after one has."""
+
+_OWN: Final = str(Path(__file__).parents[1])
 
 
 class Verdict(Enum):
@@ -58,6 +61,10 @@ class Exceptions:
 
 
 def point_of(error: BaseException) -> str:
-    """A digest of an exception's type and of the point of the program where it was raised."""
+    """A digest of an exception's type and of the point of the program where it was raised.
+
+    This library's own frames do not count: a hook may be called in other ways on the rank that runs the step.
+    """
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    return hashlib.sha256(repr((type(error).__qualname__, frames)).encode()).hexdigest()[:16]
+    others = [frame for frame in frames if not frame[0].startswith(_OWN)]
+    return hashlib.sha256(repr((type(error).__qualname__, others)).encode()).hexdigest()[:16]

@@ -146,13 +146,17 @@ class FailureMonitor:
 
     def _judged(self, watcher: Watcher, error: BaseException) -> Verdict:
         """Report an exception of this rank, and return its consequence."""
+        follows = _is_consequence(error)
+        if follows and watcher.known.wait(_CONSEQUENCE_GRACE):
+            return Verdict.ENDS
+        point = "" if follows else point_of(error)
         if isinstance(error, KeyboardInterrupt):
-            self.fail("was interrupted", code=INTERRUPTED)
-        elif not (follows := _is_consequence(error)) or not watcher.known.wait(_CONSEQUENCE_GRACE):
+            self._submit(watcher, "was interrupted", point=point, code=INTERRUPTED)
+        else:
             explains_itself = isinstance(error, GPPError)  # and its own rank shows the traceback as Python does
             trace = "" if explains_itself else "".join(traceback.format_exception(error, limit=-_SHORT))
-            self._submit(watcher, f"raised {type(error).__name__}: {error}", trace, "" if follows else point_of(error))
-            watcher.judged.wait(PATIENCE + self._exit_grace)
+            self._submit(watcher, f"raised {type(error).__name__}: {error}", trace, point)
+        watcher.judged.wait(PATIENCE + self._exit_grace)
         return watcher.verdict or Verdict.ENDS
 
     def ask_to_stop(self, number: int) -> None:

@@ -1,8 +1,8 @@
 """The module's hooks around batches and at the end of epochs, which may read attributes that the step set.
 
 They run on every rank, because they may change the module (a temperature, a frozen layer). Their logs count only where
-the step runs; the other ranks replay them. If a hook fails on a rank that has no results of the step, the outcome on
-the step's rank counts.
+the step runs; the other ranks replay them. If a hook fails only on ranks that have no results of the step, the outcome
+on the step's rank counts.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_gpp._compat.lightning import accumulates
 from lightning_gpp.errors import ForeignTensorError
 from lightning_gpp.strategy.logs import LogRecorder
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.gradient_norms import KnownNorms, known
 
 log = logging.getLogger(__name__)
 
@@ -54,27 +56,31 @@ class SharedHooks:
         @functools.wraps(plain)
         def hook(*args: Any, **kwargs: Any) -> Any:
             recorder.reset()
-            with recorder.run(1 if name.endswith("epoch_end") else self.steps.incoming.batch_size):
-                result = self._call(name, plain, *args, **kwargs)
-            stops = float(result == -1), float(self.module.trainer.should_stop)
-            calls, values = logs.exchange(recorder if self.control.runs_step else None, stops)
-            logs.replay(self.module, calls, values[2:])
+            result, error = None, None
+            try:
+                with recorder.run(1 if name.endswith("epoch_end") else self.steps.incoming.batch_size):
+                    result = plain(*args, **kwargs)
+            except Exception as raised:
+                error = raised
+            facts = float(result == -1), float(self.module.trainer.should_stop), float(error is not None)
+            calls, values = logs.exchange(recorder if self.control.runs_step else None, facts)
+            self._raise(name, error, everywhere=bool(values[2]))
+            logs.replay(self.module, calls, values[3:])
             if values[1]:
                 self.module.trainer.should_stop = True
             return -1 if values[0] else None
 
         return hook
 
-    def _call(self, name: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.control.runs_step:
-            return plain(*args, **kwargs)
-        try:
-            return plain(*args, **kwargs)
-        except ForeignTensorError:
-            raise
-        except Exception as error:
-            self._explain(name, error)
-            return None
+    def _raise(self, name: str, error: Exception | None, *, everywhere: bool) -> None:
+        """Raise a hook's error, unless it only follows from missing results of the step. `everywhere`: they are there,
+        and the hook failed where they are, too.
+        """
+        if error is None:
+            return
+        if everywhere or isinstance(error, ForeignTensorError):
+            raise error
+        self._explain(name, error)
 
     def _explain(self, name: str, error: Exception) -> None:
         if name in self._warned:
@@ -89,6 +95,47 @@ class SharedHooks:
             self.control.rank,
             self.control.step_rank,
         )
+
+
+GRADIENT_HOOKS = "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"
+
+
+class GradientHooks:
+    """Replaces the hooks of module and callbacks that may combine the gradients of all stages, which have norms there.
+
+    Args:
+        trainer: of the run.
+        norms: exchanges the norms; all ranks call it together.
+    """
+
+    def __init__(self, trainer: pl.Trainer, norms: Callable[[], KnownNorms | None]) -> None:
+        self._trainer, self._norms = trainer, norms
+        self._attached: list[tuple[object, str]] = []
+
+    def attach(self) -> None:
+        callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        bases = {id(callback): (callback, pl.Callback) for callback in callbacks}
+        module = self._trainer.lightning_module
+        for owner, base in (*bases.values(), (module, pl.LightningModule)):
+            for name in GRADIENT_HOOKS:
+                plain = getattr(owner, name, None)
+                if plain is not None and getattr(plain, "__func__", None) is not getattr(base, name, None):
+                    object.__setattr__(owner, name, self._with_norms(plain))
+                    self._attached.append((owner, name))
+
+    def detach(self) -> None:
+        for owner, name in self._attached:
+            vars(owner).pop(name, None)
+        self._attached = []
+
+    def _with_norms(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            norms = None if accumulates(self._trainer) else self._norms()
+            with nullcontext() if norms is None else known(norms):
+                return plain(*args, **kwargs)
+
+        return hook
 
 
 class SharedToggles:

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Number
@@ -109,11 +109,13 @@ class LogRecorder:
 
     Attributes:
         calls: calls of the mini-batch whose turn it is.
+        averaged: names of sums over batches that do not add up over micro-batches.
     """
 
     def __init__(self, module: pl.LightningModule, user_code: UserCode) -> None:
         self.module, self._user_code = module, user_code
         self.calls: dict[Call, Values] = {}
+        self.averaged: Set[str] = frozenset()
         self._early: dict[int, dict[Call, Values]] = {}
         self._metric_paths = {id(part): path for path, part in module.named_modules() if isinstance(part, Metric)}
         self._owners = [part for part in module.modules() if isinstance(part, pl.LightningModule)]
@@ -123,6 +125,10 @@ class LogRecorder:
         """Forget all records."""
         self.calls = {}
         return self
+
+    def reduction(self, call: Call) -> str:
+        """The reduction of the micro-batches' values of a call."""
+        return "mean" if call.reduction == "sum" and call.name in self.averaged else call.reduction
 
     def turn(self, batch: int) -> None:
         """Make `calls` those recorded for this mini-batch of training, some perhaps before its turn."""
@@ -217,7 +223,7 @@ class LogExchange:
         The tensors are read once, all together, since reading waits for their device. `recorder`: of the step's rank.
         """
         calls = () if recorder is None else tuple(recorder.calls)
-        values = [*extra] if recorder is None else [*extra, *_flat(results, recorder.calls)]
+        values = [*extra] if recorder is None else [*extra, *_flat(results, recorder)]
         key, values = self._shared(_key(calls), values)
         if key not in self._known:
             self._known[key] = self.control.share_object(calls)
@@ -252,9 +258,9 @@ class LogExchange:
             module.log(call.name, logged, batch_size=samples, **dict(call.kwargs))
 
 
-def _flat(results: Sequence[Tensor], logged: Mapping[Call, Values]) -> list[float]:
+def _flat(results: Sequence[Tensor], recorder: LogRecorder) -> list[float]:
     """The results, then value and samples of each call, in one transfer from their device."""
-    pairs = [entry.combined(call.reduction) for call, entry in logged.items()]
+    pairs = [entry.combined(recorder.reduction(call)) for call, entry in recorder.calls.items()]
     numbers = _read([*results, *(value for value, _ in pairs)])
     count, samples = len(results), [float(samples) for _, samples in pairs]
     return [*numbers[:count], *itertools.chain(*zip(numbers[count:], samples, strict=True))]

@@ -28,7 +28,7 @@ from lightning_gpp.strategy.checks import (
     runs_whole,
 )
 from lightning_gpp.strategy.data import peek
-from lightning_gpp.strategy.hooks import SharedHooks, SharedToggles
+from lightning_gpp.strategy.hooks import GradientHooks, SharedHooks, SharedToggles
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.steps import LightningHost, Steps
@@ -111,6 +111,7 @@ class Run:
         self._mini_batches = int(resumed.get("mini_batches", 0))
         self._optimizers: Sequence[Optimizer] = ()
         self._hooks = SharedHooks(self.module, control, self.steps)
+        self._gradients = GradientHooks(trainer, lambda: self._trained.known_norms())
         self._toggles = SharedToggles(self.module, lambda: self._trained.undivided_optimizers())
         self._metrics = MetricStates(self.module, control, device)
         self._example_input: Any = None
@@ -150,8 +151,8 @@ class Run:
         check_copies(self.job.parallel, copies)
         for copied in copies:
             self.steps.engine.divide(copied)
-        if not self.job.whole:
-            _compat.install_automatic_optimization(self.trainer)
+        if not self.job.whole or self.control.num_pipelines == 1:  # others could go on with mini-batches of their own
+            _compat.install_automatic_optimization(self.trainer, whole=self.job.whole)
 
     def _set_up_evaluation(self, step: str, batch: Any) -> Engine:
         return set_up(self.job, self.incoming, batch, step=step, num_steps=self._num_steps)
@@ -188,6 +189,8 @@ class Run:
                 self.steps.scale.attach()
         if self.control.num_devices > 1:
             self._hooks.attach()
+            if self.engine is not None:
+                self._gradients.attach()
             if self.engine is not None and self.job.whole:
                 self._toggles.attach()
         if not self.control.loads:
@@ -202,6 +205,7 @@ class Run:
         """Undo `attach`; move the module to the CPU, and after a normal end (`complete`) all of it to rank 0."""
         self._hooks.detach()
         self._toggles.detach()
+        self._gradients.detach()
         self._metrics.detach()
         _compat.restore_epoch_end(self.trainer)
         _compat.restore_evaluation_data(self.trainer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
@@ -67,6 +67,9 @@ class LightningHost(Host):
 
     def facts(self) -> dict[str, str]:
         return facts_of_trainer(self._module.trainer)
+
+    def average(self, names: Set[str]) -> None:
+        self.recorder.averaged |= names
 
     def inform(self, text: str) -> None:
         rank_zero_info(text)

@@ -31,6 +31,7 @@ from lightning_gpp.training.checkpoint import (
 )
 from lightning_gpp.training.evaluation import EvaluationPass
 from lightning_gpp.training.feed import Feed
+from lightning_gpp.training.gradient_norms import KnownNorms
 from lightning_gpp.training.gradients import StageGradients
 from lightning_gpp.training.machine import Machine
 from lightning_gpp.training.nonfinite import FiniteCheck
@@ -218,6 +219,10 @@ class Engine:
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of all stages, on every rank. All ranks call this together."""
         return self._training.grad_norm(norm_type)
+
+    def known_norms(self) -> KnownNorms | None:
+        """Norms of the gradients of all stages, for hooks; None where ranks cannot exchange them. All ranks call it."""
+        return None if self._asynchronous is not None else self._training.known_norms()
 
     def _expect(self, batch: Any, *, anew: bool = False) -> None:
         if not self._incoming.announce(batch, anew=anew):

@@ -8,8 +8,9 @@ gives another foreign tensor:
     rank 1      holds both: computes
     rank 0      holds neither: nothing to do
 
-Whatever would need its values here raises an error that names the tensor: to read one, or to combine it with a
-tensor of this rank, except to change the foreign one by it. In user code that only one rank runs, that does, too.
+Of gradients the norms may be known here (`gradient_norms`). Whatever else would need its values here raises an error
+that names the tensor: to read one, or to combine it with a tensor of this rank, except to change the foreign one by it.
+In user code that only one rank runs, that does, too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import pytree, schema_arguments, without_torch_function, wrapper
 from lightning_gpp.errors import ForeignTensorError
+from lightning_gpp.training import gradient_norms
 
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 _values: ContextVar[Mapping[str, Any] | None] = ContextVar("values", default=None)
@@ -59,6 +61,8 @@ class Foreign(Tensor):
     """
 
     origins: tuple[Whereabouts, ...]
+    gradient_of = ""
+    """The parameter whose gradient it is; empty if it is something else."""
     is_meta = property(lambda self: True)
 
     def __new__(cls, outline: Tensor, device: torch.device, origins: Sequence[Whereabouts]) -> Foreign:
@@ -107,11 +111,15 @@ class Foreign(Tensor):
         name = func.overloadpacket.__name__
         if name.startswith("_foreach"):
             return _one_by_one(func, name, args, kwargs or {})
+        if name == "linalg_vector_norm" and (norm := _known_norm(args[0], args, kwargs or {})) is not None:
+            return norm
         leaves, structure = pytree.tree_flatten((args, kwargs or {}))
         foreign = [leaf for leaf in leaves if isinstance(leaf, Foreign)]
         if _DEPENDS_ON_VALUES & set(func.tags):
             raise _refusal(name, foreign)
-        _check(name, foreign, _written(func, args, kwargs or {}), leaves)
+        written = _written(func, args, kwargs or {})
+        _check(name, foreign, written, leaves)
+        _note_change(name, written, args)
         device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), foreign[0].device)
         outlines = [_outline(leaf) for leaf in leaves]
         known = {id(outline): leaf for outline, leaf in zip(outlines, leaves, strict=True)}
@@ -121,7 +129,10 @@ class Foreign(Tensor):
             return known.get(id(leaf), Foreign(leaf, device, origins)) if isinstance(leaf, Tensor) else leaf
 
         args, kwargs = pytree.tree_unflatten(outlines, structure)
-        return pytree.tree_map(answer, func(*args, **kwargs))
+        result = pytree.tree_map(answer, func(*args, **kwargs))
+        if name in ("detach", "alias"):
+            result.gradient_of = foreign[0].gradient_of
+        return result
 
 
 def trained(parameters: Iterable[Tensor]) -> bytes:
@@ -169,14 +180,52 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def _gradient_of(tensor: Foreign) -> Foreign | None:
-    """A gradient is where its parameter is; whether there is one at the moment is not known here."""
-    return Foreign(tensor.detach(), tensor.device, tensor.origins) if tensor.requires_grad else None
+    """A gradient is where its parameter is; whether there is one at the moment is known in some hooks."""
+    norms, name = gradient_norms.current(), tensor.origins[0].name
+    if not tensor.requires_grad or (norms is not None and norms.is_missing(name)):
+        return None
+    gradient = Foreign(tensor.detach(), tensor.device, tensor.origins)
+    gradient.gradient_of = name if _is_parameter(tensor) else ""
+    return gradient
+
+
+def _known_norm(tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The norm of a gradient of another rank, if it is known."""
+    norms, order = gradient_norms.current(), gradient_norms.order_of(args, kwargs)
+    if norms is None or order is None or not isinstance(tensor, Foreign):
+        return None
+    norm = norms.norm(tensor.gradient_of, order)
+    dtype = kwargs.get("dtype") or tensor.dtype
+    return None if norm is None else torch.tensor(norm, dtype=dtype, device=tensor.device)
+
+
+def _note_change(name: str, written: Sequence[Tensor], args: Sequence[Any]) -> None:
+    """Keep the known norms of a gradient of another rank that is changed here, and there in the same way."""
+    norms = gradient_norms.current()
+    for tensor in written:
+        if norms is not None and isinstance(tensor, Foreign) and tensor.gradient_of:
+            factor = _factor(name, args)
+            if factor is None:
+                norms.forget(tensor.gradient_of)
+            else:
+                norms.scale(tensor.gradient_of, factor)
+
+
+def _factor(name: str, args: Sequence[Any]) -> float | None:
+    """The number by which an operator multiplies a tensor in place; None if it does something else."""
+    other = args[1] if len(args) > 1 else None
+    is_number = isinstance(other, int | float) or (type(other) is Tensor and other.dim() == 0)
+    if not is_number or name not in ("mul_", "_foreach_mul_", "div_", "_foreach_div_"):
+        return None
+    return float(other) if "mul" in name else 1 / float(other)  # type: ignore[arg-type]
 
 
 def _set(setter: Callable[[Tensor, Any], None], tensor: Foreign, value: Tensor | None) -> None:
     """Set `grad` or `data`; only the type of the tensor can change here."""
     if value is not None:
         _check("=", [tensor], [tensor], [value])
+    if norms := gradient_norms.current():
+        norms.forget(tensor.origins[0].name)
     if isinstance(value, Foreign) and value.dtype != tensor.dtype:
         with without_torch_function():
             setter(tensor, value)
@@ -207,12 +256,19 @@ def _one_by_one(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
         written = [args[0][place]] if name.endswith("_") else []
         foreign = [item for item in places[place] if isinstance(item, Foreign)]
         _check(name, foreign, written, places[place])
+        _note_change(name, written, [*places[place], *args[1:]][:2])
     picked = [[arg[place] for place in here] if _is_list(arg, length) else arg for arg in args]
     done = func(*picked, **kwargs) if here else []
     if name.endswith("_"):
         return None
     results = dict(zip(here, done, strict=True))
-    return [results[place] if place in results else args[0][place].detach() for place in range(length)]
+
+    def elsewhere(tensor: Any) -> Any:
+        if name == "_foreach_norm":
+            return torch.linalg.vector_norm(tensor, *args[1:], **kwargs)
+        return tensor.detach()
+
+    return [results[place] if place in results else elsewhere(args[0][place]) for place in range(length)]
 
 
 def _is_list(value: Any, length: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +55,9 @@ class Host:
     def facts(self) -> dict[str, str]:
         """Settings of training that all ranks must have alike, by the name under which users know them."""
         return {}
+
+    def average(self, names: Set[str]) -> None:
+        """Combine the micro-batches' logged values of these names by their mean, also if batches are to be summed."""
 
     def inform(self, text: str) -> None:
         """Show the user a message that is not a warning. Called on global rank 0."""

@@ -33,6 +33,7 @@ from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, Stage
 from lightning_gpp.training.checkpoint import saved_here
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import trained
+from lightning_gpp.training.gradient_norms import KnownNorms, exchanged
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, tensors_of
 from lightning_gpp.training.shards import whole_states
@@ -187,6 +188,12 @@ class Replicas:
         if names is not None and isinstance(self._sync, GradientSync):
             return self._sync.grad_norm(norm_type, names)
         return self._sync.grad_norm(norm_type)
+
+    def known_norms(self) -> KnownNorms | None:
+        """The norms of all gradients; None where ranks have parts of some. All ranks call this together."""
+        if self.sharding == "fsdp" or self._parallel is not None:
+            return None
+        return exchanged(self.module, set(self.layout.placement.held_by(self.control.device)), self.control)
 
     def end(self) -> None:
         """Give the module unsharded parameters for good, and the optimizers' states to the ranks that save them.

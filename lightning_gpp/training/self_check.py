@@ -72,9 +72,11 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
     if captured.step != TRAINING or isinstance(captured, Undivided) or not _wanted(job, plan):
         return
     equalise(job.module, job.control)
+    repeated = set[str]()
     if job.control.pipeline == 0:
         with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):
-            self_check(job, captured, _comparable(job.module, plan), batch, transport)
+            repeated = self_check(job, captured, _comparable(job.module, plan), batch, transport)
+    job.host.average(job.control.broadcast(repeated))
 
 
 def _wanted(job: Job, plan: Plan) -> bool:
@@ -100,7 +102,7 @@ def samples_of(plan: Plan, batch_size: int) -> int:
     return min(batch_size, *(stage.micro_batch_size for stage in plan.stages))
 
 
-def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport) -> None:
+def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport) -> set[str]:
     """Compare split and unsplit model on the first samples of `batch`. All ranks of one pipeline call this together.
 
     Warns if the same samples, undivided, have another loss than in micro-batches.
@@ -112,18 +114,22 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         batch: a mini-batch; used only on the rank that runs the step.
         transport: transport to the other devices.
 
+    Returns:
+        On the rank that runs the step, the names of logged sums that do not add up over micro-batches.
+
     Raises:
         SelfCheckError: on all ranks, naming what differs.
     """
     control, samples = job.control, samples_of(plan, captured.batch_size)
     part = slice_batch(batch, 0, samples, captured.batch_size, captured.dims) if control.runs_step else None
-    expected, warning, failure = Expected(), "", ""
+    expected, warning, failure, repeated = Expected(), "", "", set[str]()
     # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
     with torch.compiler.set_stance("force_eager"), Neutral():  # type: ignore[no-untyped-call]
         if control.runs_step:
             whole = _copy(job.module, job.device)
             expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, samples)
-            warning = "" if failure else _undivided(job, whole, captured, plan, batch)
+            if not failure:
+                warning, repeated = _undivided(job, whole, captured, plan, batch)
             del whole
         if failure := _anywhere(control, failure):
             raise SelfCheckError(failure)
@@ -133,6 +139,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         control.warn(warning)
     if verdict := _anywhere(control, difference):
         raise SelfCheckError(verdict)
+    return repeated
 
 
 def _anywhere(control: Control, found: str) -> str:
@@ -201,20 +208,21 @@ def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Pla
     return Expected(loss.item(), projections(whole), norms(whole))
 
 
-def _undivided(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, batch: Any) -> str:
+def _undivided(
+    job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, batch: Any
+) -> tuple[str, set[str]]:
     samples, total, size = few_samples(plan, batch, captured.batch_size, captured.dims)
-    return difference(
-        CutComparison(
-            module=whole,
-            step=build(captured, plan, whole).step,
-            invocation=_invocation(job, captured, whole),
-            batch=samples,
-            total=total,
-            size=size,
-            sums=job.options.loss_reduction == "sum" and not job.whole,
-            tolerance=TOLERANCES[job.precision],
-        )
+    comparison = CutComparison(
+        module=whole,
+        step=build(captured, plan, whole).step,
+        invocation=_invocation(job, captured, whole),
+        batch=samples,
+        total=total,
+        size=size,
+        sums=job.options.loss_reduction == "sum" and not job.whole,
+        tolerance=TOLERANCES[job.precision],
     )
+    return difference(comparison), comparison.repeated
 
 
 def _split(

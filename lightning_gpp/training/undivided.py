@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -22,6 +22,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.draws import Draws
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.step import Invocation, StepRunner, loss_of
+from lightning_gpp.training.logged_sums import LoggedSums, repeated_values
 from lightning_gpp.training.projections import distance, norms, projections
 
 log = logging.getLogger(__name__)
@@ -32,12 +33,15 @@ SAMPLES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The losses of micro-batches, the sizes of these, and the projections and norm of the gradient of their loss."""
+    """The losses of micro-batches, the sizes of these, the projections and norm of the gradient of their loss, and the
+    logged sums.
+    """
 
     losses: list[float]
     sizes: list[int]
     gradient: Tensor
     norm: float
+    sums: LoggedSums
 
     @property
     def sum(self) -> float:
@@ -61,6 +65,10 @@ class CutComparison:
         size: samples of a micro-batch.
         sums: whether losses of micro-batches are added instead of averaged.
         tolerance: relative difference of the losses that rounding explains.
+
+    Attributes:
+        repeated: names of logged sums that are no sums over samples: each micro-batch has the value of all (found by
+            `warning`).
     """
 
     module: nn.Module
@@ -71,10 +79,12 @@ class CutComparison:
     size: int
     sums: bool
     tolerance: float
+    repeated: set[str] = field(default_factory=set)
 
     def warning(self) -> str:
         """A warning with the difference and the remedy; empty if there is none."""
         whole, parts = self._both()
+        self.repeated.update(repeated_values(whole.sums, parts.sums, self._near))
         if self._same(whole, parts):
             return ""
         rate = distance(parts.gradient, whole.gradient) / max(whole.norm, 1e-30)
@@ -132,14 +142,14 @@ class CutComparison:
 
     def _run(self, draws: Draws, parts: Sequence[tuple[int, int]]) -> Result:
         self.module.zero_grad()
-        losses = []
+        losses, sums = [], LoggedSums()
         for start, stop in parts:
-            with ExitStack() as stack, torch.enable_grad():
+            with ExitStack() as stack, torch.enable_grad(), sums.recorded(self.module):
                 if len(parts) > 1:
                     stack.enter_context(draws.share(start, stop))
                 losses.append(self._loss_of(start, stop, 1.0 if self.sums else (stop - start) / self.total))
         gradient, norm = projections(self.module), torch.tensor(norms(self.module)).norm().item()
-        return Result(losses, [stop - start for start, stop in parts], gradient, norm)
+        return Result(losses, [stop - start for start, stop in parts], gradient, norm, sums)
 
     def _loss_of(self, start: int, stop: int, weight: float) -> float:
         self.step.begin(self.batch, self.invocation, seed=0)

@@ -95,6 +95,14 @@ class Stops(pl.Callback):
         self.reach("validation")
 
 
+class StopsInHook(harness.TwoTowers):
+    """Raises in a hook of the module, of which other ranks take over the outcome."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise ValueError("stopped in hook")
+
+
 class StopsInStep(harness.TwoTowers):
     """Raises in the second step."""
 
@@ -103,6 +111,9 @@ class StopsInStep(harness.TwoTowers):
         if batch_idx == 1:
             raise ValueError("stopped in step")
         return result
+
+
+MODULES = {"step": StopsInStep, "hook": StopsInHook}
 
 
 def attempt(options: dict[str, Any], module: pl.LightningModule, callbacks: list[pl.Callback]) -> str:
@@ -122,8 +133,8 @@ def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def stopped_then_trained(rank: int, how: str, folder: str) -> tuple[str, Any, Any]:
     """An attempt that is stopped, and one that is not."""
     options: dict[str, Any] = {"step": "whole"} if how == "step" else {}
-    module = StopsInStep().double() if how == "step" else harness.make_module()
-    hooks = {"apart": {"training": 1} if rank else {"start": 2}, "step": {}}.get(how, {how: 1})
+    module = MODULES.get(how, harness.TwoTowers)().double()
+    hooks = {"apart": {"training": 1} if rank else {"start": 2}}.get(how, {how: 1})
     said = attempt(options, module, [Stops(**hooks), OnExceptionCheckpoint(folder)])
     left = weights(module)
     module = harness.make_module()
@@ -131,7 +142,7 @@ def stopped_then_trained(rank: int, how: str, folder: str) -> tuple[str, Any, An
     return said, left, weights(module)
 
 
-@pytest.mark.parametrize("how", ["training", "validation", "step", "apart"])
+@pytest.mark.parametrize("how", ["training", "validation", "step", "hook", "apart"])
 def test_a_run_after_a_caught_exception(tmp_path: Path, how: str) -> None:
     (first, left, trained), (second, _, _) = harness.run(2, stopped_then_trained, how, str(tmp_path))
     assert first.startswith("stopped in")

@@ -52,7 +52,9 @@ class MeanTeacher(pl.LightningModule):
             total = getattr(self.trainer.strategy, "grad_norm", lambda: grad_norm(self, 2)["grad_2.0_norm_total"])()
             self.norms.append(float(total))
         elif self.norm == "lightning":
-            grad_norm(self, 2)
+            self.norms.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
+        elif self.norm == "squares":
+            float(torch.stack([p.grad.square().sum() for p in self.parameters() if p.grad is not None]).sum())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -69,9 +71,10 @@ def fit(rank: int, stages: Any, average_in: str = "hook", norm: str = "") -> dic
     return {"state": {name: value.tolist() for name, value in state.items()}, "norms": module.norms}
 
 
-def test_an_average_in_a_hook_equals_one_process() -> None:
-    alone = harness.run(1, fit, None, "hook", "strategy")[0]
-    first, second = harness.run(2, fit, TOGETHER, "hook", "strategy")
+@pytest.mark.parametrize("norm", ["strategy", "lightning"])
+def test_an_average_in_a_hook_equals_one_process(norm: str) -> None:
+    alone = harness.run(1, fit, None, "hook", norm)[0]
+    first, second = harness.run(2, fit, TOGETHER, "hook", norm)
     assert first["norms"] == second["norms"] == pytest.approx(alone["norms"])
     for name, values in alone["state"].items():
         torch.testing.assert_close(torch.tensor(first["state"][name]), torch.tensor(values))
@@ -82,7 +85,7 @@ def test_an_average_in_a_hook_equals_one_process() -> None:
     [
         (APART, "hook", "", r"`add_` needs values of '(student|teacher).0.weight' \(stage '"),
         (TOGETHER, "step", "", r"the step changes 'teacher.0.weight', which a module reads"),
-        (TOGETHER, "hook", "lightning", r"needs values of .*self.trainer.strategy.grad_norm\(\)"),
+        (TOGETHER, "hook", "squares", r"needs values of .*self.trainer.strategy.grad_norm\(\)"),
     ],
     ids=["apart", "in the step", "norm of all"],
 )

@@ -10,13 +10,12 @@ import faulthandler
 import logging
 import os
 import pickle
-import re
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -151,7 +150,7 @@ def _work(rank: int, ranks: int, folder: str, names: Sequence[str]) -> None:
             torch.manual_seed(0)
             report = _attempt(partial(known[name], partial(make_trainer, place, ranks), place))
             faulthandler.cancel_dump_traceback_later()
-        _leave(Path(folder), name, rank, ranks, report)
+        _leave(Path(folder), name, rank, ranks, _of_rank(report, rank))
 
 
 def _attempt(function: Any) -> Report:
@@ -161,6 +160,16 @@ def _attempt(function: Any) -> Report:
         return Report("refused", message=f"{type(error).__name__}: {error}")
     except BaseException:
         return Report("crashed", message=traceback.format_exc())
+
+
+def _of_rank(report: Report, rank: int) -> Report:
+    """The report without what only rank 0 has."""
+    facts = report.facts if rank == 0 or report.facts is None else _shared(report.facts)
+    return replace(report, facts=facts)
+
+
+def _shared(facts: Facts) -> Facts:
+    return {name: fact for name, fact in facts.items() if not name.startswith("zero")}
 
 
 def _leave(folder: Path, name: str, rank: int, ranks: int, report: Report) -> None:
@@ -196,9 +205,8 @@ def _outcome(name: str, folder: Path) -> Outcome:
 
 
 def _differences(plain: Report, report: Report, rank: int) -> list[str]:
-    expected, found = plain.facts or {}, report.facts or {}
-    names = [name for name in expected if rank == 0 or not re.match("zero", name)]
-    told = [f"{name} is {found.get(name)}, not {expected[name]}" for name in names if not _same(name, found, expected)]
+    expected, found = _of_rank(plain, rank).facts or {}, report.facts or {}
+    told = [f"{n} is {found.get(n)}, not {expected[n]}" for n in expected if not _same(n, found, expected)]
     return [text[:600] for text in told]
 
 
