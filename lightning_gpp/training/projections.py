@@ -20,13 +20,13 @@ CHUNK: Final = 1 << 18
 
 def projections(module: nn.Module) -> Tensor:
     """Products of each parameter's gradient with fixed random vectors: (parameters, PROJECTIONS) float64."""
-    rows = [_projected(name, _dense(parameter.grad)) for name, parameter in module.named_parameters()]
+    rows = [_projected(name, _gradient(parameter)) for name, parameter in module.named_parameters()]
     return torch.stack(rows) if rows else torch.zeros(0, PROJECTIONS, dtype=torch.float64)
 
 
 def norms(module: nn.Module) -> list[float]:
     """The norm of each parameter's gradient; 0 without."""
-    found = [_dense(parameter.grad) for parameter in module.parameters()]
+    found = [_gradient(parameter) for parameter in module.parameters()]
     return [0.0 if grad is None else torch.linalg.vector_norm(grad.float()).item() for grad in found]
 
 
@@ -47,7 +47,9 @@ def distance(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).square().mean(dim=1).sum().sqrt())
 
 
-def _dense(gradient: Tensor | None) -> Tensor | None:
+def _gradient(parameter: Tensor) -> Tensor | None:
+    """The gradient, dense; None for parameters without one, and those of other ranks."""
+    gradient = None if parameter.is_meta else parameter.grad
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 

@@ -11,7 +11,7 @@ stages; the time is that of a micro-batch on the pipeline, and of one and two sm
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -39,8 +39,9 @@ from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.step import Invocation, loss_of
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.foreign import Whereabouts, foreign_like
 from lightning_gpp.training.host import Job
-from lightning_gpp.training.parameters import Placement, bytes_of, equalise, tensors_of, with_values
+from lightning_gpp.training.parameters import Placement, bytes_of, equalise, place, tensors_of, with_values
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.projections import differing, norms, projections
 from lightning_gpp.training.session import Session
@@ -157,13 +158,14 @@ class Expected:
     norms: list[float] = field(default_factory=list)
 
 
-def _copy(module: nn.Module, device: torch.device, names: Collection[str] | None = None) -> nn.Module:
-    """A copy on a device; with `names`, other parameters and buffers have no memory."""
+def _copy(module: nn.Module, device: torch.device, elsewhere: Mapping[str, Whereabouts] | None = None) -> nn.Module:
+    """A copy on a device. Parameters and buffers that are `elsewhere` are foreign, as in training."""
     memo: dict[int, Any] = {}
     for name, tensor in tensors_of(module).items():
-        here = names is None or name in names
-        values = tensor.detach().to(device if here else "meta", copy=True)
-        memo[id(tensor)] = with_values(tensor, values)
+        if elsewhere and name in elsewhere:
+            memo[id(tensor)] = foreign_like(tensor, device, [elsewhere[name]])
+        else:
+            memo[id(tensor)] = with_values(tensor, tensor.detach().to(device, copy=True))
     copied = private_copy(module, memo)
     if hasattr(copied, "log_dict"):
         vars(copied).update(log=_ignore, log_dict=_ignore)
@@ -231,9 +233,8 @@ def _split(
     """Loss and gradient of this rank's stages; and the parameters of all stages, by stage."""
     control = job.control
     built = build(captured, plan, job.module)
-    named = {stage.name: {*p, *b} for stage, p, b in zip(plan.stages, built.parameters, built.buffers, strict=True)}
-    here = [plan.stages[stage].name for stage in plan.stages_on(control.device)]
-    split = _copy(job.module, job.device, set().union(*(named[stage] for stage in here)))
+    used = [{*p, *b} for p, b in zip(built.parameters, built.buffers, strict=True)]
+    split = _copy(job.module, job.device, place(job.module, plan, used).elsewhere(control))
     placement = Placement({name: tuple(range(control.num_devices)) for name in tensors_of(job.module)})
     if job.parallel is not None:
         job.parallel.divide(split)
@@ -242,7 +243,7 @@ def _split(
     loss = loss_of(outputs[0][1]).item() if outputs else 0.0
     if job.parallel is not None:
         job.parallel.undivide(split)
-    return Expected(loss, projections(split)), named
+    return Expected(loss, projections(split)), {s.name: names for s, names in zip(plan.stages, used, strict=True)}
 
 
 def _compare(job: Job, stages: Mapping[str, set[str]], expected: Expected, actual: Expected) -> str:
