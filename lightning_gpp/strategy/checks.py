@@ -13,6 +13,7 @@ from lightning_gpp._compat.lightning import uses_dataloader_iter
 from lightning_gpp._compat.lightning_loop import closure_repeated
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.plan import Plan
 from lightning_gpp.training.agreement import text_of
 from lightning_gpp.training.compiled import compiled_steps
 from lightning_gpp.training.options import Options
@@ -142,10 +143,13 @@ def copies_of(module: nn.Module, callbacks: Iterable[object]) -> list[nn.Module]
     return [part for part in parts if type(part) is type(module) and part is not module]
 
 
-def check_layer_sync(layer_sync: object) -> None:
-    """Raise ConfigError for BatchNorm over all processes."""
-    if layer_sync is not None:
+def check_synchronised(module: nn.Module, plan: Plan, num_pipelines: int) -> None:
+    """Raise ConfigError for BatchNorm that the trainer is to synchronise over replicas; without any, nothing is to do."""
+    replicas = num_pipelines * max(len(stage.devices) for stage in plan.stages)
+    if replicas > 1 and any(isinstance(part, BatchNorm) for part in module.modules()):
         raise ConfigError(
-            "trainer.sync_batchnorm=True would average BatchNorm's statistics over stages that do not share layers. "
-            "Set it to False; with several pipelines use torch.nn.SyncBatchNorm with a process group of your own."
+            f"trainer.sync_batchnorm=True asks for BatchNorm over {replicas} replicas, which would have to wait for "
+            "each other inside every micro-batch, while their schedules do not. Use a norm within samples (GroupNorm), "
+            "or one replica (strategy.num_pipelines=1, one device per stage), or set it to False: then each replica "
+            "normalises its own samples."
         )

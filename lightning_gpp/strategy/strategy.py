@@ -29,7 +29,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.reports.page import RunRecord
 from lightning_gpp.simulation import Period, Timeline
 from lightning_gpp.strategy.arguments import Arguments
-from lightning_gpp.strategy.checks import check_layer_sync, once
+from lightning_gpp.strategy.checks import check_synchronised, once
 from lightning_gpp.strategy.data import Placeholder, distribute
 from lightning_gpp.strategy.preemption import Preempted
 from lightning_gpp.strategy.ranks import RanksStrategy
@@ -87,7 +87,6 @@ class GPPStrategy(RanksStrategy):
         if self.accelerator is None or self.model is None or self._control is None:
             raise ConfigError("The strategy was set up without an accelerator, a module or processes; use a Trainer.")
         self.accelerator.setup(trainer)
-        check_layer_sync(layer_sync(self))
         self.model = self.precision_plugin.convert_module(self.model)
         self._run = Run(
             trainer,
@@ -101,6 +100,8 @@ class GPPStrategy(RanksStrategy):
         )
         if trainer.state.fn == TrainerFn.FITTING:
             self._run.set_up_training()
+            if layer_sync(self) is not None and self.plan is not None:
+                check_synchronised(self.model, self.plan, self.num_pipelines)
         self._run.attach()
         self.setup_precision_plugin()
 

@@ -1,9 +1,9 @@
-"""The form of a mini-batch: its fingerprint, and an outline without memory."""
+"""The form of a mini-batch: its fingerprint, and an outline of it for all ranks."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -25,5 +25,23 @@ def _describe(leaf: Any) -> str:
 
 
 def outline(batch: Any) -> Any:
-    """The batch with every tensor replaced by one without memory."""
-    return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, known_to_pytree(batch))
+    """The batch as all ranks get it to capture the step: large tensors are replaced by ones without memory.
+
+    Small ones, and tokens, keep their values, on which the shapes in a module may depend.
+    """
+
+    def outlined(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        limit = _FEW_NUMBERS if leaf.is_floating_point() else _MANY_NUMBERS
+        if leaf.is_meta or leaf.numel() > limit:
+            return leaf.to("meta")
+        return leaf.detach().cpu().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(outlined, known_to_pytree(batch))
+
+
+_FEW_NUMBERS: Final = 1 << 14
+"""Elements of a tensor of floating-point numbers that is sent to all ranks with its values, such as boxes."""
+_MANY_NUMBERS: Final = 1 << 20
+"""The same for whole numbers: a mini-batch of tokens."""

@@ -21,7 +21,6 @@ REFUSED = {
     "hook_NormOfWeights": "if not p.is_meta",
     "hook_ReadsWeights": "put their modules into one stage",
     "callback_pruning": "prune the module before training",
-    "sync_batchnorm_without_any": "sync_batchnorm=True",
     "batch_size_found": "BatchSizeFinder",
     "batch_size_tuned": "BatchSizeFinder",
     "read_once": "strategy.example_batch",

@@ -26,7 +26,7 @@ REFUSED = {
     "gradient_penalty": "differentiates its network",
     "penalty_inside": "differentiates its network",
     "own_function": "between its module calls the step called",
-    "torchvision_retinanet": "must match the size of tensor",
+    "torchvision_retinanet": "`bool` reads the value of a tensor inside a module",
 }
 """Models that no pipeline of stages can train as they are, with the reason that users read."""
 

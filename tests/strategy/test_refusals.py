@@ -14,9 +14,19 @@ from torch.utils.data import DataLoader
 
 from lightning_gpp import ConfigError, GPPError, GPPStrategy, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
+from lightning_gpp.strategy.checks import check_synchronised
 from lightning_gpp.strategy.data import Placeholder, peek
 from lightning_gpp.training.loss_scale import check_scaled
-from tests.strategy import harness, test_callbacks, test_manual
+from tests.fabric import test_fabric
+from tests.strategy import (
+    harness,
+    test_callbacks,
+    test_compiled,
+    test_foreign,
+    test_gradient_norms,
+    test_manual,
+    test_tensor_parallel,
+)
 from tests.strategy.harness import TwoTowers, loader, make_data
 
 
@@ -181,7 +191,6 @@ CASES: dict[str, Case] = {
     "no rule of prediction": (Unpredictable, {"weights": "predicted"}, {}, "cannot predict Adagrad .*weights=stash"),
     "no loss": (Skipping, {}, {}, "must return the loss"),
     "logging a tensor": (Scalarless, {}, {}, r"self.log\('logits', ...\) was given a tensor of shape \(\d, 3\)"),
-    "synchronised BatchNorm": (TwoTowers, {}, {"sync_batchnorm": True}, "sync_batchnorm=True would average"),
     "uneven pipelines": (TwoTowers, {"num_pipelines": 2}, {}, "num_pipelines=2 does not divide the 1 devices"),
 }
 
@@ -220,6 +229,14 @@ def test_a_scaled_loss(option: dict[str, Any]) -> None:
         check_scaled(GPPStrategy(**option).options)
 
 
+def test_batch_norm_over_replicas() -> None:
+    """Without BatchNorm, or without replicas, there is nothing to synchronise."""
+    check_synchronised(TwoTowers(), one_stage(), num_pipelines=1)
+    check_synchronised(torch.nn.Linear(2, 2), one_stage(), num_pipelines=2)
+    with pytest.raises(ConfigError, match=r"sync_batchnorm=True asks for BatchNorm over 2 replicas.*GroupNorm"):
+        check_synchronised(TwoTowers(), one_stage(), num_pipelines=2)
+
+
 @pytest.mark.parametrize("use", [lambda b: b[0], len, list, lambda b: b["x"], lambda b: b.size(0)])
 def test_a_batch_used_where_there_is_none(use: Callable[[Any], Any]) -> None:
     with pytest.raises(ConfigError, match=r"a rank that has no data.*trainer.is_global_zero"):
@@ -241,7 +258,7 @@ ROWS: dict[str, list[Any]] = {
     "`dataloader_iter` in a step": ["dataloader_iter"],
     "L-BFGS": ["L-BFGS"],
     "an optimizer that calls": ["repeated closure"],
-    "`sync_batchnorm=True`": ["synchronised BatchNorm"],
+    "`sync_batchnorm=True`": [test_batch_norm_over_replicas],
     "BatchSizeFinder": [test_callbacks.test_refused_on_two_devices],
     "ModelPruning": [test_callbacks.test_refused_on_two_devices],
     "StochasticWeightAveraging": [test_callbacks.test_batch_norm_is_not_averaged_from_micro_batches],
@@ -250,6 +267,28 @@ ROWS: dict[str, list[Any]] = {
     "a parameter of a stage": ["parameter of a stage"],
     "`loss.backward()`": ["own backward with shared parameters"],
     "a schedule, policy": [name for name in CASES if name.endswith("of a step as a whole")],
+    "None from a step": ["no loss"],
+    "`self.log` of a tensor": ["logging a tensor"],
+    "values of other ranks'": [
+        test_foreign.test_what_would_be_wrong_is_refused,
+        test_gradient_norms.test_other_combinations_are_refused,
+    ],
+    "the mini-batch in hooks": [test_a_batch_used_where_there_is_none],
+    "an optimizer of parameters": ["foreign parameter"],
+    "data that can be read once": [test_data_that_can_be_read_once, test_empty_data],
+    "a step that is compiled": [test_compiled.test_a_compiled_step],
+    "an optimizer without a rule": ["no rule of prediction"],
+    "`tensor_parallel_size` together": [
+        test_tensor_parallel.test_options_that_members_cannot_do_together,
+        test_tensor_parallel.test_averages_are_refused,
+    ],
+    "`tensor_parallel_size` for a module": [
+        test_tensor_parallel.test_undivided_modules_are_refused,
+        test_tensor_parallel.test_divisions_that_do_not_work,
+        test_tensor_parallel.test_second_run_is_refused,
+    ],
+    "several modules, and": [test_fabric.test_what_cannot_work_is_refused],
+    "options of a step": [test_fabric.test_options_of_a_step_that_lightning_runs],
 }
 """The beginning of every row of the table in docs/lightning.md, and its tests: functions, or names of cases."""
 
