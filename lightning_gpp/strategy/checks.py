@@ -144,7 +144,7 @@ def copies_of(module: nn.Module, callbacks: Iterable[object]) -> list[nn.Module]
 
 
 def check_synchronised(module: nn.Module, plan: Plan, num_pipelines: int) -> None:
-    """Raise ConfigError for BatchNorm that the trainer is to synchronise over replicas; without any, nothing is to do."""
+    """Raise ConfigError for BatchNorm that the trainer is to synchronise over replicas."""
     replicas = num_pipelines * max(len(stage.devices) for stage in plan.stages)
     if replicas > 1 and any(isinstance(part, BatchNorm) for part in module.modules()):
         raise ConfigError(
