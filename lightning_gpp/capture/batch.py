@@ -51,41 +51,53 @@ def samples_in(batch: Any, dims: BatchDims = GUESSED) -> int:
         return 1
 
 
+OnTensor = Callable[[torch.Tensor, int], torch.Tensor]
+OnList = Callable[[Any], Any]
+
+
 def slice_batch(batch: Any, start: int, stop: int, total: int, dims: BatchDims = GUESSED) -> Any:
-    """Samples `[start, stop)` of a batch of `total`; values that are not per sample are unchanged.
+    """Samples `[start, stop)` of a batch of `total`; values that are not per sample are unchanged, see `sliceable`."""
+    return sliceable(batch, total, dims)(start, stop)
+
+
+def sliceable(batch: Any, total: int, dims: BatchDims = GUESSED) -> Callable[[int, int], Any]:
+    """A function that returns samples `[start, stop)` of a batch of `total`, which is looked through only once.
 
     Per sample are tensors whose first dimension is `total`, and lists and tuples inside the batch with `total` entries:
     strings and numbers, mappings, sequences of numbers, or tensors of which none has `total` as its first dimension.
-    `dims` comes before all that.
+    `dims` comes before all that. Other values are unchanged; containers are new ones in every result.
     """
-    return map_samples(
-        batch, total, lambda tensor, dim: tensor.narrow(dim, start, stop - start), lambda items: items[start:stop], dims
-    )
+    apply = _mapping(batch, total, dims)
+
+    def samples(start: int, stop: int) -> Any:
+        return apply(lambda tensor, dim: tensor.narrow(dim, start, stop - start), lambda items: items[start:stop])
+
+    return samples
 
 
-def map_samples(
-    batch: Any,
-    total: int,
-    on_tensor: Callable[[torch.Tensor, int], torch.Tensor],
-    on_list: Callable[[Any], Any],
-    dims: BatchDims = GUESSED,
-) -> Any:
+def map_samples(batch: Any, total: int, on_tensor: OnTensor, on_list: OnList, dims: BatchDims = GUESSED) -> Any:
     """Apply a function to every per-sample tensor and its batch dimension, and one to every per-sample list or tuple,
     of a batch.
     """
+    return _mapping(batch, total, dims)(on_tensor, on_list)
 
-    def convert(node: Any, name: str) -> Any:
+
+def _mapping(batch: Any, total: int, dims: BatchDims) -> Callable[[OnTensor, OnList], Any]:
+    """`map_samples` for one batch, as a function of the two functions."""
+
+    def mapped(node: Any, name: str) -> Callable[[OnTensor, OnList], Any]:
         if isinstance(node, torch.Tensor):
             dim = _dim_of(node, name, total, dims)
-            return node if dim is None else on_tensor(node, dim)
+            return (lambda *_: node) if dim is None else lambda on_tensor, _: on_tensor(node, dim)
         if node is not batch and _is_list_of_samples(node, name, total, dims):
-            return on_list(node)
+            return lambda _, on_list: on_list(node)
         children, structure = _children(node)
         if children is None:
-            return node
-        return pytree.tree_unflatten([convert(child, _join(name, key)) for key, child in children], structure)
+            return lambda *_: node
+        parts = [mapped(child, _join(name, key)) for key, child in children]
+        return lambda *on: pytree.tree_unflatten([part(*on) for part in parts], structure)
 
-    return convert(batch, "")
+    return mapped(batch, "")
 
 
 def cut_of(batch: Any, dims: BatchDims = GUESSED) -> tuple[list[str], list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_gpp.stages.step import ANSWER, answering
+from lightning_gpp.stages.step import ANSWER, answering, become
 
 
 class Answers:
@@ -49,10 +49,10 @@ class Answers:
         self._active = True
         for module, kind in self._modules:
             vars(module)[ANSWER] = self._answer
-            module.__class__ = answering(kind)  # type: ignore[arg-type]
+            become(module, answering(kind))  # type: ignore[arg-type]
 
     def _detach(self) -> None:
         self._active = False
         for module, kind in self._modules:
-            module.__class__ = kind
+            become(module, kind)
             vars(module).pop(ANSWER, None)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.batch import BatchDims, samples_in, slice_batch
+from lightning_gpp.capture.batch import BatchDims, samples_in, sliceable
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.capture.recording import AffineSize, ModuleCall, Recorded, Ref
@@ -60,12 +60,20 @@ def _scaled(output: Any, factor: float) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class OpenBatch:
-    """A mini-batch on which the user's step runs. `outputs`: its results for each micro-batch."""
+    """A mini-batch on which the user's step runs.
 
-    batch: Any
+    Args:
+        samples: returns the samples from one number to another.
+        device: the device of the mini-batch.
+        invocation: calls the user's step.
+        seed: starts its random streams.
+        outputs: its results for each micro-batch.
+    """
+
+    samples: Callable[[int, int], Any]
+    device: torch.device
     invocation: Invocation
     seed: int
-    total: int
     outputs: list[tuple[MicroBatch, Any]] = field(default_factory=list)
 
 
@@ -84,10 +92,13 @@ class StepRunner:
         """The outputs of the step on the micro-batches of the only mini-batch."""
         return self._open[0].outputs if self._open else []
 
-    def begin(self, batch: Any, invoke: Callable[[Any], Any] | Invocation, seed: int) -> None:
-        """Take this replica's mini-batch. `invoke(samples)` calls the user's step; `seed` starts its random streams."""
+    def begin(self, batch: Any, invoke: Callable[[Any], Any] | Invocation, seed: int, total: int | None = None) -> None:
+        """Take this replica's mini-batch.
+
+        `invoke(samples)` calls the user's step; `seed` starts its random streams; `total`: samples, if known.
+        """
         self.end()
-        self.open(0, batch, invoke if isinstance(invoke, Invocation) else Invocation(function=invoke), seed)
+        self.open(0, batch, invoke if isinstance(invoke, Invocation) else Invocation(function=invoke), seed, total)
         self._users_streams.enter_context(undisturbed())
 
     def end(self) -> None:
@@ -95,10 +106,11 @@ class StepRunner:
         self._users_streams.close()
         self._open = {}
 
-    def open(self, lane: int, batch: Any, invocation: Invocation, seed: int) -> None:
+    def open(self, lane: int, batch: Any, invocation: Invocation, seed: int, total: int | None = None) -> None:
         """Take another mini-batch, besides those that are open; micro-batches name its lane."""
-        total = samples_in(batch, self.dims)
-        self._open[lane] = OpenBatch(batch=batch, invocation=invocation, seed=seed, total=total)
+        total = samples_in(batch, self.dims) if total is None else total
+        samples = sliceable(batch, total, self.dims)
+        self._open[lane] = OpenBatch(samples=samples, device=device_of(batch), invocation=invocation, seed=seed)
 
     def close(self, lane: int) -> list[tuple[MicroBatch, Any]]:
         """Drop one mini-batch; returns the outputs of the step on its micro-batches."""
@@ -122,8 +134,7 @@ class StepRunner:
         if micro_batch.lane not in self._open:
             raise CaptureError("The user's step was asked to run without a batch; call begin() first.")
         entry = self._open[micro_batch.lane]
-        samples = slice_batch(entry.batch, micro_batch.start, micro_batch.stop, entry.total, self.dims)
-        return entry.invocation(samples, micro_batch.num_samples)
+        return entry.invocation(entry.samples(micro_batch.start, micro_batch.stop), micro_batch.num_samples)
 
     def start_streams(self, micro_batch: MicroBatch) -> None:
         """Start the step's own random streams, the same for the source and the step."""
@@ -147,6 +158,12 @@ class UserStep(StepRunner):
         self._paths = {id(module): path for path, module in self._modules.items()}
         self._mixes = len(self._calls) > 1
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
+        self._results = {id(call): pytree.tree_flatten(call.result) for call in self._calls}
+        known: list[ModuleCall | Recorded] = [*self._calls, *self._glue.values()]
+        self._arguments = {id(call): pytree.tree_leaves((call.args, call.kwargs)) for call in known}
+        self._slots: dict[tuple[str, int], list[tuple[str, int]]] = {}
+        for name, (kind, number, leaf) in self.input_keys.items():
+            self._slots.setdefault((kind, number), []).append((name, leaf))
         leaves = (leaf for call in self._calls for leaf in pytree.tree_leaves(call.result))
         self._names = {leaf: variable(leaf) for leaf in leaves if isinstance(leaf, Ref)}
         self._forms: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
@@ -201,11 +218,9 @@ class UserStep(StepRunner):
         kwargs: dict[str, Any],
     ) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
-        captured = pytree.tree_leaves((call.args, call.kwargs))
-        self._compare(captured, leaves, call)
-        for name, key in self.input_keys.items():
-            if key[:2] == ("call", number):
-                found[name] = leaves[key[2]]
+        self._compare(self._arguments[id(call)], leaves, call)
+        for name, leaf in self._slots.get(("call", number), ()):
+            found[name] = leaves[leaf]
 
     def _compare(self, captured: list[Any], leaves: list[Any], call: ModuleCall | Recorded) -> None:
         """Check that captured Python values are the same now, so that none is frozen silently."""
@@ -230,10 +245,9 @@ class UserStep(StepRunner):
             )
         for number, call in self._glue.items():
             leaves = holes.calls[number]
-            self._compare(pytree.tree_leaves((call.args, call.kwargs)), leaves, call)
-            for name, key in self.input_keys.items():
-                if key[:2] == ("glue", number):
-                    found[name] = leaves[key[2]]
+            self._compare(self._arguments[id(call)], leaves, call)
+            for name, leaf in self._slots.get(("glue", number), ()):
+                found[name] = leaves[leaf]
 
     def _checked(self, inputs: dict[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         forms = self._forms_for(micro_batch.num_samples)
@@ -285,11 +299,12 @@ class UserStep(StepRunner):
     # --- both
 
     def _result(self, call: ModuleCall, value: Callable[[Ref], torch.Tensor]) -> Any:
-        return pytree.tree_map(lambda leaf: value(leaf) if isinstance(leaf, Ref) else leaf, call.result)
+        leaves, structure = self._results[id(call)]
+        return pytree.tree_unflatten([value(leaf) if isinstance(leaf, Ref) else leaf for leaf in leaves], structure)
 
     def _holes(self, micro_batch: MicroBatch) -> Holes | None:
         """The holes of a run of the step; None if it computes nothing between its network calls."""
-        return Holes(device_of(self._open[micro_batch.lane].batch)) if self._mixes else None
+        return Holes(self._open[micro_batch.lane].device) if self._mixes else None
 
     def _hole(self, ref: Ref, num_samples: int, holes: Holes | None) -> torch.Tensor:
         name = variable(ref)
@@ -336,6 +351,11 @@ def answering(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
+def become(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Change the class of a module; its own `__setattr__` would look for parameters, in every micro-batch."""
+    object.__setattr__(module, "__class__", kind)
+
+
 ANSWER: Final = "_gpp_answer"
 """The attribute of a module that answers its calls."""
 
@@ -352,11 +372,11 @@ def answered(modules: Mapping[str, nn.Module], answer: CallHandler) -> Iterator[
     try:
         for module, kind in kinds:
             vars(module)[ANSWER] = numbered
-            module.__class__ = answering(kind)  # type: ignore[arg-type]
+            become(module, answering(kind))  # type: ignore[arg-type]
         yield
     finally:
         for module, kind in kinds:
-            module.__class__ = kind
+            become(module, kind)
             vars(module).pop(ANSWER, None)
 
 

@@ -11,9 +11,12 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import GUESSED, BatchDims, known_to_pytree, map_samples, samples_in
 
 
-def signature(batch: Any, dims: BatchDims = GUESSED) -> int:
-    """A 63-bit fingerprint of a batch's structure, dtypes and shapes, whatever the samples and their number."""
-    total = samples_in(batch, dims)
+def signature(batch: Any, dims: BatchDims = GUESSED, total: int | None = None) -> int:
+    """A 63-bit fingerprint of a batch's structure, dtypes and shapes, whatever the samples and their number.
+
+    `total`: the number of samples, if it is known.
+    """
+    total = samples_in(batch, dims) if total is None else total
     one = map_samples(batch, total, lambda tensor, dim: tensor.narrow(dim, 0, 1), lambda items: items[:1], dims)
     leaves, spec = pytree.tree_flatten(one)
     text = repr([str(spec), *map(_describe, leaves)])

@@ -70,7 +70,8 @@ class Incoming:
         return bool(self.facts)
 
     def _described(self, batch: Any) -> tuple[int, int]:
-        return samples_in(batch, self._dims), signature(batch, self._dims)
+        total = samples_in(batch, self._dims)
+        return total, signature(batch, self._dims, total)
 
     def form_of(self, batch: Any) -> int:
         """Fingerprint of all that a capture depends on: the batch's structure, and the set of trained parameters."""

@@ -183,7 +183,8 @@ class Session:
         whole = nullcontext() if together or self._replicas is None else self._replicas.gathered(self.training)
         user_step = self.pipeline.step
         if self._control.runs_step:
-            user_step.begin(batch, invoke, self._streams.key(DATA_STREAM, self._control.pipeline, 0, step))
+            key = self._streams.key(DATA_STREAM, self._control.pipeline, 0, step)
+            user_step.begin(batch, invoke, key, batch_size)
         try:
             with whole:
                 executor.run(loss_weight=loss_weight, step=step)
