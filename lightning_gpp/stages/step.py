@@ -62,12 +62,7 @@ def _scaled(output: Any, factor: float) -> Any:
 class OpenBatch:
     """A mini-batch on which the user's step runs.
 
-    Args:
-        samples: returns the samples from one number to another.
-        device: the device of the mini-batch.
-        invocation: calls the user's step.
-        seed: starts its random streams.
-        outputs: its results for each micro-batch.
+    `samples`: returns those from one number to another. `outputs`: its results for each micro-batch.
     """
 
     samples: Callable[[int, int], Any]
@@ -93,9 +88,8 @@ class StepRunner:
         return self._open[0].outputs if self._open else []
 
     def begin(self, batch: Any, invoke: Callable[[Any], Any] | Invocation, seed: int, total: int | None = None) -> None:
-        """Take this replica's mini-batch.
-
-        `invoke(samples)` calls the user's step; `seed` starts its random streams; `total`: samples, if known.
+        """Take this replica's mini-batch of `total` samples. `invoke(samples)` calls the user's step; `seed` starts its
+        random streams.
         """
         self.end()
         self.open(0, batch, invoke if isinstance(invoke, Invocation) else Invocation(function=invoke), seed, total)
