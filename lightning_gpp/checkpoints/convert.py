@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import mmap
 import pickle
+import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_gpp.checkpoints.atomic import being_written, present, put, reason, synchronise
-from lightning_gpp.checkpoints.file import not_written
+from lightning_gpp.checkpoints.file import not_written, reading
 from lightning_gpp.checkpoints.folder import META, is_folder, write_folder
 from lightning_gpp.checkpoints.layout import dumped, joined, split
 from lightning_gpp.checkpoints.stored import Folder, StoredValues
-from lightning_gpp.errors import CheckpointError
 
 
 def opened(path: str | Path) -> dict[str, Any]:
@@ -29,11 +29,12 @@ def opened(path: str | Path) -> dict[str, Any]:
     """
     path = present(Path(path))
     if path.is_dir():
-        return joined(Folder(path), torch.load(path / META, map_location="cpu", weights_only=False))
-    try:
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint that can be read: {reason(error)}.") from error
+        folder = Folder(path)
+        with reading(path / META):
+            return joined(folder, torch.load(path / META, map_location="cpu", weights_only=False))
+    with reading(path):
+        mapped = zipfile.is_zipfile(path)  # torch maps no files in its older format
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=mapped, weights_only=False)
     return checkpoint
 
 

@@ -1,7 +1,10 @@
-"""A checkpoint as one file, as plain Lightning writes it."""
+"""A checkpoint as one file, as plain Lightning writes it, and the errors of reading and writing."""
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,23 @@ def write_file(checkpoint: Any, path: Path) -> None:
             put(part, path)
     except (OSError, RuntimeError) as error:
         raise not_written(path, reason(error)) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Inside, a checkpoint's file is read.
+
+    Raises:
+        CheckpointError: names the file if it is damaged, or something else.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, EOFError, LookupError, pickle.UnpicklingError) as error:
+        if "weights_only" in str(error):  # says what may not be loaded, and what to do
+            raise
+        raise CheckpointError(
+            f"{path} cannot be read: {reason(error)}. It is damaged, or no checkpoint; give another one (ckpt_path)."
+        ) from error
 
 
 def not_written(path: Path, why: str) -> CheckpointError:

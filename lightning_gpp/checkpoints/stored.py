@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_gpp.checkpoints.atomic import present
-from lightning_gpp.checkpoints.folder import is_folder
+from lightning_gpp.checkpoints.file import reading
+from lightning_gpp.checkpoints.folder import METADATA, is_folder
 from lightning_gpp.errors import CheckpointError
 
 KeyTree = str | Mapping[str | int, Any]
@@ -30,7 +31,7 @@ class Folder:
         metadata: the sizes and places of all values.
 
     Raises:
-        CheckpointError: the path is not a whole checkpoint folder.
+        CheckpointError: the path is not a whole checkpoint folder, or it is damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -41,7 +42,14 @@ class Folder:
             )
         self.path = present(Path(path))
         self._reader = FileSystemReader(self.path)
-        self.metadata: Metadata = self._reader.read_metadata()
+        with reading(self.path / METADATA):
+            self.metadata: Metadata = self._reader.read_metadata()
+        for part in self._parts():
+            if not (self.path / part).is_file():
+                raise CheckpointError(
+                    f"{self.path} is not a whole checkpoint: its file {part} is missing. Copy it, too, or give another "
+                    "checkpoint."
+                )
 
     @property
     def tree(self) -> dict[str | int, Any]:
@@ -81,8 +89,14 @@ class Folder:
     def _read(self, into: dict[str, Any]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(into, self.metadata, is_coordinator=True)
-        self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        with reading(self.path / " or ".join(self._parts(*into))):
+            self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+
+    def _parts(self, *keys: str) -> list[str]:
+        """The files that have these values, by default all."""
+        places = self.metadata.storage_data or {}
+        return sorted({place.relative_path for index, place in places.items() if not keys or index.fqn in keys})
 
 
 class StoredValues(MutableMapping[str, Any]):

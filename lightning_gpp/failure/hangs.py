@@ -16,6 +16,8 @@ from lightning_gpp.failure.stacks import main_thread
 
 _ANSWERS: Final = 2.0
 """Seconds for which rank 0 waits for the answers of the others."""
+RELIEF: Final = 4.0
+"""Seconds after which a rank that does something else goes on: an error that ends it has been reported by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,9 @@ class HangReports:
         world_size: number of ranks.
         limit: seconds in one activity after which a report is due; `inf` for never.
         wait: what the rank waits for.
+
+    Attributes:
+        concluded: on rank 0, who holds up the others; empty if nobody does.
     """
 
     def __init__(self, rank: int, world_size: int, limit: float, wait: Callable[[], Wait | None]) -> None:
@@ -56,19 +61,27 @@ class HangReports:
         self._action: str | None = None
         self._since = 0.0
         self._asked = self._told = False
+        self._relief: tuple[float, float] | None = None
+        self.concluded = ""
         self._answers: dict[int, tuple[int, ...]] = {}
         self._conclude_at = float("inf")
 
     def is_due(self, action: str, now: float) -> bool:
         """True if the rank has been in this activity for too long; once for each."""
+        self._relieve_if_due(now)
         if action != self._action:
             if self._told and now - self._since > self._limit:
-                say(f"[rank {self._rank}] It goes on, after {now - self._since:.0f} s: that was no hang.")
+                self._relief = now + RELIEF, now - self._since
             self._action, self._since = action, now
             self._asked = self._told = False
         due = not self._asked and now - self._since > self._limit
         self._asked = self._asked or due
         return due
+
+    def _relieve_if_due(self, now: float) -> None:
+        if self._relief is not None and now >= self._relief[0]:
+            say(f"[rank {self._rank}] It goes on, after {self._relief[1]:.0f} s: that was no hang.")
+            self._relief, self.concluded = None, ""
 
     def forgive(self, seconds: float) -> None:
         """Leave out a pause of the watching thread."""
@@ -103,7 +116,8 @@ class HangReports:
         if self._conclude_at == float("inf") or (len(self._answers) < self._world_size and now < self._conclude_at):
             return
         self._conclude_at = float("inf")
-        say(f"[rank 0] {conclusion(self._answers, self._world_size)}")
+        self.concluded = conclusion(self._answers, self._world_size)
+        say(f"[rank 0] {self.concluded}")
 
 
 def conclusion(answers: dict[int, tuple[int, ...]], world_size: int) -> str:

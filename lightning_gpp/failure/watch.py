@@ -308,7 +308,8 @@ class Watcher(threading.Thread):
         text = f"[rank {self.rank}] The job ends. First cause: {cause}"
         if self.rank in (0, cause.rank):
             line = "=" * 100
-            text = "\n".join(filter(None, (line, text, cause.traceback.rstrip(), line)))
+            hang = f"A hang was reported before. {self._hangs.concluded}" if self._hangs.concluded else ""
+            text = "\n".join(filter(None, (line, text, cause.traceback.rstrip(), hang, line)))
         say(text)
 
     def _leave_if_due(self, now: float) -> None:

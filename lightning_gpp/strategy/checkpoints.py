@@ -14,12 +14,12 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_gpp.checkpoints.atomic import present, remove
-from lightning_gpp.checkpoints.file import write_file
+from lightning_gpp.checkpoints.file import reading, write_file
 from lightning_gpp.checkpoints.folder import META, is_folder, write_folder
 from lightning_gpp.checkpoints.layout import KEY, dumped, joined, split
 from lightning_gpp.checkpoints.saver import Saver
 from lightning_gpp.checkpoints.stored import Folder
-from lightning_gpp.errors import CheckpointError
+from lightning_gpp.errors import CheckpointError, ConfigError
 from lightning_gpp.reports import plan_table
 from lightning_gpp.training.checkpoint import fill
 from lightning_gpp.training.control import Control
@@ -54,10 +54,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             write_file(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a checkpoint; tensors of a folder are read when they are asked for."""
-        if _is_url(path) or not is_folder(path):
+        """Read a checkpoint; tensors of a folder are read when they are asked for.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        if _is_url(path):
             return super().load_checkpoint(path, *args, **kwargs)
-        return joined(Folder(path), super().load_checkpoint(present(Path(path)) / META, *args, **kwargs))
+        whole = is_folder(path)
+        file = present(Path(path)) / META if whole else Path(path)
+        with reading(file):
+            checkpoint = super().load_checkpoint(file, *args, **kwargs)
+        return joined(Folder(path), checkpoint) if whole else checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file or folder, which nobody takes for a checkpoint as soon as parts are missing."""
@@ -85,9 +93,17 @@ class Checkpoints:
         """Save in the background from now on, if the user wants that.
 
         `callbacks`: those of the trainer; averaged weights are saved in files only.
+
+        Raises:
+            ConfigError: there are averaged weights, and checkpoints are to be folders.
         """
         self._saver.background, self._group = self._options.async_save, None
         self._averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
+        if self._averages and self._options.state_dict_type == "sharded":
+            raise ConfigError(
+                "strategy.state_dict_type=sharded does not go together with the callback WeightAveraging, whose "
+                "averaged weights folders cannot have yet. Set strategy.state_dict_type=full."
+            )
 
     def sharded(self, engine: Engine | None) -> bool:
         """Decide whether checkpoints are folders, to which every rank writes what it holds."""
@@ -131,11 +147,6 @@ class Checkpoints:
 
     def _save_folder(self, checkpoint: Mapping[str, Any], path: Any, control: Control) -> None:
         path = control.broadcast(str(path))
-        if "averaging_state" in checkpoint:
-            raise CheckpointError(
-                f"The checkpoint {path} has averaged weights (the callback WeightAveraging), which folders cannot have "
-                "yet. Set strategy.state_dict_type=full."
-            )
         if _is_url(path):
             raise CheckpointError(
                 f"The checkpoint {path} is to be a folder (strategy.state_dict_type={self._options.state_dict_type}), "

@@ -77,7 +77,9 @@ class Run:
         stored: StoredValues | None = None,
         known: Plan | None = None,
         parallel: TensorParallel | None = None,
+        trained: Engine | None = None,
     ) -> None:
+        self._trained_before = trained
         self.trainer, self.strategy, self.control = trainer, strategy, control
         self.module: pl.LightningModule = trainer.lightning_module
         self.precision = strategy.precision_plugin
@@ -121,6 +123,11 @@ class Run:
     def engine(self) -> Engine | None:
         """The engine that trains or evaluates; None before it is set up."""
         return self.steps.engine
+
+    @property
+    def saved(self) -> Engine | None:
+        """The engine whose optimizers a checkpoint has: in and after an evaluation that of the training before."""
+        return self._trained_before or self.engine
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -266,11 +273,10 @@ class Run:
 
     def optimizer_state(self, optimizer: Optimizer, *, sharded: bool = False) -> dict[str, Any]:
         """The undivided optimizer's state; complete on rank 0, or, if `sharded`, what this rank saves."""
-        plain = _plain(optimizer)
-        is_divided = any(plain is known for known in self._optimizers)
-        if self.engine is None or not is_divided:
+        plain, engine = _plain(optimizer), self.saved
+        if engine is None or not engine.divides(plain):
             return plain.state_dict()
-        return self.engine.optimizer_state_dict(plain, sharded=sharded)
+        return engine.optimizer_state_dict(plain, sharded=sharded)
 
     def load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load this rank's part of the optimizers' states.

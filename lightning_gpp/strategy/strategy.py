@@ -66,13 +66,15 @@ class GPPStrategy(RanksStrategy):
         self._stored: StoredValues | None = None
         self._accumulating = False
         self._parallel: TensorParallel | None = None
+        self._trained: Engine | None = None
 
     # -- set-up and end -----------------------------------------------------------------------------------------------
 
     def connect(self, model: pl.LightningModule) -> None:
         """Take the module of a new run."""
-        same = self._run is not None and self._run.module is model
-        self._known, self._parallel = (self.plan, self._parallel) if same else (None, None)
+        before = self._run if self._run is not None and self._run.module is model else None
+        self._known, self._parallel = (None, None) if before is None else (self.plan, self._parallel)
+        self._trained = None if before is None else before.saved
         super().connect(model)
         self._run, self._resumed, self._stored = None, {}, None
 
@@ -97,6 +99,7 @@ class GPPStrategy(RanksStrategy):
             stored=self._stored,
             known=self._known,
             parallel=self._parallel,
+            trained=None if trainer.state.fn == TrainerFn.FITTING else self._trained,
         )
         if trainer.state.fn == TrainerFn.FITTING:
             self._run.set_up_training()
@@ -279,9 +282,13 @@ class GPPStrategy(RanksStrategy):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
+    @property
+    def _saved(self) -> Engine | None:
+        return None if self._run is None else self._run.saved
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full module's state, under original names; complete on global rank 0. All ranks must call it."""
-        engine = self._engine
+        engine = self._engine or self._saved  # an evaluation may have placed parameters anew
         if engine is None or self._failed:
             return super().lightning_module_state_dict()
         self._begin("collecting the state for a checkpoint")
@@ -291,7 +298,7 @@ class GPPStrategy(RanksStrategy):
         """The undivided optimizer's state in the user's indexing; complete on global rank 0. All ranks must call it."""
         if self._run is None or self._failed:
             return super().optimizer_state(optimizer)
-        return self._running.optimizer_state(optimizer, sharded=self._checkpoints.sharded(self._engine))
+        return self._running.optimizer_state(optimizer, sharded=self._checkpoints.sharded(self._saved))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint; after a failure of this rank, which has only its part, do nothing."""
@@ -299,7 +306,7 @@ class GPPStrategy(RanksStrategy):
             log.warning("No checkpoint is written to %s: this rank has failed, and the others have ended.", filepath)
             return
         self._begin(f"saving {filepath}")
-        self._checkpoints.save(checkpoint, filepath, storage_options, self._engine, first=self.is_global_zero)
+        self._checkpoints.save(checkpoint, filepath, storage_options, self._saved, first=self.is_global_zero)
         self._end_phase()
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -348,6 +348,10 @@ class Engine:
         """Leave this rank's part of a copy of the module, which was made before set-up, as in the module itself."""
         drop(copy, self._layout.placement.elsewhere(self.control), self.device)
 
+    def divides(self, optimizer: Optimizer) -> bool:
+        """True for an optimizer of which every rank has a part."""
+        return any(index.optimizer is optimizer for index in self._indices)
+
     def optimizer_state_dict(self, optimizer: Optimizer, *, sharded: bool = False) -> dict[str, Any]:
         """The state dict of the undivided optimizer, in the user's indexing; complete on global rank 0.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_gpp.checkpoints import atomic
 from lightning_gpp.checkpoints.convert import convert, opened, ordinary
-from lightning_gpp.checkpoints.folder import is_folder, write_folder
+from lightning_gpp.checkpoints.folder import META, METADATA, is_folder, write_folder
 from lightning_gpp.checkpoints.layout import dumped
 from lightning_gpp.checkpoints.stored import Folder
 from lightning_gpp.errors import CheckpointError
@@ -82,6 +83,32 @@ def test_half_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
         CheckpointError, match="last.ckpt is not a whole checkpoint: a folder needs the files .metadata"
     ):
         Folder(tmp_path / "last.ckpt")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("name", [META, METADATA, "__0_0.distcp"])
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
+def test_a_damaged_folder_is_refused_with_the_name_of_its_file(
+    damage: Callable[[Path], None], name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "last.ckpt"
+    write(path, 1)
+    damage(path / name)
+    with pytest.raises(CheckpointError, match=re.escape(name)) as raised:
+        convert(path, tmp_path / "copy.ckpt")
+    assert str(path) in str(raised.value)
+    assert visible(tmp_path) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint"])
+def test_a_file_that_is_no_checkpoint_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"last.ckpt cannot be read: .* damaged, or no checkpoint"):
+        convert(path, tmp_path / "copy.ckpt")
 
 
 def test_a_removed_checkpoint_loses_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_gpp.failure.hangs import Activity, Wait, conclusion
+from lightning_gpp.failure.hangs import RELIEF, Activity, Wait, conclusion
 from lightning_gpp.failure.monitor import FailureMonitor
 from tests.failure.pipeline_rank import Rank, processes_running
 from tests.failure.test_fit import WORLD_SIZE, fault, fit_as_torchrun_would
@@ -29,6 +29,8 @@ def test_a_hang_in_user_code_names_its_line(tmp_path: Path, rank: int, phase: st
     assert "It waits for no rank" in told[rank]
     assert re.search(r"called from \S*fit_script\.py:\d+ in inject", told[rank])
     assert f"Look at rank {rank} first" in running.output(0)
+    assert f"A hang was reported before. Look at rank {rank} first" in running.output(0)
+    assert "that was no hang" not in running.output()
     step = "training_step, mini-batch 2" if phase == "steady" else "validation_step, mini-batch 8"
     expected = (
         rf"action \w+ \((wait|send)\) of {step}, for [\d.]+ s. It waits for rank {rank} to (send|take) "
@@ -52,7 +54,9 @@ def wait_in_turn(rank: int, world_size: int, port: int) -> None:
             known[0].exchange()
             if rank == 1:
                 threading.Event().wait(2.5 * (known[0].step == 2))
-        time.sleep(0.7)
+        for _ in range(round((RELIEF + 1) / 0.2)):
+            known[0].exchange()
+            time.sleep(0.2)
     dist.destroy_process_group()
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning_gpp.checkpoints import folder as folders
 from lightning_gpp.checkpoints.convert import ordinary
 from lightning_gpp.checkpoints.saver import Saver, Staging
-from lightning_gpp.errors import CheckpointError
+from lightning_gpp.errors import CheckpointError, ConfigError
 from lightning_gpp.strategy.checkpoints import AtomicCheckpointIO
 from tests.checkpoints.differences import differences
 from tests.strategy import harness
@@ -120,6 +120,21 @@ def kinds_by_default(rank: int, folder: str) -> list[bool]:
 
 def test_checkpoints_in_the_background_are_folders_by_default_because_files_are_gathered(tmp_path: Path) -> None:
     assert harness.run(2, kinds_by_default, str(tmp_path))[0] == [False, True, False]
+
+
+def averaged_in_folders(rank: int) -> str:
+    strategy = harness.strategy(state_dict_type="sharded")
+    trainer = harness.trainer(strategy, 2, max_epochs=1, callbacks=[EMAWeightAveraging(decay=0.9)])
+    try:
+        trainer.fit(make_module(), loader(8))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_averaged_weights_and_folders_are_refused_before_training() -> None:
+    for said in harness.run(2, averaged_in_folders):
+        assert "strategy.state_dict_type=sharded does not go together with the callback WeightAveraging" in said
 
 
 def fail_to_save(rank: int, folder: str) -> str:

@@ -143,3 +143,24 @@ def test_a_model_without_memory_reads_only_its_part(runs: Any, tmp_path: Path) -
     )
     assert first["losses"] == found["first"]["losses"][3:]
     assert not first["complete"]
+
+
+def save_after_validation(rank: int, folder: str) -> None:
+    """Fits, validates, and saves both kinds; the validation places a buffer that it does not use elsewhere."""
+    pl.seed_everything(5, verbose=False)
+    for kind in ("full", "sharded"):
+        trainer = harness.trainer(harness.strategy(state_dict_type=kind), 2, max_epochs=1)
+        module = harness.make_module()
+        trainer.fit(module, loader(16))
+        trainer.save_checkpoint(f"{folder}/{kind}_fitted.ckpt")
+        trainer.validate(module, loader(16), verbose=False)
+        trainer.save_checkpoint(f"{folder}/{kind}_validated.ckpt")
+
+
+def test_a_checkpoint_after_a_validation_has_the_optimizers_of_the_training(tmp_path: Path) -> None:
+    harness.run(2, save_after_validation, str(tmp_path))
+    for kind in ("full", "sharded"):
+        fitted, validated = (ordinary(tmp_path / f"{kind}_{name}.ckpt") for name in ("fitted", "validated"))
+        assert fitted["optimizer_states"][0]["state"]
+        for entry in ("state_dict", "optimizer_states", "gpp"):
+            assert not list(differences(fitted[entry], validated[entry])), (kind, entry)
