@@ -29,7 +29,7 @@ from lightning_gpp.errors import ConfigError, PlanError, ScheduleError, Verifica
 from lightning_gpp.schedules import Action, Instruction, Kind, Program, compile_program, in_flight
 from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.schedules.lowering import samples_of
-from lightning_gpp.schedules.replay import replay
+from lightning_gpp.schedules.verifier import replay
 from lightning_gpp.simulation import StageCosts, Timeline, simulate
 from lightning_gpp.simulation.simulator import changes
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import networkx as nx
+
 from lightning_gpp.cluster import Cluster, Device
 from lightning_gpp.costs.model import CostModel, Seconds, has_backward
 from lightning_gpp.graph import Operator, OperatorGraph
@@ -33,11 +35,11 @@ class Divided:
 
     def graph(self, graph: OperatorGraph) -> OperatorGraph:
         """The part of one member."""
-        part = OperatorGraph(
+        part = replace(
+            graph,
+            nx=nx.DiGraph(),
             parameter_bytes={name: self._share(name, size) for name, size in graph.parameter_bytes.items()},
             parameter_sizes={name: self._share(name, size) for name, size in graph.parameter_sizes.items()},
-            buffer_bytes=dict(graph.buffer_bytes),
-            whole=graph.whole,
         )
         for operator in graph:
             part.add(self._part(operator) if self.divides(operator) else operator)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lightning_gpp.schedules.continuous import unrolled
 from lightning_gpp.schedules.program import Instruction, Op, Program
-from lightning_gpp.schedules.replay import replay
+from lightning_gpp.schedules.verifier import replay
 
 Receipts = dict[int, list[tuple[int, int]]]
 """Number of a WAIT instruction -> the sent messages whose arrival it proves: the mini-batches by which each is ahead of

@@ -19,8 +19,7 @@ from lightning_gpp.schedules.actions import COLLECTIVES, Action, Kind, Schedule
 from lightning_gpp.schedules.continuous import assembled, prove, unrolled
 from lightning_gpp.schedules.lowering import derive_messages, lower
 from lightning_gpp.schedules.program import Instruction, Op, Origin, Program
-from lightning_gpp.schedules.replay import replay
-from lightning_gpp.schedules.verifier import verify
+from lightning_gpp.schedules.verifier import replay, verify
 
 
 def on_one_device(program: Program) -> Program:

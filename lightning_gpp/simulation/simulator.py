@@ -16,7 +16,7 @@ from lightning_gpp.errors import PlanError, VerificationError
 from lightning_gpp.schedules import Action, Instruction, Kind, Op, Program
 from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES
 from lightning_gpp.schedules.lowering import samples_of
-from lightning_gpp.schedules.replay import replay
+from lightning_gpp.schedules.verifier import replay
 from lightning_gpp.schedules.work import peak
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
 from lightning_gpp.simulation.timeline import Collective, Span, Timeline, Transfer

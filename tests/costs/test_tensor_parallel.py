@@ -48,7 +48,7 @@ def machine(count: int, memory_bytes: float) -> Machine:
 
 
 def test_members_divide_parameters_and_work_and_add_up_results() -> None:
-    whole, alone = graph(1000), machine(4, 1e9)
+    whole, alone = replace(graph(1000), uncalled=frozenset({"layers"})), machine(4, 1e9)
     groups = of_groups(alone, {"first.weight": 0}, 2, whole)
     part = groups.part(whole)
     assert groups.cluster.num_devices == 2
@@ -56,6 +56,7 @@ def test_members_divide_parameters_and_work_and_add_up_results() -> None:
     assert part["first"].flops.at(1) == 0.5e9
     assert part["second"].flops.at(1) == 1e9
     assert list(part.nx.edges) == list(whole.nx.edges)
+    assert part.uncalled == whole.uncalled
     device, costs = groups.cluster.kinds[0], groups.costs
     assert costs is not None
     without, added = Roofline(part).seconds(part["first"], 4, device), 2 * (1e-3 + 4 * 1000 / 2 / 1e9)

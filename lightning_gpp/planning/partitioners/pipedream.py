@@ -32,8 +32,14 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gpp.planning.partitioners.chains import ChainCandidate, chained, choose, gradient_seconds, levels_of
-from lightning_gpp.planning.partitioners.spans import Spans
+from lightning_gpp.planning.partitioners.chains import (
+    ChainCandidate,
+    Spans,
+    chained,
+    choose,
+    gradient_seconds,
+    levels_of,
+)
 from lightning_gpp.planning.problem.draft import DraftStage, side_by_side
 from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.problem import Array, Problem

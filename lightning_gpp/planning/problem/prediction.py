@@ -17,11 +17,10 @@ from lightning_gpp.errors import GPPError, ScheduleError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import estimate, timed
-from lightning_gpp.planning.problem.draft import Draft, realise
+from lightning_gpp.planning.problem.draft import Draft, complexity, realise
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.simplicity import complexity
 from lightning_gpp.schedules import compile_program, in_flight
 from lightning_gpp.simulation import (
     Period,

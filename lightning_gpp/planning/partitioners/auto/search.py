@@ -1,6 +1,6 @@
 """The default partitioner: any DAG, any stages, replicas, micro-batch size and schedule, jointly.
 
-First shapes (`starts`) come from contiguous cuts of several orders of the units, as partitioners of chains find them,
+First shapes (`seeds`) come from contiguous cuts of several orders of the units, as partitioners of chains find them,
 and from the partitioners of the literature. The best ones are improved by single changes (`moves`) as long as the step
 gets shorter. Then they are perturbed and improved again, until the time is up, there was no improvement for long, or
 the step is as short as the lower bound (`bound`) allows. Every candidate is judged by the simulated seconds of its
@@ -25,14 +25,20 @@ from random import Random
 from lightning_gpp.planning.bounds.bound import busy_bound
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
 from lightning_gpp.planning.partitioners.auto.moves import moves, with_most_slack
-from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, orders, seeds
+from lightning_gpp.planning.partitioners.auto.seeds import (
+    MAX_SLOTS,
+    Cuts,
+    on_fewer_devices,
+    orders,
+    published,
+    seeds,
+    variants,
+)
 from lightning_gpp.planning.partitioners.auto.shape import Shape
-from lightning_gpp.planning.partitioners.auto.starts import on_fewer_devices, published, variants
-from lightning_gpp.planning.problem.draft import Draft
+from lightning_gpp.planning.problem.draft import Draft, complexity
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.simplicity import complexity
 
 PATIENCE = 150
 """The search ends after this many perturbations in a row without improvement."""

@@ -1,9 +1,10 @@
-"""First shapes: orders of the units cut into contiguous stages with replicas, the slowest as fast as possible.
+"""First shapes: those of published partitioners, and orders of the units cut into contiguous stages with replicas.
 
 The orders are topological ones that keep branches together; contiguous parts of an order never form a cycle.
 
-For one order, one micro-batch size and one limit on a stage's seconds, a dynamic program finds for every number of
-stages s and devices k the longest suffix of the order that s stages on k devices can run within the limit:
+The slowest stage of a cut is as fast as possible. For one order, one micro-batch size and one limit on a stage's
+seconds, a dynamic program finds for every number of stages s and devices k the longest suffix of the order that s
+stages on k devices can run within the limit:
 
     reach[s][k] = max over r of extend_r(reach[s - 1][k - r])
 
@@ -15,13 +16,20 @@ shape.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
+from types import MappingProxyType
+from typing import Final
 
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.partitioners.graphpipe import graphpipe
+from lightning_gpp.planning.partitioners.pipedream import pipedream
+from lightning_gpp.planning.partitioners.piper import piper
+from lightning_gpp.planning.problem.partitioner import Partitioner, SearchControl
 from lightning_gpp.planning.problem.problem import Array, Problem
 
 
@@ -264,3 +272,70 @@ def _shape(problem: Problem, cuts: Cuts, ends: list[int], replicas: list[int]) -
         size=cuts.size,
         schedule=cuts.schedule,
     )
+
+
+# -- first shapes of a problem -----------------------------------------------------------------------------------------
+
+PUBLISHED: Final[Mapping[str, tuple[Partitioner, int]]] = MappingProxyType(
+    {"graphpipe": (graphpipe, 300), "pipedream": (pipedream, 64), "piper": (piper, 10)}
+)
+"""Partitioners whose drafts the search begins with, and the most units for which each is quick."""
+
+PUBLISHED_SHARE = 0.2
+"""The share of the time that they may take, those that can stop at any time."""
+
+
+def published(problem: Problem, control: SearchControl) -> dict[Shape, str]:
+    """Shapes that the partitioners of the literature find, unless they would take too long, with their names."""
+    found: dict[Shape, str] = {}
+    for name, (partitioner, most) in PUBLISHED.items():
+        if problem.num_units <= most and problem.num_devices <= MAX_SLOTS:
+            draft = partitioner(problem, SearchControl(seconds=PUBLISHED_SHARE * control.seconds)).draft
+            shape = None if draft is None else Shape.of(draft)
+            if shape is not None:
+                found.setdefault(shape, name)
+    return found
+
+
+def variants(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
+    """Ways to cut, the most promising first: middle sizes, branches apart; then all others, and copies of pipelines."""
+    width, *wider = _widths(problem)
+    for apart in (True, False):
+        yield from _cuts(problem, found, [width], apart=apart)
+    if problem.replicable:
+        shared = [width for width in wider if width <= problem.max_replicas]
+        yield from _cuts(problem, found[:2], shared, apart=True)
+
+
+def on_fewer_devices(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
+    """Ways to cut for fewer devices: one, powers of two, and all but one."""
+    numbers = sorted({1 << shift for shift in range(problem.num_devices.bit_length())} | {problem.num_devices - 1})
+    for number in numbers:
+        if 0 < number < problem.num_devices:
+            width = next(width for width in _widths(problem) if number % width == 0 or width > number)
+            for cuts in _cuts(problem, found[:2], [min(width, number)], apart=True):
+                yield replace(cuts, num_devices=number)
+
+
+def _cuts(problem: Problem, found: Sequence[list[int]], widths: Sequence[int], *, apart: bool) -> Iterator[Cuts]:
+    sizes = sorted(problem.sizes, key=lambda size: abs(-(-problem.batch_size // size) - 4 * problem.num_devices**0.5))
+    again = [flag for flag in (False, True) if problem.recompute in (None, flag)]
+    for order, size, width, schedule, recompute in product(found, sizes, widths, problem.schedules, again):
+        if width <= size:
+            yield Cuts(
+                order=order,
+                size=size,
+                width=width,
+                apart=apart,
+                recompute=recompute,
+                schedule=schedule,
+                fitting=True,
+            )
+
+
+def _widths(problem: Problem) -> list[int]:
+    """Sizes of groups in which devices are assigned: the least for which there are few groups, and its multiples."""
+    number = problem.num_devices
+    powers = [1 << shift for shift in range(number.bit_length())]
+    least = next((width for width in powers if number % width == 0 and number // width <= MAX_SLOTS), 1)
+    return [width for width in range(least, number + 1) if number % width == 0 and width % least == 0]
