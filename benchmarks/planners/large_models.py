@@ -132,9 +132,10 @@ def multimodal() -> OperatorGraph:
 
 
 def divided(graph: OperatorGraph) -> dict[str, int]:
-    """How Megatron cuts the matrices of layers: those that end a block along their input, the others along theirs."""
+    """The cuts of Megatron: matrices that end a block along their input, others and the vocabulary along the output."""
     ends = ("out.weight", "down.weight")
-    inside = (name for name in graph.parameter_sizes if ".layers." in name or "blocks." in name)
+    words = ("tokens.weight", "embedding.weight", "head.weight")
+    inside = (name for name in graph.parameter_sizes if ".layers." in name or "blocks." in name or name.endswith(words))
     return {name: int(name.endswith(ends)) for name in inside if "norm" not in name}
 
 

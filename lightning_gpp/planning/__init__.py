@@ -19,10 +19,10 @@ from lightning_gpp.planning.problem.partitioner import (
     partitioner_names,
     register_partitioner,
 )
-from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures
+from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures, best_order
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.request import Request
-from lightning_gpp.planning.search import best_order, best_plan, each_schedule
+from lightning_gpp.planning.search import best_plan, each_schedule
 
 __all__ = [
     "Alternative",

@@ -18,16 +18,16 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Final
 
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import GPPError, PlanError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.plan import Plan
+from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.advice import advice
 from lightning_gpp.planning.assignment.complete import completed, with_batch_size
 from lightning_gpp.planning.assignment.layout import lay_out
 from lightning_gpp.planning.bounds.bound import busy_bound, lower_bound
-from lightning_gpp.planning.device_use import device_remark, with_remark
 from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, checked, partitioner_of
@@ -55,34 +55,6 @@ def each_schedule(
         ConfigError: there is no such partitioner.
     """
     return PlanSearch(partitioner, graph, request).each_schedule()
-
-
-def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines: int = 1) -> Prediction:
-    """The user's stages under the fastest of the request's schedules that fits the memory.
-
-    Raises:
-        GPPError: none of them can order the stages; the error is that of the first.
-    """
-    costs, failures, predictions = request.operator_costs(graph), list[GPPError](), list[Prediction]()
-    for schedule in request.schedules:
-        scheduled = replace(plan, schedule=schedule)
-        try:
-            predictions.append(
-                predicted(
-                    scheduled,
-                    graph,
-                    request.cluster,
-                    costs,
-                    request.footprint,
-                    num_pipelines,
-                    weight_copies=request.weight_copies,
-                )
-            )
-        except GPPError as error:
-            failures.append(error)
-    if not predictions:
-        raise failures[0]
-    return min(predictions, key=lambda prediction: prediction.rank)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -361,3 +333,66 @@ def _check_number(plan: Plan, number: int, cluster: Cluster) -> None:
             f"schedule={plan.schedule} lays this draft out on {plan.num_devices} devices per pipeline, so {number} "
             f"pipelines need {plan.num_devices * number}; the cluster {cluster.name!r} has {cluster.num_devices}."
         )
+
+
+# -- the remark on devices --------------------------------------------------------------------------------------------
+
+WORTH_SAYING: Final = 1.05
+"""The ratio of throughputs from which it is said that fewer devices are faster."""
+
+REMARK: Final = "devices"
+"""The key of the remark in a plan's notes."""
+
+
+def device_remark(prediction: Prediction, compared: Prediction | None, request: Request) -> str:
+    """A sentence on the devices that a plan uses; empty if it uses all in a pipeline, and nothing is known against it.
+
+    Args:
+        prediction: the plan.
+        compared: the best plan known on all devices if this one leaves some idle, otherwise on fewer.
+        request: the request that the plan is for.
+    """
+    number, everything = prediction.used_devices, request.cluster.num_devices
+    if number < everything:
+        return _on_fewer(prediction, compared, everything)
+    if compared is not None and compared.used_devices < number:
+        ratio = compared.samples_per_second / prediction.samples_per_second
+        if ratio >= WORTH_SAYING and compared.excess_bytes <= prediction.excess_bytes:
+            return _fewer_are_faster(compared.used_devices, number, ratio)
+    return _data_parallel(prediction.plan, number)
+
+
+def _on_fewer(prediction: Prediction, compared: Prediction | None, everything: int) -> str:
+    idle = everything - prediction.used_devices
+    text = f"{idle} of {everything} devices {_verb(idle)} idle"
+    if compared is None:
+        return f"{text}: no plan that uses all of them was found to be as fast."
+    ratio = prediction.samples_per_second / compared.samples_per_second
+    faster = f"is {ratio:.3g} times as fast as the best one found on all" if ratio > 1.005 else "is as fast as on all"
+    return f"{text}: this plan {faster}, because messages and gradients would take longer than the work that is shared."
+
+
+def _fewer_are_faster(fewer: int, number: int, ratio: float) -> str:
+    return (
+        f"{fewer} of the {number} devices would be {ratio:.3g} times as fast as this plan on all: the model is too "
+        "small for them, or the links are too slow. strategy.idle_devices=true makes that plan."
+    )
+
+
+def _verb(number: int) -> str:
+    return "is" if number == 1 else "are"
+
+
+def _data_parallel(plan: Plan, number: int) -> str:
+    stages = [stage for stage in plan.stages if stage.modules != (STEP,)]
+    if number == 1 or len(stages) > 1:
+        return ""
+    return (
+        "All devices share one stage: for this model data parallelism alone is estimated to be fastest. "
+        "strategy.max_replicas=1 makes a pipeline with one stage per device."
+    )
+
+
+def with_remark(plan: Plan, remark: str) -> Plan:
+    """The plan with the remark in its notes."""
+    return replace(plan, notes={**plan.notes, REMARK: remark}) if remark else plan

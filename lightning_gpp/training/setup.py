@@ -24,7 +24,7 @@ from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import devices_per_pipeline
-from lightning_gpp.planning.device_use import REMARK
+from lightning_gpp.planning.search import REMARK
 from lightning_gpp.reports import plan_table, terminal_width
 from lightning_gpp.reports.progress import search_progress
 from lightning_gpp.runtime.mesh import Mesh

@@ -11,8 +11,8 @@ from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Problem, SearchControl
 from lightning_gpp.planning.bounds import bound
-from lightning_gpp.planning.bounds.bottleneck import bottleneck_units
 from lightning_gpp.planning.bounds.bound import bound_of_size, lower_bound
+from lightning_gpp.planning.bounds.capacity import bottleneck_units
 from lightning_gpp.planning.partitioners.exhaustive import exhaustive
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value

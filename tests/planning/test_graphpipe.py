@@ -16,11 +16,10 @@ from lightning_gpp.costs.model import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Answer, Draft, Evaluator, Problem, Request, best_plan
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe, search
-from lightning_gpp.planning.partitioners.graphpipe.lines import Fork, Line, line_of
-from lightning_gpp.planning.partitioners.graphpipe.search import PRECISION, converted, orders_of
+from lightning_gpp.planning.partitioners.graphpipe.lines import Fork, Line, converted, line_of, orders_of
+from lightning_gpp.planning.partitioners.graphpipe.search import PRECISION, Piece, strategy
 from lightning_gpp.planning.partitioners.graphpipe.solve import Grid, Solver
 from lightning_gpp.planning.partitioners.graphpipe.tables import Tables, weakest_link
-from lightning_gpp.planning.partitioners.graphpipe.trace import Piece, strategy
 from lightning_gpp.planning.partitioners.series_parallel import (
     Leaf,
     Parallel,

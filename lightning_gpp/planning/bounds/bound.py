@@ -27,7 +27,7 @@ weights.
 for any s in [0, 1] and H, also an empty one, and with the price of memory added (`memory`). A second of waiting is
 worth less work on slower devices, so waiting is divided by the largest slowdown. The right side falls with T, so the
 smallest T that satisfies it bounds the step from below. In addition, some stage has to run each unit M times, units are
-never divided (`knapsack`), and stages wait for the stage of a unit that all micro-batches pass (`bottleneck`). The
+never divided, and stages wait for the stage of a unit that all micro-batches pass (`capacity`). The
 bound of the problem is the least of the bounds of its micro-batch sizes.
 """
 
@@ -44,8 +44,15 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
-from lightning_gpp.planning.bounds.bottleneck import PassSplit, bottleneck_units, bound_by_bottleneck
-from lightning_gpp.planning.bounds.knapsack import Capacities, Share, bound_by_capacity, capacities_of
+from lightning_gpp.planning.bounds.capacity import (
+    Capacities,
+    PassSplit,
+    Share,
+    bottleneck_units,
+    bound_by_bottleneck,
+    bound_by_capacity,
+    capacities_of,
+)
 from lightning_gpp.planning.bounds.memory import LeastMemory, least_memory
 from lightning_gpp.planning.problem.problem import Array, Problem, UnitSeconds
 

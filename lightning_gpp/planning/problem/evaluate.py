@@ -14,8 +14,14 @@ from lightning_gpp.planning.problem.draft import (
     DraftStage,
     DraftTransfer,
     Flow,
+    StageFigures,
+    all_reduce_seconds,
     flows,
+    input_bytes,
+    read_by,
+    stage_figures,
     stage_of_units,
+    static_bytes,
     transfer,
     unreplicated,
     with_chain,
@@ -23,14 +29,6 @@ from lightning_gpp.planning.problem.draft import (
 from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, end_times, least_seconds
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.recomputation import Recomputation, Recompute, StageMemory
-from lightning_gpp.planning.problem.stage_figures import (
-    StageFigures,
-    all_reduce_seconds,
-    input_bytes,
-    read_by,
-    stage_figures,
-    static_bytes,
-)
 from lightning_gpp.planning.problem.units import Value
 from lightning_gpp.schedules.one_f_one_b import samples_in_flight
 

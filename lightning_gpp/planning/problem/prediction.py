@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import nsmallest
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
@@ -30,6 +30,9 @@ from lightning_gpp.simulation import (
     simulate_period,
     simulate_streaming,
 )
+
+if TYPE_CHECKING:
+    from lightning_gpp.planning.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,3 +355,31 @@ def _others(answer: Answer, chosen: Draft, predictions: Mapping[Draft, Predictio
 def num_actions(problem: Problem, draft: Draft) -> int:
     """Actions of a step on all devices; a simulation's time grows with them."""
     return sum(2 * len(stage.devices) * -(-problem.batch_size // stage.micro_batch_size) for stage in draft.stages)
+
+
+def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines: int = 1) -> Prediction:
+    """The user's stages under the fastest of the request's schedules that fits the memory.
+
+    Raises:
+        GPPError: none of them can order the stages; the error is that of the first.
+    """
+    costs, failures, predictions = request.operator_costs(graph), list[GPPError](), list[Prediction]()
+    for schedule in request.schedules:
+        scheduled = replace(plan, schedule=schedule)
+        try:
+            predictions.append(
+                predicted(
+                    scheduled,
+                    graph,
+                    request.cluster,
+                    costs,
+                    request.footprint,
+                    num_pipelines,
+                    weight_copies=request.weight_copies,
+                )
+            )
+        except GPPError as error:
+            failures.append(error)
+    if not predictions:
+        raise failures[0]
+    return min(predictions, key=lambda prediction: prediction.rank)

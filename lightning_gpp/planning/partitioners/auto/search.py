@@ -24,7 +24,6 @@ from random import Random
 
 from lightning_gpp.planning.bounds.bound import busy_bound
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
-from lightning_gpp.planning.partitioners.auto.moves import moves, with_most_slack
 from lightning_gpp.planning.partitioners.auto.seeds import (
     MAX_SLOTS,
     Cuts,
@@ -33,8 +32,9 @@ from lightning_gpp.planning.partitioners.auto.seeds import (
     published,
     seeds,
     variants,
+    with_most_slack,
 )
-from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.partitioners.auto.shape import Shape, moves
 from lightning_gpp.planning.problem.draft import Draft, complexity
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner

@@ -15,7 +15,7 @@ shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
@@ -25,7 +25,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.partitioners.auto.shape import MAX_SLACK, Shape, may_have_slack
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe
 from lightning_gpp.planning.partitioners.pipedream import pipedream
 from lightning_gpp.planning.partitioners.piper import piper
@@ -339,3 +339,10 @@ def _widths(problem: Problem) -> list[int]:
     powers = [1 << shift for shift in range(number.bit_length())]
     least = next((width for width in powers if number % width == 0 and number // width <= MAX_SLOTS), 1)
     return [width for width in range(least, number + 1) if number % width == 0 and width % least == 0]
+
+
+def with_most_slack(problem: Problem, shapes: Iterable[Shape]) -> Iterator[Shape]:
+    """The shapes with the most slack on all stages but the last."""
+    for shape in shapes:
+        if may_have_slack(problem, shape):
+            yield replace(shape, slack=(*[MAX_SLACK] * (len(shape.groups) - 1), 0))

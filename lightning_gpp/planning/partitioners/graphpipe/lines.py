@@ -5,16 +5,19 @@ Stages begin and end at cuts of a line; borders are the values that cross them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gpp.planning.partitioners.series_parallel import Tree, evaluate
+from lightning_gpp.planning.partitioners.series_parallel import Conversion, Tree, evaluate, make_series_parallel
 from lightning_gpp.planning.problem.problem import Array, Problem
 from lightning_gpp.planning.problem.units import Value
+
+BUNDLES = (2, 3, 4)
+"""Branches per bundle, which may be one stage, for forks with more branches than half the devices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -321,3 +324,29 @@ def _add_shared(sums: Array, shape: LineShape, value: Value, place: dict[int, in
 
 def _member(shape: LineShape, index: int) -> Bools:
     return np.outer(shape.after[:, index], shape.before[:, index])
+
+
+def orders_of(problem: Problem, line: Line) -> Iterator[Line]:
+    """The line itself, and if its forks have many branches, the line with these in bundles that may be stages."""
+    seconds = problem.seconds(problem.sizes[-1]).total
+
+    def weight(branch: Line) -> float:
+        return float(seconds[list(branch.units)].sum())
+
+    yield line
+    most = max((len(part.lines) for part in line.parts if isinstance(part, Fork)), default=0)
+    for size in BUNDLES if 2 * most > problem.num_devices else ():
+        if size < most:
+            yield bundled(line, size, weight)
+
+
+def converted(problem: Problem) -> Conversion:
+    """The units in series-parallel order, with the least delay found. Units with parameters are not repeated."""
+    seconds = problem.seconds(problem.sizes[-1]).total
+    keep = [unit for unit, num_bytes in enumerate(problem.parameter_bytes) if num_bytes]
+    return make_series_parallel(problem.order, dict(enumerate(seconds.tolist())), keep=[*keep, problem.num_units - 1])
+
+
+def head_member(shape: LineShape, end: LineCut) -> int:
+    """The line that a stage before a fork reaches into: the first of its group."""
+    return shape.groups[end.part][end.group][0] if end.group != NONE else 0
