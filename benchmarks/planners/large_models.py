@@ -100,12 +100,13 @@ MEGATRON: Final = tuple(
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def gpt(layers: int, width: int) -> OperatorGraph:
-    """A GPT in bfloat16, whose layers are called whole."""
+def gpt(layers: int, width: int, *, whole: bool = True) -> OperatorGraph:
+    """A GPT in bfloat16, whose layers are called whole, as for tensor parallelism."""
     with torch.device("meta"):
         module = GPT(layers, width, VOCABULARY, LENGTH).to(torch.bfloat16)
         batch = torch.zeros(4, LENGTH + 1, dtype=torch.long)
-    return capture_step(module, batch, uncut={f"blocks.{layer}": REASON for layer in range(layers)}).graph
+    uncut = {f"blocks.{layer}": REASON for layer in range(layers)} if whole else {}
+    return capture_step(module, batch, uncut=uncut).graph
 
 
 class LargeMultimodal(VisionAudioLanguage):

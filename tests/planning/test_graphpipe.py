@@ -15,7 +15,7 @@ from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Answer, Draft, Evaluator, Problem, Request, best_plan
-from lightning_gpp.planning.partitioners.graphpipe import graphpipe, search
+from lightning_gpp.planning.partitioners.graphpipe import graphpipe, lines
 from lightning_gpp.planning.partitioners.graphpipe.lines import Fork, Line, converted, line_of, orders_of
 from lightning_gpp.planning.partitioners.graphpipe.search import PRECISION, Piece, strategy
 from lightning_gpp.planning.partitioners.graphpipe.solve import Grid, Solver
@@ -296,7 +296,7 @@ def solved(problem: Problem, target: float = inf) -> list[Piece] | None:
 @pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 160, 20)], ids=str)
 def test_equals_the_best_of_all_strategies(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without bundles, which only add to the space."""
-    monkeypatch.setattr(search, "BUNDLES", ())
+    monkeypatch.setattr(lines, "BUNDLES", ())
     for seed in seeds:
         problem, tree = random_problem(seed)
         assert converted(problem).tree == tree
