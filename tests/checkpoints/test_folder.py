@@ -107,7 +107,7 @@ def test_a_damaged_folder_is_refused_with_the_name_of_its_file(
 def test_a_file_that_is_no_checkpoint_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"last.ckpt cannot be read: .* damaged, or no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"last.ckpt is not a checkpoint that can be read: .* it is damaged"):
         convert(path, tmp_path / "copy.ckpt")
 
 
