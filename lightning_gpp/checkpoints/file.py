@@ -43,8 +43,8 @@ def reading(path: Path) -> Iterator[None]:
         if "weights_only" in str(error):  # says what may not be loaded, and what to do
             raise
         raise CheckpointError(
-            f"{path} is not a checkpoint that can be read: {reason(error).rstrip('.')}. If it was one, it is damaged: give "
-            "another one (ckpt_path)."
+            f"{path} is not a checkpoint that can be read: {reason(error).rstrip('.')}. If it was one, it is damaged: "
+            "give another one (ckpt_path)."
         ) from error
 
 
