@@ -4,8 +4,8 @@
 
 What repeats is planned once: of r pipelines that are alike one is searched and simulated, with the collectives of all;
 and a device of a plan is a group of GPUs that share its layers (tensor parallelism). For each number of GPUs per group
-and each number of pipelines, stages of equal numbers of layers are rated by the quick simulator; the best few are then
-searched with `auto`, and their programs simulated.
+and each number of pipelines, stages of equal layers are rated by the quick simulator; for the best layout `auto` searches, and
+programs are simulated.
 
 `megatron` compares with table 1 of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 Using Megatron-LM" (SC 2021, arXiv 2104.04473): the same models, GPUs, mini-batches and degrees. Nothing is fitted:
@@ -109,8 +109,19 @@ def gpt(layers: int, width: int, *, whole: bool = True) -> OperatorGraph:
     return capture_step(module, batch, uncut=uncut).graph
 
 
+class HalfPrecisionLanguageModel(LanguageModel):
+    """The language model with angles in the precision of its values."""
+
+    def forward(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        rates = 10000 ** (-torch.arange(0, self.head_width, 2, device=x.device) / self.head_width)
+        angles = torch.outer(torch.arange(x.shape[1], device=x.device), rates).to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, angles)
+        return self.head(self.norm(x[:, -num_tokens:]))
+
+
 class LargeMultimodal(VisionAudioLanguage):
-    """Encoders of 6 and 2 billion parameters in front of a language model of 500 billion."""
+    """Encoders of 5.5 and 2.4 billion parameters in front of a language model of 488 billion."""
 
     def __init__(self) -> None:
         super(VisionAudioLanguage, self).__init__()
@@ -118,7 +129,7 @@ class LargeMultimodal(VisionAudioLanguage):
         self.vision, self.vision_projector = VisionEncoder(3200, 45, 25), projector(3200, width)
         self.audio, self.audio_projector = AudioEncoder(2048, 48, 16), projector(2048, width)
         self.embedding = torch.nn.Embedding(32000, width)
-        self.language = LanguageModel(width, 96, 160, 55296)
+        self.language = HalfPrecisionLanguageModel(width, 96, 160, 55296)
 
 
 def multimodal() -> OperatorGraph:
