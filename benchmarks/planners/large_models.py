@@ -4,8 +4,8 @@
 
 What repeats is planned once: of r pipelines that are alike one is searched and simulated, with the collectives of all;
 and a device of a plan is a group of GPUs that share its layers (tensor parallelism). For each number of GPUs per group
-and each number of pipelines, stages of equal layers are rated by the quick simulator; for the best layout `auto` searches, and
-programs are simulated.
+and each number of pipelines, stages of equal layers are rated by the quick simulator; for the best layout `auto`
+searches, and programs are simulated.
 
 `megatron` compares with table 1 of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 Using Megatron-LM" (SC 2021, arXiv 2104.04473): the same models, GPUs, mini-batches and degrees. Nothing is fitted:
