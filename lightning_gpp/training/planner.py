@@ -16,9 +16,10 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, WHOLE, Plan, Stage
 from lightning_gpp.planning import Prediction, Request, best_order, best_plan, check_model, manual
-from lightning_gpp.planning.assignment.assign import assign, make_plan, mixing_stages
+from lightning_gpp.planning.assignment.assign import assign, make_plan, mixing_stages, owner_of
 from lightning_gpp.planning.assignment.complete import completed, slice_again, slicing_of
 from lightning_gpp.planning.assignment.layout import lay_out_by_hand
+from lightning_gpp.planning.assignment.modules import around
 from lightning_gpp.planning.assignment.rebuild import rebuilt, separated
 from lightning_gpp.planning.assignment.slices import kept_together
 from lightning_gpp.planning.assignment.stages_spec import read
@@ -362,7 +363,7 @@ def evaluation_plan(captured: Captured, plan: Plan) -> Plan:
 
 
 def _evaluation_plan(captured: Captured, plan: Plan) -> Plan:
-    stages = _whole_micro_batches(unsliced(plan).plan.stages, captured.graph)
+    stages = _whole_micro_batches(_with_others(unsliced(plan).plan.stages, captured.graph), captured.graph)
     made = partial(
         make_plan, captured.graph, batch_size=captured.batch_size, schedule=plan.schedule, unused=plan.unused
     )
@@ -371,6 +372,15 @@ def _evaluation_plan(captured: Captured, plan: Plan) -> Plan:
         if all(edge.sliceable for edge in apart.edges if edge.src == SOURCE or edge.dst == apart.step_stage):
             return apart
     return made(stages)
+
+
+def _with_others(stages: Sequence[Stage], graph: OperatorGraph) -> list[Stage]:
+    """The stages; modules that training does not call join that of the user's step, which has their parameters."""
+    owners = {module: index for index, stage in enumerate(stages) for module in stage.modules if module != STEP}
+    called = {operator.module: None for operator in graph if operator.parameters and operator.module != STEP}
+    divided = around(owners)
+    others = tuple(module for module in called if module not in divided and owner_of(module, owners) is None)
+    return [replace(s, modules=(*s.modules, *others)) if STEP in s.modules else s for s in stages]
 
 
 def _whole_micro_batches(stages: Sequence[Stage], graph: OperatorGraph) -> list[Stage]:

@@ -30,7 +30,6 @@ REFUSED = {
     "takes_iterator": "dataloader_iter",
     "step_ReturnsNone": "return a zero loss",
     "step_ValidatesTwice": "depends on `batch_idx`",
-    "step_ValidatesOther": "List its module in the same stage",
     "batch_lists_of_samples": "cannot be multiplied",
     "loader_single_samples": "More micro-batches than samples",
     "no_batches": "The data loader is empty",

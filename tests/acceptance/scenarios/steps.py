@@ -75,7 +75,7 @@ class ValidatesTwice(Chain):
 
 
 class ValidatesOther(Chain):
-    more = ("probe",)
+    """The training step does not call `probe`, so no stage lists it: it is on rank 0."""
 
     def __init__(self) -> None:
         super().__init__()
