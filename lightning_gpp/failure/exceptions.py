@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from lightning_gpp.failure.cause import Cause
+from lightning_gpp.failure.cause import EXIT_CODE, Cause
 
 PATIENCE: Final = 1.5
 """Seconds for all other ranks to raise exceptions of their own after one has."""
@@ -46,6 +46,11 @@ class Exceptions:
         self.first: Cause | None = None
         self._until = float("inf")
 
+    @property
+    def interrupted(self) -> bool:
+        """True after Ctrl-C, which comes to ranks at different points of the program, and ends the job."""
+        return self.first is not None and self.first.code != EXIT_CODE
+
     def add(self, cause: Cause, now: float) -> None:
         """Take in a report."""
         if self.first is None:
@@ -55,8 +60,9 @@ class Exceptions:
     def verdict(self, now: float) -> Verdict | None:
         """The consequence; None if there is no exception, or other ranks may still raise theirs."""
         if len(self._raised) == self._world_size:
-            points = {cause.point for cause in self._raised.values()}
-            return Verdict.TOGETHER if len(points) == 1 else Verdict.APART
+            if len({cause.point for cause in self._raised.values()}) == 1:
+                return Verdict.TOGETHER
+            return Verdict.ENDS if self.interrupted else Verdict.APART
         return Verdict.ENDS if now >= self._until else None
 
 

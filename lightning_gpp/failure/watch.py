@@ -276,6 +276,8 @@ class Watcher(threading.Thread):
         if verdict is Verdict.ENDS and self._exceptions.first is not None:
             self._adopt(self._exceptions.first)
         elif verdict is not None:
+            if self._exceptions.first is not None and self._exceptions.interrupted:
+                self._announce(self._exceptions.first)
             for link in self._links.values():
                 link.send({"verdict": verdict.name})
             self._exceptions.clear()
