@@ -31,14 +31,24 @@ _PACKAGE: Final = Path(__file__).parents[1]
 _LIBRARIES: Final = (Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("stdlib")), _PACKAGE)
 
 
-def guarded(node: DictConfig, built: Any, kind: type) -> Any:
-    """The object that the node describes, whose methods of set-up raise ConfigError for whatever fails in them.
+def of_kind(node: DictConfig, built: Any, kind: type) -> Any:
+    """The object that the node describes.
 
     Raises:
         ConfigError: it is not of this kind.
     """
     if not isinstance(built, kind):
         raise ConfigError(f"{key_of(node)}._target_={node._target_} is no {kind.__name__}.")
+    return built
+
+
+def guarded(node: DictConfig, built: Any, kind: type) -> Any:
+    """The object that the node describes, whose methods of set-up raise ConfigError for whatever fails in them.
+
+    Raises:
+        ConfigError: it is not of this kind.
+    """
+    of_kind(node, built, kind)
     for name in SETTING_UP:
         function = getattr(type(built), name, None)
         if inspect.isfunction(function):

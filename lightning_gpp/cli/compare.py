@@ -72,7 +72,7 @@ def _chain_and_graph(task: Task) -> str:
 
 
 def _compare_partitioners(config: DictConfig, task: Task) -> None:
-    names = PARTITIONERS if config.partitioners is None else tuple(map(str, config.partitioners))
+    names = PARTITIONERS if config.partitioners is None else _listed(config.partitioners)
     rows: list[ComparedRow] = []
     for name in names:
         partitioner_of(name)  # after the model's module was imported, which may register one
@@ -142,13 +142,18 @@ def schedules_wanted(setting: Any) -> tuple[str, ...]:
     Raises:
         ConfigError: one of them does not exist, or there is none.
     """
-    listed = [str(name) for name in setting] if isinstance(setting, ListConfig | list | tuple) else [str(setting)]
-    names = schedule_names() if listed == [ALL] else tuple(dict.fromkeys(listed))
+    listed = _listed(setting)
+    names = schedule_names() if listed == (ALL,) else listed
     unknown = [name for name in names if name not in schedule_names()]
     if unknown or not names:
         what = f"{unknown[0]!r} in schedules does not exist" if unknown else "schedules=[] names none"
         raise ConfigError(f"{what}. Choose {ALL}, or some of: {', '.join(schedule_names())}.")
     return names
+
+
+def _listed(setting: Any) -> tuple[str, ...]:
+    """The different names of a setting, which may be a single one."""
+    return tuple(dict.fromkeys(map(str, setting if isinstance(setting, ListConfig | list | tuple) else [setting])))
 
 
 def _searched(task: Task, names: Sequence[str], seconds: float) -> Iterator[ComparedRow]:

@@ -12,12 +12,13 @@ from typing import Any
 import lightning as L
 from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 
 from lightning_gpp.checkpoints.folder import is_folder
-from lightning_gpp.cli.blame import guarded, refusal
+from lightning_gpp.cli.blame import guarded, of_kind, refusal
 from lightning_gpp.cli.check import check
 from lightning_gpp.cli.resume import AUTO, resuming_by_itself
 from lightning_gpp.cli.sweep import METRICS
@@ -158,7 +159,10 @@ def build_trainer(config: DictConfig, strategy: Strategy) -> L.Trainer:
     Raises:
         ConfigError: Lightning refuses the settings, for example because this machine has no GPU.
     """
-    parts = {"callbacks": _all(config.callbacks), "logger": _all(config.logger) or False}
+    parts = {
+        "callbacks": _all(config.callbacks, "callbacks", L.Callback),
+        "logger": _all(config.logger, "logger", Logger) or False,
+    }
     try:
         trainer: L.Trainer = built(config.trainer, strategy=strategy, **parts)
     except ConfigError as error:
@@ -171,5 +175,16 @@ def build_trainer(config: DictConfig, strategy: Strategy) -> L.Trainer:
     return trainer
 
 
-def _all(group: DictConfig) -> list[Any]:
-    return [built(node) for node in group.values() if node is not None]
+def _all(group: DictConfig, name: str, kind: type) -> list[Any]:
+    """The objects of a group with any number of them.
+
+    Raises:
+        ConfigError: an entry describes no object, or one of another kind, or it cannot be built.
+    """
+    for key, node in ((str(key), node) for key, node in group.items()):
+        if node is not None and not isinstance(node, DictConfig):
+            raise ConfigError(
+                f"{name}.{key}={node} describes no object. Choose a file of the group ({name}=...), give the entry a "
+                f"_target_, or leave it out with {name}.{key}=null."
+            )
+    return [of_kind(node, built(node), kind) for node in group.values() if node is not None]

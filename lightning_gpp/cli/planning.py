@@ -323,10 +323,15 @@ def cluster_for(config: DictConfig, options: Options) -> Cluster:
 
 
 def device_type(accelerator: str) -> str:
-    """ "cuda" or "cpu", from `trainer.accelerator`, or from this machine if that leaves it open."""
-    if accelerator == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cuda" if accelerator in ("gpu", "cuda") else "cpu"
+    """ "cuda" or "cpu", from `trainer.accelerator`, or from this machine if that leaves it open.
+
+    Raises:
+        ConfigError: there are no plans for such devices.
+    """
+    kinds = {"auto": "cuda" if torch.cuda.is_available() else "cpu", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}
+    if accelerator not in kinds:
+        raise ConfigError(f"trainer.accelerator={accelerator}: plans are made for {', '.join(kinds)}. Choose one.")
+    return kinds[accelerator]
 
 
 def num_devices(options: Options, world_size: int) -> int:

@@ -22,7 +22,7 @@ from lightning_gpp._compat.lightning import attach_data, transferred
 from lightning_gpp._compat.lightning_module import set_device_mesh
 from lightning_gpp._compat.torch import imitated_processes, pytree
 from lightning_gpp.capture import Capture
-from lightning_gpp.cli.blame import guarded
+from lightning_gpp.cli.blame import guarded, refusal
 from lightning_gpp.cli.target import built
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
@@ -249,9 +249,16 @@ def first_batch(datamodule: L.LightningDataModule, step: str = TRAINING) -> Any:
 
 
 def _quiet_trainer(precision: Any) -> L.Trainer:
-    """A trainer with which module, data and precision can be asked; it runs nothing."""
+    """A trainer with which module, data and precision can be asked; it runs nothing.
+
+    Raises:
+        ConfigError: Lightning has no such precision.
+    """
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    return L.Trainer(
-        accelerator="cpu", devices=1, precision=precision, max_epochs=1, logger=False, enable_checkpointing=False
-    )
+    try:
+        return L.Trainer(
+            accelerator="cpu", devices=1, precision=precision, max_epochs=1, logger=False, enable_checkpointing=False
+        )
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        raise refusal(f"trainer.precision={precision}", error) from error
