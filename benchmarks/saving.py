@@ -3,9 +3,10 @@
     python benchmarks/saving.py
 
 Two gloo processes with one thread each train a pipeline of two stages of wide linear layers with AdamW, and save the
-same path again and again. "Blocked" is the time for which training stands still for a checkpoint. "Added" is the median
-time of a round of steps with one checkpoint, minus that of a round without: a thread that writes takes processor time
-from training, too. The variants take turns, a run of several rounds each.
+same path again and again; `--ranks 1` has both stages in one process, so that a second core is free for the thread that
+writes. "Blocked" is the time for which training stands still for a checkpoint. "Added" is the median time of a round of
+steps with one checkpoint, minus that of a round without: a thread that writes takes processor time from training, too,
+unless a core is free. The variants take turns, a run of several rounds each.
 """
 
 from __future__ import annotations
@@ -83,11 +84,15 @@ def measure(name: str, folder: str, given: argparse.Namespace) -> tuple[list[flo
     """Seconds that saving blocked, and seconds of rounds."""
     variant = VARIANTS[name]
     kind, background = variant or ("full", False)
-    stages = [{"modules": ["first"], "devices": [1]}, {"modules": ["second", "@step"], "devices": [0]}]
+    devices = [given.ranks - 1, 0]
+    modules = ["first"], ["second", "@step"]
+    stages = [{"modules": part, "devices": [device]} for part, device in zip(modules, devices, strict=True)]
     strategy = GPPStrategy(stages=stages, num_micro_batches=4, state_dict_type=kind, async_save=background)
     rounds = Rounds(variant, f"{folder}/last.ckpt", given.steps, given.rounds + 1)
     quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, callbacks=[rounds], **quiet)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=given.ranks, strategy=strategy, max_epochs=1, callbacks=[rounds], **quiet
+    )
     samples = torch.randn(given.batch * given.steps * (given.rounds + 1), given.width)
     pl.seed_everything(0, verbose=False)
     trainer.fit(Wide(given.width, given.depth), DataLoader(TensorDataset(samples), batch_size=given.batch))
@@ -97,7 +102,7 @@ def measure(name: str, folder: str, given: argparse.Namespace) -> tuple[list[flo
 
 def rank_main(rank: int, port: int, folder: str, given: argparse.Namespace, queue: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE="2")
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(given.ranks))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -125,6 +130,7 @@ def table(found: dict[str, tuple[Sequence[float], Sequence[float]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2))
     parser.add_argument("--width", type=int, default=1024, help="width of the layers")
     parser.add_argument("--depth", type=int, default=8, help="layers of a stage")
     parser.add_argument("--batch", type=int, default=16, help="samples of a mini-batch")
@@ -139,7 +145,9 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         queue = context.Queue()
-        ranks = [context.Process(target=rank_main, args=(rank, port, folder, given, queue)) for rank in range(2)]
+        ranks = [
+            context.Process(target=rank_main, args=(rank, port, folder, given, queue)) for rank in range(given.ranks)
+        ]
         for process in ranks:
             process.start()
         found = queue.get()

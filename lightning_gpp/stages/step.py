@@ -290,8 +290,6 @@ class UserStep(StepRunner):
             output = self.call(micro_batch)
         return self.finish(micro_batch, output)
 
-    # --- both
-
     def _result(self, call: ModuleCall, value: Callable[[Ref], torch.Tensor]) -> Any:
         leaves, structure = self._results[id(call)]
         return pytree.tree_unflatten([value(leaf) if isinstance(leaf, Ref) else leaf for leaf in leaves], structure)
