@@ -22,6 +22,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, count_pipelines, devices_per_pipeline
 from lightning_gpp.planning.assignment.layout_check import layout_mismatch
 from lightning_gpp.planning.problem.prediction import memory_limits
+from lightning_gpp.planning.search import REMARK
 from lightning_gpp.reports import graph_svg, prediction_text, search_progress, timeline_svg
 from lightning_gpp.reports.page import report_html
 from lightning_gpp.reports.terminal import show as show_text
@@ -73,7 +74,8 @@ def show(config: DictConfig) -> None:
         )
     check_outputs(config, _OUTPUTS)
     task, prediction, compared = best_of_degrees(config)
-    small = too_small(prediction, task.subject.step, task.machine, task.options)
+    told = REMARK in prediction.plan.notes  # that fewer devices are faster, or why some are idle
+    small = () if told else too_small(prediction, task.subject.step, task.machine, task.options)
     width = terminal_width()
     notes = (*_advice(prediction), *compared, *_members(task), *small, *task.subject.notes)
     below = (f"\n{wrapped(note, width, 0)}" for note in notes)

@@ -23,7 +23,7 @@ from typing import Final
 
 import torch.distributed as dist
 
-from lightning_gpp.errors import GPPError, PeerFailure
+from lightning_gpp.errors import GPPError, PeerFailure, add_note
 from lightning_gpp.failure import torchrun
 from lightning_gpp.failure.cause import EXIT_CODE, Cause
 from lightning_gpp.failure.exceptions import PATIENCE, Verdict, point_of
@@ -157,7 +157,10 @@ class FailureMonitor:
             trace = "" if explains_itself else "".join(traceback.format_exception(error, limit=-_SHORT))
             self._submit(watcher, f"raised {type(error).__name__}: {error}", trace, point)
         watcher.judged.wait(PATIENCE + self._exit_grace)
-        return watcher.verdict or Verdict.ENDS
+        verdict = watcher.verdict or Verdict.ENDS
+        if verdict is not Verdict.ENDS:  # shown only if nobody catches it
+            add_note(error, f"All ranks have raised exceptions. First cause: {watcher.first}")
+        return verdict
 
     def ask_to_stop(self, number: int) -> None:
         """Tell rank 0, without waiting, that this rank has received a signal that asks the job to stop.

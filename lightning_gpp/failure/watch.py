@@ -58,6 +58,8 @@ class Watcher(threading.Thread):
         """Set after `cause` is known and printed."""
         self.verdict: Verdict | None = None
         """The consequence of the exception that this rank has submitted; None as long as it is open."""
+        self.first: Cause | None = None
+        """The exception that was reported first of those with this consequence."""
         self.judged = threading.Event()
         """Set after `verdict` is known."""
         self.stop_signal = 0
@@ -178,7 +180,7 @@ class Watcher(threading.Thread):
         if "cause" in message:
             self._consider(Cause.of(message["cause"]))
         if "verdict" in message:
-            self._conclude(Verdict[message["verdict"]])
+            self._conclude(Verdict[message["verdict"]], Cause.of(message["first"]))
         self._hear_of_hangs(message)
 
     def _lose(self, link: PeerLink) -> None:
@@ -275,16 +277,17 @@ class Watcher(threading.Thread):
         verdict = self._exceptions.verdict(now) if self.cause is None else None
         if verdict is Verdict.ENDS and self._exceptions.first is not None:
             self._adopt(self._exceptions.first)
-        elif verdict is not None:
-            if self._exceptions.first is not None and self._exceptions.interrupted:
-                self._announce(self._exceptions.first)
+        elif verdict is not None and self._exceptions.first is not None:
+            first = self._exceptions.first
+            if self._exceptions.interrupted:
+                self._announce(first)
             for link in self._links.values():
-                link.send({"verdict": verdict.name})
+                link.send({"verdict": verdict.name, "first": asdict(first)})
             self._exceptions.clear()
-            self._conclude(verdict)
+            self._conclude(verdict, first)
 
-    def _conclude(self, verdict: Verdict) -> None:
-        self._submitted, self.verdict = None, verdict
+    def _conclude(self, verdict: Verdict, first: Cause) -> None:
+        self._submitted, self.verdict, self.first = None, verdict, first
         self.judged.set()
 
     def _adopt(self, found: Cause) -> None:
@@ -297,7 +300,7 @@ class Watcher(threading.Thread):
         self._end_by = time.monotonic() + self._grace(cause)
         self._announce(cause)
         self.known.set()  # comes last: the failed rank may end after this
-        self._conclude(Verdict.ENDS)
+        self._conclude(Verdict.ENDS, cause)
         if not cause.reported:
             cause.process.kill()
 

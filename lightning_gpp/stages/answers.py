@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_gpp.stages.step import ANSWER, answering, become
+from lightning_gpp.stages.step import attach, detach
 
 
 class Answers:
@@ -47,12 +47,8 @@ class Answers:
 
     def _attach(self) -> None:
         self._active = True
-        for module, kind in self._modules:
-            vars(module)[ANSWER] = self._answer
-            become(module, answering(kind))  # type: ignore[arg-type]
+        attach(self._modules, self._answer)
 
     def _detach(self) -> None:
         self._active = False
-        for module, kind in self._modules:
-            become(module, kind)
-            vars(module).pop(ANSWER, None)
+        detach(self._modules)

@@ -331,45 +331,46 @@ def slots_of(keys: Sequence[InputKey]) -> dict[str, InputKey]:
 # -- calls of modules ------------------------------------------------------------------------------------------------
 
 CallHandler = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+Kinds = Sequence[tuple[nn.Module, type[nn.Module]]]
+"""Modules with their own classes."""
+
+_ANSWER: Final = "_gpp_answer"
+"""The attribute of a module that answers its calls."""
 
 
 @functools.cache
-def answering(kind: type[nn.Module]) -> type[nn.Module]:
+def _answering(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of `kind` that differs only in that its calls are answered."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return vars(self)[ANSWER](self, args, kwargs)
+        return vars(self)[_ANSWER](self, args, kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
-def become(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Change the class of a module; its own `__setattr__` would look for parameters, in every micro-batch."""
-    object.__setattr__(module, "__class__", kind)
+def attach(modules: Kinds, answer: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Answer calls of modules. Their own `__setattr__` would look for parameters, in every micro-batch."""
+    for module, kind in modules:
+        vars(module)[_ANSWER] = answer
+        object.__setattr__(module, "__class__", _answering(kind))  # type: ignore[arg-type]
 
 
-ANSWER: Final = "_gpp_answer"
-"""The attribute of a module that answers its calls."""
+def detach(modules: Kinds) -> None:
+    """Undo `attach`."""
+    for module, kind in modules:
+        object.__setattr__(module, "__class__", kind)
+        vars(module).pop(_ANSWER, None)
 
 
 @contextmanager
 def answered(modules: Mapping[str, nn.Module], answer: CallHandler) -> Iterator[None]:
     """Inside, a call of one of the modules returns `answer(call number, module, args, kwargs)`."""
-    numbers = itertools.count()
-
-    def numbered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return answer(next(numbers), module, args, kwargs)
-
-    kinds = [(module, type(module)) for module in modules.values()]
+    numbers, kinds = itertools.count(), [(module, type(module)) for module in modules.values()]
     try:
-        for module, kind in kinds:
-            vars(module)[ANSWER] = numbered
-            become(module, answering(kind))  # type: ignore[arg-type]
+        attach(kinds, lambda module, args, kwargs: answer(next(numbers), module, args, kwargs))
         yield
     finally:
-        for module, kind in kinds:
-            become(module, kind)
-            vars(module).pop(ANSWER, None)
+        detach(kinds)
 
 
 _NOT_ITS_OWN = frozenset(vars(nn.Module()))

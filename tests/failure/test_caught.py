@@ -28,8 +28,10 @@ def test_an_exception_of_all_ranks_is_everybodys_own(tmp_path: Path) -> None:
     with job(tmp_path, all_raising) as running:
         running.wait(30)
     assert running.codes == [1, 1, 1]
-    assert "First cause" not in running.output()
-    assert all(f"ValueError: from rank {rank}" in running.output(rank) for rank in range(3))
+    for rank in range(3):
+        assert f"ValueError: from rank {rank}" in running.output(rank)
+        assert "All ranks have raised exceptions. First cause: rank 0 " in running.output(rank)
+        assert "The job ends" not in running.output(rank)
 
 
 def raising_and_going_on(how: str, rank: Rank) -> None:

@@ -109,6 +109,19 @@ def test_exceptions_are_reported_without_a_timeout_too(tmp_path: Path) -> None:
     assert "raising_without_a_timeout" in running.output(0)  # rank 0 shows the traceback of the rank that failed
 
 
+def all_raising(rank: Rank) -> None:
+    rank.exchange()
+    raise ValueError(f"from rank {rank.rank}")
+
+
+def test_one_of_several_causes_is_named_by_all(tmp_path: Path) -> None:
+    with job(tmp_path, all_raising) as running:
+        running.wait(30)
+    assert running.codes == [1, 1, 1]
+    firsts = {running.output(rank).partition("First cause: ")[2].partition(" (")[0] for rank in range(3)}
+    assert len(firsts) == 1, running.output()
+
+
 def wrapping_errors_of_communication(rank: Rank) -> None:
     while True:
         if rank.step == 10 and rank.rank == 2:

@@ -330,5 +330,5 @@ def fit_alone(rank: int) -> None:
 
 
 def test_number_of_processes_must_be_a_multiple() -> None:
-    with pytest.raises(Exception, match="tensor_parallel_size=2 does not divide the 1 processes"):
+    with pytest.raises(AssertionError, match="ConfigError: .*tensor_parallel_size=2 does not divide the 1 processes"):
         run(1, fit_alone, timeout=60)
