@@ -45,9 +45,8 @@ def schema_arguments(operator: Any) -> Sequence[Any]:
     return arguments
 
 
-def without_torch_function() -> AbstractContextManager[None]:
-    """Inside, functions of torch do not call `__torch_function__` of tensors' classes."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Inside, functions of torch do not call `__torch_function__` of tensors' classes."""
 
 
 def version(tensor: Tensor) -> int:

@@ -55,6 +55,12 @@ OnTensor = Callable[[torch.Tensor, int], torch.Tensor]
 OnList = Callable[[Any], Any]
 
 
+def device_of(batch: Any) -> torch.device:
+    """The device of a mini-batch."""
+    devices = (leaf.device for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    return next(devices, torch.device("cpu"))
+
+
 def slice_batch(batch: Any, start: int, stop: int, total: int, dims: BatchDims = GUESSED) -> Any:
     """Samples `[start, stop)` of a batch of `total`; values that are not per sample are unchanged, see `sliceable`."""
     return sliceable(batch, total, dims)(start, stop)

@@ -52,9 +52,3 @@ class Holes(TorchFunctionMode):
             self.targets.append(target)
             self.add((result, changed))
         return result
-
-
-def device_of(batch: Any) -> torch.device:
-    """The device of a mini-batch."""
-    devices = (leaf.device for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-    return next(devices, torch.device("cpu"))

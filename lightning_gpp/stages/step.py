@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.batch import BatchDims, samples_in, sliceable
+from lightning_gpp.capture.batch import BatchDims, device_of, samples_in, sliceable
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.capture.recording import AffineSize, ModuleCall, Recorded, Ref
@@ -22,7 +22,7 @@ from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
 from lightning_gpp.stages.code import variable
-from lightning_gpp.stages.holes import Holes, device_of
+from lightning_gpp.stages.holes import Holes
 
 
 class Stopped(BaseException):

@@ -57,7 +57,7 @@ class Engine:
     step call its parts: `announce`, `train` and `sum_gradients`.
 
     Args:
-        sessions: the sessions, which run the user's steps.
+        sessions: makes the sessions, which run the user's steps.
         indices: indices of the optimizers, in the user's order.
         replicas: collectives of ranks with the same parameters; None without training.
         asynchronous: training without a flush between mini-batches; None flushes after each.
@@ -283,7 +283,7 @@ class Engine:
         """Number of mini-batches of a step that have to be read before their turn."""
         if step == TRAINING:
             return 0 if self._asynchronous is None else self._asynchronous.ahead
-        return self._sessions.ahead(step)
+        return self._runner.lead(step)
 
     def feed(self, loader: Iterable[Any], step: str = TRAINING) -> Iterator[Any]:
         """Iterate over the mini-batches of a loader, reading those in advance that stages start before their turn."""

@@ -22,7 +22,7 @@ class Runner:
     """Runs the user's steps on announced mini-batches. All ranks call its methods together.
 
     Args:
-        sessions: the sessions, which run the user's steps.
+        sessions: makes the sessions, which run the user's steps.
         optimizers: the optimizers, in the user's order.
         asynchronous: training without a flush between mini-batches; None flushes after each.
 
@@ -34,16 +34,24 @@ class Runner:
     def __init__(
         self, sessions: Sessions, optimizers: Callable[[], list[Optimizer]], asynchronous: Asynchronous | None
     ) -> None:
-        self._sessions, self._optimizers, self._asynchronous = sessions, optimizers, asynchronous
+        self._new, self._optimizers, self._asynchronous = sessions.new, optimizers, asynchronous
         self._job, self._incoming = sessions.job, sessions.incoming
         self.sums = self._job.options.loss_reduction == "sum"
         self.current: Session | None = None
+        self._sessions: dict[tuple[str, int], Session] = {}
         self._trained: Session | None = None
 
     def session(self, step: str, arguments: Sequence[Any]) -> Session:
         """The session for a mini-batch, which becomes the current one."""
-        self.current = session = self._sessions.of(step, arguments[0])
+        key = step, self._incoming.form
+        if key not in self._sessions:
+            self._sessions[key] = self._new(step, arguments[0])
+        self.current = session = self._sessions[key]
         return session
+
+    def lead(self, step: str) -> int:
+        """Mini-batches of an evaluation step that have to be known before their turn; 0 before the first."""
+        return max((session.ahead for (name, _), session in self._sessions.items() if name == step), default=0)
 
     def train(self, arguments: Sequence[Any], weight: float, accumulated: int, number: int) -> Outputs:
         """Run forwards and backwards of the announced mini-batch. Returns the results of the step where it ran.

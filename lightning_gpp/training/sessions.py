@@ -1,4 +1,4 @@
-"""The sessions of a run: one for each of the user's steps and each form of its mini-batches."""
+"""Makes the sessions of a run: one for each of the user's steps and each form of its mini-batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_gpp.training.shards import without_shards
 
 
 class Sessions:
-    """Makes a session when a step, or a form of its mini-batches, occurs for the first time.
+    """Makes a session for a step and a form of its mini-batches.
 
     Args:
         job: the job of the run.
@@ -56,20 +56,9 @@ class Sessions:
         self.captured, self._form = captured, form
         self._transport, self._replicas = transport, replicas
         self._asynchronous, self._evaluating = asynchronous, evaluating or transport
-        self._sessions: dict[tuple[str, int], Session] = {}
 
-    def of(self, step: str, batch: Any) -> Session:
-        """The session for the announced mini-batch; `batch` is used only on the rank that runs the step."""
-        key = step, self.incoming.form
-        if key not in self._sessions:
-            self._sessions[key] = self._new(step, batch)
-        return self._sessions[key]
-
-    def ahead(self, step: str) -> int:
-        """Mini-batches of an evaluation step that have to be known before their turn; 0 before the first."""
-        return max((session.ahead for (name, _), session in self._sessions.items() if name == step), default=0)
-
-    def _new(self, step: str, batch: Any) -> Session:
+    def new(self, step: str, batch: Any) -> Session:
+        """A session for the form of the announced mini-batch, which is used only on the rank that runs the step."""
         captured = self._captured(step, batch)
         plan = (refitted if step == TRAINING else evaluation_plan)(captured, self.layout.plan)
         replicas = self._replicas

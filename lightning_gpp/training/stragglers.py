@@ -28,6 +28,10 @@ SLOWER: Final = 1.5
 OFTEN: Final = 0.8
 """Part of the mini-batches in which it must be the slowest."""
 
+FOR_NOTHING: Final = -1
+FOR_NUMBERS: Final = -2
+"""In place of the position of an instruction: no wait, and that for the announcement of the mini-batch."""
+
 
 class Stragglers:
     """Notes the mini-batches of training of this rank, and compares ranks.
@@ -49,14 +53,13 @@ class Stragglers:
     def _begin(self) -> None:
         self._computing: list[float] = []
         self._waiting: list[float] = []
-        self._longest: list[str] = []
-        self._texts: dict[tuple[int, int], str] = {}
+        self._longest: list[tuple[Executor, int]] = []
 
     def note(self, executor: Executor) -> None:
         """Note the mini-batch that ran last, and compare ranks now and then. All ranks call this for each."""
         if not self._blocks or self._control.world_size == 1:
             return
-        total, longest, place = 0.0, 0.0, -1
+        total, longest, place = 0.0, 0.0, FOR_NOTHING
         for position, seconds in executor.waits:
             total += seconds
             if seconds > longest:
@@ -64,18 +67,20 @@ class Stragglers:
         numbers, self._numbers = self._control.waited - self._numbers, self._control.waited
         self._computing.append(executor.seconds - total)
         self._waiting.append(total + numbers)
-        self._longest.append(self._text(executor, place, numbers > longest))
+        self._longest.append((executor, FOR_NUMBERS if numbers > longest else place))
         if len(self._computing) == PERIOD:
             self.compare()
 
-    def _text(self, executor: Executor, place: int, for_numbers: bool) -> str:
-        if for_numbers:
+    def _texts(self) -> list[str]:
+        """What this rank waited for longest, for each mini-batch."""
+        texts = {each: self._text(*each) for each in set(self._longest)}
+        return [texts[each] for each in self._longest]
+
+    def _text(self, executor: Executor, place: int) -> str:
+        if place == FOR_NUMBERS:
             return f"rank {self._control.step_rank}: the next mini-batch"
-        key = id(executor), place
-        if key not in self._texts:
-            wait = executor.wait_at(place) if place >= 0 else None
-            self._texts[key] = "" if wait is None else wait.brief
-        return self._texts[key]
+        wait = None if place == FOR_NOTHING else executor.wait_at(place)
+        return "" if wait is None else wait.brief
 
     def compare(self, *, tell: bool = False) -> None:
         """Compare the mini-batches since the last comparison, if there are enough. All ranks call this together.
@@ -83,7 +88,7 @@ class Stragglers:
         Global rank 0 warns of a device that is slower than planned, and shows a table if the user is to be told.
         """
         if len(self._computing) >= FEWEST:
-            mine = RankTimes(computing=self._computing, waiting=self._waiting, longest=self._longest)
+            mine = RankTimes(computing=self._computing, waiting=self._waiting, longest=self._texts())
             ranks: list[RankTimes] = self._control.gather(mine)
             if self._control.first:
                 self.measured = MeasuredRanks(first=self._first, ranks=ranks)
