@@ -360,7 +360,7 @@ def reset_metric(metric: Any, value: Any, count: int) -> None:
     """Tell a torchmetrics object that it was updated elsewhere, `count` times, and the value of its last batch."""
     metric._update_count = count
     metric._computed = None
-    metric._forward_cache = value
+    setattr(metric, FORWARD_CACHE, value)
 
 
 def metric_state(metric: Any) -> tuple[dict[str, Any], int]:
@@ -368,14 +368,8 @@ def metric_state(metric: Any) -> tuple[dict[str, Any], int]:
     return {name: getattr(metric, name) for name in metric._defaults}, int(metric._update_count)
 
 
-def forward_cache(metric: Any) -> Any:
-    """The value of a torchmetrics object's last batch."""
-    return metric._forward_cache
-
-
-def set_forward_cache(metric: Any, value: Any) -> None:
-    """Set the value of a torchmetrics object's last batch."""
-    metric._forward_cache = value
+FORWARD_CACHE: Final = "_forward_cache"
+"""The attribute of a torchmetrics object that has the value of its last batch."""
 
 
 def reduce_over(tensor: torch.Tensor, group: Any, reduce_op: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_gpp._compat.lightning import forward_cache, set_forward_cache
+from lightning_gpp._compat.lightning import FORWARD_CACHE
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.options import Context
@@ -166,7 +166,7 @@ class LogRecorder:
         del arguments["self"]
         size = arguments.pop("batch_size", None)
         metric = self._metric_path(name, value, arguments)
-        current = forward_cache(value) if isinstance(value, Metric) else value
+        current = getattr(value, FORWARD_CACHE) if isinstance(value, Metric) else value
         scalar = self._scalar(name, current) if metric is None or _is_scalar(current) else None
         dtype = current.dtype if isinstance(current, Tensor) and current.is_floating_point() else None
         occurrence = sum(call.name == name for call, _, _ in self._run)
@@ -254,7 +254,7 @@ class LogExchange:
             logged: Any = torch.full((), value, dtype=call.dtype or torch.get_default_dtype(), device=self.device)
             if call.metric is not None:
                 number, logged = logged, module.get_submodule(call.metric)
-                set_forward_cache(logged, number if call.has_value else None)
+                setattr(logged, FORWARD_CACHE, number if call.has_value else None)
             module.log(call.name, logged, batch_size=samples, **dict(call.kwargs))
 
 

@@ -40,8 +40,7 @@ from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.predicted import computing_seconds
 from lightning_gpp.training.replicas import Replicas
-from lightning_gpp.training.results import Outputs, combined, loss_and_rest, losses_of
-from lightning_gpp.training.runner import Runner
+from lightning_gpp.training.runner import Outputs, Runner, combined, loss_and_rest, losses_of
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.stragglers import Stragglers

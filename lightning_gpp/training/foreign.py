@@ -15,7 +15,7 @@ In user code that only one rank runs, that does, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,7 +28,8 @@ from lightning_gpp._compat.torch import pytree, schema_arguments, without_torch_
 from lightning_gpp.errors import ForeignTensorError
 from lightning_gpp.training import gradient_norms
 
-_alone: ContextVar[bool] = ContextVar("alone", default=False)
+alone: ContextVar[bool] = ContextVar("alone", default=False)
+"""True where user code runs that the other ranks do not run: they would not do what is left to them."""
 _values: ContextVar[Mapping[str, Any] | None] = ContextVar("values", default=None)
 
 _READS: Final = {
@@ -135,12 +136,6 @@ class Foreign(Tensor):
         return result
 
 
-def trained(parameters: Iterable[Tensor]) -> bytes:
-    """Which of the parameters require gradients, a byte for each; quick for foreign ones, too."""
-    with without_torch_function():
-        return bytes(parameter.requires_grad for parameter in parameters)
-
-
 def foreign_like(tensor: Tensor, device: torch.device, origins: Sequence[Whereabouts]) -> Foreign:
     """A foreign tensor for a real, empty or foreign one; a parameter for a parameter, with its attributes."""
     foreign: Tensor = Foreign(tensor.detach(), device, origins)
@@ -153,16 +148,6 @@ def foreign_like(tensor: Tensor, device: torch.device, origins: Sequence[Whereab
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """The attributes that users and libraries have set on a tensor."""
     return {name: value for name, value in vars(tensor).items() if name != "origins"}
-
-
-@contextmanager
-def on_one_rank() -> Iterator[None]:
-    """Inside, user code runs that the other ranks do not run: they would not do what is left to them."""
-    token = _alone.set(True)
-    try:
-        yield
-    finally:
-        _alone.reset(token)
 
 
 @contextmanager
@@ -278,7 +263,7 @@ def _is_list(value: Any, length: int) -> bool:
 def _check(name: str, foreign: Sequence[Foreign], written: Sequence[Tensor], operands: Sequence[Any]) -> None:
     """Refuse what no rank would do, or not all of it."""
     here = [leaf for leaf in operands if isinstance(leaf, Tensor) and not leaf.is_meta and not _is_count(leaf)]
-    left_to_others = bool(written) and all(isinstance(tensor, Foreign) for tensor in written) and not _alone.get()
+    left_to_others = bool(written) and all(isinstance(tensor, Foreign) for tensor in written) and not alone.get()
     apart = not frozenset.intersection(*(tensor.ranks for tensor in foreign))
     if apart or any(map(_is_parameter, here)) or ((written or here) and not left_to_others):
         raise _refusal(name, foreign)
@@ -289,13 +274,13 @@ def _is_count(tensor: Tensor) -> bool:
 
     If such a number came from parameters, the ranks that change a tensor by it would lack it, and refuse.
     """
-    return tensor.dim() == 0 and not _is_parameter(tensor) and not _alone.get()
+    return tensor.dim() == 0 and not _is_parameter(tensor) and not alone.get()
 
 
 def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
     origins = dict.fromkeys(origin for tensor in tensors for origin in tensor.origins)
     named = ", ".join(map(str, [*origins][:2])) + (f" and {len(origins) - 2} more" if len(origins) > 2 else "")
-    where = "The step runs on this rank only" if _alone.get() else "Hooks run on every rank, each on what it holds"
+    where = "The step runs on this rank only" if alone.get() else "Hooks run on every rank, each on what it holds"
     return ForeignTensorError(
         f"`{name}` needs values of {named}, which this rank does not hold. {where}. Keep parameters that meet "
         "(an average of other weights, a norm of all) on one device: put their modules into one stage, or both stages "

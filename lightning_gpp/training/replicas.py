@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
@@ -26,13 +26,13 @@ from torch.optim import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from lightning_gpp._compat.torch import without_torch_function
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.gradients import GradientSync
 from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, StageSync, assign_owners
 from lightning_gpp.training.checkpoint import saved_here
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.foreign import trained
 from lightning_gpp.training.gradient_norms import KnownNorms, exchanged
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, tensors_of
@@ -246,7 +246,7 @@ class Replicas:
         return {name for index in self._indices for name in index.names}
 
     def _current_facts(self) -> tuple[object, ...]:
-        return trained(self.module.parameters()), *(len(index.optimizer.param_groups) for index in self._indices)
+        return _trained(self.module.parameters()), *(len(index.optimizer.param_groups) for index in self._indices)
 
     def _made(self) -> GradientSync | ShardedStages:
         mesh, uses = self.control.mesh, self.layout.uses
@@ -376,3 +376,9 @@ def idle_sharding(plan: Plan, num_pipelines: int) -> str:
         f"strategy.sharding={plan.sharding} has nothing to split: every stage is on one process. It is for stages on "
         "several devices, or strategy.num_pipelines > 1."
     )
+
+
+def _trained(parameters: Iterable[Tensor]) -> bytes:
+    """Which of the parameters require gradients, a byte for each; quick for foreign ones, too."""
+    with without_torch_function():
+        return bytes(parameter.requires_grad for parameter in parameters)

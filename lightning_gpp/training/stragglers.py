@@ -72,7 +72,7 @@ class Stragglers:
             self.compare()
 
     def _texts(self) -> list[str]:
-        """What this rank waited for longest, for each mini-batch."""
+        """The longest wait of this rank in each mini-batch, in words."""
         texts = {each: self._text(*each) for each in set(self._longest)}
         return [texts[each] for each in self._longest]
 

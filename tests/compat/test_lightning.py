@@ -575,7 +575,7 @@ def test_reset_metric() -> None:
     compat.reset_metric(metric, torch.tensor(7.0), 5)
     assert metric.update_count == 5
     assert metric.compute() == 3, "computed again"
-    assert compat.forward_cache(metric) == 7
+    assert getattr(metric, compat.FORWARD_CACHE) == 7
 
 
 def test_metric_state() -> None:
@@ -588,10 +588,8 @@ def test_metric_state() -> None:
 
 def test_forward_cache() -> None:
     metric = MeanMetric()
-    assert metric(torch.tensor(3.0)) == compat.forward_cache(metric) == 3
+    assert metric(torch.tensor(3.0)) == getattr(metric, compat.FORWARD_CACHE) == 3
 
-
-def test_set_forward_cache() -> None:
     class Logging(Line):
         def __init__(self) -> None:
             super().__init__()
@@ -599,7 +597,7 @@ def test_set_forward_cache() -> None:
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             self.mean.update(batch)
-            compat.set_forward_cache(self.mean, torch.tensor(7.0))
+            setattr(self.mean, compat.FORWARD_CACHE, torch.tensor(7.0))
             self.log("mean", self.mean, on_step=True, on_epoch=True)
             return super().training_step(batch, batch_idx)
 
