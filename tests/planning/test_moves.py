@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from lightning_gpp.graph import Affine
 from lightning_gpp.planning import Evaluator, Problem, Request
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
+from lightning_gpp.planning.partitioners.auto.moves import moves
 from lightning_gpp.planning.partitioners.auto.seeds import Cuts, orders, replica_counts, seeds
-from lightning_gpp.planning.partitioners.auto.shape import Shape, moves
+from lightning_gpp.planning.partitioners.auto.shape import Shape
 from tests.planning import graphs
 from tests.planning.problems import random_problem
 

@@ -24,17 +24,16 @@ from random import Random
 
 from lightning_gpp.planning.bounds.bound import busy_bound
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
-from lightning_gpp.planning.partitioners.auto.seeds import (
+from lightning_gpp.planning.partitioners.auto.first_shapes import (
     MAX_SLOTS,
-    Cuts,
     on_fewer_devices,
-    orders,
     published,
-    seeds,
     variants,
-    with_most_slack,
 )
-from lightning_gpp.planning.partitioners.auto.shape import Shape, moves
+from lightning_gpp.planning.partitioners.auto.moves import moves
+from lightning_gpp.planning.partitioners.auto.seeds import Cuts, orders, seeds
+from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.partitioners.auto.slack import with_slack
 from lightning_gpp.planning.problem.draft import Draft, complexity
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
@@ -225,7 +224,7 @@ class Search:
             self._judge(shape)
             if self.control.elapsed - began > FIRST_SHARE * self.control.seconds:
                 break
-        self.take(with_most_slack(self.problem, nsmallest(NUM_SLACKENED, self.known, key=self.known.__getitem__)))
+        self.take(with_slack(self.problem, nsmallest(NUM_SLACKENED, self.known, key=self.known.__getitem__)))
         return self.leaders()
 
     def _first_shapes(self) -> Iterator[Shape]:

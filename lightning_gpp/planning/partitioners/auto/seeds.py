@@ -1,4 +1,4 @@
-"""First shapes: those of published partitioners, and orders of the units cut into contiguous stages with replicas.
+"""Orders of the units, cut into contiguous stages with replicas.
 
 The orders are topological ones that keep branches together; contiguous parts of an order never form a cycle.
 
@@ -11,25 +11,22 @@ stages on k devices can run within the limit:
 where extend_r(i) is the position at which a stage with r replicas that begins at i (counted from the sink) must end.
 The limit rises in small steps from perfect balance; for every number of stages the first limit that suffices gives a
 shape.
+
+A stage has less time than those ahead of it, because it waits for their first forwards and after its last backward for
+theirs. So stages may get lighter towards the sink (`Cuts.taper`): with M micro-batches, a stage of t seconds behind h
+seconds of work must have M t + taper h within M times the limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
-from types import MappingProxyType
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gpp.planning.partitioners.auto.shape import MAX_SLACK, Shape, may_have_slack
-from lightning_gpp.planning.partitioners.graphpipe import graphpipe
-from lightning_gpp.planning.partitioners.pipedream import pipedream
-from lightning_gpp.planning.partitioners.piper import piper
-from lightning_gpp.planning.problem.partitioner import Partitioner, SearchControl
+from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.problem.problem import Array, Problem
 
 
@@ -82,9 +79,6 @@ FINE, COARSE = 40, 10
 BISECTIONS = 4
 """Bisections between the last two limits, which balance stages to a fraction of a percent."""
 
-MAX_SLOTS = 64
-"""Beyond this number, devices are assigned in groups of equal size."""
-
 Positions = NDArray[np.int64]
 
 
@@ -101,6 +95,8 @@ class Cuts:
         schedule: the name that shapes get.
         fitting: stages fit the memory, with one micro-batch in flight per following stage.
         num_devices: the first devices to use; 0: all.
+        taper: the share of the work ahead of a stage for which it waits, from 0 to 1.
+        equal: every stage has one group of devices.
     """
 
     order: Sequence[int]
@@ -111,6 +107,8 @@ class Cuts:
     schedule: str = "1f1b"
     fitting: bool = False
     num_devices: int = 0
+    taper: float = 0.0
+    equal: bool = False
 
 
 def replica_counts(most: int) -> list[int]:
@@ -131,7 +129,7 @@ def seeds(problem: Problem, cuts: Cuts, worth: Callable[[float], bool]) -> Itera
             found.add(num_stages)
             ends, replicas = table.tightened(refused, limit, num_stages) or (ends, replicas)
             yield _shape(problem, cuts, ends, replicas)
-        if len(found) >= table.most_stages:
+        if len(found) >= table.num_answers:
             return
         refused = limit
 
@@ -144,8 +142,9 @@ class _Table:
         self.reverse = np.array(list(reversed(cuts.order)))
         self.num_slots = (cuts.num_devices or problem.num_devices) // cuts.width
         most = max(1, int(min(self.num_slots, problem.max_replicas / cuts.width)))
-        self.counts = replica_counts(most)
+        self.counts = [1] if cuts.equal else replica_counts(most)
         self.most_stages = min(self.num_slots, problem.num_units)
+        self.num_answers = 1 if cuts.equal else self.most_stages
         self.seconds = [self._prefix(count * cuts.width) for count in self.counts]
         self.balance = self.seconds[0][-1] / self.num_slots
         self.borders = _borders(problem, self.reverse) if cuts.apart else None
@@ -162,7 +161,7 @@ class _Table:
     def _prefix(self, replicas: int) -> Array:
         """Prefix sums of seconds per micro-batch, with its share of the all-reduce."""
         problem, size = self.problem, self.cuts.size
-        table = problem.seconds(-(-size // replicas), _slowest(problem))
+        table = problem.seconds(-(-size // replicas), slowest_kind(problem))
         total = table.total + (table.forward if self.cuts.recompute else 0.0)
         number = -(-problem.batch_size // size)
         devices = range(replicas)
@@ -172,8 +171,8 @@ class _Table:
 
     def _extensions(self, limit: float) -> Positions:
         """For every number of replicas and position, where a stage that begins there must end to keep the limit."""
-        rows = [np.searchsorted(row, row + limit * (1 + 1e-9), side="right") - 1 for row in self.seconds]
-        ends = np.stack(rows)
+        waits = self.cuts.taper * self.cuts.size / self.problem.batch_size
+        ends = np.stack([_extended(row, limit * (1 + 1e-9), waits) for row in self.seconds])
         return ends if self.borders is None else np.minimum(ends, self.borders)
 
     def _fitting(self, num_following: int) -> Positions:
@@ -240,7 +239,16 @@ class _Table:
         return ends, [self.counts[row] * self.cuts.width for row in reversed(rows)]
 
 
-def _slowest(problem: Problem) -> int:
+def _extended(row: Array, limit: float, waits: float) -> Positions:
+    """For every position of a row of prefix sums, the last end of a stage whose seconds, and `waits` times those of all
+    work ahead of it, are within the limit.
+    """
+    latest = (row + limit - waits * float(row[-1])) / (1 - waits)
+    return np.searchsorted(row, latest, side="right") - 1
+
+
+def slowest_kind(problem: Problem) -> int:
+    """The kind of device on which the model takes longest."""
     size = problem.sizes[-1]
     return max(range(len(problem.cluster.kinds)), key=lambda kind: float(problem.seconds(size, kind).total.sum()))
 
@@ -272,77 +280,3 @@ def _shape(problem: Problem, cuts: Cuts, ends: list[int], replicas: list[int]) -
         size=cuts.size,
         schedule=cuts.schedule,
     )
-
-
-# -- first shapes of a problem -----------------------------------------------------------------------------------------
-
-PUBLISHED: Final[Mapping[str, tuple[Partitioner, int]]] = MappingProxyType(
-    {"graphpipe": (graphpipe, 300), "pipedream": (pipedream, 64), "piper": (piper, 10)}
-)
-"""Partitioners whose drafts the search begins with, and the most units for which each is quick."""
-
-PUBLISHED_SHARE = 0.2
-"""The share of the time that they may take, those that can stop at any time."""
-
-
-def published(problem: Problem, control: SearchControl) -> dict[Shape, str]:
-    """Shapes that the partitioners of the literature find, unless they would take too long, with their names."""
-    found: dict[Shape, str] = {}
-    for name, (partitioner, most) in PUBLISHED.items():
-        if problem.num_units <= most and problem.num_devices <= MAX_SLOTS:
-            draft = partitioner(problem, SearchControl(seconds=PUBLISHED_SHARE * control.seconds)).draft
-            shape = None if draft is None else Shape.of(draft)
-            if shape is not None:
-                found.setdefault(shape, name)
-    return found
-
-
-def variants(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
-    """Ways to cut, the most promising first: middle sizes, branches apart; then all others, and copies of pipelines."""
-    width, *wider = _widths(problem)
-    for apart in (True, False):
-        yield from _cuts(problem, found, [width], apart=apart)
-    if problem.replicable:
-        shared = [width for width in wider if width <= problem.max_replicas]
-        yield from _cuts(problem, found[:2], shared, apart=True)
-
-
-def on_fewer_devices(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
-    """Ways to cut for fewer devices: one, powers of two, and all but one."""
-    numbers = sorted({1 << shift for shift in range(problem.num_devices.bit_length())} | {problem.num_devices - 1})
-    for number in numbers:
-        if 0 < number < problem.num_devices:
-            width = next(width for width in _widths(problem) if number % width == 0 or width > number)
-            for cuts in _cuts(problem, found[:2], [min(width, number)], apart=True):
-                yield replace(cuts, num_devices=number)
-
-
-def _cuts(problem: Problem, found: Sequence[list[int]], widths: Sequence[int], *, apart: bool) -> Iterator[Cuts]:
-    sizes = sorted(problem.sizes, key=lambda size: abs(-(-problem.batch_size // size) - 4 * problem.num_devices**0.5))
-    again = [flag for flag in (False, True) if problem.recompute in (None, flag)]
-    for order, size, width, schedule, recompute in product(found, sizes, widths, problem.schedules, again):
-        if width <= size:
-            yield Cuts(
-                order=order,
-                size=size,
-                width=width,
-                apart=apart,
-                recompute=recompute,
-                schedule=schedule,
-                fitting=True,
-            )
-
-
-def _widths(problem: Problem) -> list[int]:
-    """Sizes of groups in which devices are assigned: the least for which there are few groups, and its multiples."""
-    number = problem.num_devices
-    powers = [1 << shift for shift in range(number.bit_length())]
-    least = next((width for width in powers if number % width == 0 and number // width <= MAX_SLOTS), 1)
-    return [width for width in range(least, number + 1) if number % width == 0 and width % least == 0]
-
-
-def with_most_slack(problem: Problem, shapes: Iterable[Shape]) -> Iterator[Shape]:
-    """The shapes with the most slack on all stages but the last."""
-    for shape in shapes:
-        if may_have_slack(problem, shape):
-            yield replace(shape, slack=(*[MAX_SLACK] * (len(shape.groups) - 1), 0))

@@ -1,0 +1,75 @@
+"""First shapes of the search: pipelines with equal replicas, stages that get lighter, forwards that fill waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+from lightning_gpp.cluster import Cluster, Device, Link
+from lightning_gpp.planning import Evaluator, Problem, Request
+from lightning_gpp.planning.partitioners.auto.first_shapes import variants
+from lightning_gpp.planning.partitioners.auto.seeds import Cuts, seeds
+from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.partitioners.auto.slack import waits_filled
+from tests.planning import graphs
+
+
+def problem_of(num_layers: int, num_devices: int, memory_bytes: float = 1e9) -> Problem:
+    """A chain of equal layers, and two samples for every device."""
+    device = Device(name="test", memory_bytes=memory_bytes, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9)
+    cluster = Cluster.uniform(device, num_devices, Link(latency=1e-5, bytes_per_second=1e9))
+    return Request(cluster=cluster, batch_size=2 * num_devices, simplicity=0.0).problem(graphs.chain(num_layers))
+
+
+def _equal(problem: Problem, num_stages: int, size: int) -> Shape:
+    """Stages of as many units each, in their order."""
+    number, replicas = problem.num_units, problem.num_devices // num_stages
+    borders = [number * stage // num_stages for stage in range(num_stages + 1)]
+    groups = tuple(tuple(range(a, b)) for a, b in zip(borders, borders[1:], strict=False))
+    return Shape(groups=groups, replicas=(replicas,) * num_stages, size=size, schedule="1f1b", spread=True)
+
+
+def test_the_first_ways_to_cut_are_as_fast_as_equal_pipelines() -> None:
+    """The memory takes an eighth of the layers at most."""
+    problem = problem_of(64, 128, memory_bytes=64 * 4 * 64 * 64 * 4 / 8)
+    evaluate = Evaluator(problem)
+    drawn = [
+        evaluate(_equal(problem, stages, size).draft())
+        for stages in (8, 16, 32)
+        for size in problem.sizes
+        if size % (128 // stages) == 0
+    ]
+    ways = variants(problem, [list(range(problem.num_units))])
+    shapes = [shape for cuts in islice(ways, 6) for shape in seeds(problem, cuts, lambda seconds: True)]
+    first = [evaluate(replace(shape, spread=True).draft()) for shape in shapes]
+    assert min(found.rank for found in first) <= min(found.rank for found in drawn)
+
+
+def test_every_equal_number_of_replicas_is_tried() -> None:
+    problem = problem_of(64, 256)
+    equal = [cuts for cuts in variants(problem, [list(range(problem.num_units))]) if cuts.equal]
+    assert {cuts.width for cuts in equal} == {4, 8, 16, 32, 64, 128, 256}
+    assert {cuts.taper for cuts in equal} == {0.0, 0.5}
+
+
+def test_stages_get_lighter_towards_the_sink() -> None:
+    problem = problem_of(64, 8)
+    cuts = Cuts(order=range(problem.num_units), size=1, equal=True, taper=0.5)
+    (shape,) = seeds(problem, cuts, lambda seconds: True)
+    sizes = [len(group) for group in shape.groups]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1] + 1
+    (level,) = seeds(problem, Cuts(order=range(problem.num_units), size=1, equal=True), lambda seconds: True)
+    assert max(map(len, level.groups)) - min(map(len, level.groups)) <= 1
+
+
+def test_forwards_fill_the_wait_for_the_first_gradient() -> None:
+    """In a chain of S equal stages whose backwards take twice as long as forwards, stage i waits for 3 (S - 1 - i)."""
+    problem = problem_of(8, 8)
+    shape = _equal(problem, 8, 1)
+    halves, _, full = waits_filled(problem, shape)
+    held = [1 + sum(1 + slack for slack in full[stage:-1]) for stage in range(8)]
+    assert held[-1] == 1
+    assert held[-2:-4:-1] == [4, 7]
+    assert full[:2] == (0, 0)  # all 16 micro-batches are in flight there anyway
+    assert sum(halves) < sum(full)
