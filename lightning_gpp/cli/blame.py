@@ -75,7 +75,7 @@ def mistake(node: DictConfig, error: BaseException, where: str = "") -> ConfigEr
     return ConfigError(
         f"{key_of(node) or 'configuration'} ({node._target_}) does not work with its settings"
         f"{f' ({values})' if values else ''}: {type(error).__name__}{where}: {_sentence(error)}{_place(error)}. "
-        f"{_logged(error)}".rstrip()
+        f"{logged(error)}".rstrip()
     )
 
 
@@ -90,12 +90,12 @@ def _sentence(error: BaseException) -> str:
 
 def _place(error: BaseException) -> str:
     """The innermost line outside of libraries."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     own = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(each) for each in _LIBRARIES)]
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
-def _logged(error: BaseException) -> str:
+def logged(error: BaseException) -> str:
     """Write the traceback to the run folder's log, and say so."""
     if not HydraConfig.initialized():
         return ""

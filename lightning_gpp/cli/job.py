@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from lightning_gpp.checkpoints.folder import is_folder
 from lightning_gpp.cli.blame import guarded, of_kind, refusal
 from lightning_gpp.cli.check import check
+from lightning_gpp.cli.outputs import begin_outputs, check_folder, naming_places
 from lightning_gpp.cli.resume import AUTO, resuming_by_itself
 from lightning_gpp.cli.sweep import METRICS
 from lightning_gpp.cli.target import built
@@ -42,13 +43,15 @@ def run_job(config: DictConfig) -> dict[str, float]:
         ConfigError: the configuration names something that does not exist.
     """
     _check_checkpoint(config.ckpt_path, config.train)
-    _check_folder(config.paths.output_dir)
+    check_folder(config.paths.output_dir)
     job = build(config)
-    try:
-        metrics = _run(job, config)
-    except MisconfigurationException as error:
-        raise refusal("the settings", error) from error
-    _finish(config, metrics)
+    begin_outputs(config, job.trainer)
+    with naming_places(config):
+        try:
+            metrics = _run(job, config)
+        except MisconfigurationException as error:
+            raise refusal("the settings", error) from error
+        _finish(config, metrics)
     return metrics
 
 
@@ -89,16 +92,6 @@ def _check_checkpoint(path: str | None, train: bool) -> None:
         return
     what = "is a folder, but not a whole checkpoint" if Path(path).is_dir() else "does not exist"
     raise ConfigError(f"ckpt_path={path} {what}. Give a checkpoint: runs/<name>/<date_time>/checkpoints/....ckpt.")
-
-
-def _check_folder(path: str) -> None:
-    """Refuse a run folder that cannot be made, before anything is built."""
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"paths.output_dir={path} cannot be made: {error.strerror}. Choose another folder."
-        ) from error
 
 
 def _check_format(path: str) -> None:

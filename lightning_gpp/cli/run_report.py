@@ -60,7 +60,11 @@ class RunReport(L.Callback):
             self._throughput.append((now[0], samples / seconds))
         if self._latest is None or now[0] > self._latest[0]:
             self._latest = now
-        self._note_metrics(trainer)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Notes what was logged since the last optimizer step: Lightning hands it out after all hooks of a batch."""
+        if _strategy(trainer) is not None:
+            self._note_metrics(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._latest = None

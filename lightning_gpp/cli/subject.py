@@ -209,16 +209,34 @@ def _members(
 
 
 def _optimizers(model: L.LightningModule, trainer: L.Trainer) -> tuple[Sequence[Optimizer], tuple[str, ...]]:
-    """The optimizers that `configure_optimizers` returns, in any form; if it needs a run, none and a note."""
+    """The optimizers that `configure_optimizers` returns, in any form; if it needs a run, none and a note.
+
+    Raises:
+        ConfigError: it fails without asking for anything of a run, so it would fail in training, too.
+    """
     trainer.state.fn, trainer.training = TrainerFn.FITTING, True  # makes the number of steps available
     try:
         leaves = pytree.tree_leaves(model.configure_optimizers())
     except Exception as error:  # the user's code, outside the run that it is written for
+        if str(error) == _error_without_run(model):
+            raise
         cause = f"{type(error).__name__}: {error}"
         return (), (
             f"The memory of Adam is assumed for the optimizer: configure_optimizers failed outside a run ({cause}).",
         )
     return [leaf for leaf in leaves if isinstance(leaf, Optimizer)], ()
+
+
+def _error_without_run(model: L.LightningModule) -> str | None:
+    """The error of `configure_optimizers` if there is no trainer that it could ask; None if it works."""
+    trainer, model.trainer = model.trainer, None
+    try:
+        model.configure_optimizers()
+    except Exception as error:
+        return str(error)
+    finally:
+        model.trainer = trainer
+    return None
 
 
 _LOADERS: Final = {
