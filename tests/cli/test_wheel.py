@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hatch_build import outside
 from tests.cli.commands import ROOT
 
 
@@ -27,6 +29,23 @@ def test_the_wheel_holds_configs_examples_and_types(wheel: Path) -> None:
     assert names >= {f"lightning_gpp/{path}" for path in configs}
     assert names >= {"lightning_gpp/py.typed", "gpp_examples/two_tower.py", "lightning_gpp/starter/train.sbatch"}
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
+
+
+def test_its_readme_has_no_links_that_lead_nowhere(wheel: Path) -> None:
+    """Whoever sees it on PyPI has no folder that a relative link or picture could lead to."""
+    contents = zipfile.ZipFile(wheel)
+    (name,) = (name for name in contents.namelist() if name.endswith(".dist-info/METADATA"))
+    text = contents.read(name).decode()
+    assert "Graph pipeline parallelism for [PyTorch Lightning](https://" in text
+    assert not re.findall(r"\]\((?!https?://|#)[^)]*\)", text)
+
+
+def test_links_of_the_readme_begin_with_the_address_of_the_project() -> None:
+    text = "![a](b/c.svg) [d](e.md#f) [g](https://h)"
+    assert outside(text, "https://x.org/y") == (
+        "![a](https://x.org/y/raw/main/b/c.svg) [d](https://x.org/y/blob/main/e.md#f) [g](https://h)"
+    )
+    assert outside(text, None) == " d [g](https://h)"
 
 
 def test_the_installed_command_composes_from_any_folder(wheel: Path, tmp_path: Path) -> None:
