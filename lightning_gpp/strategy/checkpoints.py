@@ -110,12 +110,7 @@ class Checkpoints:
         kind = self._options.state_dict_type
         if engine is None or kind != "auto":
             return engine is not None and kind == "sharded"
-        if (
-            engine.control.num_processes == 1
-            or engine.control.num_members > 1
-            or not isinstance(self._io(), AtomicCheckpointIO)
-            or self._averages
-        ):
+        if engine.control.num_processes == 1 or not isinstance(self._io(), AtomicCheckpointIO) or self._averages:
             return False
         return (
             self._options.async_save

@@ -75,9 +75,14 @@ def own_optimizer_state(
 ) -> dict[str, Any]:
     """The entries of `whole_optimizer_state` that this rank saves; of shards its own, as DTensors."""
     state = index.state()
+
+    def saved(name: str, value: Any) -> bool:
+        own = is_shard(value) or control.member == 0
+        return own if owned else _is_saved(name, value, placement, control)
+
     return index.merged(
         {
-            name: {key: value for key, value in shards.items() if owned or _is_saved(name, value, placement, control)}
+            name: {key: value for key, value in shards.items() if saved(name, value)}
             for name, shards in ((name, _shards(values, tensors[name])) for name, values in state.items())
         }
     )
@@ -114,7 +119,8 @@ def whole_optimizer_state(
     `tensors`: the module's parameters. `owned`: no two ranks step the same one.
     """
     state = index.ordered_state()
-    mine = whole_states(state, tensors, state.keys() if owned else saved_here(placement, control))
+    stepped = state.keys() if control.member == 0 else ()
+    mine = whole_states(state, tensors, stepped if owned else saved_here(placement, control))
     return index.merged(merge(mine, control, control.num_pipelines if owned else 1))
 
 

@@ -347,13 +347,12 @@ def _check_members(options: Options) -> None:
     if options.tensor_parallel_size in (1, AUTO):
         return
     refused = {
-        "sharding": (options.sharding != "none", "shards what members have already divided. Use none"),
+        "sharding": (options.sharding == "fsdp", "shards what members have already divided. Use zero1"),
         "weights": (options.weights != SYNCHRONOUS, f"keeps copies of undivided weights. Use {SYNCHRONOUS}"),
         "slices": (options.slicing is not None, "cuts sequences inside the modules that are divided. Leave it out"),
         "step": (options.step == "whole", "runs the user's step apart from the stages. Use micro_batches"),
         "streaming": (options.streaming is True, "reads data ahead, on one process. Use auto, which then flushes"),
         "eight_bit_edges": (bool(options.eight_bit_edges), "is not checked for several members. Leave it out"),
-        "state_dict_type": (options.state_dict_type == "sharded", "writes every element once per device. Use full"),
         "costs": (options.costs == "measured", "times undivided blocks on one process. Use roofline"),
         "trace": (options.trace, "draws one process per device. Leave it out"),
     }

@@ -105,15 +105,27 @@ def _regions_in(
     context: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[str]:
     args, kwargs = pytree.tree_map(partial(_made, captured), (call.args, call.kwargs))
-    try:
-        with context(), undisturbed(), torch.no_grad():
-            expected, actual = (_shapes(whole, call.path, args, kwargs) for whole in (plain, divided))
-    except Exception:  # the user's code depends on values, so nothing is known of its inside
-        yield call.path
-        return
+    with context(), undisturbed(), torch.no_grad():
+        try:
+            expected = _shapes(plain, call.path, args, kwargs)
+        except Exception:  # the user's code depends on values, so nothing is known of its inside
+            yield call.path
+            return
+        try:
+            actual = _shapes(divided, call.path, args, kwargs)
+        except Exception as error:
+            raise _cannot_run(call.path, error) from error
     for path, results in actual.items():
         if results != expected.get(path):
             yield _around(path, call, expected)
+
+
+def _cannot_run(path: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"configure_model divides {path or 'the module'!r} among processes in a way in which it cannot run: "
+        f"{type(error).__name__}: {error} Between two divided layers, torch needs sizes that are multiples of "
+        "strategy.tensor_parallel_size; choose another number, or other sizes."
+    )
 
 
 def _around(path: str, call: ModuleCall, called: Shapes) -> str:

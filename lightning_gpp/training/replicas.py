@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -92,7 +92,7 @@ class Replicas:
         sharding: the plan's sharding, or "none" if no two ranks hold the same parameter.
 
     Raises:
-        ConfigError: an optimizer cannot step parts of parameters.
+        ConfigError: an optimizer cannot step parts of parameters, or members of a device have divided what is sharded.
         PlanError: a parameter that several stages use would be sharded.
     """
 
@@ -110,6 +110,11 @@ class Replicas:
         if idle:
             control.warn(idle)
         self.sharding = "none" if idle else layout.plan.sharding
+        if self.sharding == "fsdp" and parallel is not None:
+            raise ConfigError(
+                f"The plan has sharding=fsdp, but strategy.tensor_parallel_size={parallel.degree} has already divided "
+                "the parameters. Use strategy.sharding=zero1, which splits the optimizer's state."
+            )
         self._facts = self._current_facts()
         self._owned: OwnedParameters | None = None
         self._hooks: list[RemovableHandle] = []
@@ -204,15 +209,25 @@ class Replicas:
             hook.remove()
         if not isinstance(self._sync, ShardedStages) and self._parallel is None:
             return
-        with nullcontext() if self._parallel is None else self._parallel.shown(self.module):
-            held, shards = saved_here(self.layout.placement, self.control), tensors_of(self.module)
-            states = [whole_states(index.ordered_state(), shards, held) for index in self._indices]
+        with self._shown():
+            shards = tensors_of(self.module)
+            states = [whole_states(index.ordered_state(), shards, self._held(index)) for index in self._indices]
         if isinstance(self._sync, ShardedStages):
             self._sync.restore()
         if self._parallel is not None:
             self._parallel.undivide(self.module)
         for index, state in zip(self._indices, states, strict=True):
             index.put(tensors_of(self.module), state)
+
+    def _shown(self) -> AbstractContextManager[None]:
+        """Inside, the module has the shapes of undivided parameters."""
+        return nullcontext() if self._parallel is None else self._parallel.shown(self.module)
+
+    def _held(self, index: OptimizerIndex) -> set[str]:
+        """The parameters of which this process has the optimizer's state after the run."""
+        if self._owned is None:
+            return saved_here(self.layout.placement, self.control)
+        return index.kept if self.control.member == 0 else set()
 
     def _publish(self, optimizer: Optimizer, *_: object) -> None:
         """Give all holders the parameters that the owners computed, after a step of an optimizer."""
@@ -283,9 +298,11 @@ class Replicas:
     def _with_owners(self) -> OwnedParameters:
         named = dict(self.module.named_parameters())
         holders = {name: self._holders(name) for name in named}
+        with self._shown():  # undivided sizes are the same on all ranks
+            owners = assign_owners(dict(self.module.named_parameters()), holders)
         here = self.layout.placement.names_on(self.control.device)
         mine = {name: parameter for name, parameter in named.items() if name in here}
-        return OwnedParameters(mine, holders, assign_owners(named, holders), self.control.mesh)
+        return OwnedParameters(mine, holders, owners, self.control.mesh)
 
 
 class Forwarded:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
-WIDTH, HIDDEN, SAMPLES = 8, 10, 22
+WIDTH, HIDDEN, SAMPLES = 8, 12, 22
 
 
 class FeedForward(nn.Module):

@@ -77,6 +77,7 @@ CASES = {
     "chain, zero-bubble": (Tower, {"stages": CHAIN, "schedule": "zb_h1"}),
     "branches, gpipe": (Branches, {"stages": TOWERS, "schedule": "gpipe"}),
     "a replicated stage": (Tower, {"stages": REPLICATED}),
+    "a replicated stage, zero1": (Tower, {"stages": REPLICATED, "sharding": "zero1"}),
     "the planner's stages": (Branches, {}),
     "no pipeline": (Tower, {"stages": TOGETHER, "num_pipelines": 1}),
 }
@@ -106,8 +107,8 @@ def test_members_have_parts_of_their_stage() -> None:
     found = run(4, shapes, timeout=120)
     assert {name.partition(".norm")[0] for name in found[2]} >= {"layers.0"}
     for rank in (0, 1):
-        assert found[rank]["layers.1.up.weight"] == (5, 8)
-        assert found[rank]["layers.1.down.weight"] == (8, 5)
+        assert found[rank]["layers.1.up.weight"] == (6, 8)
+        assert found[rank]["layers.1.down.weight"] == (8, 6)
         assert found[rank]["layers.1.norm.weight"] == (8,)
         assert found[rank]["head.weight"] == ((2, 8) if rank == 0 else (1, 8))
 
@@ -115,23 +116,71 @@ def test_members_have_parts_of_their_stage() -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def fit_once(rank: int, world: int, degree: int, folder: str, path: str | None) -> list[float]:
+def fit_once(rank: int, world: int, degree: int, folder: str, path: str | None, **options: Any) -> list[float]:
     """Train an epoch, from a checkpoint if there is one, and save."""
     module = make()
-    stages = CHAIN if world > degree else TOGETHER
-    options = {"stages": stages, "tensor_parallel_size": degree, "num_micro_batches": 2}
-    used = trainer(strategy(**options), devices=world, max_epochs=2 if path else 1)
+    options = {"stages": CHAIN if world > degree else TOGETHER, "num_micro_batches": 2, **options}
+    used = trainer(strategy(tensor_parallel_size=degree, **options), devices=world, max_epochs=2 if path else 1)
     used.fit(module, loader(), ckpt_path=path)
     used.save_checkpoint(f"{folder}/{world}.ckpt")
     return module.losses
 
 
 @pytest.mark.acceptance
+@pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize(("before", "after"), [((4, 2), (2, 1)), ((1, 1), (4, 2)), ((4, 2), (3, 3))], ids=str)
-def test_resumes_with_another_degree(before: tuple[int, int], after: tuple[int, int], tmp_path: Path) -> None:
-    first = run(before[0], fit_once, *before, str(tmp_path), None, timeout=120)[0]
+def test_resumes_with_another_degree(
+    before: tuple[int, int], after: tuple[int, int], kind: str, tmp_path: Path
+) -> None:
+    once = partial(fit_once, state_dict_type=kind)
+    first = run(before[0], once, *before, str(tmp_path), None, timeout=120)[0]
     path = f"{tmp_path}/{before[0]}.ckpt"
-    second = run(after[0], fit_once, *after, str(tmp_path), path, timeout=120)[0]
+    second = run(after[0], once, *after, str(tmp_path), path, timeout=120)[0]
+    assert [*first, *second] == pytest.approx(alone()["losses"], rel=1e-12)
+
+
+OWNED = {"stages": REPLICATED, "sharding": "zero1"}
+"""Replicas, each of which has the optimizer's state of some parameters."""
+
+
+def stepped(rank: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the optimizer's state on this process, for the parameters of the replicated stage."""
+    module, found = make(), dict[str, tuple[int, ...]]()
+
+    def note(*_: Any) -> None:
+        states = module.trainer.optimizers[0].state
+        named = {name: states[p]["momentum_buffer"] for name, p in module.named_parameters() if p in states}
+        found.update({name: tuple(value.shape) for name, value in named.items() if name.startswith("layers.0")})
+
+    module.on_train_batch_end = note  # type: ignore[method-assign]
+    trainer(strategy(tensor_parallel_size=2, num_micro_batches=2, **OWNED), devices=4, max_epochs=1).fit(
+        module, loader()
+    )
+    return found
+
+
+def test_owners_have_the_state_of_their_parameters_alone() -> None:
+    first, second, third, fourth = run(4, stepped, timeout=120)
+    assert (first.keys(), third.keys()) == (second.keys(), fourth.keys())
+    assert not first.keys() & third.keys()
+    every = {**first, **third}
+    assert every.keys() == {f"layers.0.{name}" for name, _ in make().layers[0].named_parameters()}
+    assert (every["layers.0.up.weight"], every["layers.0.down.weight"]) == ((6, 8), (8, 6))
+
+
+@pytest.mark.parametrize("saving", [{"state_dict_type": "full"}, {"async_save": True}], ids=["file", "folder"])
+def test_resumes_with_owners(saving: dict[str, Any], tmp_path: Path) -> None:
+    owned = partial(fit_once, **saving, **OWNED)
+    first = run(4, owned, 4, 2, str(tmp_path), None, timeout=120)[0]
+    second = run(4, owned, 4, 2, str(tmp_path), f"{tmp_path}/4.ckpt", timeout=120)[0]
+    assert [*first, *second] == pytest.approx(alone()["losses"], rel=1e-12)
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_resumes_without_owners_on_one_process(kind: str, tmp_path: Path) -> None:
+    first = run(4, partial(fit_once, state_dict_type=kind, **OWNED), 4, 2, str(tmp_path), None, timeout=120)[0]
+    second = run(1, fit_once, 1, 1, str(tmp_path), f"{tmp_path}/4.ckpt", timeout=120)[0]
     assert [*first, *second] == pytest.approx(alone()["losses"], rel=1e-12)
 
 
@@ -180,7 +229,7 @@ class Wrong(Tower):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.layers[0].up = nn.Sequential(nn.Linear(8, 10), Scaled())
+        self.layers[0].up = nn.Sequential(nn.Linear(8, 12), Scaled())
 
     def parallel_plan(self) -> dict[str, Any]:
         plan = super().parallel_plan()
@@ -241,6 +290,14 @@ class Together(Tower):
         return {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
 
 
+class Uneven(Tower):
+    """Has a size between two layers that the processes cannot share evenly."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.layers[0].up, self.layers[0].down = nn.Linear(8, 11), nn.Linear(11, 8)
+
+
 class Apart(Tower):
     """Divides a parameter among other processes."""
 
@@ -268,6 +325,7 @@ def divided(kind: type[Tower], num_devices: int = 2) -> TensorParallel | None:
         (Tied, "makes two parameters of 'layers.0.up.weight' and 'layers.1.up.weight', which were one"),
         (Sharded, "applies fully_shard to 'layers.0.norm'"),
         (Together, "cannot be cut into stages for 2 devices"),
+        (Uneven, r"(?s)cannot run: RuntimeError: .*multiples of strategy.tensor_parallel_size"),
         (Apart, r"among the processes \[0, 1, 2, 3\], but a device of the pipeline consists of \[0, 1\]"),
     ],
 )
@@ -308,14 +366,12 @@ def test_modules_around_divided_values_are_called_whole() -> None:
     "options",
     [
         {"sharding": "fsdp"},
-        {"sharding": "zero1"},
         {"weights": "stash"},
         {"slices": 2},
         {"step": "whole"},
         {"streaming": True},
         {"eight_bit_edges": True},
         {"costs": "measured"},
-        {"state_dict_type": "sharded"},
         {"trace": True},
     ],
     ids=str,
