@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.towers import (
+    TINY,
     autocast,
     batch_of,
     gradients_of,
@@ -128,15 +130,21 @@ def _per_step(counter: Counter[str]) -> dict[str, float]:
     return {place: count / STEPS for place, count in sorted(counter.items())}
 
 
-def eager(device: torch.device) -> tuple[float, float]:
-    """Median seconds of forwards and backwards: all stages in this process, and the undivided model."""
-    shape = ordinary(device)
+def eager(device: torch.device, tiny: bool, micro_batches: int) -> list[float]:
+    """Median seconds of forwards and backwards: all stages in this process, the undivided model over the same
+    micro-batches, and over the whole mini-batch at once.
+    """
+    shape = replace(TINY if tiny else ordinary(device), micro_batches=micro_batches)
     with pipeline(device, shape) as job:
         reference = model_of(shape, device, torch.float32)
-        ours = lambda: job.engine.train_step(job.batch)  # noqa: E731
-        theirs = lambda: float(gradients_of(reference, job.batch, shape.micro_batches))  # noqa: E731
-        found = medians(device, 2 * STEPS, ours, theirs)
-    return found[0], found[1]
+        undivided = (partial(gradients_of, reference, job.batch, count) for count in (micro_batches, 1))
+        steps = (partial(job.engine.train_step, job.batch), *undivided)
+        return medians(device, 4 * STEPS, *(partial(_read, step) for step in steps))
+
+
+def _read(step: Callable[[], Any]) -> float:
+    """Wait for the loss of a step."""
+    return float(step())
 
 
 def sharded(device: torch.device, sharding: str) -> float:
