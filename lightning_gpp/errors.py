@@ -54,6 +54,10 @@ class SelfCheckError(GPPError):
     """The split model does not compute what the unsplit model computes."""
 
 
+class IndivisibleError(SelfCheckError):
+    """The training step fails on a part of its mini-batch, in one process, too."""
+
+
 class ForeignTensorError(GPPError):
     """User code needs the values of a parameter or buffer that other ranks hold."""
 

@@ -11,6 +11,7 @@ import torch
 import torch.utils.checkpoint as _checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # torch.export stands on it; no public name yet
+from torch._subclasses.fake_tensor import FakeTensorConverter
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -31,6 +32,31 @@ FLASH_ATTENTION_FOR_CPU: Final = torch.ops.aten._scaled_dot_product_flash_attent
 _COMPILED_IN_PLACE: Final = "_compiled_call_impl"
 
 # --- tensors and modules
+
+
+class _Unremembering(FakeTensorConverter):
+    """Keeps no reference to results of calls."""
+
+    def from_meta_and_device(
+        self,
+        fake_mode: FakeTensorMode,
+        t: Tensor,
+        device: torch.device,
+        pytype: type[Tensor] | None = None,
+        dispatch_keys: torch.DispatchKeySet | None = None,
+    ) -> FakeTensor:
+        return FakeTensor(fake_mode, t, device, pytype=pytype, dispatch_keys=dispatch_keys)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode for fake tensors in which a call gives the same, whether torch has seen such a call before or not.
+
+    Of the first call of a kind, torch would keep a weak reference to the result. A module with such a parameter cannot
+    be converted (`module.to(dtype)`), because its content is swapped.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.fake_tensor_converter = _Unremembering()
+    return mode
 
 
 def wrapper(kind: type, outline: Tensor, device: torch.device) -> Any:

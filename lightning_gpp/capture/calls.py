@@ -26,6 +26,9 @@ from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Re
 
 STEP_NAME = "training_step"
 
+CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Positional and other arguments of a call."""
+
 Entered = Callable[[], AbstractContextManager[Any]]
 
 
@@ -35,7 +38,7 @@ class StepCalls:
     buffers that the step uses itself, outside of modules.
     """
 
-    arguments: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]]
+    arguments: Mapping[str, CallArguments]
     states: frozenset[str]
 
 
@@ -106,7 +109,7 @@ NO_SECOND_ORDER = (
 
 
 def _found(module: nn.Module, recording: Recording) -> StepCalls:
-    arguments: dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]] = {}
+    arguments: dict[str, CallArguments] = {}
     for call in recording.network_calls():
         if call.path not in arguments:
             arguments[call.path] = _outlined(module, recording, call)
@@ -114,7 +117,7 @@ def _found(module: nn.Module, recording: Recording) -> StepCalls:
     return StepCalls(arguments, frozenset(states))
 
 
-def _outlined(module: nn.Module, recording: Recording, call: ModuleCall) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def _outlined(module: nn.Module, recording: Recording, call: ModuleCall) -> CallArguments:
     """The arguments of a call, as tensors without memory."""
 
     def outline(leaf: Any) -> Any:
@@ -137,12 +140,24 @@ def _state(module: nn.Module, name: str) -> Tensor:
     return state
 
 
-def call_batch(arguments: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]], num_samples: int) -> dict[str, Any]:
+def samples_of_call(arguments: CallArguments) -> int:
+    """Number of samples in the arguments of a call; 1 if nothing counts them."""
+    return samples_in(_entry(arguments))
+
+
+def call_batch(arguments: Mapping[str, CallArguments], num_samples: int) -> dict[str, Any]:
     """The batch of captured calls."""
-    calls = {
-        path: {"args": dict(enumerate(args)), "kwargs": dict(kwargs)} for path, (args, kwargs) in arguments.items()
-    }
-    return {"count": torch.empty(num_samples, device="meta"), "calls": calls}
+    return _batch({path: _entry(given) for path, given in arguments.items()}, num_samples)
+
+
+def _entry(arguments: CallArguments) -> dict[str, Any]:
+    """CallArguments of a call as a part of a batch. They are no list, which could be one of samples."""
+    args, kwargs = arguments
+    return {"args": dict(enumerate(args)), "kwargs": dict(kwargs)}
+
+
+def _batch(calls: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+    return {"count": torch.empty(num_samples, device="meta"), "calls": dict(calls)}
 
 
 def call_networks(module: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
@@ -199,7 +214,7 @@ def made_up(batch: Any, device: torch.device) -> Any:
 def joint_batch(found: StepCalls, num_samples: int) -> dict[str, Any]:
     """The batch of all calls of a step, each with the same number of samples."""
 
-    def resized(arguments: Any) -> Any:
+    def resized(entry: Any) -> Any:
         def tensor(sample: Tensor, dim: int) -> Tensor:
             shape = [*sample.shape]
             shape[dim] = num_samples
@@ -208,6 +223,6 @@ def joint_batch(found: StepCalls, num_samples: int) -> dict[str, Any]:
         def listed(items: Any) -> Any:
             return type(items)(items[i % len(items)] for i in range(num_samples))
 
-        return map_samples(arguments, samples_in(arguments), tensor, listed)
+        return map_samples(entry, samples_in(entry), tensor, listed)
 
-    return call_batch({path: resized(arguments) for path, arguments in found.arguments.items()}, num_samples)
+    return _batch({path: resized(_entry(arguments)) for path, arguments in found.arguments.items()}, num_samples)

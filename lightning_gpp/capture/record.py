@@ -17,7 +17,13 @@ import torchmetrics
 from torch import nn
 
 from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
-from lightning_gpp._compat.torch import FakeTensorMode, autograd_function_calls, checkpoint_regions, pytree
+from lightning_gpp._compat.torch import (
+    FakeTensorMode,
+    autograd_function_calls,
+    checkpoint_regions,
+    fake_mode,
+    pytree,
+)
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
 from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.meter import Meter
@@ -92,7 +98,7 @@ def record(
     Raises:
         CaptureError: the network part of the step cannot be recorded.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     with _quiet():
         replica = isolated_copy(module, mode, device)
     if step != "training_step":

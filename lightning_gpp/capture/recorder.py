@@ -193,7 +193,7 @@ class Recorder(TorchFunctionMode):
     def apply(self, cls: type, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a custom autograd function as one call, whatever it does inside."""
         run = functools.partial(plain, *args, **kwargs)
-        return run() if self._paused else self.record(FunctionApply(cls), f"{cls.__name__}.apply", args, kwargs, run)
+        return run() if self._paused else self.record(FunctionApply(cls), target_of_apply(cls), args, kwargs, run)
 
     def record(
         self,
@@ -365,6 +365,11 @@ def target_of(func: Callable[..., Any], name: str) -> str:
     if name in ("__get__", "__set__"):
         return f"Tensor.{getattr(func.__self__, '__name__', '')}.{name}"  # type: ignore[attr-defined]
     return name
+
+
+def target_of_apply(cls: type) -> str:
+    """The target of a call of a custom autograd function."""
+    return f"{cls.__name__}.apply"
 
 
 def _plausible(name: str, tensor: torch.Tensor, number: int) -> Any:

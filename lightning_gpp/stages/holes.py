@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lightning_gpp._compat.torch import pytree, version
-from lightning_gpp.capture.recorder import target_of
+from lightning_gpp._compat.torch import autograd_function_calls, pytree, version
+from lightning_gpp.capture.recorder import target_of, target_of_apply
 
 
 class Holes(TorchFunctionMode):
@@ -24,6 +26,17 @@ class Holes(TorchFunctionMode):
         self.holes: dict[int, torch.Tensor] = {}
         self.calls: list[list[Any]] = []
         self.targets: list[str] = []
+        self._inside = False
+        self._routes = ExitStack()
+
+    def __enter__(self) -> Holes:
+        self._routes.enter_context(autograd_function_calls(self._apply))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._routes.close()
 
     def add(self, tree: Any) -> Any:
         self.holes.update({id(leaf): leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)})
@@ -32,16 +45,30 @@ class Holes(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs or {}))
-        if not any(id(leaf) in self.holes for leaf in leaves):
-            return func(*args, **(kwargs or {}))
-        target = target_of(func, getattr(func, "__name__", str(func)))
+        target = functools.partial(target_of, func, getattr(func, "__name__", str(func)))
+        return self._called(func, target, args, kwargs or {})
+
+    def _apply(self, cls: type, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A custom autograd function is one call, whatever it does inside."""
+        return self._called(plain, functools.partial(target_of_apply, cls), args, kwargs)
+
+    def _called(
+        self, func: Callable[..., Any], named: Callable[[], str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        if self._inside or not any(id(leaf) in self.holes for leaf in leaves):
+            return func(*args, **kwargs)
+        target = named()
         if target == "Tensor.device.__get__":
             return self.device
-        on_meta = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        versions = [version(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in on_meta]
-        args, kwargs = pytree.tree_unflatten(on_meta, structure)
-        result = func(*args, **(kwargs or {}))
+        self._inside = True
+        try:
+            on_meta = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            versions = [version(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in on_meta]
+            args, kwargs = pytree.tree_unflatten(on_meta, structure)
+            result = func(*args, **kwargs)
+        finally:
+            self._inside = False
         changed = [
             leaf
             for leaf, meta, before in zip(leaves, on_meta, versions, strict=True)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp._compat.torch import FakeTensorMode
+from lightning_gpp._compat.torch import fake_mode
 from lightning_gpp.capture.captured import Capture
 from lightning_gpp.capture.isolate import isolated_copy
 from lightning_gpp.graph import OperatorGraph, TensorSpec
@@ -84,7 +84,7 @@ class _ShortenedRun:
         device: torch.device,
     ) -> None:
         self._inputs, self._dim, self._context, self._device = captured.inputs, dim, context, device
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = fake_mode()
         drafts = [
             Stage(name=name, modules=modules, devices=(0,), micro_batch_size=SAMPLES)
             for name, modules in (("network", ("",)), ("step", (STEP,)))

@@ -40,7 +40,8 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 def runs_whole(module: pl.LightningModule, options: Options) -> bool:
     """True if the training step runs as a whole, on all ranks."""
-    return options.step == "whole" or (options.step == "auto" and not module.automatic_optimization)
+    own = not module.automatic_optimization or type(module).backward is not pl.LightningModule.backward
+    return options.step == "whole" or (options.step == "auto" and own)
 
 
 def check_module(module: pl.LightningModule, whole: bool) -> None:
@@ -60,8 +61,8 @@ def _problems(module: pl.LightningModule, whole: bool) -> Iterator[str]:
     if type(module).backward is not pl.LightningModule.backward and not whole:
         yield (
             f"{name} overrides `backward`, but in a pipeline every stage runs its own backward. Use "
-            "strategy.step=whole, which calls it once per mini-batch on every rank; or put the change into the loss, "
-            "or use `on_after_backward` to change gradients."
+            "strategy.step=whole (auto chooses it), which calls it once per mini-batch on every rank; or put the "
+            "change into the loss, or use `on_after_backward` to change gradients."
         )
     yield from compiled_steps(module, STEPS)
     for step in STEPS:

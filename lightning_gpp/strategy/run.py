@@ -150,6 +150,7 @@ class Run:
             footprint=footprint_of(self._optimizers, str(self.precision.precision)),
             num_steps=self._num_steps,
         )
+        self.job = self.steps.engine.job  # which may run the step as a whole
         self.steps.engine.load_pipeline_state_dict(self._pipeline)
         self._pipeline = {}
         if self.job.options.trace:
@@ -251,13 +252,18 @@ class Run:
 
     def begin_evaluation(self, step: str) -> None:
         """Read mini-batches before their turn; the engine may be set up at the first one."""
-        if self.control.num_members == 1:
+        if self._reads_ahead:
             self.reading.evaluate(lambda: 0 if self.engine is None else self.engine.ahead(step))
 
     def end_evaluation(self) -> None:
         """Leave the loop."""
-        if self.control.num_members == 1:
+        if self._reads_ahead:
             self.reading.end()
+
+    @property
+    def _reads_ahead(self) -> bool:
+        """True if mini-batches of an evaluation may be read before their turn."""
+        return self.control.num_members == 1 and not self.steps.whole
 
     def _compare_lengths(self, step: str, num_batches: Sequence[float]) -> None:
         """Compare the data of an evaluation, once. A rank without any would leave it out while the others wait.

@@ -110,8 +110,10 @@ class Steps:
 
     @property
     def whole(self) -> bool:
-        """True while training steps run as a whole."""
-        return self.engine is not None and self.engine.job.whole and self.module.trainer.training
+        """True while steps run as a whole."""
+        if self.engine is None or not self.engine.job.whole:
+            return False
+        return self.module.trainer.training or self.engine.job.evaluates_whole
 
     def train(self, arguments: Sequence[Any], last: bool) -> Any:
         """Run forwards and backwards of a mini-batch; returns the loss, with the rest of a dict where the step ran."""

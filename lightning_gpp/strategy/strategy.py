@@ -220,7 +220,10 @@ class GPPStrategy(RanksStrategy):
         return steps.train([*args, *kwargs.values()], last=not self._accumulating)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of the user's step on the rank that runs it."""
+        """The result of the user's step on the rank that runs it; a step as a whole runs on all ranks."""
+        if self._steps.whole:
+            with self._training.whole_evaluation():
+                return super().validation_step(*args, **kwargs)
         return self._steps.evaluate("validation_step", [*args, *kwargs.values()])
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -179,6 +179,10 @@ class Engine:
             yield
         self.num_steps += 1
 
+    def whole_evaluation(self) -> AbstractContextManager[None]:
+        """Inside, the user's evaluation step runs as a whole, on all ranks."""
+        return self._wholly.running(self.num_steps)
+
     def complete_gradients(self) -> AbstractContextManager[None]:
         """Inside, a backward of a step as a whole runs; at its end gradients are complete."""
         return self._wholly.reducing()

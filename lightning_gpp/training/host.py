@@ -79,6 +79,7 @@ class Job:
         known: the plan of an earlier run, which evaluation keeps.
         stored: the state dict of a checkpoint folder, for tensors without memory.
         whole: whether training runs the step as a whole, on all ranks.
+        evaluates_whole: whether validation in training does, too.
         parallel: the tensor parallelism inside stages; None without.
     """
 
@@ -92,6 +93,7 @@ class Job:
     known: Plan | None = None
     stored: StoredValues | None = None
     whole: bool = False
+    evaluates_whole: bool = False
     parallel: TensorParallel | None = None
 
     def in_device(self, tree: Any) -> Any:

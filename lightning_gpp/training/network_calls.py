@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import BatchNorm, accumulator_of, graph_is_kept, pytree, will_run
-from lightning_gpp.capture.batch import samples_in
-from lightning_gpp.capture.calls import call_batch, capture_calls
+from lightning_gpp.capture.calls import call_batch, capture_calls, samples_of_call
 from lightning_gpp.errors import GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
@@ -95,7 +94,7 @@ class NetworkCalls:
         session = self._session(path, module, (args, kwargs), differentiable)
         run = NetworkRun(
             session=session,
-            batch=call_batch({path: (args, kwargs)}, samples_in((args, kwargs))),
+            batch=call_batch({path: (args, kwargs)}, samples_of_call((args, kwargs))),
             number=self._step * _MOST_CALLS + self._number,
             mirror=self._mirror,
             differentiable=differentiable and session.differentiable,
@@ -122,7 +121,7 @@ class NetworkCalls:
         needs = tuple(
             differentiable and leaf.requires_grad for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)
         )
-        batch = call_batch({path: arguments}, samples_in(arguments))
+        batch = call_batch({path: arguments}, samples_of_call(arguments))
         key = path, signature(batch), zlib.crc32(flags), zlib.crc32(trained), needs, differentiable
         if key not in self._sessions:
             self._sessions[key] = self._new(path, batch, needs, module)

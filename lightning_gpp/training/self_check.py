@@ -27,7 +27,7 @@ from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.batch import cut_note, cut_of
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.capture.record import line_of
-from lightning_gpp.errors import GPPError, SelfCheckError
+from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.neutral import Neutral
@@ -68,16 +68,23 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
     this.
 
     Raises:
+        IndivisibleError: on all ranks of all pipelines.
         SelfCheckError: see `self_check`.
     """
     if captured.step != TRAINING or isinstance(captured, Undivided) or not _wanted(job, plan):
         return
     equalise(job.module, job.control)
-    repeated = set[str]()
+    outcome: set[str] | IndivisibleError = set()
     if job.control.pipeline == 0:
         with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):
-            repeated = self_check(job, captured, _comparable(job.module, plan), batch, transport)
-    job.host.average(job.control.broadcast(repeated))
+            try:
+                outcome = self_check(job, captured, _comparable(job.module, plan), batch, transport)
+            except IndivisibleError as error:
+                outcome = error
+    outcome = job.control.broadcast(outcome)
+    if isinstance(outcome, IndivisibleError):
+        raise outcome
+    job.host.average(outcome)
 
 
 def _wanted(job: Job, plan: Plan) -> bool:
@@ -119,6 +126,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         On the rank that runs the step, the names of logged sums that do not add up over micro-batches.
 
     Raises:
+        IndivisibleError: on all ranks: the step cannot run on these samples.
         SelfCheckError: on all ranks, naming what differs.
     """
     control, samples = job.control, samples_of(plan, captured.batch_size)
@@ -133,9 +141,9 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
                 warning, repeated = _undivided(job, whole, captured, plan, batch)
             del whole
         if failure := _anywhere(control, failure):
-            raise SelfCheckError(failure)
+            raise IndivisibleError(failure)
         actual, stages = _split(job, captured, plan, transport, part, samples)
-    difference = _compare(job, stages, expected, actual)
+    difference = _compare(job, stages, expected, actual, _tolerance(job, captured))
     if warning and not difference:
         control.warn(warning)
     if verdict := _anywhere(control, difference):
@@ -222,7 +230,7 @@ def _undivided(
         total=total,
         size=size,
         sums=job.options.loss_reduction == "sum" and not job.whole,
-        tolerance=TOLERANCES[job.precision],
+        tolerance=_tolerance(job, captured),
     )
     return difference(comparison), comparison.repeated
 
@@ -246,9 +254,18 @@ def _split(
     return Expected(loss, projections(split)), {s.name: names for s, names in zip(plan.stages, used, strict=True)}
 
 
-def _compare(job: Job, stages: Mapping[str, set[str]], expected: Expected, actual: Expected) -> str:
+def _tolerance(job: Job, captured: Capture | Declared) -> float:
+    """The tolerance of the least precise type that gradients pass through; modules may compute in another type than
+    that of their parameters.
+    """
+    specs = (spec for operator in captured.graph for spec in operator.outputs)
+    kinds = {getattr(torch, spec.dtype) for spec in specs if spec.requires_grad and not spec.dynamic}
+    return max(TOLERANCES.get(kind, 0.0) for kind in (job.precision, *kinds))
+
+
+def _compare(job: Job, stages: Mapping[str, set[str]], expected: Expected, actual: Expected, tolerance: float) -> str:
     """A description of the differences on the rank that runs the step; empty elsewhere, and if there are none."""
-    total, tolerance = actual.projections.to(job.device), TOLERANCES[job.precision]
+    total = actual.projections.to(job.device)
     dist.all_reduce(total, group=job.control.mesh.pipeline_group)
     if not job.control.runs_step:
         return ""

@@ -7,6 +7,7 @@ capture the step  ->  plan on rank 0, for all  ->  agree on it  ->  connect the 
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,8 +21,16 @@ from torch.optim import Optimizer
 
 from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.checkpoints.pretrained import pretrained_values
-from lightning_gpp.costs.model import CostModel, Footprint
-from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.costs.model import Footprint
+from lightning_gpp.errors import (
+    CaptureError,
+    ConfigError,
+    GPPError,
+    IndivisibleError,
+    PlanError,
+    SelfCheckError,
+    ShapeError,
+)
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import devices_per_pipeline
 from lightning_gpp.planning.search import REMARK
@@ -38,13 +47,12 @@ from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.compiled import warning_of_cuts
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.costs import measured_costs
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.gradients import StageGradients
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
-from lightning_gpp.training.machine import Machine, of_groups, resolved
+from lightning_gpp.training.job_machine import JobMachine
 from lightning_gpp.training.nonfinite import FiniteCheck
 from lightning_gpp.training.optimizers import OptimizerIndex, check_first_order
 from lightning_gpp.training.option_values import SYNCHRONOUS
@@ -54,13 +62,75 @@ from lightning_gpp.training.planner import TRAINING, devices_wanted, part_of_mem
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.self_check import check_first
 from lightning_gpp.training.sessions import Sessions, capture_of
-from lightning_gpp.training.whole_step import WholeStep, capture_whole, check_states, comparison
+from lightning_gpp.training.whole_step import (
+    WholeStep,
+    can_run_whole,
+    capture_whole,
+    check_states,
+    comparison,
+    made_for_whole,
+    noted_whole,
+)
+
+log = logging.getLogger(__name__)
 
 NO_FORM: Final = -1
 """The form of mini-batches of a step as a whole, whose capture is not that of any step."""
 
 
-def set_up(
+def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **given: Any) -> Engine:
+    """Build the engine of a run, see `_set_up`; if the training step cannot run on micro-batches, for one as a whole.
+
+    All ranks call this together.
+    """
+    may_run_whole = step == TRAINING and can_run_whole(job)
+    if may_run_whole and made_for_whole(job.options.plan):
+        return _set_up(replace(job, whole=True, evaluates_whole=True), incoming, batch, step=step, **given)
+    try:
+        return _set_up(job, incoming, batch, step=step, **given)
+    except (UncapturedError, IndivisibleError) as error:
+        refused = error.error if isinstance(error, UncapturedError) else error
+    if not may_run_whole:
+        raise refused  # outside of the handler, whose error would be its context, of which it is the cause
+    return _set_up_whole(refused, job, incoming, batch, **given)
+
+
+class UncapturedError(Exception):
+    """Carries the error of a capture, which all ranks raise alike."""
+
+    def __init__(self, error: CaptureError | ShapeError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, **given: Any) -> Engine:
+    """Build the engine of a step as a whole, because of what refused micro-batches; raise that if it cannot be."""
+    engine = None
+    try:
+        engine = _set_up(replace(job, whole=True, evaluates_whole=True), *arguments, **given)
+    except (UncapturedError, ConfigError, PlanError, SelfCheckError) as error:
+        log.info("The step cannot run as a whole, either: %s", error)
+    if engine is None:
+        raise refused
+    reason = getattr(refused, "reason", "") or str(refused)
+    job.control.warn(
+        "The training step runs as a whole, on all ranks, and each of its network calls is pipelined "
+        "(strategy.step=whole, docs/lightning.md), because it cannot run on micro-batches. All forwards of a call come "
+        f"before its backwards, so steps take longer. {reason}"
+    )
+    return engine
+
+
+def _captured(
+    job: Job, step: str, example: Any, whole: bool, calls: StepCalls | None
+) -> tuple[Captured, StepCalls | None]:
+    try:
+        return capture_whole(job, example, calls) if whole else (capture_of(job, step, example, job.known), None)
+    except (CaptureError, ShapeError) as error:
+        raise UncapturedError(error) from error
+
+
+def _set_up(
     job: Job,
     incoming: Incoming,
     batch: Any,
@@ -71,7 +141,7 @@ def set_up(
     num_steps: int = 0,
     calls: StepCalls | None = None,
 ) -> Engine:
-    """Build the engine of a run. All ranks call this together.
+    """Build the engine of a run.
 
     Args:
         job: the job of the run.
@@ -84,7 +154,8 @@ def set_up(
         calls: the network calls of a step as a whole; by default they are found in the module's training step.
 
     Raises:
-        CaptureError, PlanError, ConfigError: the module cannot be trained in stages, or not with these options.
+        UncapturedError, PlanError, ConfigError: the module cannot be trained in stages, or not with these options.
+        IndivisibleError: the step fails on a micro-batch.
         SelfCheckError: the stages do not compute the same as the module.
         GPPError: the ranks do not agree on what they captured, or on what they train with.
     """
@@ -93,13 +164,11 @@ def set_up(
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
     example = job.control.broadcast(outline(batch) if job.control.first else None)
     whole = job.whole and step == TRAINING
-    captured, found_calls = (
-        capture_whole(job, example, calls) if whole else (capture_of(job, step, example, job.known), None)
-    )
+    captured, found_calls = _captured(job, step, example, whole, calls)
     form = NO_FORM if whole else incoming.form_of(example)
     batch = job.in_device(batch) if job.control.rank == 0 else batch
-    machine = _JobMachine(job, footprint or Footprint(), captured)
-    found = _plan_of_rank_0(job, captured, batch, machine)
+    machine = JobMachine(job, footprint or Footprint(), captured)
+    found = noted_whole(_plan_of_rank_0(job, captured, batch, machine), whole)
     plan = plan_on_one_device(found) if job.options.delayed_devices else found
     _check_step_device(plan)
     _check_agreement(job, captured, plan)
@@ -232,40 +301,7 @@ def _weight_policy(options: Options, optimizers: Sequence[Optimizer]) -> Countin
     return make_policy(options.weights, known, **dict(options.weight_options or {}))
 
 
-class _JobMachine:
-    """The devices of a job, and costs measured on them.
-
-    Attributes:
-        costs: measured seconds of operators; only on rank 0.
-    """
-
-    def __init__(self, job: Job, footprint: Footprint, captured: Captured) -> None:
-        self._job, self._footprint, self._captured = job, footprint, captured
-        self.costs: CostModel | None = None
-
-    def look(self) -> Machine:
-        """The machine that plans are made for."""
-        job = self._job
-        number = job.options.delayed_devices or job.control.num_processes
-        cluster = resolved(job.options.cluster, number, job.num_nodes, job.device.type)
-        cluster = cluster.with_headroom(job.options.memory_headroom)
-        machine = Machine(cluster=cluster, footprint=self._footprint, costs=self.costs)
-        if job.parallel is None:
-            return machine
-        return of_groups(machine, job.parallel.cut, job.parallel.degree, self._captured.graph)
-
-    def measured(self, captured: Captured, batch: Any) -> Machine:
-        """The same, after measuring the costs of a training step, once, if the user wants that."""
-        job, machine = self._job, self.look()
-        if job.options.costs == "measured" and captured.step == TRAINING and self.costs is None:
-            context = job.host.context(TRAINING)
-            self.costs = measured_costs(
-                captured, job.module, batch, job.options, machine.cluster, device=job.device, context=context
-            )
-        return replace(machine, costs=self.costs)
-
-
-def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: _JobMachine) -> Plan:
+def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachine) -> Plan:
     """Plan on rank 0 and broadcast the plan or the error: searches in other processes may find other plans."""
     outcome: Plan | GPPError | None = None
     if job.control.first:

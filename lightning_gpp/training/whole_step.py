@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from lightning_gpp.capture.calls import (
 )
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import Pipeline
@@ -166,6 +168,33 @@ def check_states(found: StepCalls, pipeline: Pipeline, num_devices: int) -> None
             "ranks, of which only those of that stage have it. Use it inside a module's forward, for example by a "
             "method of that module that returns what the step needs, called through a module of its own."
         )
+
+
+def can_run_whole(job: Job) -> bool:
+    """True if a training step that cannot run on micro-batches may run as a whole instead, as the user left it open."""
+    options = job.options
+    if job.whole or options.step != "auto" or job.control.num_devices == 1 or options.num_members > 1:
+        return False
+    try:
+        check_whole(options)
+    except ConfigError:
+        return False
+    return True
+
+
+_STEP: Final = "step"
+_WHOLE: Final = "whole"
+"""Name and value of the note in plans for steps as a whole."""
+
+
+def noted_whole(plan: Plan, whole: bool) -> Plan:
+    """The plan, with a note if it is for a step as a whole."""
+    return replace(plan, notes={**plan.notes, _STEP: _WHOLE}) if whole else plan
+
+
+def made_for_whole(plan: Plan | None) -> bool:
+    """True if a given plan is for a step as a whole."""
+    return plan is not None and plan.notes.get(_STEP) == _WHOLE
 
 
 def check_whole(options: Options) -> None:

@@ -52,7 +52,9 @@ class Outcome:
 
     Attributes:
         kind: "passed", "micro-batches" (equal to one process over the same micro-batches, and warned of it if more than
-            rounding explains the difference), "refused", "wrong", "crashed" or "missing" (a library).
+            rounding explains the difference), "rounding" (equal but for the rounding of code in float32 inside of a
+            model in float64, in a stage whose replicas compute fewer samples at once), "refused", "wrong", "crashed" or
+            "missing" (a library).
         message: the refusal, or the error.
         error: largest relative difference of loss and gradients from those of one process over the same micro-batches.
         undivided: the same from those of one process over the undivided mini-batch.
@@ -96,7 +98,7 @@ def run_zoo(world_size: int, names: Sequence[str], max_replicas: int | None = 1,
     return [outcomes[name] for name in names]
 
 
-_ORDER: Final = ("crashed", "wrong", "refused", "missing", "left alone", "micro-batches", "passed")
+_ORDER: Final = ("crashed", "wrong", "refused", "missing", "left alone", "rounding", "micro-batches", "passed")
 
 
 def _worst(reports: Sequence[Outcome]) -> Outcome:
@@ -207,7 +209,7 @@ def _compared(
         kind, error = "micro-batches", _difference(alone, batch, dims, _parts(batch, dims, size), loss, found)
         warned = any("undivided" in str(warning.message) for warning in caught)
         if error > tolerance or not (warned or undivided < ROUNDING or dist.get_rank()):
-            kind = "wrong"
+            kind = "rounding" if error < ROUNDING and _rounds(engine) else "wrong"
     stages = tuple(stage.modules for stage in engine.plan.stages)
     message = f"{undivided:.3g} from one process, without a warning" if kind == "wrong" else ""
     given = _engine(again, batch, replace(options, plan=engine.plan))[1] if again is not None else 0.0
@@ -221,6 +223,13 @@ def _compared(
         search=search,
         stages=stages,
     )
+
+
+def _rounds(engine: Any) -> bool:
+    """True if a stage has replicas, and gradients pass through float32."""
+    specs = (spec for operator in engine.graph for spec in operator.outputs)
+    replicated = any(len(stage.devices) > 1 for stage in engine.plan.stages)
+    return replicated and any(spec.requires_grad and spec.dtype == "float32" for spec in specs)
 
 
 def _engine(module: nn.Module, batch: Any, options: Options) -> tuple[Any, float]:

@@ -12,20 +12,15 @@ import pytest
 from tests.acceptance.harness import SCREEN, Outcome, run_zoo
 from tests.acceptance.models import zoo
 
-SAMPLE = ["llama", "vae", "expert_blocks", "slices_in_step", "time_major_told", "dataclass"]
+SAMPLE = ["llama", "vae", "expert_blocks", "slices_in_step", "own_function", "time_major_told", "dataclass", "graph"]
 
 REFUSED = {
     "wav2vec2_masked": "draws random numbers by other means than torch",
     "byol_in_step": "would do so once per micro-batch",
     "experts": "nonzero",
     "packed_lstm": "_pack_padded_sequence",
-    "graph": "fails on a micro-batch, .* in one process, too",
-    "bags_with_offsets": "fails on a micro-batch, .* in one process, too",
-    "table_of_weights": "fails on a micro-batch, .* in one process, too",
-    "point_clouds": "depends on the number of samples",
     "gradient_penalty": "differentiates its network",
     "penalty_inside": "differentiates its network",
-    "own_function": "between its module calls the step called",
     "torchvision_retinanet": "`bool` reads the value of a tensor inside a module",
 }
 """Models that no pipeline of stages can train as they are, with the reason that users read."""
@@ -33,14 +28,14 @@ REFUSED = {
 
 def _check(outcomes: list[Outcome]) -> None:
     found = [outcome for outcome in outcomes if outcome.kind != "missing"]
-    wrong = [outcome for outcome in found if outcome.kind not in ("passed", "micro-batches", "refused")]
+    wrong = [outcome for outcome in found if outcome.kind not in ("passed", "micro-batches", "rounding", "refused")]
     assert wrong == []
     refused = {outcome.name: outcome.message for outcome in found if outcome.kind == "refused"}
     assert set(refused) <= set(REFUSED)
     for name, message in refused.items():
         assert re.search(REFUSED[name], message), name
         assert len(message) <= SCREEN
-    assert len(found) - len(refused) >= 0.85 * len(found)
+    assert len(found) - len(refused) >= 0.95 * len(found)
 
 
 @pytest.mark.timeout(180)

@@ -27,6 +27,7 @@ from lightning_gpp._compat.torch import (
     check_gradients_by,
     check_gradients_plainly,
     checkpoint_regions,
+    fake_mode,
     forget_compiled_call,
     forget_division,
     graph_is_kept,
@@ -152,6 +153,15 @@ def test_fake_tensor_mode() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         huge = torch.empty(1 << 40) + torch.ones(1)
     assert huge.shape == (1 << 40,)
+
+
+def test_fake_mode() -> None:
+    for _ in range(2):  # torch has seen the calls of the second round
+        with fake_mode():
+            layer = nn.Linear(3, 5)
+            layer.bias = nn.Parameter(torch.empty(5).unflatten(0, (5, 1))[:, 0].detach())
+            layer.to(torch.float64)
+        assert layer.weight.dtype == layer.bias.dtype == torch.float64
 
 
 def test_fake_tensor() -> None:

@@ -169,7 +169,12 @@ CASES: dict[str, Case] = {
         {},
         "Manual uses manual optimization.*strategy.step=whole",
     ),
-    "own backward": (OwnBackward, {}, {}, "OwnBackward overrides `backward`.*strategy.step=whole.*on_after_backward"),
+    "own backward": (
+        OwnBackward,
+        {"step": "micro_batches"},
+        {},
+        "OwnBackward overrides `backward`.*strategy.step=whole.*on_after_backward",
+    ),
     "schedule of a step as a whole": (Manual, {"schedule": "1f1b"}, {}, "schedule='1f1b' does not go together.*Leave"),
     "weights of a step as a whole": (TwoTowers, {"step": "whole", "weights": "stash"}, {}, "weights='stash' does not"),
     "slices of a step as a whole": (TwoTowers, {"step": "whole", "slices": 2}, {}, "slices=2 does not go together"),
