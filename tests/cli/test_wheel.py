@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from hatch_build import outside
 from tests.cli.commands import ROOT
 
 
@@ -38,14 +37,6 @@ def test_its_readme_has_no_links_that_lead_nowhere(wheel: Path) -> None:
     text = contents.read(name).decode()
     assert "Graph pipeline parallelism for [PyTorch Lightning](https://" in text
     assert not re.findall(r"\]\((?!https?://|#)[^)]*\)", text)
-
-
-def test_links_of_the_readme_begin_with_the_address_of_the_project() -> None:
-    text = "![a](b/c.svg) [d](e.md#f) [g](https://h)"
-    assert outside(text, "https://x.org/y") == (
-        "![a](https://x.org/y/raw/main/b/c.svg) [d](https://x.org/y/blob/main/e.md#f) [g](https://h)"
-    )
-    assert outside(text, None) == " d [g](https://h)"
 
 
 def test_the_installed_command_composes_from_any_folder(wheel: Path, tmp_path: Path) -> None:
