@@ -117,6 +117,7 @@ class Request(SearchOptions):
         num_pipelines: pipeline replicas that share devices and mini-batch; None leaves it to the search.
         num_copies: pipelines besides which this one is planned, and whose stages hold the same parameters.
         slack: whether stages may have more micro-batches in flight than 1F1B's rule.
+        every_device: whether the schedule's layout needs a stage on every device.
         seconds: time limit of all searches together, for partitioners that can stop at any time.
         progress: called during the search.
     """
@@ -135,6 +136,7 @@ class Request(SearchOptions):
     num_pipelines: int | None = None
     num_copies: int = 1
     slack: bool = True
+    every_device: bool = False
     seconds: float = 10.0
     progress: Progress | None = None
 
@@ -189,6 +191,7 @@ class Request(SearchOptions):
             replicable=self.num_pipelines is None,
             weight_copies=self.weight_copies,
             idle_devices=self.idle_devices,
+            every_device=self.every_device,
             slack=self.slack,
             simplicity=self.simplicity,
         )
@@ -261,6 +264,7 @@ class Candidate:
             schedules=(self.schedule if self.schedule in SEARCHED else STANDARD,),
             max_replicas=1 if own_layout else request.max_replicas,
             idle_devices=request.idle_devices and not own_layout,
+            every_device=own_layout,
             slack=self.schedule in SEARCHED,  # others order micro-batches by rules of their own
             stages_per_device=None,
             sharding="none" if own_layout and request.sharding == "fsdp" else request.sharding,

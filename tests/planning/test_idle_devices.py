@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_gpp.cluster import Cluster, Device, Link, Node
+from lightning_gpp.errors import PlanError
+from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning import Evaluator, Request, SearchControl, best_plan
 from lightning_gpp.planning.bounds.bound import lower_bound
 from lightning_gpp.planning.partitioners.auto.search import auto
@@ -53,9 +55,11 @@ def test_data_parallelism_alone_is_said_to_be_best() -> None:
     assert prediction.plan.notes["devices"].startswith("All devices share one stage: for this model data parallelism")
 
 
-def test_more_devices_than_pieces() -> None:
+@pytest.mark.parametrize("idle", [False, True])
+def test_more_devices_than_pieces(idle: bool) -> None:
+    """Idle devices that are not allowed are better than no plan."""
     settings = {"max_replicas": 1, "num_pipelines": 1}
-    prediction = best_plan("auto", graphs.chain(2), request(FAST, 4, idle_devices=True, **settings))
+    prediction = best_plan("auto", graphs.chain(2), request(FAST, 4, idle_devices=idle, **settings))
     assert prediction.plan.unused == (2, 3)
     assert prediction.plan.notes["devices"] == (
         "2 of 4 devices are idle: no plan that uses all of them was found to be as fast."
@@ -76,6 +80,25 @@ def test_layouts_of_schedules_need_all_devices() -> None:
     asked = request(SLOW, idle_devices=True, schedules=("1f1b", "interleaved"), stages_per_device=None)
     allowed = {name: candidates(asked, name)[0].question().idle_devices for name in asked.schedules}
     assert allowed == {"1f1b": True, "interleaved": False}
+    needed = {name: candidates(asked, name)[0].question().every_device for name in asked.schedules}
+    assert needed == {"1f1b": False, "interleaved": True}
+
+
+def test_a_layout_that_needs_all_devices_gets_no_plan_on_fewer() -> None:
+    asked = request(FAST, 4, schedules=("interleaved",), num_pipelines=1)
+    with pytest.raises(PlanError, match="With that many stages there is no plan"):
+        best_plan("auto", graphs.chain(2), asked)
+
+
+@pytest.mark.parametrize(
+    "graph", [graphs.feature_towers(), graphs.two_towers(2), graphs.chain(2)], ids=["features", "two", "chain"]
+)
+def test_more_devices_are_never_slower(graph: OperatorGraph) -> None:
+    """By the programs, with links of which some are too slow for the model."""
+    for link in (FAST, Link(latency=1e-4, bytes_per_second=1e8), SLOW):
+        found = [best_plan("auto", graph, request(link, number, idle_devices=True)) for number in (1, 2, 4, 8)]
+        seconds = [prediction.seconds for prediction in found]
+        assert seconds == sorted(seconds, reverse=True)
 
 
 def test_equals_the_best_of_all_plans() -> None:

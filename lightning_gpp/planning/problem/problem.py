@@ -74,6 +74,7 @@ class Problem:
         num_slices: slices per sample, each of which counts as a sample of the mini-batch; a pipeline gets all slices of
             one.
         idle_devices: whether a plan may leave devices without a stage.
+        every_device: a plan that leaves devices without a stage is none, even if there is no other.
         simplicity: share of the time by which a simpler draft may be slower than the fastest.
         slack: whether stages may have more micro-batches in flight than 1F1B's rule.
         single_step: the user's step has to run on one device, so a last stage with replicas gives it to a stage of its
@@ -96,6 +97,7 @@ class Problem:
     weight_copies: WeightCopies | None = None
     num_slices: int = 1
     idle_devices: bool = False
+    every_device: bool = False
     simplicity: float = 0.0
     slack: bool = True
     single_step: bool = True

@@ -9,7 +9,8 @@ whole step and by the memory of every device, with the cheapest measures that ma
 Of those that are nearly as fast as the best, the simplest one is the answer (`Problem.simplicity`).
 
 Fewer devices may be faster. If the problem allows idle ones, moves release and take devices; otherwise a brief second
-search finds out what they would be worth.
+search finds out what they would be worth. If no draft uses all devices, as of a model that cannot be cut into that many
+stages, nor each micro-batch shared, the answer is one on fewer.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ def auto(problem: Problem, control: SearchControl) -> Answer:
         search.run(_first_results(search))
         search.simplify()
         search.save()
+        if not search.found and not (problem.idle_devices or problem.every_device):
+            return auto(replace(problem, idle_devices=True), control)
         return replace(search.answer(), compared=_compared(search))
     except KeyboardInterrupt:
         return replace(search.answer(), notes=(INTERRUPTED,), interrupted=True)
@@ -155,6 +158,11 @@ class Search:
     def done(self) -> bool:
         good = self.fastest is None and self.rank[0] == 0 and self.rank[1] <= self.bound * GOOD_ENOUGH
         return good or self.control.expired or self.evaluate.evaluations >= MAX_EVALUATIONS
+
+    @property
+    def found(self) -> bool:
+        """True if there is a draft, even if it does not fit the memory."""
+        return self.best is not None and self.rank[1] < inf
 
     def run(self, starts: Sequence[Shape] = ()) -> None:
         """Improve the given shapes, or the best first ones; then perturb and improve again."""
@@ -293,7 +301,7 @@ class Search:
         return shape
 
     def answer(self) -> Answer:
-        draft = self._fitted(self.best) if self.best is not None and self.rank[1] < inf else None
+        draft = self._fitted(self.best) if self.best is not None and self.found else None
         return Answer(
             draft=draft,
             objective=self.rank[1],
