@@ -186,6 +186,7 @@ class JobProcesses:
         if self.cluster_environment is not None:
             tie_to_launcher(self.cluster_environment)
         check_script(self.cluster_environment, self.num_processes)
+        _ = self.options.num_members  # refused here, before the other processes start, and not by each of them
         self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lightning import Trainer
 from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -67,5 +68,7 @@ def test_a_model_that_divides_nothing_keeps_one_process() -> None:
 
 
 def test_a_run_needs_the_number() -> None:
+    """It is refused before other processes start."""
+    strategy = GPPStrategy(tensor_parallel_size="auto")
     with pytest.raises(ConfigError, match="is for gpp-plan, which tells the fastest number"):
-        _ = GPPStrategy(tensor_parallel_size="auto").options.num_members
+        Trainer(strategy=strategy, accelerator="cpu", devices=2)
