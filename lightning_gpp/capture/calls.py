@@ -9,11 +9,12 @@ arguments. The batch of that function has the arguments of one call or of severa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_
 from lightning_gpp.capture.record import RunTime, record
 from lightning_gpp.capture.recorder import Recorder, no_network, refusal
 from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Ref, StateRef
+from lightning_gpp.graph import OperatorGraph
 
 STEP_NAME = "training_step"
 
@@ -34,12 +36,15 @@ Entered = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, slots=True)
 class StepCalls:
-    """The calls of a step: arguments without memory by path, for the first call of each module, and the parameters and
-    buffers that the step uses itself, outside of modules.
+    """The calls of a step: arguments without memory by path, for the first call of each module.
+
+    `states`: the parameters and buffers that the step combines with other values itself, outside of modules. `coupled`:
+    groups of those that it combines only with each other (a mean of weights), which the ranks that have them can do.
     """
 
     arguments: Mapping[str, CallArguments]
     states: frozenset[str]
+    coupled: tuple[frozenset[str], ...] = ()
 
 
 def find_calls(
@@ -113,8 +118,43 @@ def _found(module: nn.Module, recording: Recording) -> StepCalls:
     for call in recording.network_calls():
         if call.path not in arguments:
             arguments[call.path] = _outlined(module, recording, call)
-    states = {name for call in recording.calls if call.scope == -1 for name in call.states()}
-    return StepCalls(arguments, frozenset(states))
+    states, coupled = _states_of_step(recording)
+    return StepCalls(arguments, frozenset(states), tuple(coupled))
+
+
+def _states_of_step(recording: Recording) -> tuple[set[str], list[frozenset[str]]]:
+    """See `StepCalls`."""
+    origins: dict[Ref, frozenset[str]] = {}
+    mixed, coupled = set[str](), list[frozenset[str]]()
+    for call in recording.calls:
+        refs, own = call.refs(), call.states() if call.scope == -1 else []
+        used = frozenset(own).union(*(origins.get(ref, frozenset()) for ref in refs))
+        if not used:
+            continue
+        if call.scope == -1 and all(ref in origins for ref in refs):
+            coupled.append(used)
+            origins |= {Ref(call.index, output): used for output in range(len(call.outputs))}
+        else:
+            mixed |= used
+    return mixed, coupled
+
+
+def tied(graph: OperatorGraph, groups: Sequence[frozenset[str]]) -> OperatorGraph:
+    """The graph with all operators that use parameters and buffers of a group in one cluster, so in one stage."""
+    ties = nx.Graph()
+    for group in groups:
+        nx.add_path(ties, sorted(group))
+    for operator in graph if groups else ():
+        users = [name for name in (*operator.parameters, *operator.buffers) if name in ties]
+        if users:
+            nx.add_path(ties, [*users, operator, *([f"@{operator.cluster}"] if operator.cluster else [])])
+        elif operator.cluster:
+            ties.add_edge(f"@{operator.cluster}", operator)
+    result = replace(graph, nx=graph.nx.copy())
+    for number, members in enumerate(nx.connected_components(ties)):
+        for operator in (each for each in members if not isinstance(each, str)):
+            result.nx.nodes[operator.name]["operator"] = replace(operator, cluster=f"coupled{number}")
+    return result
 
 
 def _outlined(module: nn.Module, recording: Recording, call: ModuleCall) -> CallArguments:

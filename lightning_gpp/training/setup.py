@@ -175,7 +175,7 @@ def _set_up(
     _announce(job, captured, plan)
     transport = _connect(job, plan, "training")
     if found_calls is not None:
-        check_states(found_calls, build(captured, plan, job.module), job.control.num_devices)
+        check_states(found_calls, build(captured, plan, job.module), plan)
         batch = comparison(job, found_calls, captured.batch_size)
     if found_calls is None or batch is not None:
         check_first(job, captured, plan, batch, transport)

@@ -26,6 +26,7 @@ from lightning_gpp.capture.calls import (
     joint_batch,
     joint_loss,
     made_up,
+    tied,
 )
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.errors import ConfigError
@@ -138,7 +139,9 @@ def capture_whole(job: Job, example: Any, known: StepCalls | None = None) -> tup
         divided=job.control.num_devices > 1,
     )
     batch = joint_batch(found, samples_in(example))
-    return capture_joint(job.module, batch, context=context, device=job.device), found
+    captured = capture_joint(job.module, batch, context=context, device=job.device)
+    coupled = found.coupled if job.options.stages is None else ()  # stages by hand are checked afterwards
+    return replace(captured, graph=tied(captured.graph, coupled)), found
 
 
 def comparison(job: Job, found: StepCalls, num_samples: int) -> Any:
@@ -159,15 +162,23 @@ def comparison(job: Job, found: StepCalls, num_samples: int) -> Any:
     return None if job.control.broadcast(failure) else batch
 
 
-def check_states(found: StepCalls, pipeline: Pipeline, num_devices: int) -> None:
-    """Raise ConfigError if the step itself uses parameters or buffers that stages have."""
-    used = {name for names in (*pipeline.parameters, *pipeline.buffers) for name in names}
-    if num_devices > 1 and (both := sorted(found.states & used)):
+def check_states(found: StepCalls, pipeline: Pipeline, plan: Plan) -> None:
+    """Raise ConfigError if the step itself uses parameters or buffers that a rank lacks which needs them."""
+    held = [{*names, *buffers} for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]
+    if plan.num_devices > 1 and (both := sorted(found.states & set().union(*held))):
         raise ConfigError(
             f"The step uses {', '.join(both[:5])} itself, and a module in a stage uses it, too. The step runs on all "
             "ranks, of which only those of that stage have it. Use it inside a module's forward, for example by a "
             "method of that module that returns what the step needs, called through a module of its own."
         )
+    for group in found.coupled:
+        users = [stage for stage, names in zip(plan.stages, held, strict=True) if names & group]
+        if len({stage.devices for stage in users}) > 1:
+            raise ConfigError(
+                f"The step combines {', '.join(sorted(group)[:5])} with each other, but they are in the stages "
+                f"{', '.join(repr(stage.name) for stage in users)} on different devices. Put their modules into one "
+                "stage (strategy.stages), or leave the stages to the partitioner, which does."
+            )
 
 
 def can_run_whole(job: Job) -> bool:

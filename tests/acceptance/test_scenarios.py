@@ -26,11 +26,9 @@ REFUSED = {
     "read_once": "strategy.example_batch",
     "step_Quasi": "L-BFGS",
     "whole_Quasi": "L-BFGS",
-    "step_OwnBackward": "strategy.step=whole",
     "takes_iterator": "dataloader_iter",
     "step_ReturnsNone": "return a zero loss",
     "step_ValidatesTwice": "depends on `batch_idx`",
-    "batch_lists_of_samples": "cannot be multiplied",
     "loader_single_samples": "More micro-batches than samples",
     "no_batches": "The data loader is empty",
 }

@@ -16,7 +16,6 @@ SAMPLE = ["llama", "vae", "expert_blocks", "slices_in_step", "own_function", "ti
 
 REFUSED = {
     "wav2vec2_masked": "draws random numbers by other means than torch",
-    "byol_in_step": "would do so once per micro-batch",
     "experts": "nonzero",
     "packed_lstm": "_pack_padded_sequence",
     "gradient_penalty": "differentiates its network",

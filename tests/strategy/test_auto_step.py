@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -66,7 +67,25 @@ class OwnBackward(Neighbours):
         (2 * loss).backward(*args, **kwargs)
 
 
-KINDS = {kind.__name__: kind for kind in (Neighbours, Clouds, OwnBackward)}
+class Averaged(OwnBackward):
+    """A teacher whose weights are a mean of the student's, which the step updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.first).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + F.mse_loss(self.first(batch["x"]), self.teacher(batch["x"]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.first.parameters(), strict=True):
+                slow.copy_(0.9 * slow + 0.1 * fast)
+        return super().training_step(batch, batch_idx)
+
+
+STAGES = {"first": 1, "second": 0, "head": 0}
+KINDS = {kind.__name__: kind for kind in (Neighbours, Clouds, OwnBackward, Averaged)}
 
 
 def batches(number: int = 3) -> list[dict[str, Any]]:
@@ -118,10 +137,10 @@ def divided(rank: int, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_are_those_of_one_process(kind: str) -> None:
-    stages = {"first": 1, "second": 0, "head": 0}
-    found, other = harness.run(2, divided, kind, {"stages": stages, "num_micro_batches": 2})
+    settings = {"stages": None, "max_replicas": 1} if kind == "Averaged" else {"stages": STAGES}
+    found, other = harness.run(2, divided, kind, {**settings, "num_micro_batches": 2})
     expected = fit("auto", 1, kind)
-    assert found["warned"] == (kind != "OwnBackward")
+    assert found["warned"] == (not issubclass(KINDS[kind], OwnBackward))
     for each in (found, other):
         assert each["losses"] == pytest.approx(expected["losses"], rel=1e-12)
         assert each["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
@@ -139,3 +158,9 @@ def refused(rank: int, kind: str, settings: dict[str, Any]) -> str:
 def test_micro_batches_that_the_user_wants_are_kept(settings: dict[str, Any]) -> None:
     for message in harness.run(2, refused, "Clouds", {**settings, "num_micro_batches": 2}):
         assert "depends on the number of samples" in message
+
+
+def test_weights_that_meet_are_on_one_device() -> None:
+    settings = {"stages": {**STAGES, "teacher": 0}, "num_micro_batches": 2}
+    for message in harness.run(2, refused, "Averaged", settings):
+        assert "combines first.weight, teacher.weight with each other" in message
