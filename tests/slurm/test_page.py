@@ -19,6 +19,7 @@ COMMANDS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 def test_every_command(cluster: Cluster, tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "examples/slurm", tmp_path / "examples/slurm")
     job: Job | None = None
+    preempted: Job | None = None
     ends = "COMPLETED"
     for command in COMMANDS:
         if "multirun" in command:
@@ -28,11 +29,12 @@ def test_every_command(cluster: Cluster, tmp_path: Path) -> None:
         ends = "CANCELLED" if command.startswith("scancel $job") else "COMPLETED"
         if job is not None and "scancel" in command:
             job.wait_for("One mini-batch, simulated", 300)
+            preempted = job if "--signal=USR1" in command else preempted
         print(command, flush=True)
         job = run(cluster, command, tmp_path, job)
-    told = (tmp_path / "slurm-4.out").read_text()
-    assert "Received SIGUSR1: saved" in told
-    assert "Restored all states from the checkpoint" in told
+    assert preempted is not None
+    assert "Received SIGUSR1: saved" in preempted.output
+    assert "Restored all states from the checkpoint" in preempted.output
 
 
 def run(cluster: Cluster, command: str, folder: Path, job: Job | None) -> Job | None:
