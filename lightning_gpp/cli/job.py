@@ -14,7 +14,8 @@ from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from omegaconf import DictConfig
 
 from lightning_gpp.checkpoints.folder import is_folder
@@ -60,7 +61,7 @@ def _run(job: Job, config: DictConfig) -> dict[str, float]:
     if config.train:
         _fit(job, config)
         metrics |= _metrics(job.trainer)
-    if config.test and not job.trainer.interrupted:
+    if config.test and not job.trainer.interrupted and (_has_test(job) or not config.train):
         _test(job, None if config.train else config.ckpt_path)
         metrics |= _metrics(job.trainer)
     return metrics
@@ -72,6 +73,18 @@ def _fit(job: Job, config: DictConfig) -> None:
         return
     with resuming_by_itself(job.trainer, config.paths.output_dir):
         job.trainer.fit(job.model, datamodule=job.datamodule)
+
+
+def _has_test(job: Job) -> bool:
+    """Whether the user's classes have a test; without one, there is none after training."""
+    missing = [
+        f"{type(owner).__name__}.{name}"
+        for owner, name in ((job.model, "test_step"), (job.datamodule, "test_dataloader"))
+        if not is_overridden(name, owner)
+    ]
+    if missing:
+        rank_zero_info(f"There is no test after training, as there is no {' and no '.join(missing)}.")
+    return not missing
 
 
 def _metrics(trainer: L.Trainer) -> dict[str, float]:

@@ -45,6 +45,40 @@ def test_one_process_needs_no_pipeline(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (folder / "plan.yaml").exists()
 
 
+UNTESTED = """
+import lightning as L
+import torch
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(4, 3))
+"""
+
+
+def test_a_module_without_a_test_is_only_trained(tmp_path: Path) -> None:
+    (tmp_path / "untested.py").write_text(UNTESTED)
+    for group in ("data", "model"):
+        (tmp_path / "mine" / group).mkdir(parents=True)
+        (tmp_path / "mine" / group / "mine.yaml").write_text(f"_target_: untested.{group.capitalize()}\n")
+    alone = ("strategy=single_device", "trainer.devices=1", "trainer.max_epochs=1", "name=mine")
+    result = command("train", "--config-dir", "mine", "data=mine", "model=mine", *alone, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "no test after training, as there is no Model.test_step and no Data.test_dataloader." in result.stderr
+    (folder,) = (tmp_path / "runs" / "mine").iterdir()
+    assert (folder / "metrics.json").is_file()
+
+
 def test_a_mistake_ends_with_one_message_and_no_traceback(tmp_path: Path) -> None:
     result = command("train", *SHORT, "strategy.num_micro_batches=many", cwd=tmp_path)
     assert result.returncode == 1
