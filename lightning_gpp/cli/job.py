@@ -76,7 +76,7 @@ def _fit(job: Job, config: DictConfig) -> None:
 
 
 def _has_test(job: Job) -> bool:
-    """Whether the user's classes have a test; without one, there is none after training."""
+    """True if the user's classes have a test; says what they lack otherwise."""
     missing = [
         f"{type(owner).__name__}.{name}"
         for owner, name in ((job.model, "test_step"), (job.datamodule, "test_dataloader"))
