@@ -47,7 +47,7 @@ MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
 """Number of larger units for a first search, in total and per device, and its share of the time."""
 
 FIRST_SHARE = 0.3
-"""Share of the time for finding first shapes."""
+"""Share of the time for finding first shapes; as much again for slack in the best ones."""
 
 NUM_STARTS = 6
 """Number of shapes that are improved before the first perturbation."""
@@ -228,12 +228,17 @@ class Search:
         self.published = published(self.problem, self.control)
         self.take(self.published)
         began = self.control.elapsed
-        for shape in self._first_shapes():
-            self._judge(shape)
-            if self.control.elapsed - began > FIRST_SHARE * self.control.seconds:
-                break
-        self.take(with_slack(self.problem, nsmallest(NUM_SLACKENED, self.known, key=self.known.__getitem__)))
+        self._take_until(began + FIRST_SHARE * self.control.seconds, self._first_shapes())
+        best = nsmallest(NUM_SLACKENED, self.known, key=self.known.__getitem__)
+        self._take_until(began + 2 * FIRST_SHARE * self.control.seconds, with_slack(self.problem, best))
         return self.leaders()
+
+    def _take_until(self, seconds: float, shapes: Iterable[Shape]) -> None:
+        """Judge shapes, at least one, until the search has taken these seconds."""
+        for shape in shapes:
+            self._judge(shape)
+            if self.control.elapsed > seconds:
+                return
 
     def _first_shapes(self) -> Iterator[Shape]:
         problem, found = self.problem, self._orders()
@@ -247,7 +252,7 @@ class Search:
         return orders(self.problem, self.problem.seconds(self.problem.sizes[len(self.problem.sizes) // 2]).total)
 
     def _cut(self, variants: Iterable[Cuts]) -> Iterator[Shape]:
-        for cuts in variants:
+        for cuts in takewhile(lambda _: not self.control.expired, variants):
             number = -(-self.problem.batch_size // cuts.size)
             for shape in seeds(self.problem, cuts, partial(self._worth, number)):
                 yield shape

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import networkx as nx
 import numpy as np
@@ -147,11 +148,15 @@ class _Table:
         self.num_answers = 1 if cuts.equal else self.most_stages
         self.seconds = [self._prefix(count * cuts.width) for count in self.counts]
         self.balance = self.seconds[0][-1] / self.num_slots
-        self.borders = _borders(problem, self.reverse) if cuts.apart else None
         self._room: dict[int, Positions] = {}
         slots = np.arange(self.num_slots + 1)[None, :] - np.array(self.counts)[:, None]
         self._before = np.where(slots < 0, self.num_slots + 1, slots)  # unreachable: behind all slots
         self._rows = np.arange(len(self.counts))[:, None]
+
+    @cached_property
+    def borders(self) -> Positions | None:
+        """The last ends of connected stages; None if they need not be connected."""
+        return _borders(self.problem, self.reverse) if self.cuts.apart else None
 
     def limits(self) -> Array:
         near, far = 3 * self.balance, max(float(row[-1]) for row in self.seconds)
