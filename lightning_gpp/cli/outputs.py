@@ -11,7 +11,6 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gpp.cli.blame import logged, mistake
-from lightning_gpp.cli.run_report import RunReport
 from lightning_gpp.errors import ConfigError
 
 
@@ -49,6 +48,8 @@ def begin_outputs(config: DictConfig, trainer: L.Trainer) -> None:
 
 def _folders(trainer: L.Trainer) -> list[str]:
     """Local folders of checkpoints and reports."""
+    from lightning_gpp.cli.run_report import RunReport  # takes seconds to load, which refusals should not wait for
+
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     reports = [str(callback.folder) for callback in callbacks if isinstance(callback, RunReport)]
     saved = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
