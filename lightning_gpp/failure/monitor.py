@@ -37,6 +37,8 @@ INTERRUPTED: Final = 130
 """The exit code after Ctrl-C."""
 _CONSEQUENCE_GRACE: Final = PATIENCE + 0.5
 """Seconds that a communication error waits for its cause to arrive."""
+_LATE: Final = 3.0
+"""Seconds for which rank 0, when it fails, waits for ranks that have not come yet."""
 _CONSEQUENCES: Final = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "gloo")
 _START: Final = 300.0
 """Seconds for all ranks to start: imports from a busy file server take minutes."""
@@ -79,6 +81,8 @@ class FailureMonitor:
         self._exit_grace = exit_grace
         self.patience = patience
         self._watcher: Watcher | None = None
+        self._all_here = threading.Event()
+        """Set once all ranks have come, on rank 0; on the others once they have reached it."""
         self._stop_signal = 0
         self._reported: tuple[BaseException, Verdict] | None = None
         self._process = ProcessIdentity.current()
@@ -117,6 +121,7 @@ class FailureMonitor:
             self._watcher.ask_to_stop(self._stop_signal)
         if self.rank == 0:
             self._let_in(self._watcher, exchange)
+        self._all_here.set()
         self._excepthook, sys.excepthook = sys.excepthook, self._on_uncaught
         return self
 
@@ -189,6 +194,8 @@ class FailureMonitor:
     def fail(self, event: str, code: int = EXIT_CODE) -> None:
         """Tell the others that this rank fails by `event`, a verb phrase, not an exception. Returns when they know.
 
+        On rank 0 ranks that have not come yet have a few seconds to do so.
+
         `code`: the exit code of all other ranks.
         """
         watcher = self._watcher
@@ -196,6 +203,8 @@ class FailureMonitor:
             return
         self._submit(watcher, event, code=code)
         watcher.known.wait(self._exit_grace)
+        if self._all_here.wait(_LATE):  # who comes now is told; later nobody would answer
+            watcher.catch_up(self._exit_grace)
 
     def _submit(self, watcher: Watcher, event: str, trace: str = "", point: str = "", code: int = EXIT_CODE) -> None:
         cause = Cause(

@@ -104,6 +104,12 @@ class Watcher(threading.Thread):
         self._post(partial(self._finish, patience))
         self.join(patience + 2.0)
 
+    def catch_up(self, seconds: float) -> None:
+        """Wait, in another thread, until all is done that was asked for before."""
+        done = threading.Event()
+        self._post(done.set)
+        done.wait(seconds)
+
     def run(self) -> None:
         try:
             self._watch()

@@ -137,6 +137,24 @@ def test_ranks_that_wait_for_one_that_does_not_come_end_at_once(tmp_path: Path) 
     assert "Received SIGTERM before all ranks were there" in running.output(0)
 
 
+def with_a_late_rank_2(rank: int, world_size: int, port: int, folder: str) -> None:
+    if rank == 2:
+        while "It ends" not in Path(folder, "rank0.txt").read_text():
+            time.sleep(0.05)
+    as_torchrun_would(rank, world_size, port, folder, (), {})
+
+
+def test_a_rank_that_comes_a_little_later_is_told(tmp_path: Path) -> None:
+    """Without a launcher, that is: these end all ranks after one."""
+    with processes_running(tmp_path, WORLD_SIZE, with_a_late_rank_2, str(tmp_path)) as running:
+        while not catches(running.pids[0], TERM):
+            time.sleep(0.05)
+        time.sleep(2)
+        os.kill(running.pids[0], TERM)
+        running.wait(30)
+    assert running.codes == [128 + TERM] * WORLD_SIZE, running.output()
+
+
 def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path: Path) -> None:
     with start(tmp_path, 1, signal.SIGINT, "step 2") as running:
         running.wait(50)
