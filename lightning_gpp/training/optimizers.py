@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_gpp.errors import CheckpointError, ConfigError
 from lightning_gpp.training.shards import local_parts
+
+NOTHING: Final[dict[str, Any]] = {"state": {}, "param_groups": []}
+"""The state dict of an optimizer without parameters; that of Lightning for modules without an optimizer is empty."""
 
 
 class OptimizerIndex:
@@ -100,7 +103,7 @@ class OptimizerIndex:
     def state(self) -> dict[str, Any]:
         """This rank's state by parameter name."""
         names = [name for group in self._kept for name in group]
-        state = self.optimizer.state_dict()["state"]
+        state = {**NOTHING, **self.optimizer.state_dict()}["state"]
         return {name: state[place] for place, name in enumerate(names) if place in state}
 
     def move(self, device: torch.device) -> None:
@@ -133,7 +136,7 @@ class OptimizerIndex:
 
     def _merged_groups(self) -> list[dict[str, Any]]:
         merged, start = [], 0
-        groups = self.optimizer.state_dict()["param_groups"]
+        groups = {**NOTHING, **self.optimizer.state_dict()}["param_groups"]
         for group, names, labels in zip(groups, self.groups, self.labels, strict=True):
             extra = {} if labels is None else {"param_names": labels}
             merged.append({**group, **extra, "params": list(range(start, start + len(names)))})
@@ -150,6 +153,7 @@ class OptimizerIndex:
         Raises:
             CheckpointError: the state is of another optimizer.
         """
+        full = {**NOTHING, **full}
         self._check_fits(full)
         names = [name for group in self.groups for name in group]
         place_of = {name: group["params"][i] for group, known in self._pairs(full) for i, name in enumerate(known)}

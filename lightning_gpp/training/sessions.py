@@ -10,7 +10,7 @@ from lightning_gpp.errors import CaptureError, NoNetworkError, ScheduleError, Sh
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.continuous import check_continuous
-from lightning_gpp.stages.undivided import Captured, undivided
+from lightning_gpp.stages.undivided import Captured, Undivided, undivided
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.eight_bit import patterns_of
@@ -127,11 +127,16 @@ def capture_of(job: Job, step: str, example: Any, known: Plan | None) -> Capture
     try:
         return captured_apart(record, parallel, job.module, context, job.control.num_devices)
     except (CaptureError, ShapeError) as error:
-        if not _needs_no_stages(job, step, error):
-            raise
-        reason = (error.reason if isinstance(error, CaptureError) else "") or str(error).splitlines()[0]
-        alone = job.control.num_devices == 1
-        return undivided(job.module, step, samples_in(example), f"It cannot be captured: {reason}.", alone=alone)
+        return uncaptured(job, step, example, error)
+
+
+def uncaptured(job: Job, step: str, example: Any, error: CaptureError | ShapeError) -> Undivided:
+    """A step that cannot be captured, as a whole on the first device; raises the error if that cannot be."""
+    if not _needs_no_stages(job, step, error):
+        raise error
+    reason = (error.reason if isinstance(error, CaptureError) else "") or str(error).splitlines()[0]
+    alone = job.control.num_devices == 1
+    return undivided(job.module, step, samples_in(example), f"It cannot be captured: {reason}.", alone=alone)
 
 
 def _needs_no_stages(job: Job, step: str, error: Exception) -> bool:

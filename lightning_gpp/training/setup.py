@@ -61,7 +61,7 @@ from lightning_gpp.training.parameters import move, place, settle
 from lightning_gpp.training.planner import TRAINING, devices_wanted, part_of_member, plan_for
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.self_check import check_first
-from lightning_gpp.training.sessions import Sessions, capture_of
+from lightning_gpp.training.sessions import Sessions, capture_of, uncaptured
 from lightning_gpp.training.whole_step import (
     WholeStep,
     can_run_whole,
@@ -124,10 +124,18 @@ def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, **given: Any) ->
 def _captured(
     job: Job, step: str, example: Any, whole: bool, calls: StepCalls | None
 ) -> tuple[Captured, StepCalls | None]:
+    """The captured step, and what was found in one that runs as a whole; None where its calls are not pipelined."""
     try:
-        return capture_whole(job, example, calls) if whole else (capture_of(job, step, example, job.known), None)
+        return _captured_whole(job, example, calls) if whole else (capture_of(job, step, example, job.known), None)
     except (CaptureError, ShapeError) as error:
         raise UncapturedError(error) from error
+
+
+def _captured_whole(job: Job, example: Any, calls: StepCalls | None) -> tuple[Captured, StepCalls | None]:
+    try:
+        return capture_whole(job, example, calls)
+    except (CaptureError, ShapeError) as error:
+        return uncaptured(job, TRAINING, example, error), None
 
 
 def _set_up(

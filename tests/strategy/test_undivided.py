@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -54,6 +55,22 @@ class Functional(Plain):
         return factor * F.cross_entropy(F.linear(hidden, self.head.weight, self.head.bias), batch[2])
 
 
+class ByHand(Functional):
+    """Calls no module either, and steps its optimizer itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, loss = self.optimizers(), super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.losses.append(float(loss))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Its losses are known."""
+
+
 class Scalars(Plain):
     """Its batches are numbers."""
 
@@ -71,7 +88,7 @@ def fit(rank: int, kind: type[Plain], gpp: bool) -> list[float]:
     return module.losses
 
 
-@pytest.mark.parametrize("kind", [ReadsValues, Functional, Scalars])
+@pytest.mark.parametrize("kind", [ReadsValues, Functional, ByHand, Scalars])
 def test_one_process_trains_as_without_the_strategy(kind: type[Plain]) -> None:
     (ours,), (plain,) = (harness.run(1, fit, kind, gpp) for gpp in (True, False))
     assert len(plain) > 2
@@ -96,3 +113,26 @@ def validate(rank: int, gpp: bool) -> float:
 def test_a_validation_step_without_a_network_runs_on_the_first_device() -> None:
     (alone,) = harness.run(1, validate, False)
     assert harness.run(2, validate, True) == pytest.approx([alone] * 2, rel=1e-12)
+
+
+class Idle(Plain):
+    """Trains nothing, as Lightning allows."""
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def fit_idle(rank: int, folder: str) -> list[float]:
+    losses = []
+    for epochs in (1, 2):
+        module = Idle().double()
+        trainer = harness.trainer(harness.strategy(stages=None, num_micro_batches=None), 2, max_epochs=epochs)
+        trainer.fit(module, loader(), ckpt_path=f"{folder}/idle.ckpt" if epochs > 1 else None)
+        trainer.save_checkpoint(f"{folder}/idle.ckpt")
+        losses += module.losses
+    return losses
+
+
+def test_without_an_optimizer_a_run_saves_and_resumes(tmp_path: Path) -> None:
+    (losses, _) = harness.run(2, fit_idle, str(tmp_path))
+    assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
