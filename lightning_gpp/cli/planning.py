@@ -44,6 +44,7 @@ from lightning_gpp.training.planner import (
 )
 from lightning_gpp.training.predicted import simulated, without_flush
 from lightning_gpp.training.replicas import idle_sharding
+from lightning_gpp.training.whole_step import noted_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +152,7 @@ def predict(task: Task) -> Prediction:
         )
     check_patterns(unsliced(result.plan).plan, task.options.eight_bit_edges)
     if result.prediction is not None:
-        return result.prediction
+        return replace(result.prediction, plan=noted_whole(result.prediction.plan, task.subject.whole))
     check_devices(result.plan, task.num_devices)
     return applied(task, result.plan)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -22,24 +22,27 @@ from lightning_gpp._compat.lightning import attach_data, transferred
 from lightning_gpp._compat.lightning_module import set_device_mesh
 from lightning_gpp._compat.torch import imitated_processes, pytree
 from lightning_gpp.capture import Capture
+from lightning_gpp.capture.calls import find_calls
 from lightning_gpp.cli.blame import guarded, refusal
 from lightning_gpp.cli.target import built
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.costs.table import CostTable
-from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.errors import CaptureError, ConfigError, PlanError, ShapeError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning.readers import read_graph
 from lightning_gpp.stages.declared import Declared
+from lightning_gpp.strategy.checks import runs_whole
 from lightning_gpp.strategy.data import peek
-from lightning_gpp.strategy.steps import CONTEXTS
+from lightning_gpp.strategy.steps import CONTEXTS, stand_ins
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.costs import measured_costs
 from lightning_gpp.training.machine import footprint_of, present
-from lightning_gpp.training.options import Options
+from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.parallel_regions import captured_apart
 from lightning_gpp.training.planner import TRAINING, Subject, captured_step
 from lightning_gpp.training.tensor_parallel import TensorParallel, check_divided, dividing
+from lightning_gpp.training.whole_step import RUNS_WHOLE, capture_found, check_whole, left_open
 
 CPU = torch.device("cpu")
 
@@ -53,6 +56,7 @@ class GraphFile:
     table: CostTable | None
     footprint: Footprint
     fingerprint: str = ""
+    whole: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -99,7 +103,8 @@ class Step:
     """The captured step of a configured model.
 
     `step`: what is planned: the step itself, or in a run that does not train the same without a backward. `divided`:
-    the dimension along which the processes of a device divide each parameter, by name.
+    the dimension along which the processes of a device divide each parameter, by name. `whole`: whether the training
+    step runs as a whole.
     """
 
     captured: Capture | Declared
@@ -110,6 +115,7 @@ class Step:
     footprint: Footprint
     notes: tuple[str, ...] = ()
     divided: Mapping[str, int] | None = None
+    whole: bool = False
 
     def costs(self, options: Options, cluster: Cluster, device: torch.device) -> CostModel | None:
         """Seconds of operators according to `strategy.costs`; None for the roofline model.
@@ -179,9 +185,12 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         with placed(), dividing as found:
             model.configure_model()
         parallel = found[0]
-        step = captured_apart(record, parallel, model, context, 1)
+        optimizers, notes = _optimizers(model, trainer)
+        divided = partial(captured_apart, record, parallel, model, context, 1)
+        step, whole = (
+            _training_step(model, batch, options, context, divided) if config.step == TRAINING else (divided(), "")
+        )
     check_divided(options.num_members, parallel)
-    optimizers, notes = _optimizers(model, trainer)
     return Step(
         captured=step,
         step=step,
@@ -189,9 +198,34 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         batch=batch,
         precision=trainer.precision_plugin,
         footprint=footprint_of(optimizers, str(config.trainer.precision)),
-        notes=(*notes, *step.notes),
+        notes=(*notes, *([whole] if whole else []), *step.notes),
         divided=None if parallel is None else parallel.cut,
+        whole=bool(whole),
     )
+
+
+def _training_step(
+    model: L.LightningModule, batch: Any, options: Options, context: Context, divided: Callable[[], Capture | Declared]
+) -> tuple[Capture | Declared, str]:
+    """The captured training step, and a note if it runs as a whole; `divided` captures it for micro-batches."""
+    example = outline(batch)
+    joint = partial(_joint, model, example, options, context)
+    if runs_whole(model, options):
+        check_whole(options)
+        return joint(), "The training step runs as a whole, on all ranks, and each of its network calls is pipelined."
+    try:
+        return divided(), ""
+    except (CaptureError, ShapeError) as error:
+        refused = error
+    if left_open(options):
+        with suppress(CaptureError, ShapeError, ConfigError):
+            return joint(), f"{RUNS_WHOLE} {getattr(refused, 'reason', '') or refused}"
+    raise refused
+
+
+def _joint(model: L.LightningModule, example: Any, options: Options, context: Context) -> Capture:
+    found = find_calls(model, example, context=context, device=CPU, stand_ins=lambda _: stand_ins(model))
+    return capture_found(model, found, example, options, context, CPU)
 
 
 @contextmanager
@@ -212,11 +246,14 @@ def _optimizers(model: L.LightningModule, trainer: L.Trainer) -> tuple[Sequence[
     """The optimizers that `configure_optimizers` returns, in any form; if it needs a run, none and a note.
 
     Raises:
-        ConfigError: it fails without asking for anything of a run, so it would fail in training, too.
+        ConfigError: it returns something else, or it fails without asking for anything of a run, so it would fail in
+            training, too.
     """
     trainer.state.fn, trainer.training = TrainerFn.FITTING, True  # makes the number of steps available
     try:
-        leaves = pytree.tree_leaves(model.configure_optimizers())
+        trainer.strategy.setup_optimizers(trainer)
+    except MisconfigurationException as error:
+        raise refusal(f"{type(model).__name__}.configure_optimizers", error) from error
     except Exception as error:  # the user's code, outside the run that it is written for
         if str(error) == _error_without_run(model):
             raise
@@ -224,7 +261,7 @@ def _optimizers(model: L.LightningModule, trainer: L.Trainer) -> tuple[Sequence[
         return (), (
             f"The memory of Adam is assumed for the optimizer: configure_optimizers failed outside a run ({cause}).",
         )
-    return [leaf for leaf in leaves if isinstance(leaf, Optimizer)], ()
+    return trainer.optimizers, ()
 
 
 def _error_without_run(model: L.LightningModule) -> str | None:

@@ -63,6 +63,7 @@ from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.self_check import check_first
 from lightning_gpp.training.sessions import Sessions, capture_of, uncaptured
 from lightning_gpp.training.whole_step import (
+    RUNS_WHOLE,
     WholeStep,
     can_run_whole,
     capture_whole,
@@ -113,11 +114,7 @@ def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, **given: Any) ->
     if engine is None:
         raise refused
     reason = getattr(refused, "reason", "") or str(refused)
-    job.control.warn(
-        "The training step runs as a whole, on all ranks, and each of its network calls is pipelined "
-        "(strategy.step=whole, docs/lightning.md), because it cannot run on micro-batches. All forwards of a call come "
-        f"before its backwards, so steps take longer. {reason}"
-    )
+    job.control.warn(f"{RUNS_WHOLE} {reason}")
     return engine
 
 

@@ -39,9 +39,15 @@ from lightning_gpp.training.host import Job
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.network_calls import NetworkCalls
 from lightning_gpp.training.option_values import SYNCHRONOUS
-from lightning_gpp.training.options import Options
+from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.replicas import Layout, Replicas
+
+RUNS_WHOLE: Final = (
+    "The training step runs as a whole, on all ranks, and each of its network calls is pipelined (strategy.step=whole, "
+    "docs/lightning.md), because it cannot run on micro-batches. All forwards of a call come before its backwards, so "
+    "steps take longer."
+)
 
 
 class WholeStep:
@@ -138,10 +144,16 @@ def capture_whole(job: Job, example: Any, known: StepCalls | None = None) -> tup
         stand_ins=job.host.stand_ins,
         divided=job.control.num_devices > 1,
     )
-    batch = joint_batch(found, samples_in(example))
-    captured = capture_joint(job.module, batch, context=context, device=job.device)
-    coupled = found.coupled if job.options.stages is None else ()  # stages by hand are checked afterwards
-    return replace(captured, graph=tied(captured.graph, coupled)), found
+    return capture_found(job.module, found, example, job.options, context, job.device), found
+
+
+def capture_found(
+    module: nn.Module, found: StepCalls, example: Any, options: Options, context: Context, device: torch.device
+) -> Capture:
+    """Capture the network calls that were found in a step, together; see `capture_whole`."""
+    captured = capture_joint(module, joint_batch(found, samples_in(example)), context=context, device=device)
+    coupled = found.coupled if options.stages is None else ()  # stages by hand are checked afterwards
+    return replace(captured, graph=tied(captured.graph, coupled))
 
 
 def comparison(job: Job, found: StepCalls, num_samples: int) -> Any:
@@ -183,8 +195,12 @@ def check_states(found: StepCalls, pipeline: Pipeline, plan: Plan) -> None:
 
 def can_run_whole(job: Job) -> bool:
     """True if a training step that cannot run on micro-batches may run as a whole instead, as the user left it open."""
-    options = job.options
-    if job.whole or options.step != "auto" or job.control.num_devices == 1 or options.num_members > 1:
+    return not job.whole and job.control.num_devices > 1 and left_open(job.options)
+
+
+def left_open(options: Options) -> bool:
+    """True if the options leave it open that a step runs as a whole."""
+    if options.step != "auto" or options.num_members > 1:
         return False
     try:
         check_whole(options)
