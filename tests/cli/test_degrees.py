@@ -71,4 +71,4 @@ def test_a_run_needs_the_number() -> None:
     """It is refused before other processes start."""
     strategy = GPPStrategy(tensor_parallel_size="auto")
     with pytest.raises(ConfigError, match="is for gpp-plan, which tells the fastest number"):
-        Trainer(strategy=strategy, accelerator="cpu", devices=2)
+        Trainer(strategy=strategy, accelerator="cpu", devices=1)

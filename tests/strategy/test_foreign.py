@@ -71,10 +71,11 @@ def fit(rank: int, stages: Any, average_in: str = "hook", norm: str = "") -> dic
     return {"state": {name: value.tolist() for name, value in state.items()}, "norms": module.norms}
 
 
-@pytest.mark.parametrize("norm", ["strategy", "lightning"])
-def test_an_average_in_a_hook_equals_one_process(norm: str) -> None:
-    alone = harness.run(1, fit, None, "hook", norm)[0]
-    first, second = harness.run(2, fit, TOGETHER, "hook", norm)
+@pytest.mark.parametrize(("average_in", "norm"), [("hook", "strategy"), ("hook", "lightning"), ("step", "")])
+def test_an_average_equals_one_process(average_in: str, norm: str) -> None:
+    """In the step it needs the step as a whole, which is chosen by itself."""
+    alone = harness.run(1, fit, None, average_in, norm)[0]
+    first, second = harness.run(2, fit, TOGETHER, average_in, norm)
     assert first["norms"] == second["norms"] == pytest.approx(alone["norms"])
     for name, values in alone["state"].items():
         torch.testing.assert_close(torch.tensor(first["state"][name]), torch.tensor(values))
@@ -84,7 +85,7 @@ def test_an_average_in_a_hook_equals_one_process(norm: str) -> None:
     ("stages", "average_in", "norm", "message"),
     [
         (APART, "hook", "", r"`add_` needs values of '(student|teacher).0.weight' \(stage '"),
-        (TOGETHER, "step", "", r"the step changes 'teacher.0.weight', which a module reads"),
+        (APART, "step", "", r"the step changes 'teacher.0.weight', which a module reads"),
         (TOGETHER, "hook", "squares", r"needs values of .*self.trainer.strategy.grad_norm\(\)"),
     ],
     ids=["apart", "in the step", "norm of all"],
