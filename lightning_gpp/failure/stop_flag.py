@@ -53,13 +53,18 @@ class StopFlag:
 
     def __enter__(self) -> StopFlag:
         self._process, self._installed = os.getpid(), True
-        for each in self.signals:
-            self._previous[each] = signal.signal(each, self._receive)
         self._woken, self._wake = socket.socketpair()
         self._wake.setblocking(False)
-        self._previous_wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        try:
+            self._previous_wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        except ValueError:  # not the main thread
+            self._woken.close()
+            self._wake.close()
+            raise
         self._listener = threading.Thread(target=self._listen, name="gpp-stop-flag", daemon=True)
         self._listener.start()
+        for each in self.signals:  # after the listener is there, which would not hear of an earlier one
+            self._previous[each] = signal.signal(each, self._receive)
         forget_in_workers(self)
         return self
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,22 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, rank: i
     stops = {running.output(each).partition("stops at ")[2] for each in range(3)}
     assert len(stops) == 1, stops
     assert stops.pop().endswith(f"by {number.name}\n")
+
+
+def test_the_first_instant_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that arrives as soon as there is a handler for it is heard of."""
+    heard, install = threading.Event(), signal.signal
+
+    def installed(number: int, handler: Any) -> Any:
+        before = install(number, handler)
+        monkeypatch.undo()
+        signal.raise_signal(number)
+        return before
+
+    monkeypatch.setattr(signal, "signal", installed)
+    with StopFlag(overdue=fail, heard=lambda number: heard.set()) as flag:
+        assert heard.wait(5)
+        assert flag.answer(signal.SIGTERM)
 
 
 def stuck_in_a_receive(rank: Rank) -> None:
