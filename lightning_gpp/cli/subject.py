@@ -42,7 +42,7 @@ from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.parallel_regions import captured_apart
 from lightning_gpp.training.planner import TRAINING, Subject, captured_step
 from lightning_gpp.training.tensor_parallel import TensorParallel, check_divided, dividing
-from lightning_gpp.training.whole_step import RUNS_WHOLE, capture_found, check_whole, left_open
+from lightning_gpp.training.whole_step import capture_found, check_whole, left_open, why_whole
 
 CPU = torch.device("cpu")
 
@@ -219,7 +219,7 @@ def _training_step(
         refused = error
     if left_open(options):
         with suppress(CaptureError, ShapeError, ConfigError):
-            return joint(), f"{RUNS_WHOLE} {getattr(refused, 'reason', '') or refused}"
+            return joint(), why_whole(refused)
     raise refused
 
 

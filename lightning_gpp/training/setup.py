@@ -63,7 +63,6 @@ from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.self_check import check_first
 from lightning_gpp.training.sessions import Sessions, capture_of, uncaptured
 from lightning_gpp.training.whole_step import (
-    RUNS_WHOLE,
     WholeStep,
     can_run_whole,
     capture_whole,
@@ -71,6 +70,7 @@ from lightning_gpp.training.whole_step import (
     comparison,
     made_for_whole,
     noted_whole,
+    why_whole,
 )
 
 log = logging.getLogger(__name__)
@@ -113,8 +113,7 @@ def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, **given: Any) ->
         log.info("The step cannot run as a whole, either: %s", error)
     if engine is None:
         raise refused
-    reason = getattr(refused, "reason", "") or str(refused)
-    job.control.warn(f"{RUNS_WHOLE} {reason}")
+    job.control.warn(why_whole(refused))
     return engine
 
 

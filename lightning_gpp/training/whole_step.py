@@ -29,7 +29,7 @@ from lightning_gpp.capture.calls import (
     tied,
 )
 from lightning_gpp.capture.isolate import private_copy
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.runtime.transport import Transport
@@ -43,11 +43,14 @@ from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.replicas import Layout, Replicas
 
-RUNS_WHOLE: Final = (
-    "The training step runs as a whole, on all ranks, and each of its network calls is pipelined (strategy.step=whole, "
-    "docs/lightning.md), because it cannot run on micro-batches. All forwards of a call come before its backwards, so "
-    "steps take longer."
-)
+
+def why_whole(refused: GPPError) -> str:
+    """The message for a step that runs as a whole, because of what refused micro-batches."""
+    return (
+        "The training step runs as a whole, on all ranks, and each of its network calls is pipelined "
+        "(strategy.step=whole, docs/lightning.md), because it cannot run on micro-batches. All forwards of a call come "
+        f"before its backwards, so steps take longer. {getattr(refused, 'reason', '') or refused}"
+    )
 
 
 class WholeStep:

@@ -34,7 +34,8 @@ def _check(outcomes: list[Outcome]) -> None:
     for name, message in refused.items():
         assert re.search(REFUSED[name], message), name
         assert len(message) <= SCREEN
-    assert len(found) - len(refused) >= 0.95 * len(found)
+    passed = [outcome for outcome in found if outcome.kind in ("passed", "micro-batches")]
+    assert len(passed) >= 0.95 * len(found)
 
 
 @pytest.mark.timeout(180)
