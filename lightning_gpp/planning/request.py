@@ -24,7 +24,7 @@ from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint, Roofline
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.option import option, settle
+from lightning_gpp.option import option
 from lightning_gpp.planning.assignment.slices import Slicing
 from lightning_gpp.planning.problem.partitioner import Progress
 from lightning_gpp.planning.problem.problem import Problem, operator_seconds
@@ -37,11 +37,7 @@ Count = Annotated[int, Ge(1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """The limits that the strategy and a request for a plan have in common.
-
-    Raises:
-        ConfigError: a value is not allowed.
-    """
+    """The limits that the strategy and a request for a plan have in common; the strategy's options check them."""
 
     num_micro_batches: Count | None = option(
         None,
@@ -79,9 +75,6 @@ class SearchOptions:
         "better a plan could be; 0 leaves only the bound that all devices are busy all the time.",
         allowed="0 seconds or more",
     )
-
-    def __post_init__(self) -> None:
-        settle(self)
 
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -141,7 +134,6 @@ class Request(SearchOptions):
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        SearchOptions.__post_init__(self)
         if self.batch_size < 1:
             raise ConfigError(f"A plan needs a mini-batch of at least 1 sample, got {self.batch_size}.")
         if not self.seconds > 0:

@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Lt, MinLen
 
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.option import Converted, option
+from lightning_gpp.option import Converted, option, settle
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.complete import check_sharded_slices
 from lightning_gpp.planning.assignment.slices import Slicing
@@ -291,7 +291,7 @@ class Options(SearchOptions):
     )
 
     def __post_init__(self) -> None:
-        SearchOptions.__post_init__(self)  # not by super(), which dataclasses with slots do not have
+        settle(self)
         check_together(self)
 
     @property

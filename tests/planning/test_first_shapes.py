@@ -7,10 +7,9 @@ from itertools import islice
 
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.planning import Evaluator, Problem, Request
-from lightning_gpp.planning.partitioners.auto.first_shapes import variants
-from lightning_gpp.planning.partitioners.auto.seeds import Cuts, seeds
+from lightning_gpp.planning.partitioners.auto.moves import waits_filled
+from lightning_gpp.planning.partitioners.auto.seeds import Cuts, seeds, variants
 from lightning_gpp.planning.partitioners.auto.shape import Shape
-from lightning_gpp.planning.partitioners.auto.slack import waits_filled
 from tests.planning import graphs
 
 

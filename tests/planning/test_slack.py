@@ -11,10 +11,9 @@ import pytest
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.planning import Draft, Evaluator, Problem, Request, SearchControl
-from lightning_gpp.planning.partitioners.auto.moves import moves
+from lightning_gpp.planning.partitioners.auto.moves import moves, slack_of_chain
 from lightning_gpp.planning.partitioners.auto.search import auto
 from lightning_gpp.planning.partitioners.auto.shape import Shape
-from lightning_gpp.planning.partitioners.auto.slack import slack_of_chain
 from lightning_gpp.planning.problem.prediction import simulated
 from tests.planning import graphs
 from tests.planning.problems import random_problem

@@ -1,4 +1,7 @@
-"""Orders of the units, cut into contiguous stages with replicas.
+"""First shapes of a problem: those of published partitioners, and orders of the units, cut into stages with replicas.
+
+Pipelines with equal numbers of replicas come first, the most promising before the others: M micro-batches through S
+equal stages take M + S - 1 times a stage's seconds, and the reduction of its gradients.
 
 The orders are topological ones that keep branches together; contiguous parts of an order never form a cycle.
 
@@ -20,14 +23,22 @@ seconds of work must have M t + taper h within M times the limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
+from math import inf
+from types import MappingProxyType
+from typing import Final
 
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.partitioners.graphpipe import graphpipe
+from lightning_gpp.planning.partitioners.pipedream import pipedream
+from lightning_gpp.planning.partitioners.piper import piper
+from lightning_gpp.planning.problem.partitioner import Partitioner, SearchControl
 from lightning_gpp.planning.problem.problem import Array, Problem
 
 
@@ -285,3 +296,101 @@ def _shape(problem: Problem, cuts: Cuts, ends: list[int], replicas: list[int]) -
         size=cuts.size,
         schedule=cuts.schedule,
     )
+
+
+MAX_SLOTS = 64
+"""Beyond this number, devices are assigned in groups of equal size."""
+
+PUBLISHED: Final[Mapping[str, tuple[Partitioner, int]]] = MappingProxyType(
+    {"graphpipe": (graphpipe, 300), "pipedream": (pipedream, 64), "piper": (piper, 10)}
+)
+"""Partitioners whose drafts the search begins with, and the most units for which each is quick."""
+
+PUBLISHED_SHARE = 0.2
+"""The share of the time that they may take, those that can stop at any time."""
+
+
+def published(problem: Problem, control: SearchControl) -> dict[Shape, str]:
+    """Shapes that the partitioners of the literature find, unless they would take too long, with their names."""
+    found: dict[Shape, str] = {}
+    for name, (partitioner, most) in PUBLISHED.items():
+        if problem.num_units <= most and problem.num_devices <= MAX_SLOTS:
+            draft = partitioner(problem, SearchControl(seconds=PUBLISHED_SHARE * control.seconds)).draft
+            shape = None if draft is None else Shape.of(draft)
+            if shape is not None:
+                found.setdefault(shape, name)
+    return found
+
+
+def variants(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
+    """Ways to cut, the most promising first: equal replicas; middle sizes, branches apart; then all others."""
+    yield from _equal(problem, found[:2])
+    width, *wider = _widths(problem)
+    for apart in (True, False):
+        yield from _cuts(problem, found, [width], apart=apart)
+    if problem.replicable:
+        shared = [width for width in wider if width <= problem.max_replicas]
+        yield from _cuts(problem, found[:2], shared, apart=True)
+
+
+TAPERS: Final = (0.0, 0.5)
+"""Values of `Cuts.taper`: all stages equally heavy, and lighter towards the sink."""
+
+
+def _equal(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
+    """Stages with equal numbers of replicas, the shortest steps on paper first."""
+    number = problem.num_devices
+    most = min(problem.max_replicas, number)
+    widths = [w for w in range(1, number + 1) if number % w == 0 and w <= most and number // w <= problem.num_units]
+    ways = [(_step_on_paper(problem, cuts), cuts) for cuts in _cuts(problem, found, widths, apart=True)]
+    for seconds, cuts in sorted(ways, key=lambda way: way[0]):
+        tapers = TAPERS if cuts.size < problem.batch_size and not problem.continuous else TAPERS[:1]
+        if seconds < inf:
+            yield from (replace(cuts, equal=True, taper=taper) for taper in tapers)
+
+
+def _step_on_paper(problem: Problem, cuts: Cuts) -> float:
+    """Seconds of a step with equal stages; infinite if their weights do not fit."""
+    stages, replicas = problem.num_devices // cuts.width, cuts.width
+    if float(problem.static_bytes_of(replicas).sum()) / stages > float(problem.memory_bytes.max()):
+        return inf
+    table = problem.seconds(-(-cuts.size // replicas), slowest_kind(problem))
+    work = float((table.total + (table.forward if cuts.recompute else 0.0)).sum()) / stages
+    filling = 0.0 if problem.continuous else stages - 1
+    gradients = float(problem.parameter_bytes.sum()) / stages
+    summing = problem.cluster.all_reduce_seconds(range(replicas), gradients) if replicas > 1 else 0.0
+    return (problem.batch_size / cuts.size + filling) * work + summing
+
+
+def on_fewer_devices(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
+    """Ways to cut for fewer devices: one, powers of two, and all but one."""
+    numbers = sorted({1 << shift for shift in range(problem.num_devices.bit_length())} | {problem.num_devices - 1})
+    for number in numbers:
+        if 0 < number < problem.num_devices:
+            width = next(width for width in _widths(problem) if number % width == 0 or width > number)
+            for cuts in _cuts(problem, found[:2], [min(width, number)], apart=True):
+                yield replace(cuts, num_devices=number)
+
+
+def _cuts(problem: Problem, found: Sequence[list[int]], widths: Sequence[int], *, apart: bool) -> Iterator[Cuts]:
+    sizes = sorted(problem.sizes, key=lambda size: abs(-(-problem.batch_size // size) - 4 * problem.num_devices**0.5))
+    again = [flag for flag in (False, True) if problem.recompute in (None, flag)]
+    for order, size, width, schedule, recompute in product(found, sizes, widths, problem.schedules, again):
+        if width <= size:
+            yield Cuts(
+                order=order,
+                size=size,
+                width=width,
+                apart=apart,
+                recompute=recompute,
+                schedule=schedule,
+                fitting=True,
+            )
+
+
+def _widths(problem: Problem) -> list[int]:
+    """Sizes of groups in which devices are assigned: the least for which there are few groups, and its multiples."""
+    number = problem.num_devices
+    powers = [1 << shift for shift in range(number.bit_length())]
+    least = next((width for width in powers if number % width == 0 and number // width <= MAX_SLOTS), 1)
+    return [width for width in range(least, number + 1) if number % width == 0 and width % least == 0]
