@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_gpp.cli import schema
-from lightning_gpp.cli.help import ASKED, help_text
+from lightning_gpp.cli.help import ASKED, VERSION, help_text
 from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
 from lightning_gpp.errors import GPPError, did_you_mean
 
@@ -64,6 +64,9 @@ def run(command: Command) -> None:
     """Compose the configuration from the command line and hand it to the task; user errors end without a traceback."""
     if not sys.argv[1:] or set(ASKED) & set(sys.argv[1:]):
         print(command.help)
+        return
+    if "--version" in sys.argv[1:]:
+        print(VERSION)
         return
     _prepare()
     job = _HydraTask(command)

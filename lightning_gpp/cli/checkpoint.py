@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_gpp.cli.help import VERSION
 from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
 from lightning_gpp.errors import ConfigError, GPPError
 
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(NAME, description=ABOUT, epilog=EXAMPLES, formatter_class=form)
+    parser.add_argument("--version", action="version", version=VERSION)
     tasks = parser.add_subparsers(required=True, metavar="show | convert")
     show = tasks.add_parser("show", help="print what is in a checkpoint")
     show.add_argument("path", metavar="PATH", help="a checkpoint, file or folder")

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import yaml
 
+import lightning_gpp
 from lightning_gpp.option import Option, options_of
 from lightning_gpp.training.options import Options
 
 ASKED = ("--help", "-h")
+
+VERSION = f"lightning-gpp {lightning_gpp.__version__}"
 
 MAX_WIDTH = 100
 

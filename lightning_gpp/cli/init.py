@@ -9,6 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from lightning_gpp.cli.help import VERSION
 from lightning_gpp.errors import ConfigError
 
 NAME = "starter"
@@ -23,6 +24,7 @@ def main() -> None:
         description="Writes a project that trains at once: a LightningModule with two towers, made-up data, their "
         "configuration, a test, and a script for SLURM. Replace the network and the data by yours.",
     )
+    parser.add_argument("--version", action="version", version=VERSION)
     parser.add_argument("name", help="name of the project: of its folder, its Python package and its experiment")
     try:
         folder = create(parser.parse_args().name, Path.cwd())

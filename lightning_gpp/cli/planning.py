@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -104,7 +104,7 @@ def check_outputs(config: DictConfig, keys: Sequence[str]) -> None:
     Raises:
         ConfigError: the file that one of the keys names cannot be written.
     """
-    for key in filter(config.get, keys):
+    for key in _given(config, keys):
         path = Path(config[key])
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,11 +122,15 @@ def write_outputs(config: DictConfig, writers: Mapping[str, Callable[[Path], obj
     Raises:
         ConfigError: a file cannot be written to its end.
     """
-    for key in filter(config.get, writers):
+    for key in _given(config, writers):
         try:
             writers[key](Path(config[key]))
         except OSError as error:
             raise _unwritable(key, config[key], error) from error
+
+
+def _given(config: DictConfig, keys: Iterable[str]) -> list[str]:
+    return [key for key in keys if config.get(key) is not None]
 
 
 def _unwritable(key: str, path: str | Path, error: OSError) -> ConfigError:

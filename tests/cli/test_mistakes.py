@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lightning_gpp
 from tests.cli.commands import ROOT, command, commands
 
 pytestmark = pytest.mark.timeout(120)  # a dozen commands run in one fixture
@@ -152,6 +153,17 @@ def test_a_failed_plan_leaves_no_empty_file(project: Path) -> None:
     ((code, _, _),) = commands([line], cwd=project)
     assert code == 1
     assert not (project / "new.yaml").exists()
+
+
+def test_a_plan_leaves_the_file_that_it_is_asked_for(tmp_path: Path) -> None:
+    limits = ("strategy.search_seconds=1", "strategy.bound_seconds=0")
+    assert command("plan", TWO_TOWER, *limits, "output=plan.yaml", cwd=tmp_path).returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+@pytest.mark.parametrize("name", ["train", "plan", "checkpoint", "init"])
+def test_the_version_is_that_of_the_package(name: str, tmp_path: Path) -> None:
+    assert command(name, "--version", cwd=tmp_path).stdout == f"lightning-gpp {lightning_gpp.__version__}\n"
 
 
 @pytest.mark.parametrize(("name", "key"), [("train", "ckpt_path=null"), ("plan", "output=null")])
