@@ -187,7 +187,8 @@ class JobProcesses:
             tie_to_launcher(self.cluster_environment)
         check_script(self.cluster_environment, self.num_processes)
         _ = self.options.num_members  # refused here, before the other processes start, and not by each of them
-        self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if self.num_processes * self.num_nodes > 1:  # notebooks, too, run one process
+            self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the environment and Lightning's rank-zero functions which rank this is."""
