@@ -191,6 +191,12 @@ def transferred(module: Any, batch: Any, device: torch.device, loader: int = 0) 
     return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=loader)
 
 
+def replace_batch(trainer: Any, batch: Any) -> None:
+    """Take the sizes of logged values from another mini-batch than the one that the loop has."""
+    if trainer._results is not None:
+        trainer._results.batch = batch
+
+
 def layer_sync(strategy: Any) -> Any:
     """The plugin by which `Trainer(sync_batchnorm=True)` converts modules, or None."""
     return strategy._layer_sync

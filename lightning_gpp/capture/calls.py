@@ -26,8 +26,6 @@ from lightning_gpp.capture.recorder import Recorder, no_network, refusal
 from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Ref, StateRef
 from lightning_gpp.graph import OperatorGraph
 
-STEP_NAME = "training_step"
-
 CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and other arguments of a call."""
 
@@ -54,6 +52,7 @@ def find_calls(
     context: Entered,
     device: torch.device,
     stand_ins: Callable[[nn.Module], Mapping[str, Any]],
+    step: str = "training_step",
     divided: bool = True,
 ) -> StepCalls:
     """Run the step on fake tensors to find its network calls.
@@ -64,6 +63,7 @@ def find_calls(
         context: entered around the step, for example autocast.
         device: the device that the step believes it runs on.
         stand_ins: returns attributes of the module that are replaced, such as methods that step optimizers.
+        step: the name of the method.
         divided: whether there are several devices.
 
     Raises:
@@ -80,7 +80,7 @@ def find_calls(
         return record(
             module,
             batch,
-            step=STEP_NAME,
+            step=step,
             total=total,
             num_samples=total,
             run_time=RunTime(),

@@ -71,14 +71,18 @@ class ReadAhead:
         """Leave the loop that ends, for the one around it."""
         self._incoming.feed = self._around.pop()
 
-    def deliver(self) -> Any:
-        """Deliver the mini-batch whose turn it is, on the device, and announce it to all ranks."""
-        feed = self._incoming.feed
-        read, batch = feed.turn()
+    def next(self) -> Any:
+        """The mini-batch whose turn it is, on the device."""
+        read, batch = self._incoming.feed.turn()
         read.mark()
-        self._incoming.announce(batch, anew=feed.interrupted)
-        feed.interrupted = False
         return batch
+
+    def announce(self, batch: Any) -> None:
+        """Announce the mini-batch whose turn it is to all ranks."""
+        feed = self._incoming.feed
+        anew = self.active and feed.interrupted
+        self._incoming.announce(batch, anew=anew)
+        feed.interrupted = feed.interrupted and not anew
 
     def _begin(self, feed: Feed, position: Callable[[], Callable[[], object]]) -> None:
         """Read the data of the loop that runs, which has them by now."""

@@ -263,7 +263,7 @@ class Run:
     @property
     def _reads_ahead(self) -> bool:
         """True if mini-batches of an evaluation may be read before their turn."""
-        return self.control.num_members == 1 and not self.steps.whole
+        return self.control.num_members == 1
 
     def _compare_lengths(self, step: str, num_batches: Sequence[float]) -> None:
         """Compare the data of an evaluation, once. A rank without any would leave it out while the others wait.

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.errors import GPPError
 from lightning_gpp.strategy.checks import facts_of_trainer
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
@@ -71,6 +72,9 @@ class LightningHost(Host):
     def average(self, names: Set[str]) -> None:
         self.recorder.averaged |= names
 
+    def received(self, batch: Any) -> None:
+        replace_batch(self._module.trainer, batch)
+
     def inform(self, text: str) -> None:
         rank_zero_info(text)
 
@@ -111,9 +115,7 @@ class Steps:
     @property
     def whole(self) -> bool:
         """True while steps run as a whole."""
-        if self.engine is None or not self.engine.job.whole:
-            return False
-        return self.module.trainer.training or self.engine.job.evaluates_whole
+        return self.engine is not None and self.engine.runs_whole(_step_of(self.module.trainer))
 
     def train(self, arguments: Sequence[Any], last: bool) -> Any:
         """Run forwards and backwards of a mini-batch; returns the loss, with the rest of a dict where the step ran."""
@@ -132,13 +134,21 @@ class Steps:
         return {"loss": loss, **rest} if rest else loss
 
     def evaluate(self, step: str, arguments: Sequence[Any]) -> Any:
-        """Run a validation, test or prediction step. Returns its result on the rank that runs it, elsewhere None."""
+        """Run a validation, test or prediction step. Returns its result on the rank that runs it, elsewhere None.
+
+        All ranks run a step as a whole, and have its result, except predictions.
+        """
         if self.engine is None:
             self.engine = self._set_up(step, arguments[0])
+            if self.engine.runs_whole(step):  # from the first mini-batch on, which other ranks do not have yet
+                arguments = self.engine.hand_out(arguments)
         self.host.recorder.reset()
         result = self.engine.run(step, arguments)
-        if step != "predict_step":
-            self._share([])
+        if step == "predict_step":
+            return result if self.control.loads else None
+        if self.engine.runs_whole(step):
+            return result
+        self._share([])
         return result if self.control.loads else None
 
     def _share(self, results: Sequence[Tensor]) -> list[float]:
@@ -152,6 +162,13 @@ class Steps:
         count = len(rest) - 2 * len(calls)
         self.logs.replay(self.module, calls, rest[count:])
         return rest[:count]
+
+
+def _step_of(trainer: pl.Trainer) -> str:
+    """The step of the loop in which the trainer is."""
+    if trainer.training:
+        return TRAINING
+    return "test_step" if trainer.testing else "predict_step" if trainer.predicting else "validation_step"
 
 
 class Still:

@@ -174,16 +174,19 @@ class GPPStrategy(RanksStrategy):
         run, module = self._run, self.lightning_module
         if run is None or module is None or current_hook(module) != "batch_to_device":
             return super().batch_to_device(batch, device, dataloader_idx)
+        if run.reading.active:
+            batch = run.reading.next()
+        elif run.control.loads:
+            batch = super().batch_to_device(batch, device, dataloader_idx)
+        else:
+            batch = None
         if run.steps.whole:
-            return run.share(super().batch_to_device(batch, device, dataloader_idx) if run.control.loads else None)
+            return run.share(batch)
         if not run.control.runs_step:
             known = run.incoming.announce(None)
             return Placeholder(torch.empty(run.incoming.batch_size, 0)) if known else None
-        if run.reading.active:
-            return run.reading.deliver()
-        batch = super().batch_to_device(batch, device, dataloader_idx) if run.control.loads else None
         batch = run.job.in_device(batch)
-        run.incoming.announce(batch)
+        run.reading.announce(batch)
         return batch
 
     def on_train_start(self) -> None:
@@ -221,9 +224,6 @@ class GPPStrategy(RanksStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the user's step on the rank that runs it; a step as a whole runs on all ranks."""
-        if self._steps.whole:
-            with self._training.whole_evaluation():
-                return super().validation_step(*args, **kwargs)
         return self._steps.evaluate("validation_step", [*args, *kwargs.values()])
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ from lightning_gpp.training.checkpoint import (
     whole_optimizer_state,
     whole_state,
 )
-from lightning_gpp.training.evaluation import EvaluationPass
+from lightning_gpp.training.evaluation import EvaluationSteps
 from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.gradient_norms import KnownNorms
 from lightning_gpp.training.gradients import StageGradients
@@ -40,7 +40,7 @@ from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.predicted import computing_seconds
 from lightning_gpp.training.replicas import Replicas
-from lightning_gpp.training.runner import Outputs, Runner, combined, loss_and_rest, losses_of
+from lightning_gpp.training.runner import Outputs, Runner, loss_and_rest, losses_of
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.stragglers import Stragglers
@@ -62,12 +62,14 @@ class Engine:
         asynchronous: training without a flush between mini-batches; None flushes after each.
         gradients: checks and clips gradients if there is no flush.
         finite: checks losses and gradients, of all ranks together; None does not.
-        whole: runs the training step as a whole, on all ranks; None runs it on micro-batches.
+        whole: runs steps as a whole, on all ranks.
+        as_whole: names of the steps that run as a whole; others run on micro-batches, in evaluation if they can.
         machine: returns the machine that the plan was made for.
         num_steps: number of mini-batches that were trained earlier.
 
     Attributes:
         num_steps: number of mini-batches trained so far, which also numbers the random streams.
+        trains_whole: whether the training step runs as a whole.
     """
 
     def __init__(
@@ -78,20 +80,28 @@ class Engine:
         replicas: Replicas | None,
         machine: Callable[[], Machine],
         num_steps: int,
+        whole: WholeStep,
+        as_whole: Set[str] = frozenset(),
         asynchronous: Asynchronous | None = None,
         gradients: StageGradients | None = None,
         finite: FiniteCheck | None = None,
-        whole: WholeStep | None = None,
     ) -> None:
         self._sessions, self._indices, self._replicas = sessions, indices, replicas
         self._asynchronous, self._gradients, self._finite = asynchronous, gradients, finite
-        self.whole = whole
+        self._whole, self.trains_whole = whole, TRAINING in as_whole
         self.job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
         self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices], asynchronous)
         self._feed = Feed(self.ahead)
-        self._evaluation: EvaluationPass | None = None
+        self._evaluation = EvaluationSteps(
+            sessions,
+            self._runner,
+            whole,
+            as_whole=as_whole - {TRAINING},
+            training=self._feed,
+            num_steps=lambda: self.num_steps,
+        )
         self._stragglers = Stragglers(self.job, lambda: computing_seconds(self.plan, self.graph, self.machine()))
         for index in indices:
             index.move(self.device)
@@ -137,7 +147,7 @@ class Engine:
             accumulated: mini-batches per optimizer step.
             last: whether an optimizer step follows. Then gradients are complete afterwards.
         """
-        if self.whole is not None:
+        if self.trains_whole:
             return self._train_whole(batch, batch_idx, accumulated)
         batch = self._in_device(batch)
         self._expect(batch, anew=self._feed.interrupted)
@@ -155,13 +165,7 @@ class Engine:
 
     def share(self, batch: Any) -> Any:
         """A mini-batch for a step as a whole, on all ranks of a pipeline; only that of the first rank counts."""
-        return self._wholly.share(batch)
-
-    @property
-    def _wholly(self) -> WholeStep:
-        if self.whole is None:
-            raise GPPError("The engine was not set up to run the training step as a whole (strategy.step=whole).")
-        return self.whole
+        return self._whole.share(batch)
 
     def _train_whole(self, batch: Any, batch_idx: int, accumulated: int) -> Tensor:
         batch, step = self.share(batch), getattr(self.module, TRAINING)
@@ -174,26 +178,34 @@ class Engine:
     @contextmanager
     def whole_step(self) -> Iterator[None]:
         """Inside, the user's training step runs as a whole, on all ranks."""
-        self._end_evaluation()
-        with self._wholly.running(self.num_steps):
+        self._evaluation.end()
+        with self._whole.running(self.num_steps):
             yield
         self.num_steps += 1
 
-    def whole_evaluation(self) -> AbstractContextManager[None]:
-        """Inside, the user's evaluation step runs as a whole, on all ranks."""
-        return self._wholly.running(self.num_steps)
+    def runs_whole(self, step: str) -> bool:
+        """True for a step that runs as a whole: all ranks call it, with a mini-batch of all."""
+        return self.trains_whole if step == TRAINING else self._evaluation.runs_whole(step)
+
+    def hand_out(self, arguments: Sequence[Any]) -> list[Any]:
+        """The arguments of an evaluation step as a whole, of which other ranks had a placeholder of the mini-batch."""
+        return self._evaluation.hand_out(arguments)
 
     def complete_gradients(self) -> AbstractContextManager[None]:
         """Inside, a backward of a step as a whole runs; at its end gradients are complete."""
-        return self._wholly.reducing()
+        return self._whole.reducing()
 
     def evaluate(self, batch: Any, batch_idx: int = 0, *, step: str = "validation_step") -> Any:
         """Run an evaluation step on a mini-batch. Returns its result on ranks with `runs_step`, elsewhere None.
 
-        In a loop over `feed(loader, step)` the pipeline does not flush in between.
+        In a loop over `feed(loader, step)` the pipeline does not flush in between. A step that runs as a whole returns
+        its result on all ranks.
         """
-        batch = self._in_device(batch)
-        self._expect(batch)
+        if self.runs_whole(step):
+            batch = self.share(batch)
+        else:
+            batch = self._in_device(batch)
+            self._expect(batch)
         return self.run(step, [batch, *step_arguments(getattr(self.module, step), batch_idx)])
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
@@ -213,7 +225,7 @@ class Engine:
 
     def optimizer_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
         """The norm that an optimizer's gradients are clipped by, over all stages. All ranks call this together."""
-        return self._training.grad_norm(norm_type, None if self.whole is None else self._index(optimizer).names)
+        return self._training.grad_norm(norm_type, self._index(optimizer).names if self.trains_whole else None)
 
     def scale_gradients(self, optimizer: Optimizer, max_norm: float, norm: Tensor) -> None:
         """Scale an optimizer's gradients, whose norm is known, so that it is at most `max_norm`."""
@@ -252,7 +264,7 @@ class Engine:
             scale: factor of the gradients, for half precision.
         """
         self._training.begin(last=last)
-        self._end_evaluation()
+        self._evaluation.end()
         weight = scale / accumulated
         if not self._runner.sums:
             weight /= self._incoming.batch_size * self.control.num_pipelines
@@ -286,7 +298,7 @@ class Engine:
         """Number of mini-batches of a step that have to be read before their turn."""
         if step == TRAINING:
             return 0 if self._asynchronous is None else self._asynchronous.ahead
-        return self._runner.lead(step)
+        return 0 if self.runs_whole(step) else self._runner.lead(step)
 
     def feed(self, loader: Iterable[Any], step: str = TRAINING) -> Iterator[Any]:
         """Iterate over the mini-batches of a loader, reading those in advance that stages start before their turn."""
@@ -298,27 +310,7 @@ class Engine:
 
     def run(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run an evaluation step on the announced mini-batch. Returns its result where it ran."""
-        current = self._current_evaluation()
-        session = self._runner.session(step, arguments)
-        if session.streams:
-            segment = current.segment(session, alone=self._incoming.feed is self._feed)
-            outputs = self._runner.ahead(session, arguments, 1.0, current.number, segment)
-        else:
-            outputs = self._runner.flushed(session, arguments, 1.0, current.number)
-        current.number += 1
-        return combined(outputs) if outputs else None
-
-    def _current_evaluation(self) -> EvaluationPass:
-        if self._evaluation is not None and self._evaluation.is_over:
-            self._end_evaluation()
-        if self._evaluation is None:
-            self._evaluation = EvaluationPass(self._incoming, self.num_steps)
-        return self._evaluation
-
-    def _end_evaluation(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.end()
-            self._evaluation = None
+        return self._evaluation.run(step, arguments)
 
     @property
     def _training(self) -> Replicas:
@@ -446,7 +438,8 @@ class Engine:
         session = self.current
         if session is None or session.latest is None:
             return "set-up"
-        number = self.num_steps if session.training or self._evaluation is None else self._evaluation.number
+        evaluated = self._evaluation.number
+        number = self.num_steps if session.training or evaluated is None else evaluated
         place = f"{session.latest.describe()} of {session.capture.step}, mini-batch {number}"
         return place if session.latest.is_running else f"between steps, after {place}"
 

@@ -1,10 +1,18 @@
-"""Evaluation passes over data, in which mini-batches follow each other without a flush."""
+"""Evaluation: steps on micro-batches, in which mini-batches follow each other without a flush, or as a whole."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from lightning_gpp.errors import CaptureError, ShapeError
+from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.incoming import Incoming
+from lightning_gpp.training.runner import Runner, combined
 from lightning_gpp.training.segments import Segments
 from lightning_gpp.training.session import Session
+from lightning_gpp.training.sessions import Sessions
+from lightning_gpp.training.whole_step import WholeStep, may_evaluate_whole, why_whole
 
 
 class EvaluationPass:
@@ -45,3 +53,93 @@ class EvaluationPass:
         program = self._session.latest.program
         if batches := self._segments.on_their_way(self.number, program.lead):
             self._session.give_up(program.batch_size, batches)
+
+
+class EvaluationSteps:
+    """Runs evaluation steps, each on micro-batches or, if it cannot, as a whole. All ranks call its methods together.
+
+    Args:
+        sessions: makes the sessions of steps on micro-batches.
+        runner: runs mini-batches on micro-batches.
+        whole: runs steps as a whole.
+        as_whole: names of the steps that run as a whole from the beginning.
+        training: the feed of training, whose mini-batches are not those of an evaluation.
+        num_steps: returns the number of mini-batches trained so far.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        runner: Runner,
+        whole: WholeStep,
+        *,
+        as_whole: Iterable[str],
+        training: Feed,
+        num_steps: Callable[[], int],
+    ) -> None:
+        self._job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
+        self._runner, self._whole, self._as_whole = runner, whole, {*as_whole}
+        self._training, self._num_steps = training, num_steps
+        self._pass: EvaluationPass | None = None
+
+    def runs_whole(self, step: str) -> bool:
+        """True for a step that runs as a whole, whose mini-batches all ranks need."""
+        return step in self._as_whole
+
+    @property
+    def number(self) -> int | None:
+        """The number of the next mini-batch; None before the first one."""
+        return None if self._pass is None else self._pass.number
+
+    def run(self, step: str, arguments: Sequence[Any]) -> Any:
+        """Run a step on a mini-batch, which was announced, or is on all ranks for a step as a whole."""
+        if self.runs_whole(step):
+            return self._run_whole(step, arguments)
+        current = self._current()
+        session = self._session(step, arguments)
+        if session is None:
+            return self._run_whole(step, self.hand_out(arguments))
+        if session.streams:
+            segment = current.segment(session, alone=self._incoming.feed is self._training)
+            outputs = self._runner.ahead(session, arguments, 1.0, current.number, segment)
+        else:
+            outputs = self._runner.flushed(session, arguments, 1.0, current.number)
+        current.number += 1
+        return combined(outputs) if outputs else None
+
+    def hand_out(self, arguments: Sequence[Any]) -> list[Any]:
+        """The arguments of a step as a whole, with the mini-batch of the rank that loads it, on all ranks."""
+        batch, *rest = arguments
+        shared = self._whole.share(batch)
+        self._job.host.received(shared)
+        return [shared, *rest]
+
+    def end(self) -> None:
+        """Drop the mini-batches in the pipeline."""
+        if self._pass is not None:
+            self._pass.end()
+            self._pass = None
+
+    def _session(self, step: str, arguments: Sequence[Any]) -> Session | None:
+        """The session for a mini-batch; None if the step runs as a whole from now on, as it cannot be captured."""
+        try:
+            return self._runner.session(step, arguments)
+        except (CaptureError, ShapeError) as error:
+            if not may_evaluate_whole(self._job.options, self._layout.plan):
+                raise
+            refused = error
+        self.end()
+        self._as_whole.add(step)
+        self._job.control.warn(why_whole(refused, step))
+        return None
+
+    def _run_whole(self, step: str, arguments: Sequence[Any]) -> Any:
+        with self._whole.running(self._num_steps()), self._job.host.context(step)():
+            return getattr(self._job.module, step)(*arguments)
+
+    def _current(self) -> EvaluationPass:
+        if self._pass is not None and self._pass.is_over:
+            self.end()
+        if self._pass is None:
+            self._pass = EvaluationPass(self._incoming, self._num_steps())
+        return self._pass

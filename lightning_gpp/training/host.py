@@ -59,6 +59,9 @@ class Host:
     def average(self, names: Set[str]) -> None:
         """Combine the micro-batches' logged values of these names by their mean, also if batches are to be summed."""
 
+    def received(self, batch: Any) -> None:
+        """Note a mini-batch of a step as a whole, on all ranks, which had a placeholder of it before."""
+
     def inform(self, text: str) -> None:
         """Show the user a message that is not a warning. Called on global rank 0."""
         log.info(text)
@@ -78,7 +81,7 @@ class Job:
         host: the program that runs the engine.
         known: the plan of an earlier run, which evaluation keeps.
         stored: the state dict of a checkpoint folder, for tensors without memory.
-        whole: whether training runs the step as a whole, on all ranks.
+        whole: whether the step that the engine is set up for runs as a whole, on all ranks.
         evaluates_whole: whether validation in training does, too.
         parallel: the tensor parallelism inside stages; None without.
     """

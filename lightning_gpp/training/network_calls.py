@@ -56,8 +56,9 @@ class NetworkCalls:
         self._transport, self._mirror = transport, mirror
         self._streams = RandomStreams(job.seed, job.device)
         self._sessions: dict[tuple[Any, ...], CallSession] = {}
-        self._token = torch.zeros((), requires_grad=True)
-        self._accumulator = accumulator_of(self._token)
+        with torch.inference_mode(False), torch.enable_grad():
+            self._token = torch.zeros((), requires_grad=True)
+            self._accumulator = accumulator_of(self._token)
         self._paths = dict(self._divided())
         parts = [job.module.get_submodule(path) for path in self._paths.values()]
         self._answers = Answers(parts, self._answer)

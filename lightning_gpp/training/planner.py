@@ -14,13 +14,11 @@ from torch import nn
 from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.plan import SOURCE, STEP, WHOLE, Plan, Stage
+from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import Prediction, Request, best_order, best_plan, check_model, manual
-from lightning_gpp.planning.assignment.assign import assign, make_plan, mixing_stages, owner_of
 from lightning_gpp.planning.assignment.complete import completed, slice_again, slicing_of
 from lightning_gpp.planning.assignment.layout import lay_out_by_hand
-from lightning_gpp.planning.assignment.modules import around
-from lightning_gpp.planning.assignment.rebuild import rebuilt, separated
+from lightning_gpp.planning.assignment.rebuild import rebuilt
 from lightning_gpp.planning.assignment.slices import kept_together
 from lightning_gpp.planning.assignment.stages_spec import read
 from lightning_gpp.planning.problem.partitioner import Progress
@@ -350,40 +348,3 @@ def refitted(captured: Captured, plan: Plan) -> Plan:
     slicing, plan = slicing_of(plan), unsliced(plan).plan
     fresh = rebuilt(plan, captured.graph, captured.batch_size)
     return fresh if slicing is None else slice_again(fresh, captured.graph, slicing)
-
-
-def evaluation_plan(captured: Captured, plan: Plan) -> Plan:
-    """The plan's stages for an evaluation step, which runs once per mini-batch behind the micro-batches.
-
-    If a value cannot be joined from micro-batches, the step runs once per micro-batch, as in training.
-    """
-    if isinstance(captured, Undivided):
-        return captured.plan(plan.num_devices)
-    return replace(_evaluation_plan(captured, plan), sharding=plan.sharding)
-
-
-def _evaluation_plan(captured: Captured, plan: Plan) -> Plan:
-    stages = _whole_micro_batches(_with_others(unsliced(plan).plan.stages, captured.graph), captured.graph)
-    made = partial(
-        make_plan, captured.graph, batch_size=captured.batch_size, schedule=plan.schedule, unused=plan.unused
-    )
-    if isinstance(captured, Capture):
-        apart = made(separated(stages, WHOLE))
-        if all(edge.sliceable for edge in apart.edges if edge.src == SOURCE or edge.dst == apart.step_stage):
-            return apart
-    return made(stages)
-
-
-def _with_others(stages: Sequence[Stage], graph: OperatorGraph) -> list[Stage]:
-    """The stages; modules that training does not call join that of the user's step, which has their parameters."""
-    owners = {module: index for index, stage in enumerate(stages) for module in stage.modules if module != STEP}
-    called = {operator.module: None for operator in graph if operator.parameters and operator.module != STEP}
-    divided = around(owners)
-    others = tuple(module for module in called if module not in divided and owner_of(module, owners) is None)
-    return [replace(s, modules=(*s.modules, *others)) if STEP in s.modules else s for s in stages]
-
-
-def _whole_micro_batches(stages: Sequence[Stage], graph: OperatorGraph) -> list[Stage]:
-    """The stages; replicas that cannot share a micro-batch in this step take micro-batches in turn."""
-    mixing = mixing_stages(graph, assign(graph, [stage.modules for stage in stages]))
-    return [replace(stage, round_robin=stage.round_robin or index in mixing) for index, stage in enumerate(stages)]

@@ -15,13 +15,15 @@ from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.eight_bit import patterns_of
 from lightning_gpp.training.eight_bit_error import tell_error
+from lightning_gpp.training.evaluation_plan import evaluation_plan
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.parallel_regions import captured_apart
-from lightning_gpp.training.planner import TRAINING, captured_step, evaluation_plan, refitted
+from lightning_gpp.training.planner import TRAINING, captured_step, refitted
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.shards import without_shards
+from lightning_gpp.training.whole_step import made_for_whole
 
 
 class Sessions:
@@ -60,7 +62,7 @@ class Sessions:
     def new(self, step: str, batch: Any) -> Session:
         """A session for the form of the announced mini-batch, which is used only on the rank that runs the step."""
         captured = self._captured(step, batch)
-        plan = (refitted if step == TRAINING else evaluation_plan)(captured, self.layout.plan)
+        plan = self._plan(step, captured)
         replicas = self._replicas
         if replicas is not None and step != TRAINING and replicas.sharding != "fsdp":
             replicas = None
@@ -83,6 +85,12 @@ class Sessions:
             streams=step != TRAINING and self._streams(plan),
             eight_bit=patterns,
         )
+
+    def _plan(self, step: str, captured: Captured) -> Plan:
+        known = self.layout.plan
+        if step == TRAINING:
+            return refitted(captured, known)
+        return evaluation_plan(captured, known, all_cut=made_for_whole(known))
 
     def _streams(self, plan: Plan) -> bool:
         """True if the steps of an evaluation follow each other without a flush.

@@ -75,17 +75,19 @@ from lightning_gpp.training.whole_step import (
 
 log = logging.getLogger(__name__)
 
+VALIDATION: Final = "validation_step"
+
 NO_FORM: Final = -1
 """The form of mini-batches of a step as a whole, whose capture is not that of any step."""
 
 
 def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **given: Any) -> Engine:
-    """Build the engine of a run, see `_set_up`; if the training step cannot run on micro-batches, for one as a whole.
+    """Build the engine of a run, see `_set_up`; if the step cannot run on micro-batches, for one as a whole.
 
     All ranks call this together.
     """
-    may_run_whole = step == TRAINING and can_run_whole(job)
-    if may_run_whole and made_for_whole(job.options.plan):
+    may_run_whole = can_run_whole(job)
+    if step == TRAINING and may_run_whole and made_for_whole(job.options.plan):
         return _set_up(replace(job, whole=True, evaluates_whole=True), incoming, batch, step=step, **given)
     try:
         return _set_up(job, incoming, batch, step=step, **given)
@@ -93,7 +95,7 @@ def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **
         refused = error.error if isinstance(error, UncapturedError) else error
     if not may_run_whole:
         raise refused  # outside of the handler, whose error would be its context, of which it is the cause
-    return _set_up_whole(refused, job, incoming, batch, **given)
+    return _set_up_whole(refused, job, incoming, batch, step=step, **given)
 
 
 class UncapturedError(Exception):
@@ -104,34 +106,34 @@ class UncapturedError(Exception):
         self.error = error
 
 
-def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, **given: Any) -> Engine:
+def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, step: str, **given: Any) -> Engine:
     """Build the engine of a step as a whole, because of what refused micro-batches; raise that if it cannot be."""
     engine = None
     try:
-        engine = _set_up(replace(job, whole=True, evaluates_whole=True), *arguments, **given)
+        engine = _set_up(replace(job, whole=True, evaluates_whole=True), *arguments, step=step, **given)
     except (UncapturedError, ConfigError, PlanError, SelfCheckError) as error:
         log.info("The step cannot run as a whole, either: %s", error)
     if engine is None:
         raise refused
-    job.control.warn(why_whole(refused))
+    job.control.warn(why_whole(refused, step))
     return engine
 
 
-def _captured(
-    job: Job, step: str, example: Any, whole: bool, calls: StepCalls | None
-) -> tuple[Captured, StepCalls | None]:
+def _captured(job: Job, step: str, example: Any, calls: StepCalls | None) -> tuple[Captured, StepCalls | None]:
     """The captured step, and what was found in one that runs as a whole; None where its calls are not pipelined."""
     try:
-        return _captured_whole(job, example, calls) if whole else (capture_of(job, step, example, job.known), None)
+        if job.whole:
+            return _captured_whole(job, step, example, calls)
+        return capture_of(job, step, example, job.known), None
     except (CaptureError, ShapeError) as error:
         raise UncapturedError(error) from error
 
 
-def _captured_whole(job: Job, example: Any, calls: StepCalls | None) -> tuple[Captured, StepCalls | None]:
+def _captured_whole(job: Job, step: str, example: Any, calls: StepCalls | None) -> tuple[Captured, StepCalls | None]:
     try:
-        return capture_whole(job, example, calls)
+        return capture_whole(job, example, calls, step)
     except (CaptureError, ShapeError) as error:
-        return uncaptured(job, TRAINING, example, error), None
+        return uncaptured(job, step, example, error), None
 
 
 def _set_up(
@@ -167,12 +169,11 @@ def _set_up(
         check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.everyone)
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
     example = job.control.broadcast(outline(batch) if job.control.first else None)
-    whole = job.whole and step == TRAINING
-    captured, found_calls = _captured(job, step, example, whole, calls)
-    form = NO_FORM if whole else incoming.form_of(example)
+    captured, found_calls = _captured(job, step, example, calls)
+    form = NO_FORM if job.whole else incoming.form_of(example)
     batch = job.in_device(batch) if job.control.rank == 0 else batch
     machine = JobMachine(job, footprint or Footprint(), captured)
-    found = noted_whole(_plan_of_rank_0(job, captured, batch, machine), whole)
+    found = noted_whole(_plan_of_rank_0(job, captured, batch, machine), job.whole)
     plan = plan_on_one_device(found) if job.options.delayed_devices else found
     _check_step_device(plan)
     _check_agreement(job, captured, plan)
@@ -180,10 +181,10 @@ def _set_up(
     transport = _connect(job, plan, "training")
     if found_calls is not None:
         check_states(found_calls, build(captured, plan, job.module), plan)
-        batch = comparison(job, found_calls, captured.batch_size)
+        batch = comparison(job, found_calls, captured.batch_size) if step == TRAINING else None
     if found_calls is None or batch is not None:
         check_first(job, captured, plan, batch, transport)
-    if not (whole and job.control.num_processes == 1):
+    if not (job.whole and job.control.num_processes == 1):
         for optimizer in optimizers:
             check_first_order(optimizer)
     indices = [OptimizerIndex(optimizer, job.module) for optimizer in optimizers]
@@ -217,7 +218,8 @@ def _set_up(
     )
     return Engine(
         sessions,
-        whole=WholeStep(job, layout, transport, replicas) if whole and replicas is not None else None,
+        whole=WholeStep(job, layout, transport, replicas),
+        as_whole=_as_whole(job, step),
         indices=indices,
         replicas=replicas,
         asynchronous=asynchronous,
@@ -226,6 +228,11 @@ def _set_up(
         machine=machine.look,
         num_steps=num_steps,
     )
+
+
+def _as_whole(job: Job, step: str) -> frozenset[str]:
+    """The steps that run as a whole."""
+    return frozenset(({step} if job.whole else set()) | ({VALIDATION} if job.evaluates_whole else set()))
 
 
 def _finite_check(job: Job, layout: Layout, optimizers: Sequence[Optimizer]) -> FiniteCheck | None:

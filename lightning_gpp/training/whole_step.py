@@ -44,12 +44,14 @@ from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.replicas import Layout, Replicas
 
 
-def why_whole(refused: GPPError) -> str:
+def why_whole(refused: GPPError, step: str = TRAINING) -> str:
     """The message for a step that runs as a whole, because of what refused micro-batches."""
+    trains = step == TRAINING
+    option = "strategy.step=whole, docs/lightning.md" if trains else "docs/lightning.md"
+    cost = " All forwards of a call come before its backwards, so steps take longer." if trains else ""
     return (
-        "The training step runs as a whole, on all ranks, and each of its network calls is pipelined "
-        "(strategy.step=whole, docs/lightning.md), because it cannot run on micro-batches. All forwards of a call come "
-        f"before its backwards, so steps take longer. {getattr(refused, 'reason', '') or refused}"
+        f"The {step.replace('_', ' ')} runs as a whole, on all ranks, and each of its network calls is pipelined "
+        f"({option}), because it cannot run on micro-batches.{cost} {getattr(refused, 'reason', '') or refused}"
     )
 
 
@@ -60,10 +62,10 @@ class WholeStep:
         job: the job of the run.
         layout: the parameter placement.
         transport: transport to the other devices.
-        replicas: sums gradients of parameters that several ranks hold.
+        replicas: sums gradients of parameters that several ranks hold; None without training.
     """
 
-    def __init__(self, job: Job, layout: Layout, transport: Transport, replicas: Replicas) -> None:
+    def __init__(self, job: Job, layout: Layout, transport: Transport, replicas: Replicas | None) -> None:
         self._job, self._layout, self._replicas = job, layout, replicas
         self._mirror = Mirror(job.control, job.device)
         self._calls = NetworkCalls(
@@ -85,6 +87,8 @@ class WholeStep:
     @contextmanager
     def reducing(self) -> Iterator[None]:
         """Inside, a backward runs; at its end gradients are complete, and added to those of earlier backwards."""
+        if self._replicas is None:
+            raise GPPError("The engine was set up to evaluate, so it cannot train.")
         self._replicas.begin(last=True)
         shared = self._shared()
         before = {name: parameter.grad for name, parameter in shared.items()}
@@ -127,24 +131,28 @@ def _sum(before: Tensor | None, fresh: Tensor | None) -> Tensor | None:
     return before.add_(fresh)
 
 
-def capture_whole(job: Job, example: Any, known: StepCalls | None = None) -> tuple[Capture, StepCalls]:
+def capture_whole(
+    job: Job, example: Any, known: StepCalls | None = None, step: str = TRAINING
+) -> tuple[Capture, StepCalls]:
     """Capture the network calls of the step, together, for planning; and what was found in the step.
 
     Args:
         job: the job of the run.
         example: a mini-batch, perhaps without memory.
         known: the network calls, if they need not be found in the step.
+        step: the name of the step.
 
     Raises:
         CaptureError: the step cannot be run on fake tensors, or a module cannot be captured.
     """
-    context = job.host.context(TRAINING)
+    context = job.host.context(step)
     found = known or find_calls(
         job.module,
         example,
         context=context,
         device=job.device,
         stand_ins=job.host.stand_ins,
+        step=step,
         divided=job.control.num_devices > 1,
     )
     return capture_found(job.module, found, example, job.options, context, job.device), found
@@ -210,6 +218,13 @@ def left_open(options: Options) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def may_evaluate_whole(options: Options, plan: Plan) -> bool:
+    """True if an evaluation step that cannot run on micro-batches may run as a whole instead, in these stages."""
+    if options.step == "micro_batches" or options.num_members > 1 or plan.num_devices == 1:
+        return False
+    return options.weights == SYNCHRONOUS and plan.sharding != "fsdp"
 
 
 _STEP: Final = "step"

@@ -366,6 +366,18 @@ def test_first_training_batch() -> None:
     assert seen == [{"a": 2, "b": [2]}, None]
 
 
+def test_replace_batch() -> None:
+    class Logging(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            compat.replace_batch(self.trainer, torch.zeros(1 + 5 * batch_idx, 1))
+            self.log("number", float(batch_idx), on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    found: list[float] = []
+    fit(Logging(), loader(), on_train_end=lambda trainer: found.append(float(trainer.callback_metrics["number_epoch"])))
+    assert found == [pytest.approx(6 / 7)]
+
+
 def test_forget_indices() -> None:
     seen: list[Any] = []
 

@@ -17,7 +17,8 @@ from lightning_gpp import ConfigError, GPPStrategy, PlanError
 from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.reports import plan_table
-from lightning_gpp.training.planner import evaluation_plan, plan_for, refitted
+from lightning_gpp.training.evaluation_plan import evaluation_plan
+from lightning_gpp.training.planner import plan_for, refitted
 from tests.strategies import rerunning
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_data, make_module

@@ -244,6 +244,19 @@ def mixing_stages(graph: OperatorGraph, assignment: Assignment) -> dict[int, Ope
     return first
 
 
+def mixes_into_samples(graph: OperatorGraph) -> bool:
+    """True if values of single samples depend on all of them, because the network reads a value that mixes samples.
+
+    Rows that other samples point at (edges of a graph) are such values, too; a loss that only the step reads is not.
+    """
+    reads = (
+        graph[target]
+        for source, target, outputs in graph.nx.edges(data="outputs")
+        if any(graph[source].outputs[output].mixes_samples for output in outputs)
+    )
+    return any(spec.varies for reader in reads if reader.target != "step" for spec in reader.outputs)
+
+
 def _check_replicas(graph: OperatorGraph, stages: Sequence[Stage], assignment: Assignment) -> None:
     for index, operator in mixing_stages(graph, assignment).items():
         stage = stages[index] if index != SOURCE else None
