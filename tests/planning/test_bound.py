@@ -175,6 +175,18 @@ def test_a_chain_waits_for_warm_up_and_drain() -> None:
     assert 1.05 * balance < lower_bound(problem) < balance * 11 / 8
 
 
+def test_stages_behind_others_have_less_time_for_their_work() -> None:
+    """Sixteen equal units on as many devices, and eight micro-batches."""
+    problem = replace(_problem([1.0] * 16, [(unit, unit + 1) for unit in range(15)], 16), max_replicas=1)
+    assert 1.75 * 8 * 3 < lower_bound(problem) < 23 / 8 * 8 * 3
+
+
+def test_the_largest_share_counts() -> None:
+    """Five samples on four devices, two of them on one."""
+    problem = _problem([1.0] * 4, [(unit, unit + 1) for unit in range(3)], 4, batch_size=5, size=5)
+    assert 1.05 * 5 * 4 * 3 / 4 < lower_bound(problem) <= _optimum(problem) * SLACK
+
+
 @pytest.mark.parametrize(("num_units", "num_devices", "each"), [(5, 2, 3), (7, 3, 3), (9, 4, 3)])
 def test_units_are_not_divided(num_units: int, num_devices: int, each: int) -> None:
     """Without replicas some device runs more than its share of equal units that nothing connects."""

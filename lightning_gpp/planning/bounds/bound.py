@@ -1,41 +1,50 @@
 """A lower bound on the step of every plan of a problem, whatever its stages, replicas and schedule.
 
 For one micro-batch size b, with M micro-batches on K devices, let t_u = f_u + g_u be the forward and backward seconds
-of unit u for b samples (replicas that share b samples take no less in total), W their sum, p_u the bytes of its
-weights.
+of unit u for b samples (replicas that share b samples take no less in total), p_u the bytes of its weights. A step
+takes T seconds.
 
-* The devices compute for M W seconds in total.
-* A device waits for the first forwards of all stages ahead of its own, and after its last backward for theirs. Give
-  every unit one path of ancestors, the longest over edges along which gradients come back (as for all paths here); let
-  D_u be the units whose path contains u. Weight a device's units by their seconds, at most T per device: if r devices
-  run u, all devices together wait for it for at least t_u(b / r) (M W(D_u) / T - r) seconds. This counts the work
-  behind u, less that in the stage of u itself.
-* r > 1 replicas of u reduce its gradients: 2 (r - 1) p_u / bandwidth seconds in total, over the links that r devices
-  need. That may overlap with waiting for the last backwards, so a share s of it counts, and 1 - s of the waiting.
-* Between its last forward and its last backward a device waits until that micro-batch has gone through all stages
-  behind it and back. Meanwhile it runs at most M - 1 backwards: at most c = (M - 1) e T / M seconds, where e = max g_u
-  / t_u is the largest share of a backward in a unit's seconds. Give every unit one path of descendants, the longest, of
-  C_u seconds. Let H be any set of units, for example those for which C_u exceeds c, and H_u those of H whose path
-  contains u. All devices together wait for u for at least t_u(b / r) (M W(H_u) / T - r) seconds; from the sum of these,
-  c M W(H) / T is subtracted.
-* Replicas take r t_u(b / r) seconds in total instead of t_u, M times: small shares are less efficient.
+* **Work.** r replicas of a unit are busy for M r t_u(b / r) seconds in total: on equally fast devices the largest share
+  counts, because the others wait for it.
+* **Waiting.** Of the T seconds a device of stage s waits I_s: for the first forwards of all stages ahead of its own,
+  and after its last backward for theirs. Give every unit one path of ancestors, the longest over edges along which
+  gradients come back. A path enters a stage only once, as stages form no cycle. So I_s is at least the seconds of all
+  units on the path of any of its units, except those in s itself.
+* **Sums of gradients.** r > 1 replicas of u reduce its gradients: 2 (r - 1) p_u / bandwidth seconds in total, over the
+  links that r devices need. That may overlap with waiting for the last backwards, so a share q of it counts, and 1 - q
+  of that waiting, for any q in [0, 1].
 
-    K T >= M W - c M W(H) / T + sum_u min_r [ M (r t_u(b / r) - t_u)  +  2 s (r - 1) p_u / bandwidth_r
-                                              + (f_u + (1 - s) g_u)(b / r) max(0, M W(D_u) / T - r)
-                                              + t_u(b / r) max(0, M W(H_u) / T - r) ]
+So the r_s devices of a stage have time for their work: r_s (T - I_s) >= sum_u in s M r t_u(b / r) =: B_s, and all
+devices together are at least K >= sum_s B_s / (T - I_s). For a guess a of I_s / T, by the tangent at a of a convex
+function,
 
-for any s in [0, 1] and H, also an empty one, and with the price of memory added (`memory`). A second of waiting is
-worth less work on slower devices, so waiting is divided by the largest slowdown. The right side falls with T, so the
-smallest T that satisfies it bounds the step from below. In addition, some stage has to run each unit M times, units are
-never divided, and stages wait for the stage of a unit that all micro-batches pass (`capacity`). The
-bound of the problem is the least of the bounds of its micro-batch sizes.
+    T / (T - I_s) >= h(a) + I_s / (T (1 - a)^2),   h(a) = (1 - 2 a) / (1 - a)^2.
+
+Every unit may have a guess of its own: a_u = x c_u / max c, where c_u is the length of its path and x < 1/2 the guess
+for the end of the longest path. Insert I_s, and add up by the units v that are waited for: each of the units D_v whose
+path contains v, but not those in the stage of v, waits for it with the weight M t_u / (T (1 - a_u)^2). Those left out,
+between which paths stay in the stage of v, have at most r T seconds of work, so that c_u - c_v <= r T / M, and their
+weights are at most r / (1 - a')^2 in total, with a' = x (c_v + r T / M) / max c, at most x. Hence
+
+    K T >= sum_v min_r [ h(a_v) (M r t_v(b / r)  +  2 q (r - 1) p_v / bandwidth_r)
+             + (f_v + (1 - q) g_v)(b / r) max(0, sum_{u in D_v} M t_u / (T (1 - a_u)^2)  -  r / (1 - a')^2) ]
+
+for any q and x, with the price of memory added (`memory`). If devices differ, t_u are seconds on the fastest kind, and
+K is how many of these the others are worth: a device that takes w times as long has w times less work in T - I_s
+seconds, and so have its sums of gradients. The right side falls with T, so the smallest T that satisfies it bounds the
+step from below. In addition, some stage has to run each unit M times, units are never divided, and stages wait for the
+stage of a unit that all micro-batches pass (`capacity`). The bound of the problem is the least of the bounds of its
+micro-batch sizes.
+
+Not included is how long a device waits between its last forward and its last backward, or between its first ones: it
+may have all other micro-batches to work on, as far as its memory allows.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -57,10 +66,13 @@ from lightning_gpp.planning.bounds.memory import LeastMemory, least_memory
 from lightning_gpp.planning.problem.problem import Array, Problem, UnitSeconds
 
 SHARES = (0.0, 0.5, 1.0)
-"""Values of s that are tried; the best one counts."""
+"""Values of q that are tried; the best one counts."""
 
-PRICES = (0.0, 0.03, 0.1, 0.2, 0.4, 1.0, 3.0)
+PRICES = (0.0, 0.1, 1.0)
 """Prices of all memory that are tried, as multiples of the device-seconds of a step; the best one counts."""
+
+GUESSES = (0.0, 0.15, 0.3, 0.45)
+"""Values of x that are tried; the best one counts."""
 
 BISECTIONS = 14
 """Bisections of the step time, relative to its range."""
@@ -102,8 +114,8 @@ def bound_of_size(problem: Problem, size: int) -> float:
 
 def _bound_by_balance(problem: Problem, size: int) -> float:
     """All devices busy all the time."""
-    forward, backward, devices = _fastest(problem, size)
-    return problem.batch_size / size * float(np.sum(forward + backward)) / devices
+    work = problem.batch_size / size * float(np.sum(_fastest(problem, size)))
+    return work / _num_fastest(problem, size)
 
 
 class _Bounds:
@@ -111,7 +123,7 @@ class _Bounds:
 
     def __init__(self, problem: Problem, size: int) -> None:
         self.problem, self.size = problem, size
-        self.bottlenecks = bottleneck_units(problem, np.add(*_fastest(problem, size)[:2]))
+        self.bottlenecks = bottleneck_units(problem, np.add(*_fastest(problem, size)))
         self.capacities: Capacities | None = None
 
     @property
@@ -139,7 +151,7 @@ def _capacities(problem: Problem, size: int) -> Capacities:
         )
         for choice in (_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size))
     ]
-    forward, backward, _ = _fastest(problem, size)
+    forward, backward = _fastest(problem, size)
     return capacities_of(problem.batch_size / size, problem.num_devices, shares, forward + backward)
 
 
@@ -166,19 +178,11 @@ def _tables(problem: Problem, size: int) -> list[UnitSeconds]:
     return [problem.seconds(share, kind) for share in sorted(samples) for kind in range(len(problem.cluster.kinds))]
 
 
-def _backward_share(problem: Problem, size: int) -> float:
-    """The largest share of a backward in a unit's seconds."""
-    tables = _tables(problem, size)
-    return max(float((1 - table.forward / np.maximum(table.total, 1e-30)).max()) for table in tables)
-
-
 def _bound_by_waiting(problem: Problem, size: int) -> float:
-    forward, backward, speed = _fastest(problem, size)
-    total = forward + backward
     choices = _stacked([_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size)])
-    paths = _Paths(problem, total, size)
+    paths = _Paths(problem, size)
     memory = least_memory(problem, size, choices.fewest[:, 0].astype(int).tolist())
-    return _solve(choices, paths, speed, memory)
+    return _solve(choices, paths, _num_fastest(problem, size), memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,20 +216,42 @@ MAX_SINGLE, RANGE = 16, 1.15
 
 
 def _replica_ranges(problem: Problem, size: int) -> list[tuple[int, int]]:
-    """Numbers of replicas: small ones singly, larger ones in ranges."""
+    """Numbers of replicas: small ones singly, larger ones in ranges, apart where the largest share gets smaller."""
     most = int(min(problem.max_replicas, problem.num_devices))
-    starts = [*range(1, min(most, MAX_SINGLE) + 1)]
-    while (following := int(starts[-1] * RANGE) + 1) <= most:
-        starts.append(following)
-    return list(zip(starts, [start - 1 for start in starts[1:]] + [most], strict=True))
+    starts = {*range(1, MAX_SINGLE + 1), *(-(-size // share) for share in range(1, MAX_SINGLE)), size + 1}
+    start = MAX_SINGLE
+    while (start := int(start * RANGE) + 1) <= most:
+        starts.add(start)
+    firsts = sorted(start for start in starts if start <= most)
+    return list(zip(firsts, [start - 1 for start in firsts[1:]] + [most], strict=True))
 
 
 def _choice(problem: Problem, size: int, fewest: int, most: int) -> _ReplicaRange:
-    forward, backward, _ = _fastest(problem, max(1, size // most))
+    forward, backward = _fastest(problem, max(1, size // most))
     summing = 2 * (fewest - 1) * problem.parameter_bytes / _bandwidth(problem, fewest)
-    alone = np.add(*_fastest(problem, size)[:2])
-    shared = fewest * np.add(*_fastest(problem, max(1, size // fewest))[:2])
+    alone = np.add(*_fastest(problem, size))
+    shared = fewest * _share_seconds(problem, size, fewest, most)
     return _ReplicaRange(fewest, most, forward, backward, summing, np.maximum(0.0, shared - alone))
+
+
+def _share_seconds(problem: Problem, size: int, fewest: int, most: int) -> Array:
+    """The least seconds of a micro-batch on each of that many replicas, on average over the step.
+
+    On equally fast devices the largest share counts, because all others wait for it.
+    """
+    smallest: Array = np.add(*_fastest(problem, max(1, size // fewest)))
+    if not _equally_fast(problem, size):
+        return smallest
+    number, last = divmod(problem.batch_size, size)
+    largest: Array = number * np.add(*_fastest(problem, -(-size // most)))
+    if last:
+        largest = largest + np.add(*_fastest(problem, -(-last // most)))
+    return np.maximum(smallest, largest * size / problem.batch_size)
+
+
+def _equally_fast(problem: Problem, size: int) -> bool:
+    first, *others = (problem.seconds(size, kind).total for kind in range(len(problem.cluster.kinds)))
+    return all(np.array_equal(first, other) for other in others)
 
 
 def _bandwidth(problem: Problem, replicas: int) -> float:
@@ -237,14 +263,18 @@ def _bandwidth(problem: Problem, replicas: int) -> float:
     return max([level.link.bytes_per_second for level in problem.cluster.levels] + single)
 
 
-def _fastest(problem: Problem, size: int) -> tuple[Array, Array, float]:
-    """Seconds of all units on their fastest kind of device, and how many such devices the cluster equals."""
+def _fastest(problem: Problem, size: int) -> tuple[Array, Array]:
+    """Forward and backward seconds of all units on their fastest kind of device."""
     tables = [problem.seconds(size, kind) for kind in range(len(problem.cluster.kinds))]
     forward = np.min([table.forward for table in tables], axis=0)
     total = np.min([table.total for table in tables], axis=0)
-    slowdowns = _slowdowns(problem, total, size)
-    worth = sum(1 / slowdowns[problem.cluster.kind(device)] for device in range(problem.num_devices))
-    return np.minimum(forward, total), total - np.minimum(forward, total), worth
+    return np.minimum(forward, total), total - np.minimum(forward, total)
+
+
+def _num_fastest(problem: Problem, size: int) -> float:
+    """The most devices of which each is the fastest for every unit that the cluster is worth."""
+    slowdowns = _slowdowns(problem, np.add(*_fastest(problem, size)), size)
+    return sum(1 / slowdowns[problem.cluster.kind(device)] for device in range(problem.num_devices))
 
 
 def _slowdowns(problem: Problem, total: Array, size: int) -> list[float]:
@@ -254,27 +284,32 @@ def _slowdowns(problem: Problem, total: Array, size: int) -> list[float]:
 
 
 class _Paths:
-    """The longest paths to and from every unit, and the work on them."""
+    """Every unit's longest path of ancestors, and the work on it."""
 
-    def __init__(self, problem: Problem, total: Array, size: int) -> None:
-        self.total, self.number = total, problem.batch_size / size  # a shorter last micro-batch counts as a fraction
-        self.most = -(-problem.batch_size // size)
-        self.slowdown = max(_slowdowns(problem, total, size))
-        order = _returning(problem)
-        self.behind = self.number * _behind(order, total)
-        self.after, self.child = _after(order, total)
-        self.backward_share = _backward_share(problem, size)
-        self.work = self.number * float(total.sum())
+    def __init__(self, problem: Problem, size: int) -> None:
+        self.total = np.add(*_fastest(problem, size))
+        self.number = problem.batch_size / size  # a shorter last micro-batch counts as a fraction
+        self.slowdown = max(_slowdowns(problem, self.total, size))
+        self.ahead, self.parent = _ahead(_returning(problem), self.total)
+        self.longest = max(float(self.ahead.max(initial=0.0)), 1e-30)
 
-    def waiting(self, seconds: float) -> tuple[Array, float]:
-        """For a step of `seconds`: how often each unit is waited for in the middle, and the seconds to subtract."""
-        allowed = seconds * (self.most - 1) * self.backward_share / self.number
-        weights = np.where(self.after > allowed, self.total * self.number / seconds, 0.0)
-        often = [0.0] * len(weights)
-        for unit, (child, weight) in enumerate(zip(self.child, weights.tolist(), strict=True)):
-            if child >= 0:
-                often[child] += often[unit] + weight
-        return np.array(often), allowed * float(weights.sum())
+    @property
+    def work(self) -> Array:
+        """Seconds of every unit in a step."""
+        return self.number * self.total
+
+    def working(self, last: float, further: Array | float = 0.0) -> Array:
+        """Guesses 1 - a of the share of a step for which stages do not wait, `further` seconds behind each unit."""
+        place: Array = np.minimum(1.0, (self.ahead + further) / self.longest)
+        return 1 - last * place
+
+    def behind(self, weights: Array) -> Array:
+        """For every unit the sum of the weights of the units whose path contains it."""
+        found = [0.0] * len(weights)
+        for unit, weight in reversed(list(enumerate(weights.tolist()))):
+            if self.parent[unit] >= 0:
+                found[self.parent[unit]] += found[unit] + weight
+        return np.array(found)
 
 
 def _returning(problem: Problem) -> nx.DiGraph:
@@ -287,64 +322,59 @@ def _returning(problem: Problem) -> nx.DiGraph:
     return graph
 
 
-def _behind(order: nx.DiGraph, total: Array) -> Array:
-    """For every unit the seconds of the units whose longest path of ancestors contains it."""
-    num_units = len(total)
-    parent, length = [-1] * num_units, [0.0] * num_units
-    for unit in range(num_units):
-        for before in order.predecessors(unit):
-            if length[before] + total[before] > length[unit] or parent[unit] < 0:
-                parent[unit], length[unit] = before, length[before] + total[before]
-    behind = np.zeros(num_units)
-    for unit in reversed(range(num_units)):
-        if parent[unit] >= 0:
-            behind[parent[unit]] += behind[unit] + total[unit]
-    return behind
-
-
-def _after(order: nx.DiGraph, total: Array) -> tuple[Array, list[int]]:
-    """For every unit the seconds of its longest path of descendants, and that path's first unit; -1 for sinks."""
-    num_units = len(total)
-    after, child = np.zeros(num_units), [-1] * num_units
-    for unit in reversed(range(num_units)):
-        following = list(order.successors(unit))
-        if following:
-            child[unit] = max(following, key=lambda other: float(after[other] + total[other]))
-            after[unit] = after[child[unit]] + total[child[unit]]
-    return after, child
+def _ahead(order: nx.DiGraph, total: Array) -> tuple[Array, list[int]]:
+    """For every unit the seconds of its longest path of ancestors, and that path's last unit; -1 for sources."""
+    ahead, parent = np.zeros(len(total)), [-1] * len(total)
+    for unit in range(len(total)):
+        preceding = list(order.predecessors(unit))
+        if preceding:
+            parent[unit] = max(preceding, key=lambda other: float(ahead[other] + total[other]))
+            ahead[unit] = ahead[parent[unit]] + total[parent[unit]]
+    return ahead, parent
 
 
 def _solve(choices: _ReplicaRange, paths: _Paths, num_devices: float, memory: LeastMemory) -> float:
     """The smallest T of the inequality."""
-    low, high = paths.work / num_devices, paths.work + float(paths.total.sum())
+    work = float(paths.work.sum())
+    low, high = work / num_devices, work + float(paths.total.sum())
+    waits = [_Waits(choices, paths, last) for last in GUESSES]
     for _ in range(BISECTIONS):
         middle = (low * high) ** 0.5
-        idle = max(
-            _with_memory(costs / paths.slowdown, memory, num_devices * middle) - allowed / paths.slowdown
-            for costs, allowed in _costs(choices, paths, middle)
-        )
-        low, high = (middle, high) if num_devices * middle < paths.work + idle else (low, middle)
+        budget = num_devices * middle
+        short = any(wait.needed(middle, budget, memory) > budget for wait in waits)
+        low, high = (middle, high) if short else (low, middle)
     return low
 
 
-def _costs(choices: _ReplicaRange, paths: _Paths, seconds: float) -> Iterator[tuple[Array, float]]:
-    """Device-seconds by number of replicas and unit for each s and H, and those to subtract."""
-    ahead = np.maximum(0.0, paths.behind / seconds - choices.most)
-    often, allowed = paths.waiting(seconds)
-    behind = choices.total * np.maximum(0.0, often - choices.most)
-    for share in SHARES:
-        costs = paths.number * choices.extra + share * choices.summing
-        costs = costs + (choices.forward + (1 - share) * choices.backward) * ahead
-        yield costs, 0.0
-        if allowed:
-            yield costs + behind, allowed
+class _Waits:
+    """The right side of the inequality, if the last stage is guessed to wait for the share `last` of a step."""
+
+    def __init__(self, choices: _ReplicaRange, paths: _Paths, last: float) -> None:
+        self.choices, self.paths, self.last = choices, paths, last
+        working = paths.working(last)
+        self.behind = paths.behind(paths.work / working**2)
+        self.worth = (2 * working - 1) / working**2
+        self.busy = self.worth * (paths.work + paths.number * choices.extra)
+        self.summing = self.worth / paths.slowdown * choices.summing
+
+    def needed(self, seconds: float, budget: float, memory: LeastMemory) -> float:
+        """The device-seconds of a step of `seconds`, which has `budget` of them."""
+        choices, paths = self.choices, self.paths
+        inside = choices.most / paths.working(self.last, choices.most * seconds / paths.number) ** 2
+        often = np.maximum(0.0, self.behind / seconds - inside)
+        forward, backward = self.busy + choices.forward * often, choices.backward * often
+        costs = (forward + share * self.summing + (1 - share) * backward for share in SHARES)
+        return max(_with_memory(each, memory, budget, float(self.worth.min())) for each in costs)
 
 
-def _with_memory(costs: Array, memory: LeastMemory, budget: float) -> float:
-    """The least device-seconds of all units, by number of replicas and unit, at the best price of memory."""
+def _with_memory(costs: Array, memory: LeastMemory, budget: float, worth: float) -> float:
+    """The least device-seconds of all units, by number of replicas and unit, at the best price of memory.
+
+    `worth`: what running blocks again for a second counts.
+    """
 
     def least(price: float) -> float:
-        bytes_, rest = memory.priced(price * budget / memory.capacity)
+        bytes_, rest = memory.priced(price * budget / memory.capacity, worth)
         return float(np.min(costs + bytes_, axis=0).sum()) + rest
 
     return max(map(least, PRICES))

@@ -240,7 +240,8 @@ def bottleneck_units(problem: Problem, work: Array) -> list[int]:
     if not units or units[-1] != last:
         return []
     limit = MAX_BEHIND * float(work.sum()) / problem.num_devices
-    few = [unit for unit in units[:-1] if _work(work, behind[unit]) <= limit]
+    seconds = work.tolist()
+    few = [unit for unit in units[:-1] if _work(seconds, behind[unit]) <= limit]
     return [*sorted(few, key=lambda unit: -float(work[unit]))[:1], last]
 
 
@@ -254,8 +255,8 @@ def _reached(units: Iterable[int], step: Callable[[int], Iterable[int]]) -> dict
     return reached
 
 
-def _work(work: Array, units: int) -> float:
-    return sum(float(seconds) for unit, seconds in enumerate(work) if units >> unit & 1)
+def _work(seconds: Sequence[float], units: int) -> float:
+    return sum(each for unit, each in enumerate(seconds) if units >> unit & 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,9 +46,12 @@ class LeastMemory:
     again: Array
     capacity: float
 
-    def priced(self, price: float) -> tuple[Array, float]:
-        """Device-seconds for a price of a byte: by number of replicas and unit, and the rest."""
-        rerun = np.minimum(0.0, self.again - price * self.freed).sum()
+    def priced(self, price: float, worth: float) -> tuple[Array, float]:
+        """Device-seconds for a price of a byte: by number of replicas and unit, and the rest.
+
+        `worth`: what a device-second counts in which a block runs again.
+        """
+        rerun = np.minimum(0.0, worth * self.again - price * self.freed).sum()
         return price * self.weights, price * (self.saved - self.capacity) + float(rerun)
 
 
