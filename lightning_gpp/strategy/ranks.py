@@ -40,13 +40,15 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         self._monitor: FailureMonitor | None = None
         self._guard: Guard | None = None
         self._run: Run | None = None
+        self._trained: Engine | None = None
         self._end: BaseException | None = None
         self._together = False
         self._checkpoints = Checkpoints(given, self._current_io)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without what belongs to this process: its connections, its watch, and its run."""
-        gone = {id(part) for part in (self._control, self._monitor, self._guard, self._run, self._end)}
+        parts = (self._control, self._monitor, self._guard, self._run, self._trained, self._end)
+        gone = {id(part) for part in parts}
         kept = {name: None if id(part) in gone else part for name, part in super().__getstate__().items()}
         return {**kept, "_checkpoints": Checkpoints(self.options, self._current_io)}
 

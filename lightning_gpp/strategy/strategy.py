@@ -66,7 +66,6 @@ class GPPStrategy(RanksStrategy):
         self._stored: StoredValues | None = None
         self._accumulating = False
         self._parallel: TensorParallel | None = None
-        self._trained: Engine | None = None
 
     # -- set-up and end -----------------------------------------------------------------------------------------------
 

@@ -189,7 +189,8 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
 def make_whole(module: nn.Module, placement: Placement, control: Control) -> None:
     """Give global rank 0 the values of all parameters and buffers, on the CPU. All ranks must call it."""
     tensors = tensors_of(module)
-    mine = {name: tensors[name].detach() for name in placement.held_by(control.device)}
+    held = placement.held_by(control.device)
+    mine = {name: tensors[name].detach() for name in held if name in tensors}  # pruning takes some out of the module
     received = merge(mine if control.pipeline == 0 else {}, control)
     if control.rank != 0:
         return

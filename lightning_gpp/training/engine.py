@@ -365,6 +365,8 @@ class Engine:
             CheckpointError: the state is of another optimizer.
         """
         index = self._index(optimizer)
+        if self._replicas is not None:
+            self._replicas.follow()  # a callback may have made the groups of the checkpoint again
         with self.job.shown():
             index.load(state, tensors_of(self.module))
         index.move(self.device)

@@ -31,21 +31,32 @@ class OptimizerIndex:
         self.groups: list[list[str]] = []
         self.labels: list[list[str] | None] = []
         self._kept: list[list[str]] = []
-        self._add_groups(module)
+        self._index(range(len(optimizer.param_groups)), module)
 
-    def _add_groups(self, module: nn.Module) -> None:
+    def _index(self, numbers: Iterable[int], module: nn.Module) -> None:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        for group in self.optimizer.param_groups[len(self.groups) :]:
-            self.groups.append([_name(parameter, names) for parameter in group["params"]])
-            self.labels.append(group.get("param_names"))
-            self._kept.append(self.groups[-1])
+        for number in numbers:
+            group = self.optimizer.param_groups[number]
+            found = [_name(parameter, names) for parameter in group["params"]]
+            self.groups[number:] = [found, *self.groups[number + 1 :]]
+            self.labels[number:] = [group.get("param_names"), *self.labels[number + 1 :]]
+            self._kept[number:] = [found, *self._kept[number + 1 :]]
 
     def refresh(self, module: nn.Module, names: set[str], tensors: Mapping[str, Tensor]) -> None:
-        """Index parameter groups that a hook has added; of these keep the parameters in `names`."""
-        known = len(self.groups)
-        if known < len(self.optimizer.param_groups):
-            self._add_groups(module)
-            self._keep(range(known, len(self.groups)), names, tensors)
+        """Index parameter groups that a hook has added or replaced; of these keep the parameters in `names`."""
+        groups = self.optimizer.param_groups
+        for known in (self.groups, self.labels, self._kept):
+            del known[len(groups) :]
+        fresh = [number for number in range(len(groups)) if not self._knows(number, tensors)]
+        if fresh:
+            self._index(fresh, module)
+            self._keep(fresh, names, tensors)
+
+    def _knows(self, number: int, tensors: Mapping[str, Tensor]) -> bool:
+        """True if the group has the parameters that are kept of the one with its number."""
+        kept = self._kept[number] if number < len(self._kept) else None
+        found = [id(parameter) for parameter in self.optimizer.param_groups[number]["params"]]
+        return kept is not None and found == [id(tensors.get(name)) for name in kept]
 
     @contextmanager
     def undivided(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:

@@ -146,7 +146,7 @@ class Replicas:
 
     def begin(self, last: bool) -> None:
         """Begin a mini-batch. `last`: an optimizer step follows."""
-        self._follow()
+        self.follow()
         self._sync.last = last
 
     def agree(self, digest: int) -> bool:
@@ -184,7 +184,7 @@ class Replicas:
     def finish(self) -> None:
         """Make gradients sums over the replicas, after the last mini-batch before a step."""
         self._sync.sync()
-        added = self._follow()
+        added = self.follow()
         if added:  # given to an optimizer since the mini-batch began
             self._sum(added)
 
@@ -237,7 +237,7 @@ class Replicas:
 
     # -- construction -------------------------------------------------------------------------------------------------
 
-    def _follow(self) -> set[str]:
+    def follow(self) -> set[str]:
         """Take up parameters that hooks froze, unfroze or gave to an optimizer; returns the names of the latter."""
         facts = self._current_facts()
         if facts == self._facts:
@@ -261,7 +261,8 @@ class Replicas:
         return {name for index in self._indices for name in index.names}
 
     def _current_facts(self) -> tuple[object, ...]:
-        return _trained(self.module.parameters()), *(len(index.optimizer.param_groups) for index in self._indices)
+        groups = (tuple(map(id, index.optimizer.param_groups)) for index in self._indices)
+        return _trained(self.module.parameters()), *groups
 
     def _made(self) -> GradientSync | ShardedStages:
         mesh, uses = self.control.mesh, self.layout.uses

@@ -108,6 +108,26 @@ def test_as_on_one_process(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(ranks[0]["state"][name], value, rtol=1e-11, atol=1e-13)
 
 
+def resumed(given: Any, devices: int, path: str) -> list[float]:
+    torch.manual_seed(0)
+    module = Plain().double()
+    machine = trainer(given, devices, max_epochs=4, callbacks=[callback("finetuning")])
+    machine.fit(module, loader(), loader(10, seed=2), ckpt_path=path, weights_only=False)
+    assert [len(group["params"]) for group in machine.optimizers[0].param_groups][1:]
+    return module.losses
+
+
+def resumed_on_two(rank: int, path: str) -> list[float]:
+    return resumed(strategy(stages=STAGES), 2, path)
+
+
+def test_groups_that_a_callback_added_are_there_after_a_resumption(tmp_path: Path) -> None:
+    fitted("auto", 1, "finetuning", str(tmp_path))
+    expected = resumed("auto", 1, str(tmp_path / "1"))
+    for losses in run(2, resumed_on_two, str(tmp_path / "1")):
+        assert losses == pytest.approx(expected, rel=1e-11)
+
+
 @pytest.mark.parametrize(("kind", "words"), [("batch size", "trials whose memory differs"), ("pruning", "masks param")])
 def test_refused_on_two_devices(kind: str, words: str) -> None:
     machine = trainer(callbacks=[callback(kind)])

@@ -18,6 +18,7 @@ def pickled(rank: int) -> bool:
 def pickled_after_a_run(rank: int) -> bool:
     machine: Any = trainer(strategy(), 2)
     machine.fit(TwoTowers().double(), loader())
+    machine.validate(machine.lightning_module, loader(10), verbose=False)
     again = pickle.loads(pickle.dumps(machine)) if rank == 0 else machine  # others have parts of the module
     return bool(again.strategy.options == machine.strategy.options)
 
