@@ -4,7 +4,7 @@
 
 The checkout has to be of the installed version, and the packages of its `requirements/pytorch/test.txt` installed.
 Tests that fail with the strategy run again without it: those that fail, too, say nothing about the strategy. Prints the
-share that passes and every failure with its last line, without those that `exceptions.txt` explains. With
+share that passes and every failure with its reason from `exceptions.txt`, or else with its last line. With
 `--results FOLDER` the outcomes of all tests are kept there, and a run that was interrupted continues.
 """
 
@@ -27,6 +27,8 @@ FOLDERS = (
     *("trainer", "tuner", "utilities"),
 )
 EXCEPTIONS = Path(__file__).with_name("exceptions.txt")
+INTERNALS = "internals:"
+"""Begins the reasons of tests that say nothing about the strategy."""
 
 
 def main() -> None:
@@ -74,23 +76,25 @@ def explained() -> dict[str, str]:
 
 
 def report(injected: dict[str, dict[str, Any]], passes_without: set[str], reasons: dict[str, str]) -> str:
-    """The share of tests that pass, and the failures that nothing explains."""
+    """The share of tests that pass, those aside that look at internals, and the failures with their reasons."""
     chosen = {test: line for test, line in injected.items() if line["chosen"]}
-    passed = [test for test, line in chosen.items() if line["outcome"] == "passed"]
-    failed = sorted(passes_without)
-    known = [test for test in failed if any(test.startswith(name) for name in reasons)]
-    total, lines = (
-        len(passed) + len(failed),
-        [f"- {test}: {cause(chosen[test])}" for test in failed if test not in known],
-    )
+    passed = sum(line["outcome"] == "passed" for line in chosen.values())
+    why = {test: reason_of(test, reasons) for test in sorted(passes_without)}
+    internal = sum(reason.startswith(INTERNALS) for reason in why.values())
+    total, judged = passed + len(why), passed + len(why) - internal
     return "\n".join(
         [
-            f"{len(passed)} of {total} tests that pass without the strategy pass with it "
-            f"({len(passed) / max(1, total):.1%}); {len(known)} of the others are explained, which leaves "
-            f"{len(passed)} of {total - len(known)} ({len(passed) / max(1, total - len(known)):.1%}).",
-            *lines,
+            f"{passed} of {total} tests that pass without the strategy pass with it ({passed / max(1, total):.1%}). "
+            f"{internal} of the others look at internals, which leaves {passed} of {judged} "
+            f"({passed / max(1, judged):.1%}).",
+            *(f"- {test}: {reason or cause(chosen[test])}" for test, reason in why.items()),
         ]
     )
+
+
+def reason_of(test: str, reasons: dict[str, str]) -> str:
+    """Why a test cannot pass; empty if nothing explains it."""
+    return next((reason for name, reason in reasons.items() if test.startswith(name)), "")
 
 
 def cause(line: dict[str, Any]) -> str:
