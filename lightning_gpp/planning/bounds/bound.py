@@ -4,12 +4,13 @@ For one micro-batch size b, with M micro-batches on K devices, let t_u = f_u + g
 of unit u for b samples (replicas that share b samples take no less in total), p_u the bytes of its weights. A step
 takes T seconds.
 
-* **Work.** r replicas of a unit are busy for M r t_u(b / r) seconds in total: on equally fast devices the largest share
-  counts, because the others wait for it.
-* **Waiting.** Of the T seconds a device of stage s waits I_s: for the first forwards of all stages ahead of its own,
-  and after its last backward for theirs. Give every unit one path of ancestors, the longest over edges along which
-  gradients come back. A path enters a stage only once, as stages form no cycle. So I_s is at least the seconds of all
-  units on the path of any of its units, except those in s itself.
+* **Work.** r replicas of a unit are busy for M r t_u(b / r) seconds in total. The last of the replicas always has the
+  largest share. If all devices are equally fast, the others wait for it, so b / r is rounded up, otherwise down.
+* **Waiting.** Of the T seconds the last replica of stage s waits I_s: for the first forwards of the last replicas of
+  all stages ahead of its own, as they share the last sample, and after its last backward for theirs. Give every unit
+  one path of ancestors, the longest over edges along which gradients come back. A path enters a stage only once, as
+  stages form no cycle. So I_s is at least the seconds of all units on the path of any of its units, except those in s
+  itself.
 * **Sums of gradients.** r > 1 replicas of u reduce its gradients: 2 (r - 1) p_u / bandwidth seconds in total, over the
   links that r devices need. That may overlap with waiting for the last backwards, so a share q of it counts, and 1 - q
   of that waiting, for any q in [0, 1].
@@ -23,11 +24,11 @@ function,
 Every unit may have a guess of its own: a_u = x c_u / max c, where c_u is the length of its path and x < 1/2 the guess
 for the end of the longest path. Insert I_s, and add up by the units v that are waited for: each of the units D_v whose
 path contains v, but not those in the stage of v, waits for it with the weight M t_u / (T (1 - a_u)^2). Those left out,
-between which paths stay in the stage of v, have at most r T seconds of work, so that c_u - c_v <= r T / M, and their
-weights are at most r / (1 - a')^2 in total, with a' = x (c_v + r T / M) / max c, at most x. Hence
+between which paths stay in the stage of v, have at most r' T seconds of work, r' = min(r, b), so that c_u - c_v <=
+r' T / M, and their weights are at most r' / (1 - a')^2 in total, with a' = x (c_v + r' T / M) / max c, at most x. Hence
 
     K T >= sum_v min_r [ h(a_v) (M r t_v(b / r)  +  2 q (r - 1) p_v / bandwidth_r)
-             + (f_v + (1 - q) g_v)(b / r) max(0, sum_{u in D_v} M t_u / (T (1 - a_u)^2)  -  r / (1 - a')^2) ]
+             + (f_v + (1 - q) g_v)(b / r) max(0, sum_{u in D_v} M t_u / (T (1 - a_u)^2)  -  r' / (1 - a')^2) ]
 
 for any q and x, with the price of memory added (`memory`). If devices differ, t_u are seconds on the fastest kind, and
 K is how many of these the others are worth: a device that takes w times as long has w times less work in T - I_s
@@ -145,8 +146,7 @@ def _capacities(problem: Problem, size: int) -> Capacities:
         Share(
             fewest=choice.fewest,
             most=choice.most,
-            forward=choice.forward,
-            backward=choice.backward,
+            busy=choice.busy,
             summing=choice.summing / choice.fewest,
         )
         for choice in (_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size))
@@ -193,15 +193,16 @@ class _ReplicaRange:
     most: Any
     forward: Array
     backward: Array
+    """Seconds of a full micro-batch on one replica."""
+
+    busy: Array
+    """Seconds of both, on average over all micro-batches."""
+
+    together: Array
+    """Device-seconds of a micro-batch on all replicas; small shares are less efficient."""
+
     summing: Array
     """Device-seconds of reducing the gradients."""
-
-    extra: Array
-    """Device-seconds of a micro-batch beyond those on one device: small shares are less efficient."""
-
-    @property
-    def total(self) -> Array:
-        return self.forward + self.backward
 
 
 def _stacked(choices: Sequence[_ReplicaRange]) -> _ReplicaRange:
@@ -218,7 +219,7 @@ MAX_SINGLE, RANGE = 16, 1.15
 def _replica_ranges(problem: Problem, size: int) -> list[tuple[int, int]]:
     """Numbers of replicas: small ones singly, larger ones in ranges, apart where the largest share gets smaller."""
     most = int(min(problem.max_replicas, problem.num_devices))
-    starts = {*range(1, MAX_SINGLE + 1), *(-(-size // share) for share in range(1, MAX_SINGLE)), size + 1}
+    starts = {*range(1, MAX_SINGLE + 1), *(-(-size // share) for share in range(1, MAX_SINGLE))}
     start = MAX_SINGLE
     while (start := int(start * RANGE) + 1) <= most:
         starts.add(start)
@@ -227,26 +228,21 @@ def _replica_ranges(problem: Problem, size: int) -> list[tuple[int, int]]:
 
 
 def _choice(problem: Problem, size: int, fewest: int, most: int) -> _ReplicaRange:
-    forward, backward = _fastest(problem, max(1, size // most))
-    summing = 2 * (fewest - 1) * problem.parameter_bytes / _bandwidth(problem, fewest)
-    alone = np.add(*_fastest(problem, size))
-    shared = fewest * _share_seconds(problem, size, fewest, most)
-    return _ReplicaRange(fewest, most, forward, backward, summing, np.maximum(0.0, shared - alone))
-
-
-def _share_seconds(problem: Problem, size: int, fewest: int, most: int) -> Array:
-    """The least seconds of a micro-batch on each of that many replicas, on average over the step.
-
-    On equally fast devices the largest share counts, because all others wait for it.
-    """
-    smallest: Array = np.add(*_fastest(problem, max(1, size // fewest)))
-    if not _equally_fast(problem, size):
-        return smallest
+    forward, backward = _fastest(problem, _share(problem, size, most))
     number, last = divmod(problem.batch_size, size)
-    largest: Array = number * np.add(*_fastest(problem, -(-size // most)))
+    seconds: Array = number * (forward + backward)
     if last:
-        largest = largest + np.add(*_fastest(problem, -(-last // most)))
-    return np.maximum(smallest, largest * size / problem.batch_size)
+        seconds = seconds + np.add(*_fastest(problem, _share(problem, last, most)))
+    busy = seconds * size / problem.batch_size
+    alone, shared = (np.add(*_fastest(problem, samples)) for samples in (size, max(1, size // fewest)))
+    together = np.maximum(alone, fewest * np.maximum(shared, busy))
+    summing = 2 * (fewest - 1) * problem.parameter_bytes / _bandwidth(problem, fewest)
+    return _ReplicaRange(fewest, most, forward, backward, busy, together, summing)
+
+
+def _share(problem: Problem, size: int, replicas: int) -> int:
+    """Samples of a micro-batch: of the last replica's share if devices are equally fast, otherwise of the smallest."""
+    return -(-size // replicas) if _equally_fast(problem, size) else max(1, size // replicas)
 
 
 def _equally_fast(problem: Problem, size: int) -> bool:
@@ -288,7 +284,7 @@ class _Paths:
 
     def __init__(self, problem: Problem, size: int) -> None:
         self.total = np.add(*_fastest(problem, size))
-        self.number = problem.batch_size / size  # a shorter last micro-batch counts as a fraction
+        self.size, self.number = size, problem.batch_size / size  # a shorter last micro-batch counts as a fraction
         self.slowdown = max(_slowdowns(problem, self.total, size))
         self.ahead, self.parent = _ahead(_returning(problem), self.total)
         self.longest = max(float(self.ahead.max(initial=0.0)), 1e-30)
@@ -354,13 +350,14 @@ class _Waits:
         working = paths.working(last)
         self.behind = paths.behind(paths.work / working**2)
         self.worth = (2 * working - 1) / working**2
-        self.busy = self.worth * (paths.work + paths.number * choices.extra)
+        self.busy = self.worth * paths.number * choices.together
         self.summing = self.worth / paths.slowdown * choices.summing
 
     def needed(self, seconds: float, budget: float, memory: LeastMemory) -> float:
         """The device-seconds of a step of `seconds`, which has `budget` of them."""
         choices, paths = self.choices, self.paths
-        inside = choices.most / paths.working(self.last, choices.most * seconds / paths.number) ** 2
+        devices = np.minimum(choices.most, paths.size)
+        inside = devices / paths.working(self.last, devices * seconds / paths.number) ** 2
         often = np.maximum(0.0, self.behind / seconds - inside)
         forward, backward = self.busy + choices.forward * often, choices.backward * often
         costs = (forward + share * self.summing + (1 - share) * backward for share in SHARES)

@@ -57,20 +57,15 @@ MAX_ITEMS = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A stage of `fewest` to `most` replicas: the least seconds of all units per micro-batch.
+    """A stage of `fewest` to `most` replicas: the least seconds of all units on each of them.
 
-    `summing`: seconds of reducing a unit's gradients, per device.
+    `busy`: of a micro-batch; `summing`: of reducing the gradients.
     """
 
     fewest: int
     most: int
-    forward: Array
-    backward: Array
+    busy: Array
     summing: Array
-
-    @property
-    def total(self) -> Array:
-        return self.forward + self.backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +124,13 @@ def capacities_of(num_micro_batches: float, num_devices: int, shares: Sequence[S
 def only(capacities: Capacities, units: Sequence[int], num_micro_batches: float) -> Capacities:
     """The capacities if there were only these units."""
     chosen = np.array(units, dtype=int)
-    shares = [
-        replace(share, forward=share.forward[chosen], backward=share.backward[chosen], summing=share.summing[chosen])
-        for share in capacities.shares
-    ]
+    shares = [replace(share, busy=share.busy[chosen], summing=share.summing[chosen]) for share in capacities.shares]
     return _filled(num_micro_batches, shares, capacities.work[chosen], capacities.cell)
 
 
 def _filled(num_micro_batches: float, shares: Sequence[Share], work: Array, cell: float) -> Capacities:
     grid: Array = cell * np.arange(CELLS + 1, dtype=float)
-    computing = [num_micro_batches * share.total for share in shares]
+    computing = [num_micro_batches * share.busy for share in shares]
     return Capacities(
         shares=shares,
         work=work,
@@ -317,7 +309,7 @@ class _Feasibility:
 
     def _own(self, number: int) -> float:
         """Least seconds for which z is busy: those of its bottleneck unit."""
-        return self.micro_batches * float(self.capacities.shares[number].total[self.unit])
+        return self.micro_batches * float(self.capacities.shares[number].busy[self.unit])
 
     def _inside(self, spans: _BusySpans, number: int) -> Array:
         """Capacity of z for work besides the bottleneck unit; minus infinity if it cannot be busy for so long."""
