@@ -12,6 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 
 from lightning_gpp._compat import lightning as _compat
@@ -193,6 +194,7 @@ class Run:
         _compat.after_evaluation_data(self.trainer, self._compare_lengths)
         if self.engine is not None:
             vars(self.precision)["clip_grad_by_norm"] = self._clip  # over all stages
+            vars(self.precision)["clip_grad_by_value"] = self._clip_values
             if self.steps.scale is not None:
                 self.steps.scale.attach()
         if self.control.num_devices > 1:
@@ -221,7 +223,8 @@ class Run:
         for writer in self._writers():
             for name in ("write_on_batch_end", "write_on_epoch_end"):
                 vars(writer).pop(name, None)
-        vars(self.precision).pop("clip_grad_by_norm", None)
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision).pop(name, None)
         if self.steps.scale is not None:
             self.steps.scale.detach()
         if self._example_input is not None:
@@ -300,6 +303,12 @@ class Run:
 
     def _clip(self, optimizer: Optimizer, max_norm: float) -> None:
         self._trained.clip_grad_norm(_plain(optimizer), max_norm)
+
+    def _clip_values(self, optimizer: Optimizer, most: float) -> None:
+        """Clip the gradients of this rank, if it has any: its modules may be frozen, and torch takes no empty list."""
+        parameters = self.precision.main_params(optimizer)
+        if given := [parameter for parameter in parameters if parameter.grad is not None]:
+            clip_grad_value_(given, most)
 
     @property
     def _trained(self) -> Engine:

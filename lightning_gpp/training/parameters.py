@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.sharding.shards import local
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Foreign, Whereabouts, attributes_of, foreign_like
+from lightning_gpp.training.frozen_copies import originals
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,28 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def place(module: nn.Module, plan: Plan, used: Sequence[Iterable[str]], steps: Sequence[int] = (0,)) -> Placement:
-    """The parameter placement, from the names that each stage uses. Unused tensors are with the user's step.
+def place(
+    module: nn.Module,
+    plan: Plan,
+    used: Sequence[Iterable[str]],
+    steps: Sequence[int] = (0,),
+    itself: Set[str] = frozenset(),
+) -> Placement:
+    """The parameter placement. Tensors that no stage uses are with the user's step, frozen copies with their originals.
 
-    `steps`: the devices that run the user's step.
+    Args:
+        module: the user's module.
+        plan: the plan of the run.
+        used: the names that each stage uses.
+        steps: the devices that run the user's step.
+        itself: the names that the step itself uses.
     """
     stages: dict[str, list[Stage]] = {name: [] for name in tensors_of(module)}
     for stage, names in zip(plan.stages, used, strict=True):
         for name in dict.fromkeys(names):
             stages[name].append(stage)
+    copied = originals(module, {name for name, users in stages.items() if users})
+    stages = {name: users if name in itself else stages[copied.get(name, name)] for name, users in stages.items()}
     devices = {name: {device for stage in users for device in stage.devices} for name, users in stages.items()}
     return Placement(
         {name: tuple(sorted(found or steps)) for name, found in devices.items()},

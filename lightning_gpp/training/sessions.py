@@ -90,7 +90,8 @@ class Sessions:
         known = self.layout.plan
         if step == TRAINING:
             return refitted(captured, known)
-        return evaluation_plan(captured, known, all_cut=made_for_whole(known))
+        held = self.layout.placement.devices
+        return evaluation_plan(captured, known, held, all_cut=made_for_whole(known))
 
     def _streams(self, plan: Plan) -> bool:
         """True if the steps of an evaluation follow each other without a flush.

@@ -188,7 +188,7 @@ def _set_up(
         for optimizer in optimizers:
             check_first_order(optimizer)
     indices = [OptimizerIndex(optimizer, job.module) for optimizer in optimizers]
-    layout = _place_parameters(job, captured, plan)
+    layout = _place_parameters(job, captured, plan, found_calls)
     replicas = Replicas(job.module, layout, indices, job.control, job.parallel) if step == TRAINING else None
     incoming.follow()
     asynchronous = gradients = None
@@ -373,13 +373,14 @@ def _connect(job: Job, plan: Plan, purpose: str) -> DistributedTransport:
     return DistributedTransport(job.control.mesh, pairs_of(plan), device=job.device, purpose=purpose)
 
 
-def _place_parameters(job: Job, captured: Captured, plan: Plan) -> Layout:
+def _place_parameters(job: Job, captured: Captured, plan: Plan, calls: StepCalls | None) -> Layout:
     """Let every rank hold only the tensors that its stages use, on its device."""
     pipeline = build(captured, plan, job.module)
     if warning := warning_of_cuts(job.module, captured, pipeline):
         job.control.warn(warning)
     used = [(*names, *buffers) for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]
-    placement = place(job.module, plan, used, range(job.control.num_devices) if job.whole else (0,))
+    steps = range(job.control.num_devices) if job.whole else (0,)
+    placement = place(job.module, plan, used, steps, calls.states if calls is not None else frozenset())
     complete = settle(job.module, placement, job.control, job.device, _stored(job))
     if job.parallel is not None:
         job.parallel.divide(job.module)

@@ -16,11 +16,12 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.tuner import Tuner
 
 from lightning_gpp import ConfigError
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.strategy.checks import check_callbacks
-from tests.strategy.harness import STAGES, TwoTowers, loader, run, strategy, trainer
+from tests.strategy.harness import STAGES, TwoTowers, loader, make_module, run, strategy, trainer
 
 
 class Plain(TwoTowers):
@@ -134,6 +135,16 @@ def test_refused_on_two_devices(kind: str, words: str) -> None:
     check_callbacks(machine, num_devices=1)
     with pytest.raises(ConfigError, match=words):
         check_callbacks(machine, num_devices=2)
+
+
+def tuned(rank: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Tuner(trainer(strategy(), 2)).scale_batch_size(make_module(), loader(), max_trials=1)
+    return str(caught.value)
+
+
+def test_tuning_the_batch_size_is_refused_on_two_devices() -> None:
+    assert all("BatchSizeFinder runs trials whose memory differs" in message for message in run(2, tuned))
 
 
 def test_batch_norm_is_not_averaged_from_micro_batches() -> None:

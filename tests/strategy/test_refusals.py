@@ -20,6 +20,7 @@ from lightning_gpp.training.loss_scale import check_scaled
 from tests.fabric import test_fabric
 from tests.strategy import (
     harness,
+    test_auto_step,
     test_callbacks,
     test_compiled,
     test_foreign,
@@ -264,12 +265,16 @@ ROWS: dict[str, list[Any]] = {
     "L-BFGS": ["L-BFGS"],
     "an optimizer that calls": ["repeated closure"],
     "`sync_batchnorm=True`": [test_batch_norm_over_replicas],
-    "BatchSizeFinder": [test_callbacks.test_refused_on_two_devices],
+    "BatchSizeFinder": [
+        test_callbacks.test_refused_on_two_devices,
+        test_callbacks.test_tuning_the_batch_size_is_refused_on_two_devices,
+    ],
     "ModelPruning": [test_callbacks.test_refused_on_two_devices],
     "StochasticWeightAveraging": [test_callbacks.test_batch_norm_is_not_averaged_from_micro_batches],
     "asynchronous weights, FSDP": [test_a_scaled_loss],
     "a gradient of a gradient": ["gradient of a gradient", "gradient of a gradient, later"],
     "a parameter of a stage": ["parameter of a stage"],
+    "weights that a step combines": [test_auto_step.test_weights_that_meet_are_on_one_device],
     "`loss.backward()`": ["own backward with shared parameters"],
     "a schedule, policy": [name for name in CASES if name.endswith("of a step as a whole")],
     "None from a step": ["no loss"],

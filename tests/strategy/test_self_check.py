@@ -24,17 +24,34 @@ class ScaledOnOtherRanks(Function):
     """The identity, with a gradient that depends on the rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:
+        ctx.rate = rate
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * (1 + int(os.environ["LOCAL_RANK"]))
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * (1 + ctx.rate * int(os.environ["LOCAL_RANK"])), None
 
 
 class Wrong(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return ScaledOnOtherRanks.apply(super().forward(x))
+        return ScaledOnOtherRanks.apply(super().forward(x), 1.0)
+
+
+class Single(nn.Linear):
+    """Computes in float32 inside of a model in float64; its gradient is off by `rate` on other ranks."""
+
+    rate = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ScaledOnOtherRanks.apply(super().forward(x).float().softmax(1), self.rate).to(x.dtype)
+
+
+class WrongSingle(Single):
+    rate = 0.01
+
+
+MIDDLES = {"wrong": Wrong, "float32": Single, "wrong in float32": WrongSingle}
 
 
 class Module(pl.LightningModule):
@@ -43,7 +60,8 @@ class Module(pl.LightningModule):
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        middle = Wrong(6, 6) if kind == "wrong" else nn.BatchNorm1d(6) if kind == "BatchNorm" else nn.Dropout(0.4)
+        other = nn.BatchNorm1d(6) if kind == "BatchNorm" else nn.Dropout(0.4)
+        middle = MIDDLES[kind](6, 6) if kind in MIDDLES else other
         self.left = nn.Sequential(nn.Linear(4, 6), middle, nn.Tanh())
         self.head = nn.Linear(6, 3)
         self.kind = kind
@@ -81,9 +99,15 @@ def test_losses_in_a_pipeline() -> None:
     assert "set strategy.loss_reduction" in first["unfit"][0]
 
 
-def test_a_wrong_gradient_is_refused_with_its_stage() -> None:
+@pytest.mark.parametrize("kind", ["wrong", "wrong in float32"])
+def test_a_wrong_gradient_is_refused_with_its_stage(kind: str) -> None:
     with pytest.raises(AssertionError, match=r"SelfCheckError: .*parameters differ, in stages \['left'\], first"):
-        harness.run(2, warnings_of, "wrong", TWO)
+        harness.run(2, warnings_of, kind, TWO)
+
+
+def test_rounding_of_modules_in_float32_is_no_error() -> None:
+    """Replicas compute fewer samples at once than the undivided model, and float32 rounds these differently."""
+    assert harness.run(3, warnings_of, "float32", REPLICATED) == [[], [], []]
 
 
 def test_batch_norm_in_stage_replicas_is_checked_and_told() -> None:
