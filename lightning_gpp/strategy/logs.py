@@ -25,6 +25,7 @@ from torchmetrics import Metric
 from lightning_gpp._compat.lightning import FORWARD_CACHE
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.logged_reductions import REDUCTIONS
 from lightning_gpp.training.options import Context
 
 _SIGNATURE = inspect.signature(pl.LightningModule.log)
@@ -109,7 +110,7 @@ class LogRecorder:
 
     Attributes:
         calls: calls of the mini-batch whose turn it is.
-        averaged: names of sums over batches that do not add up over micro-batches.
+        averaged: names of sums, maxima and minima over batches that are means over micro-batches.
     """
 
     def __init__(self, module: pl.LightningModule, user_code: UserCode) -> None:
@@ -128,7 +129,7 @@ class LogRecorder:
 
     def reduction(self, call: Call) -> str:
         """The reduction of the micro-batches' values of a call."""
-        return "mean" if call.reduction == "sum" and call.name in self.averaged else call.reduction
+        return "mean" if call.reduction in REDUCTIONS and call.name in self.averaged else call.reduction
 
     def turn(self, batch: int) -> None:
         """Make `calls` those recorded for this mini-batch of training, some perhaps before its turn."""

@@ -57,7 +57,7 @@ class Host:
         return {}
 
     def average(self, names: Set[str]) -> None:
-        """Combine the micro-batches' logged values of these names by their mean, also if batches are to be summed."""
+        """Combine the micro-batches' logged values of these names by their mean, not as those of batches."""
 
     def received(self, batch: Any) -> None:
         """Note a mini-batch of a step as a whole, on all ranks, which had a placeholder of it before."""

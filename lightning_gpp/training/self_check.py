@@ -123,7 +123,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         transport: transport to the other devices.
 
     Returns:
-        On the rank that runs the step, the names of logged sums that do not add up over micro-batches.
+        On the rank that runs the step, the names of logged sums, maxima and minima that are means over micro-batches.
 
     Raises:
         IndivisibleError: on all ranks: the step cannot run on these samples.
@@ -131,14 +131,14 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
     """
     control, samples = job.control, samples_of(plan, captured.batch_size)
     part = slice_batch(batch, 0, samples, captured.batch_size, captured.dims) if control.runs_step else None
-    expected, warning, failure, repeated = Expected(), "", "", set[str]()
+    expected, warning, failure, averaged = Expected(), "", "", set[str]()
     # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
     with torch.compiler.set_stance("force_eager"), Neutral():  # type: ignore[no-untyped-call]
         if control.runs_step:
             whole = _copy(job.module, job.device)
             expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, samples)
             if not failure:
-                warning, repeated = _undivided(job, whole, captured, plan, batch)
+                warning, averaged = _undivided(job, whole, captured, plan, batch)
             del whole
         if failure := _anywhere(control, failure):
             raise IndivisibleError(failure)
@@ -148,7 +148,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         control.warn(warning)
     if verdict := _anywhere(control, difference):
         raise SelfCheckError(verdict)
-    return repeated
+    return averaged
 
 
 def _anywhere(control: Control, found: str) -> str:
@@ -232,7 +232,7 @@ def _undivided(
         sums=job.options.loss_reduction == "sum" and not job.whole,
         tolerance=_tolerance(job, captured),
     )
-    return difference(comparison), comparison.repeated
+    return difference(comparison), comparison.averaged
 
 
 def _split(

@@ -22,7 +22,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.draws import Draws
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.step import Invocation, StepRunner, loss_of
-from lightning_gpp.training.logged_sums import LoggedSums, repeated_values
+from lightning_gpp.training.logged_reductions import LoggedReductions, averaged_values
 from lightning_gpp.training.projections import distance, norms, projections
 
 log = logging.getLogger(__name__)
@@ -34,14 +34,14 @@ SAMPLES: Final = 2
 @dataclass(frozen=True, slots=True)
 class Result:
     """The losses of micro-batches, the sizes of these, the projections and norm of the gradient of their loss, and the
-    logged sums.
+    values that were logged with another reduction than the mean.
     """
 
     losses: list[float]
     sizes: list[int]
     gradient: Tensor
     norm: float
-    sums: LoggedSums
+    logged: LoggedReductions
 
     @property
     def sum(self) -> float:
@@ -67,8 +67,7 @@ class CutComparison:
         tolerance: relative difference of the losses that rounding explains.
 
     Attributes:
-        repeated: names of logged sums that are no sums over samples: each micro-batch has the value of all (found by
-            `warning`).
+        averaged: names of logged sums, maxima and minima that are means of those of micro-batches (found by `warning`).
     """
 
     module: nn.Module
@@ -79,12 +78,12 @@ class CutComparison:
     size: int
     sums: bool
     tolerance: float
-    repeated: set[str] = field(default_factory=set)
+    averaged: set[str] = field(default_factory=set)
 
     def warning(self) -> str:
         """A warning with the difference and the remedy; empty if there is none."""
         whole, parts = self._both()
-        self.repeated.update(repeated_values(whole.sums, parts.sums, self._near))
+        self.averaged.update(averaged_values(whole.logged, parts.logged, self._near))
         if self._same(whole, parts):
             return ""
         rate = distance(parts.gradient, whole.gradient) / max(whole.norm, 1e-30)
@@ -142,14 +141,14 @@ class CutComparison:
 
     def _run(self, draws: Draws, parts: Sequence[tuple[int, int]]) -> Result:
         self.module.zero_grad()
-        losses, sums = [], LoggedSums()
+        losses, logged = [], LoggedReductions()
         for start, stop in parts:
-            with ExitStack() as stack, torch.enable_grad(), sums.recorded(self.module):
+            with ExitStack() as stack, torch.enable_grad(), logged.recorded(self.module):
                 if len(parts) > 1:
                     stack.enter_context(draws.share(start, stop))
                 losses.append(self._loss_of(start, stop, 1.0 if self.sums else (stop - start) / self.total))
         gradient, norm = projections(self.module), torch.tensor(norms(self.module)).norm().item()
-        return Result(losses, [stop - start for start, stop in parts], gradient, norm, sums)
+        return Result(losses, [stop - start for start, stop in parts], gradient, norm, logged)
 
     def _loss_of(self, start: int, stop: int, weight: float) -> float:
         self.step.begin(self.batch, self.invocation, seed=0)

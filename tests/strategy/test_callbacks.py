@@ -21,7 +21,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning_gpp import ConfigError
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.strategy.checks import check_callbacks
-from tests.strategy.harness import STAGES, TwoTowers, loader, make_module, run, strategy, trainer
+from tests.strategy.harness import STAGES, TwoTowers, loader, run, strategy, trainer
 
 
 class Plain(TwoTowers):
@@ -137,9 +137,16 @@ def test_refused_on_two_devices(kind: str, words: str) -> None:
         check_callbacks(machine, num_devices=2)
 
 
+class Sized(TwoTowers):
+    batch_size = 4
+
+    def train_dataloader(self) -> Any:
+        return loader(batch_size=self.batch_size)
+
+
 def tuned(rank: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        Tuner(trainer(strategy(), 2)).scale_batch_size(make_module(), loader(), max_trials=1)
+        Tuner(trainer(strategy(), 2)).scale_batch_size(Sized().double(), max_trials=1)
     return str(caught.value)
 
 

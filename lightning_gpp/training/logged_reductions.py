@@ -1,32 +1,37 @@
-"""Values that a step logs with `reduce_fx="sum"`: which of them add up over micro-batches, and which do not.
+"""Values that a step logs with `reduce_fx="sum"`, `"max"` or `"min"`: whether those of micro-batches are reduced, too.
 
-A count of right answers adds up; the number of the batch is the same for every micro-batch, and a mean loss is a mean
-of theirs. The name does not tell, so both are tried on a few samples, undivided and in micro-batches.
+A count of right answers adds up, and a largest logit is the largest one of the micro-batches; the number of the batch
+is the same for every micro-batch, and a mean loss is a mean of theirs. The name does not tell, so both are tried on a few
+samples, undivided and in micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
+REDUCTIONS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {"sum": sum, "max": max, "min": min}
+"""The reductions over batches that values of micro-batches may need, or not."""
 _PLACE = 4
 """The place of `reduce_fx` among the positional arguments of `self.log` after name and value."""
 
 
-class LoggedSums:
+class LoggedReductions:
     """The values of such calls, by name, in the order of the runs of the step.
 
     Attributes:
         values: values of each name.
         plain: names that were logged as plain numbers.
+        reductions: the reduction of each name.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, list[float]] = {}
         self.plain: set[str] = set()
+        self.reductions: dict[str, str] = {}
 
     @contextmanager
     def recorded(self, module: nn.Module) -> Iterator[None]:
@@ -41,16 +46,18 @@ class LoggedSums:
             vars(module).update(ignored)
 
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        reduction = kwargs.get("reduce_fx", args[_PLACE] if len(args) > _PLACE else "mean")
+        given = kwargs.get("reduce_fx", args[_PLACE] if len(args) > _PLACE else "mean")
+        reduction = str(getattr(given, "__name__", given)).lower()
         is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-        if is_number and getattr(reduction, "__name__", reduction) == "sum":
+        if is_number and reduction in REDUCTIONS:
             self.values.setdefault(name, []).append(float(value))
+            self.reductions[name] = reduction
             if not isinstance(value, Tensor):
                 self.plain.add(name)
 
 
-def repeated_values(whole: LoggedSums, parts: LoggedSums, near: Callable[[float, float], bool]) -> set[str]:
-    """The names whose values of micro-batches do not add up to the undivided one: their mean is it.
+def averaged_values(whole: LoggedReductions, parts: LoggedReductions, near: Callable[[float, float], bool]) -> set[str]:
+    """The names whose undivided value is the mean of those of micro-batches, and not their sum, maximum or minimum.
 
     A plain number that is zero everywhere counts as one: it was not computed from samples.
     """
@@ -58,6 +65,6 @@ def repeated_values(whole: LoggedSums, parts: LoggedSums, near: Callable[[float,
     for name, values in parts.values.items():
         given = whole.values.get(name, [])
         averages = len(given) == 1 and near(sum(values) / len(values), given[0])
-        if averages and (name in parts.plain or not near(sum(values), given[0])):
+        if averages and (name in parts.plain or not near(REDUCTIONS[parts.reductions[name]](values), given[0])):
             found.add(name)
     return found

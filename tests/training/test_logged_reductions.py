@@ -1,0 +1,43 @@
+"""Logged values that are reduced over micro-batches as over batches, and those that are not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_gpp.training.logged_reductions import LoggedReductions, averaged_values
+
+
+def logged(reduction: str, *values: torch.Tensor | float) -> LoggedReductions:
+    sums, module = LoggedReductions(), nn.Module()
+    vars(module).update(log=lambda *_, **__: None)
+    for value in values:
+        with sums.recorded(module):
+            module.log("a", value, reduce_fx=reduction)
+            module.log("mean", value)
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("reduction", "whole", "parts", "averaged"),
+    [
+        ("sum", torch.tensor(5.0), (torch.tensor(2.0), torch.tensor(3.0)), False),  # a count
+        ("sum", torch.tensor(2.5), (torch.tensor(2.0), torch.tensor(3.0)), True),  # a mean
+        ("sum", torch.tensor(0.0), (torch.tensor(0.0), torch.tensor(0.0)), False),  # a count that happens to be zero
+        ("sum", 4.0, (2.0, 2.0), False),  # the number of samples
+        ("sum", 0, (0, 0), True),  # the number of the batch
+        ("sum", torch.tensor(7.0), (torch.tensor(2.0), torch.tensor(3.0)), False),  # something else
+        ("max", torch.tensor(3.0), (torch.tensor(2.0), torch.tensor(3.0)), False),  # a largest value
+        ("max", torch.tensor(2.5), (torch.tensor(2.0), torch.tensor(3.0)), True),  # a mean
+        ("min", torch.tensor(2.5), (torch.tensor(2.0), torch.tensor(3.0)), True),
+        ("min", torch.tensor(2.0), (torch.tensor(2.0), torch.tensor(3.0)), False),
+    ],
+)
+def test_values_that_are_averaged(
+    reduction: str, whole: torch.Tensor | float, parts: tuple[torch.Tensor, ...], averaged: bool
+) -> None:
+    found = averaged_values(logged(reduction, whole), logged(reduction, *parts), math.isclose)
+    assert found == ({"a"} if averaged else set())
