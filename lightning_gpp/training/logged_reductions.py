@@ -1,8 +1,8 @@
 """Values that a step logs with `reduce_fx="sum"`, `"max"` or `"min"`: whether those of micro-batches are reduced, too.
 
 A count of right answers adds up, and a largest logit is the largest one of the micro-batches; the number of the batch
-is the same for every micro-batch, and a mean loss is a mean of theirs. The name does not tell, so both are tried on a few
-samples, undivided and in micro-batches.
+is the same for every micro-batch, and a mean loss is a mean of theirs. The name does not tell, so both are tried on a
+few samples, undivided and in micro-batches.
 """
 
 from __future__ import annotations
