@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import map_samples, samples_in
 from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_step
+from lightning_gpp.capture.network import ESCAPED
 from lightning_gpp.capture.record import RunTime, record
 from lightning_gpp.capture.recorder import Recorder, no_network, refusal
 from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Ref, StateRef
@@ -96,6 +97,7 @@ def find_calls(
         raise no_network()
     if divided:
         _check_gradients(recording)
+        _check_escaped(recording)
     return _found(module, recording)
 
 
@@ -103,6 +105,15 @@ def _check_gradients(recording: Recording) -> None:
     for call in recording.calls:
         if call.scope == -1 and call.target == "grad" and call.kwargs.get("create_graph"):
             raise refusal(call.line, *NO_SECOND_ORDER)
+
+
+def _check_escaped(recording: Recording) -> None:
+    """Values from inside of modules are on the ranks that compute them, and only results come to all."""
+    answers = {leaf for call in recording.network_calls() for leaf in pytree.tree_leaves(call.result)}
+    for call in (call for call in recording.calls if call.scope == -1):
+        for ref in call.refs():
+            if recording.calls[ref.call].scope != -1 and ref not in answers:
+                raise refusal(recording.calls[ref.call].line, *ESCAPED)
 
 
 NO_SECOND_ORDER = (

@@ -58,6 +58,7 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
     """A deep copy of the module tree, with its parameters and buffers, that shares other heavy attributes.
 
     Methods compiled in place (`module.compile()`, `self.step = torch.compile(self.step)`) are not compiled in the copy.
+    Functions that are kept in the tree, such as hooks, see the copy where they saw the module.
 
     Args:
         memo: as in `copy.deepcopy`: replacements of objects by their id.
@@ -67,11 +68,54 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
     for owner in module.modules():
         for value in vars(owner).values():
             _share(value, memo, kept, depth=0)
+    closures = {id(function): function for function in _closures(module)}
+    memo |= {place: _reopened(function) for place, function in closures.items()}
     replica = copy.deepcopy(module, memo)
+    for place, function in closures.items():
+        _close(memo[place], function, memo)
     for owner in module.modules():
         if id(owner) in memo and not wraps_compiled(owner):
             _uncompile(owner, memo)
     return replica
+
+
+def _closures(module: nn.Module) -> Iterator[types.FunctionType]:
+    """The functions in the module tree that see variables of the code around them, perhaps a module."""
+    kept = [value for owner in module.modules() for value in vars(owner).values()]
+    for value in _flattened(kept):
+        if isinstance(value, types.FunctionType) and value.__closure__:
+            yield value
+
+
+def _flattened(value: Any, depth: int = 0) -> Iterator[Any]:
+    if isinstance(value, _CONTAINERS) and depth < 4:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _flattened(item, depth + 1)
+    else:
+        yield value
+
+
+def _reopened(function: types.FunctionType) -> types.FunctionType:
+    """The function, with variables of its own that have no values yet."""
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    fresh = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    fresh.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(fresh, function)
+    return fresh
+
+
+def _close(fresh: types.FunctionType, function: types.FunctionType, memo: dict[int, Any]) -> None:
+    """Give a copied function's variables the original's values, or the copies of these."""
+    for cell, known in zip(fresh.__closure__ or (), function.__closure__ or (), strict=True):
+        try:
+            value = known.cell_contents
+        except ValueError:  # a variable without a value
+            continue
+        owner = getattr(value, "__self__", None) if isinstance(value, types.MethodType) else None
+        if owner is not None and id(owner) in memo:
+            cell.cell_contents = types.MethodType(value.__func__, memo[id(owner)])
+        else:
+            cell.cell_contents = memo.get(id(value), value)
 
 
 def _uncompile(owner: nn.Module, memo: dict[int, Any]) -> None:

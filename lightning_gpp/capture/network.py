@@ -6,7 +6,7 @@ Everything before it belongs to the source, everything after it to the step; bot
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -14,6 +14,11 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.recorder import BATCH, Recorder, no_network, refusal
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref, StateRef
 from lightning_gpp.graph import Affine
+
+ESCAPED: Final = (
+    "the step reads a tensor that a module computed but did not return (a hook or an attribute kept it)",
+    "return it from the module's forward",
+)
 
 InputKey = tuple[str, int, int]
 """The place where the source finds an input: ("call", number of the network call, leaf of its arguments), or ("glue",
@@ -180,11 +185,7 @@ class _Extraction:
         escaped = [ref for ref in used if ref.call in self.number and ref.call not in self.glue and ref not in answers]
         for ref in escaped:
             call = self.recording.calls[ref.call]
-            raise refusal(
-                call.line,
-                "the step reads a tensor that a module computed but did not return",
-                "return it from the module's forward",
-            )
+            raise refusal(call.line, *ESCAPED)
         used += [*self._behind_glue(used), *self._unread()]
         if not self.recording.complete:
             used = answers

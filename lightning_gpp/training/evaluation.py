@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lightning_gpp.errors import CaptureError, ShapeError
+from lightning_gpp.errors import CaptureError, NoNetworkError, ShapeError
+from lightning_gpp.training.batches import outline
 from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.runner import Runner, combined
 from lightning_gpp.training.segments import Segments
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
-from lightning_gpp.training.whole_step import WholeStep, may_evaluate_whole, why_whole
+from lightning_gpp.training.whole_step import WholeStep, calls_of, may_evaluate_whole, why_whole
+
+log = logging.getLogger(__name__)
 
 
 class EvaluationPass:
@@ -96,9 +100,15 @@ class EvaluationSteps:
         if self.runs_whole(step):
             return self._run_whole(step, arguments)
         current = self._current()
-        session = self._session(step, arguments)
-        if session is None:
-            return self._run_whole(step, self.hand_out(arguments))
+        try:
+            session = self._runner.session(step, arguments)
+        except (CaptureError, ShapeError) as error:
+            refused = error
+        else:
+            return self._run_cut(session, current, arguments)
+        return self._run_whole(step, self._whole_from_now_on(step, arguments, refused))
+
+    def _run_cut(self, session: Session, current: EvaluationPass, arguments: Sequence[Any]) -> Any:
         if session.streams:
             segment = current.segment(session, alone=self._incoming.feed is self._training)
             outputs = self._runner.ahead(session, arguments, 1.0, current.number, segment)
@@ -120,18 +130,27 @@ class EvaluationSteps:
             self._pass.end()
             self._pass = None
 
-    def _session(self, step: str, arguments: Sequence[Any]) -> Session | None:
-        """The session for a mini-batch; None if the step runs as a whole from now on, as it cannot be captured."""
-        try:
-            return self._runner.session(step, arguments)
-        except (CaptureError, ShapeError) as error:
-            if not may_evaluate_whole(self._job.options, self._layout.plan):
-                raise
-            refused = error
+    def _whole_from_now_on(self, step: str, arguments: Sequence[Any], refused: CaptureError | ShapeError) -> list[Any]:
+        """Let a step that cannot be captured for micro-batches run as a whole, or raise that if it cannot, either."""
+        if not may_evaluate_whole(self._job.options, self._layout.plan):
+            raise refused
         self.end()
+        shared = self.hand_out(arguments)
+        if not self._has_calls(step, outline(shared[0])):
+            raise refused
         self._as_whole.add(step)
         self._job.control.warn(why_whole(refused, step))
-        return None
+        return shared
+
+    def _has_calls(self, step: str, example: Any) -> bool:
+        try:
+            calls_of(self._job, example, step)
+        except NoNetworkError:
+            return True
+        except (CaptureError, ShapeError) as error:
+            log.info("The %s cannot run as a whole, either: %s", step, error)
+            return False
+        return True
 
     def _run_whole(self, step: str, arguments: Sequence[Any]) -> Any:
         with self._whole.running(self._num_steps()), self._job.host.context(step)():

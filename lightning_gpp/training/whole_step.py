@@ -145,17 +145,25 @@ def capture_whole(
     Raises:
         CaptureError: the step cannot be run on fake tensors, or a module cannot be captured.
     """
-    context = job.host.context(step)
-    found = known or find_calls(
+    found = known or calls_of(job, example, step)
+    return capture_found(job.module, found, example, job.options, job.host.context(step), job.device), found
+
+
+def calls_of(job: Job, example: Any, step: str) -> StepCalls:
+    """The network calls of a step that runs as a whole.
+
+    Raises:
+        CaptureError: see `capture_whole`.
+    """
+    return find_calls(
         job.module,
         example,
-        context=context,
+        context=job.host.context(step),
         device=job.device,
         stand_ins=job.host.stand_ins,
         step=step,
         divided=job.control.num_devices > 1,
     )
-    return capture_found(job.module, found, example, job.options, context, job.device), found
 
 
 def capture_found(

@@ -84,6 +84,22 @@ class Escapes(Base):
         return self(batch["x"]).mean() + self.hidden.pow(2).mean()
 
 
+class Hooked(Base):
+    """The step reads what a hook keeps; the hook knows the module by a variable of the code around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.a.register_forward_hook(lambda module, args, result: self.kept.append(result))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.kept.clear()
+        return self(batch["x"]).mean() + sum(kept.pow(2).mean() for kept in self.kept)
+
+
 class SideInput(Base):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.bias = batch["y"]
@@ -155,6 +171,7 @@ REFUSED = [
     (BatchSize, "depends on the number of samples in the batch"),
     (LateCall, "reads a value that the network computed, and calls 'b' after it"),
     (Escapes, "a module computed but did not return"),
+    (Hooked, "a module computed but did not return"),
     (SideInput, "did not pass to the module's call"),
     (Logs, "a forward that is cut into stages logs a value"),
     (Region, "activation checkpointing spans more than one module call"),

@@ -67,6 +67,28 @@ class OwnBackward(Neighbours):
         (2 * loss).backward(*args, **kwargs)
 
 
+class Hooked(OwnBackward):
+    """A loss of what a hook keeps of a layer, in training or in validation only."""
+
+    backward = pl.LightningModule.backward
+    trains = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        inner, self.first = self.first, nn.Sequential(self.first, nn.Tanh())  # type: ignore[assignment]
+        inner.register_forward_hook(lambda module, args, result: self.kept.append(result))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.kept.clear()
+        kept = self.kept if self.trains or not self.training else []
+        return super().loss(batch) + sum(each.square().mean() for each in kept)
+
+
+class Inspected(Hooked):
+    trains = False
+
+
 class Averaged(OwnBackward):
     """A teacher whose weights are a mean of the student's, which the step updates."""
 
@@ -85,7 +107,7 @@ class Averaged(OwnBackward):
 
 
 STAGES = {"first": 1, "second": 0, "head": 0}
-KINDS = {kind.__name__: kind for kind in (Neighbours, Clouds, OwnBackward, Averaged)}
+KINDS = {kind.__name__: kind for kind in (Neighbours, Clouds, OwnBackward, Averaged, Hooked, Inspected)}
 
 
 def batches(number: int = 3) -> list[dict[str, Any]]:
@@ -135,7 +157,7 @@ def divided(rank: int, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     return fit(harness.strategy(**settings), 2, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["Neighbours", "Clouds", "OwnBackward", "Averaged"])
 def test_numbers_are_those_of_one_process(kind: str) -> None:
     settings = {"stages": None, "max_replicas": 1} if kind == "Averaged" else {"stages": STAGES}
     found, other = harness.run(2, divided, kind, {**settings, "num_micro_batches": 2})
@@ -158,6 +180,12 @@ def refused(rank: int, kind: str, settings: dict[str, Any]) -> str:
 def test_micro_batches_that_the_user_wants_are_kept(settings: dict[str, Any]) -> None:
     for message in harness.run(2, refused, "Clouds", {**settings, "num_micro_batches": 2}):
         assert "depends on the number of samples" in message
+
+
+@pytest.mark.parametrize("kind", ["Hooked", "Inspected"])
+def test_values_that_a_hook_keeps_are_not_left_out(kind: str) -> None:
+    for message in harness.run(2, refused, kind, {"stages": STAGES, "num_micro_batches": 2}):
+        assert "the step reads a tensor that a module computed but did not return (a hook" in message
 
 
 def test_weights_that_meet_are_on_one_device() -> None:

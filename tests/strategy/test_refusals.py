@@ -274,6 +274,7 @@ ROWS: dict[str, list[Any]] = {
     "asynchronous weights, FSDP": [test_a_scaled_loss],
     "a gradient of a gradient": ["gradient of a gradient", "gradient of a gradient, later"],
     "a parameter of a stage": ["parameter of a stage"],
+    "a tensor from inside of a module": [test_auto_step.test_values_that_a_hook_keeps_are_not_left_out],
     "weights that a step combines": [test_auto_step.test_weights_that_meet_are_on_one_device],
     "`loss.backward()`": ["own backward with shared parameters"],
     "a schedule, policy": [name for name in CASES if name.endswith("of a step as a whole")],

@@ -64,10 +64,13 @@ class Module(pl.LightningModule):
         middle = MIDDLES[kind](6, 6) if kind in MIDDLES else other
         self.left = nn.Sequential(nn.Linear(4, 6), middle, nn.Tanh())
         self.head = nn.Linear(6, 3)
-        self.kind = kind
+        self.kind, self.kept = kind, list[Tensor]()
+        if kind == "hook":
+            self.left.register_forward_hook(lambda module, args, result: self.kept.append(result))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self.head(self.left(batch[0]))
+        self.kept.clear()
+        logits = self.head(self.left(batch[0])) + sum(kept[:, :3] for kept in self.kept)
         labels = batch[2].where(batch[0][:, 0] > 0, -100) if self.kind == "masked" else batch[2]
         return F.cross_entropy(logits, labels, reduction="sum" if self.kind == "sum" else "mean")
 
@@ -103,6 +106,12 @@ def test_losses_in_a_pipeline() -> None:
 def test_a_wrong_gradient_is_refused_with_its_stage(kind: str) -> None:
     with pytest.raises(AssertionError, match=r"SelfCheckError: .*parameters differ, in stages \['left'\], first"):
         harness.run(2, warnings_of, kind, TWO)
+
+
+def test_a_loss_of_what_a_hook_keeps_is_refused() -> None:
+    """The hook knows the module by a variable of the code around it, and runs on another rank than the step."""
+    with pytest.raises(AssertionError, match=r"SelfCheckError: The split model does not compute the same"):
+        harness.run(2, warnings_of, "hook", TWO)
 
 
 def test_rounding_of_modules_in_float32_is_no_error() -> None:
