@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import pytest
+
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.errors import PlanError
-from lightning_gpp.planning import Answer, Draft, DraftStage, Prediction, Problem, Request
-from lightning_gpp.planning.problem.prediction import MAX_NEIGHBOURS, best_trial, simulated
+from lightning_gpp.planning import Alternative, Answer, Draft, DraftStage, Prediction, Problem, Request
+from lightning_gpp.planning.problem import prediction
+from lightning_gpp.planning.problem.prediction import MAX_NEIGHBOURS, best_trial, num_actions, simulated
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE
 
@@ -47,6 +50,29 @@ def test_neighbours_improve_a_draft_until_none_is_faster() -> None:
     assert trial.draft.stages[0].slack > 0
     assert all(simulated(problem, other).seconds >= trial.prediction.seconds for other in neighbours(trial.draft))
     assert trial.alternatives[0].draft == cut(1)
+
+
+def test_runners_up_with_short_steps_are_tried_beside_a_best_draft_with_a_long_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem, tried = problem_of(), list[Draft]()
+    one = Draft(stages=(DraftStage(units=(0, 1, 2, 3), devices=(0,), micro_batch_size=1),))
+
+    def predict(draft: Draft) -> Prediction:
+        tried.append(draft)
+        return simulated(problem, draft)
+
+    monkeypatch.setattr(prediction, "MAX_ACTIONS", num_actions(problem, one))
+    others = tuple(Alternative(draft=draft, seconds=1.0, reason="") for draft in (cut(2), one))
+    best_trial(problem, answer(alternatives=others), predict)
+    assert tried == [cut(1), one]
+
+
+def test_equal_pipelines_are_simulated_once() -> None:
+    """Two replicas of one stage, eight micro-batches of two samples: sixteen actions on one of them."""
+    draft = Draft(stages=(DraftStage(units=(0, 1, 2, 3), devices=(0, 1), micro_batch_size=2),))
+    assert num_actions(problem_of(), draft) == 32
+    assert num_actions(replace(problem_of(), replicable=True), draft) == 16
 
 
 def test_without_neighbours_a_draft_stays() -> None:

@@ -17,7 +17,7 @@ from lightning_gpp.errors import GPPError, ScheduleError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import estimate, timed
-from lightning_gpp.planning.problem.draft import Draft, complexity, realise
+from lightning_gpp.planning.problem.draft import Draft, complexity, realise, unreplicated
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer
 from lightning_gpp.planning.problem.problem import Problem
@@ -163,7 +163,7 @@ MAX_NEIGHBOUR_ACTIONS: Final = 10_000
 """Most actions of all of these."""
 
 MAX_ACTIONS: Final = 60_000
-"""Runners-up are tried if all their steps together have no more actions."""
+"""Most actions of the steps of all runners-up that are tried; those with more than is left are passed over."""
 
 
 Tried = tuple[Draft, Prediction]
@@ -334,12 +334,16 @@ def _chosen(problem: Problem, answer: Answer, predictions: Sequence[Tried]) -> T
 
 
 def _drafts_to_try(problem: Problem, answer: Answer) -> list[Draft]:
-    """The best draft of a search, and some runners-up if their steps are short enough to be simulated."""
+    """The best draft of a search, and some runners-up whose steps are short enough to be simulated."""
     if answer.draft is None:
         return []
-    runners_up = nsmallest(NUM_RUNNERS_UP, answer.alternatives, key=lambda entry: entry.seconds)
-    few = num_actions(problem, answer.draft) * (1 + NUM_RUNNERS_UP) <= MAX_ACTIONS
-    return [answer.draft, *(entry.draft for entry in runners_up if few)]
+    drafts, left = [answer.draft], MAX_ACTIONS
+    for entry in nsmallest(NUM_RUNNERS_UP, answer.alternatives, key=lambda entry: entry.seconds):
+        actions = num_actions(problem, entry.draft)
+        if actions <= left:
+            drafts.append(entry.draft)
+            left -= actions
+    return drafts
 
 
 def _others(answer: Answer, chosen: Draft, predictions: Mapping[Draft, Prediction]) -> tuple[Alternative, ...]:
@@ -353,8 +357,10 @@ def _others(answer: Answer, chosen: Draft, predictions: Mapping[Draft, Predictio
 
 
 def num_actions(problem: Problem, draft: Draft) -> int:
-    """Actions of a step on all devices; a simulation's time grows with them."""
-    return sum(2 * len(stage.devices) * -(-problem.batch_size // stage.micro_batch_size) for stage in draft.stages)
+    """Actions of a step on all devices of one pipeline; a simulation's time grows with them."""
+    pipelines = unreplicated(problem, draft)[1] if problem.replicable else 1
+    actions = sum(2 * len(stage.devices) * -(-problem.batch_size // stage.micro_batch_size) for stage in draft.stages)
+    return actions // pipelines
 
 
 def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines: int = 1) -> Prediction:
