@@ -8,7 +8,7 @@ from itertools import islice
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.planning import Evaluator, Problem, Request
 from lightning_gpp.planning.partitioners.auto.moves import waits_filled
-from lightning_gpp.planning.partitioners.auto.seeds import Cuts, seeds, variants
+from lightning_gpp.planning.partitioners.auto.seeds import TAPERS, Cuts, seeds, variants
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from tests.planning import graphs
 
@@ -48,7 +48,7 @@ def test_every_equal_number_of_replicas_is_tried() -> None:
     problem = problem_of(64, 256)
     equal = [cuts for cuts in variants(problem, [list(range(problem.num_units))]) if cuts.equal]
     assert {cuts.width for cuts in equal} == {4, 8, 16, 32, 64, 128, 256}
-    assert {cuts.taper for cuts in equal} == {0.0, 0.5}
+    assert {cuts.taper for cuts in equal} == set(TAPERS)
 
 
 def test_stages_get_lighter_towards_the_sink() -> None:

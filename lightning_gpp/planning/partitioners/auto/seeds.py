@@ -333,7 +333,7 @@ def variants(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
         yield from _cuts(problem, found[:2], shared, apart=True)
 
 
-TAPERS: Final = (0.0, 0.5)
+TAPERS: Final = (0.0, 0.4)
 """Values of `Cuts.taper`: all stages equally heavy, and lighter towards the sink."""
 
 
