@@ -30,7 +30,9 @@ def main() -> None:
         )
     print(dict(Counter(outcome.kind for outcome in outcomes)))
     for column in ("search", "set_up"):
-        print(f"median {column}: {statistics.median(getattr(o, column) for o in outcomes):.2f} CPU seconds")
+        seconds = [found for outcome in outcomes if (found := getattr(outcome, column))]
+        middle, most = (statistics.median(seconds), max(seconds)) if seconds else (0.0, 0.0)
+        print(f"{column}, of {len(seconds)} models: median {middle:.2f} CPU seconds, at most {most:.2f}")
     if given.json:
         given.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
 
