@@ -315,13 +315,20 @@ def loss_of(output: Any) -> torch.Tensor:
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise CaptureError(
-            f"training_step must return the loss as a scalar tensor, or a dict with it under 'loss'; "
-            f"it returned {what}."
-            " A step cannot be skipped by returning None in a pipeline: return a zero loss (for example 0 * loss)."
+            "training_step must return the loss as a scalar tensor, or a dict with it under 'loss'; it returned "
+            f"{_described(output, loss)}. A step cannot be skipped by returning None in a pipeline: return a zero loss "
+            "(for example 0 * loss)."
         )
     return loss
+
+
+def _described(output: Any, loss: Any) -> str:
+    if isinstance(loss, torch.Tensor):
+        return f"a tensor of shape {tuple(loss.shape)}"
+    if isinstance(output, Mapping) and loss is None:
+        return f"a dict with the keys {list(output)}"
+    return type(loss).__name__
 
 
 def slots_of(keys: Sequence[InputKey]) -> dict[str, InputKey]:

@@ -115,7 +115,7 @@ def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, step: str, **giv
         log.info("The step cannot run as a whole, either: %s", error)
     if engine is None:
         raise refused
-    job.control.warn(why_whole(refused, step))
+    job.control.warn(why_whole(refused, step, alone=job.control.num_devices == 1))
     return engine
 
 

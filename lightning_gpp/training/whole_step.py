@@ -44,15 +44,14 @@ from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.replicas import Layout, Replicas
 
 
-def why_whole(refused: GPPError, step: str = TRAINING) -> str:
-    """The message for a step that runs as a whole, because of what refused micro-batches."""
-    trains = step == TRAINING
+def why_whole(refused: GPPError, step: str = TRAINING, *, alone: bool = False) -> str:
+    """The message for a step that runs as a whole, because of what refused micro-batches. `alone`: on one device."""
+    trains, name = step == TRAINING, step.replace("_", " ")
     option = "strategy.step=whole, docs/lightning.md" if trains else "docs/lightning.md"
-    cost = " All forwards of a call come before its backwards, so steps take longer." if trains else ""
-    return (
-        f"The {step.replace('_', ' ')} runs as a whole, on all ranks, and each of its network calls is pipelined "
-        f"({option}), because it cannot run on micro-batches.{cost} {getattr(refused, 'reason', '') or refused}"
-    )
+    cost = " All forwards of a call come before its backwards, so steps take longer." if trains and not alone else ""
+    on = ", on all ranks, and each of its network calls is pipelined" if not alone else " on its mini-batch"
+    reason = getattr(refused, "reason", "") or refused
+    return f"The {name} runs as a whole{on} ({option}), because it cannot run on micro-batches.{cost} {reason}"
 
 
 class WholeStep:
@@ -214,7 +213,7 @@ def check_states(found: StepCalls, pipeline: Pipeline, plan: Plan) -> None:
 
 def can_run_whole(job: Job) -> bool:
     """True if a training step that cannot run on micro-batches may run as a whole instead, as the user left it open."""
-    return not job.whole and job.control.num_devices > 1 and left_open(job.options)
+    return not job.whole and left_open(job.options)
 
 
 def left_open(options: Options) -> bool:

@@ -106,8 +106,22 @@ class Averaged(OwnBackward):
         return super().training_step(batch, batch_idx)
 
 
+class Skipping(OwnBackward):
+    """Skips every second mini-batch."""
+
+    backward = Neighbours.backward
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 2 else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+
 STAGES = {"first": 1, "second": 0, "head": 0}
-KINDS = {kind.__name__: kind for kind in (Neighbours, Clouds, OwnBackward, Averaged, Hooked, Inspected)}
+KINDS = {kind.__name__: kind for kind in (Neighbours, Clouds, OwnBackward, Averaged, Hooked, Inspected, Skipping)}
 
 
 def batches(number: int = 3) -> list[dict[str, Any]]:
@@ -162,12 +176,24 @@ def test_numbers_are_those_of_one_process(kind: str) -> None:
     settings = {"stages": None, "max_replicas": 1} if kind == "Averaged" else {"stages": STAGES}
     found, other = harness.run(2, divided, kind, {**settings, "num_micro_batches": 2})
     expected = fit("auto", 1, kind)
-    assert found["warned"] == (not issubclass(KINDS[kind], OwnBackward))
+    assert found["warned"] == (kind in ("Neighbours", "Clouds", "Hooked", "Inspected", "Skipping"))
     for each in (found, other):
         assert each["losses"] == pytest.approx(expected["losses"], rel=1e-12)
         assert each["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
     for name, value in expected["state"].items():
         torch.testing.assert_close(torch.tensor(found["state"][name]), torch.tensor(value), rtol=1e-11, atol=1e-13)
+
+
+def undivided(rank: int, kind: str) -> dict[str, Any]:
+    return fit(harness.strategy(stages=None, num_micro_batches=2), 1, kind)
+
+
+@pytest.mark.parametrize("kind", ["Neighbours", "Skipping"])
+def test_one_process_needs_no_micro_batches(kind: str) -> None:
+    (found,) = harness.run(1, undivided, kind)
+    expected = fit("auto", 1, kind)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
 
 
 def refused(rank: int, kind: str, settings: dict[str, Any]) -> str:
