@@ -50,6 +50,10 @@ class CheckpointError(GPPError):
     """A checkpoint does not fit the model."""
 
 
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint of this name."""
+
+
 class ShapeError(GPPError):
     """A batch cannot be cut into micro-batches, or a tensor between stages does not have the expected shape."""
 

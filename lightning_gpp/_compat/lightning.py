@@ -400,13 +400,40 @@ def forget_indices(batch_sampler: Any) -> None:
         batch_sampler.seen_batch_indices = []
 
 
-def first_training_batch(trainer: Any, peek: Callable[[Any], Any] | None) -> Any:
-    """Set up the training data loaders now instead of when the loop starts, and `peek` at the first batch of each.
+def first_training_batch(
+    trainer: Any, peek: Callable[[Any], Any] | None, read_once: Callable[[Any], bool] = lambda loader: False
+) -> Any:
+    """Set up the training data loaders now instead of when the loop starts; returns the first mini-batch.
 
-    Returns None if there is no training data, or no `peek`.
+    Args:
+        trainer: the trainer.
+        peek: returns the first batch of a loader, and None if there is none; None if the mini-batch is not wanted.
+        read_once: whether a loader can be read only once. Then the mini-batch is taken from the loop, which gets it,
+            too, as it is from loaders of unknown length, from which the loop has fetched it. The same on all ranks.
+
+    Returns:
+        None if there is no training data, or no `peek`.
     """
-    trainer.fit_loop.setup_data()
-    combined = trainer.fit_loop._combined_loader
-    if combined is None or peek is None:
+    loop = trainer.fit_loop
+    loop.setup_data()
+    combined = loop._combined_loader
+    if combined is None:
         return None
-    return pytree.tree_unflatten([peek(loader) for loader in combined.flattened], combined._spec)
+    once = any(read_once(loader) for loader in combined.flattened)
+    fetched = _first_fetched(loop._data_fetcher, once)
+    if peek is None:
+        return None
+    if once or loop._data_fetcher.length is None:
+        clone = partial(pytree.tree_map_only, torch.Tensor, torch.Tensor.clone)  # hooks may change it in place
+        return clone(fetched[0][0]) if fetched else None
+    peeked = [peek(loader) for loader in combined.flattened]
+    return None if any(batch is None for batch in peeked) else pytree.tree_unflatten(peeked, combined._spec)
+
+
+def _first_fetched(fetcher: Any, once: bool) -> list[Any]:
+    """The first mini-batch that a loop has fetched, or, for loaders that are read once, fetches now."""
+    if fetcher.length is None or not once:
+        return list(getattr(fetcher, "batches", []))
+    first = list(itertools.islice(_rest_of(fetcher.iterator), 1))
+    fetcher.iterator = itertools.chain(first, _rest_of(fetcher.iterator))
+    return first

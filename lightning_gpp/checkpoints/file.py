@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_gpp.checkpoints.atomic import being_written, locked, put, reason, synchronise
-from lightning_gpp.errors import CheckpointError
+from lightning_gpp.errors import CheckpointError, MissingCheckpointError
 
 
 def write_file(checkpoint: Any, path: Path) -> None:
@@ -36,13 +36,15 @@ def reading(path: Path) -> Iterator[None]:
 
     Raises:
         CheckpointError: names the file if it is damaged, or something else.
+        MissingCheckpointError: there is no such file.
     """
     try:
         yield
     except (OSError, RuntimeError, ValueError, EOFError, LookupError, pickle.UnpicklingError) as error:
         if "weights_only" in str(error):  # says what may not be loaded, and what to do
             raise
-        raise CheckpointError(
+        kind = MissingCheckpointError if isinstance(error, FileNotFoundError) else CheckpointError
+        raise kind(
             f"{path} is not a checkpoint that can be read: {reason(error).rstrip('.')}. If it was one, it is damaged: "
             "give another one (ckpt_path)."
         ) from error

@@ -15,8 +15,10 @@ from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.training.agreement import text_of
+from lightning_gpp.training.captures import STEPS
 from lightning_gpp.training.compiled import compiled_steps
 from lightning_gpp.training.options import Options
+from lightning_gpp.training.planner import TRAINING
 
 _SETTINGS = (
     "max_epochs",
@@ -35,22 +37,33 @@ _SETTINGS = (
 )
 """Settings of the trainer by which ranks decide what they do next."""
 
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
 
 def runs_whole(module: pl.LightningModule, options: Options) -> bool:
     """True if the training step runs as a whole, on all ranks."""
     own = not module.automatic_optimization or type(module).backward is not pl.LightningModule.backward
+    own = own or reads_data(module, TRAINING)
     return options.step == "whole" or (options.step == "auto" and own)
 
 
-def check_module(module: pl.LightningModule, whole: bool) -> None:
-    """Raise ConfigError if a module uses features that stages do not support. `whole`: the step runs as a whole."""
-    for problem in _problems(module, whole):
+def reads_data(module: pl.LightningModule, step: str) -> bool:
+    """True if a step takes the iterator of the data loader."""
+    function = getattr(module, step)
+    return callable(function) and uses_dataloader_iter(function)  # None: switched off
+
+
+def check_module(module: pl.LightningModule, whole: bool, *, alone: bool) -> None:
+    """Raise ConfigError if a module uses features that stages do not support.
+
+    Args:
+        module: the module.
+        whole: the training step runs as a whole.
+        alone: there is one process.
+    """
+    for problem in _problems(module, whole, alone):
         raise ConfigError(problem)
 
 
-def _problems(module: pl.LightningModule, whole: bool) -> Iterator[str]:
+def _problems(module: pl.LightningModule, whole: bool, alone: bool) -> Iterator[str]:
     name = type(module).__name__
     if not module.automatic_optimization and not whole:
         yield (
@@ -66,10 +79,10 @@ def _problems(module: pl.LightningModule, whole: bool) -> Iterator[str]:
         )
     yield from compiled_steps(module, STEPS)
     for step in STEPS:
-        if callable(function := getattr(module, step)) and uses_dataloader_iter(function):  # None: switched off
+        if reads_data(module, step) and not (alone and (whole or step != TRAINING)):
             yield (
                 f"{name}.{step} takes `dataloader_iter`, but mini-batches must be known before the stages start. Let "
-                "it take `batch` (and `batch_idx`)."
+                "it take `batch` (and `batch_idx`), or train on one process, which needs no stages."
             )
 
 

@@ -136,24 +136,26 @@ def flattened(loaders: Any) -> list[Any]:
     return list(CombinedLoader(loaders, "max_size_cycle").flattened)
 
 
-def peek(loader: Any) -> Any:
-    """The first batch of a loader, without changing the loader, random numbers or running workers.
+def can_be_read_once(loader: Any) -> bool:
+    """True for an iterator, such as a generator."""
+    return isinstance(_inside(loader), Iterator)
 
-    Raises:
-        ConfigError: the loader can be read only once, or is empty.
+
+def peek(loader: Any) -> Any:
+    """The first batch of a loader, without changing the loader, random numbers or running workers; None if it is empty.
+
+    The loader must not be one that can be read only once.
     """
-    while isinstance(loader, AgreedLoader | SharedLoader):
-        loader = loader.loader
-    if isinstance(loader, Iterator):
-        raise ConfigError(
-            f"The data loader is a {type(loader).__name__} that can be read only once, so no batch can be peeked to "
-            "capture the step with. Give one by strategy.example_batch."
-        )
+    loader = _inside(loader)
     with isolate_rng(), _kept_generators(loader), _kept_position(loader):
-        batch = next(_read(loader), None)
-    if batch is None:
-        raise ConfigError("The data loader is empty, so there is no batch to capture the step with.")
-    return batch
+        return next(_read(loader), None)
+
+
+def _inside(loader: Any) -> Any:
+    """The user's loader."""
+    while isinstance(loader, AgreedLoader | SharedLoader | ShadowLoader):
+        loader = loader.loader
+    return loader
 
 
 def _read(loader: Any) -> Iterator[Any]:

@@ -28,7 +28,7 @@ from lightning_gpp.strategy.checks import (
     facts_of_loaders,
     runs_whole,
 )
-from lightning_gpp.strategy.data import peek
+from lightning_gpp.strategy.data import can_be_read_once, peek
 from lightning_gpp.strategy.hooks import GradientHooks, SharedHooks, SharedToggles
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
@@ -44,6 +44,7 @@ from lightning_gpp.training.machine import footprint_of
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
+from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.setup import agreed_seed, set_up
 from lightning_gpp.training.tensor_parallel import TensorParallel, check_copies, check_divided
 from lightning_gpp.training.trace import TraceFile
@@ -86,7 +87,7 @@ class Run:
         self.precision = strategy.precision_plugin
         fitting = trainer.state.fn == TrainerFn.FITTING
         whole = fitting and runs_whole(self.module, options)
-        check_module(self.module, whole or not fitting)
+        check_module(self.module, whole or not fitting, alone=control.num_processes == 1)
         if whole:
             check_whole(options)
         if fitting and getattr(self.precision, "scaler", None) is not None:
@@ -138,7 +139,7 @@ class Run:
         if self.control.first:
             warn_of_others(self._mini_batches or now, now)
         batch = self._example()
-        has_data = self.control.broadcast(batch is not None)
+        has_data = self.control.broadcast(batch is not None) or self.job.host.reads_data(TRAINING)
         self.strategy.setup_optimizers(self.trainer)
         if not has_data:
             return
@@ -169,8 +170,10 @@ class Run:
     def _example(self) -> Any:
         """A mini-batch on rank 0, as the step will see it; None on other ranks, and without training data."""
         given = self.job.options.example_batch
-        wanted = self.control.first and given is None
-        peeked = _compat.first_training_batch(self.trainer, peek if wanted else None)
+        wanted = given is None and not self.job.host.reads_data(TRAINING)
+        look = peek if wanted and self.control.first else None
+        once = can_be_read_once if wanted else (lambda _: False)
+        peeked = _compat.first_training_batch(self.trainer, look, once)
         batch = peeked if given is None else given
         if not self.control.first or batch is None:
             return None
@@ -266,7 +269,8 @@ class Run:
     @property
     def _reads_ahead(self) -> bool:
         """True if mini-batches of an evaluation may be read before their turn."""
-        return self.control.num_members == 1
+        divided = self.control.num_devices > 1 or self.job.options.weights != SYNCHRONOUS
+        return divided and self.control.num_members == 1
 
     def _compare_lengths(self, step: str, num_batches: Sequence[float]) -> None:
         """Compare the data of an evaluation, once. A rank without any would leave it out while the others wait.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.errors import GPPError
-from lightning_gpp.strategy.checks import facts_of_trainer
+from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
@@ -68,6 +68,9 @@ class LightningHost(Host):
 
     def facts(self) -> dict[str, str]:
         return facts_of_trainer(self._module.trainer)
+
+    def reads_data(self, step: str) -> bool:
+        return reads_data(self._module, step)
 
     def average(self, names: Set[str]) -> None:
         self.recorder.averaged |= names

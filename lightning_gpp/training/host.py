@@ -56,6 +56,10 @@ class Host:
         """Settings of training that all ranks must have alike, by the name under which users know them."""
         return {}
 
+    def reads_data(self, step: str) -> bool:
+        """True if a step reads its mini-batches by itself; it runs as a whole, on one process."""
+        return False
+
     def average(self, names: Set[str]) -> None:
         """Combine the micro-batches' logged values of these names by their mean, not as those of batches."""
 

@@ -23,13 +23,11 @@ from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.checkpoints.pretrained import pretrained_values
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.errors import (
-    CaptureError,
     ConfigError,
     GPPError,
     IndivisibleError,
     PlanError,
     SelfCheckError,
-    ShapeError,
 )
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import devices_per_pipeline
@@ -45,6 +43,7 @@ from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.agreement import check_alike, facts_of_optimizers, facts_of_options
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
+from lightning_gpp.training.captures import UncapturedError, captured_in, steps_as_whole
 from lightning_gpp.training.compiled import warning_of_cuts
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
@@ -61,11 +60,10 @@ from lightning_gpp.training.parameters import move, place, settle
 from lightning_gpp.training.planner import TRAINING, devices_wanted, part_of_member, plan_for
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.self_check import check_first
-from lightning_gpp.training.sessions import Sessions, capture_of, uncaptured
+from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.whole_step import (
     WholeStep,
     can_run_whole,
-    capture_whole,
     check_states,
     comparison,
     made_for_whole,
@@ -74,8 +72,6 @@ from lightning_gpp.training.whole_step import (
 )
 
 log = logging.getLogger(__name__)
-
-VALIDATION: Final = "validation_step"
 
 NO_FORM: Final = -1
 """The form of mini-batches of a step as a whole, whose capture is not that of any step."""
@@ -98,14 +94,6 @@ def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **
     return _set_up_whole(refused, job, incoming, batch, step=step, **given)
 
 
-class UncapturedError(Exception):
-    """Carries the error of a capture, which all ranks raise alike."""
-
-    def __init__(self, error: CaptureError | ShapeError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
 def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, step: str, **given: Any) -> Engine:
     """Build the engine of a step as a whole, because of what refused micro-batches; raise that if it cannot be."""
     engine = None
@@ -117,23 +105,6 @@ def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, step: str, **giv
         raise refused
     job.control.warn(why_whole(refused, step, alone=job.control.num_devices == 1))
     return engine
-
-
-def _captured(job: Job, step: str, example: Any, calls: StepCalls | None) -> tuple[Captured, StepCalls | None]:
-    """The captured step, and what was found in one that runs as a whole; None where its calls are not pipelined."""
-    try:
-        if job.whole:
-            return _captured_whole(job, step, example, calls)
-        return capture_of(job, step, example, job.known), None
-    except (CaptureError, ShapeError) as error:
-        raise UncapturedError(error) from error
-
-
-def _captured_whole(job: Job, step: str, example: Any, calls: StepCalls | None) -> tuple[Captured, StepCalls | None]:
-    try:
-        return capture_whole(job, example, calls, step)
-    except (CaptureError, ShapeError) as error:
-        return uncaptured(job, step, example, error), None
 
 
 def _set_up(
@@ -169,7 +140,7 @@ def _set_up(
         check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.everyone)
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
     example = job.control.broadcast(outline(batch) if job.control.first else None)
-    captured, found_calls = _captured(job, step, example, calls)
+    captured, found_calls = captured_in(job, step, example, calls)
     form = NO_FORM if job.whole else incoming.form_of(example)
     batch = job.in_device(batch) if job.control.rank == 0 else batch
     machine = JobMachine(job, footprint or Footprint(), captured)
@@ -219,7 +190,7 @@ def _set_up(
     return Engine(
         sessions,
         whole=WholeStep(job, layout, transport, replicas),
-        as_whole=_as_whole(job, step),
+        as_whole=steps_as_whole(job, step),
         indices=indices,
         replicas=replicas,
         asynchronous=asynchronous,
@@ -228,11 +199,6 @@ def _set_up(
         machine=machine.look,
         num_steps=num_steps,
     )
-
-
-def _as_whole(job: Job, step: str) -> frozenset[str]:
-    """The steps that run as a whole."""
-    return frozenset(({step} if job.whole else set()) | ({VALIDATION} if job.evaluates_whole else set()))
 
 
 def _finite_check(job: Job, layout: Layout, optimizers: Sequence[Optimizer]) -> FiniteCheck | None:

@@ -23,14 +23,12 @@ REFUSED = {
     "callback_pruning": "prune the module before training",
     "batch_size_found": "BatchSizeFinder",
     "batch_size_tuned": "BatchSizeFinder",
-    "read_once": "strategy.example_batch",
     "step_Quasi": "L-BFGS",
     "whole_Quasi": "L-BFGS",
     "takes_iterator": "dataloader_iter",
     "step_ReturnsNone": "return a zero loss",
     "step_ValidatesTwice": "depends on `batch_idx`",
     "loader_single_samples": "More micro-batches than samples",
-    "no_batches": "The data loader is empty",
 }
 """Scenarios that are refused on two ranks, with words of the way out or of the reason."""
 

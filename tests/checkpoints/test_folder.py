@@ -111,6 +111,12 @@ def test_a_file_that_is_no_checkpoint_is_refused(content: bytes, tmp_path: Path)
         convert(path, tmp_path / "copy.ckpt")
 
 
+def test_a_file_that_does_not_exist_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none.ckpt") as raised:
+        convert(tmp_path / "none.ckpt", tmp_path / "copy.ckpt")
+    assert isinstance(raised.value, CheckpointError)
+
+
 def test_a_removed_checkpoint_loses_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "last.ckpt", 1)
     removed = []

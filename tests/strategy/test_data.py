@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_gpp.strategy.data import Placeholder, peek
 from lightning_gpp.training.batches import outline, signature
-from tests.strategy.harness import make_data
+from tests.strategy import harness
+from tests.strategy.harness import loader, make_data, make_module
 
 
 def loaders() -> dict[str, DataLoader[Any]]:
@@ -61,3 +63,28 @@ def test_a_placeholder_counts_its_samples() -> None:
     placeholder = Placeholder(torch.empty(7, 0))
     assert extract_batch_size(placeholder) == 7
     assert "Placeholder" in repr(placeholder)
+
+
+DATA: dict[str, Callable[[], Iterable[Any]]] = {
+    "a generator": lambda: (batch for batch in loader()),
+    "an iterator with a length": lambda: iter(loader()),
+    "nothing": list,
+}
+
+
+def losses_on(rank: int, name: str, devices: int) -> tuple[list[float], int]:
+    """Train on data that can be read once, or on none; `devices` is 0 for plain Lightning."""
+    strategy = harness.strategy(**({"stages": None} if devices == 1 else {})) if devices else "auto"
+    module, trainer = make_module(), harness.trainer(strategy, max(1, devices), max_epochs=1)
+    trainer.fit(module, DATA[name]())
+    return module.losses, trainer.global_step
+
+
+@pytest.mark.parametrize("name", list(DATA))
+def test_data_that_can_be_read_once_is_not_lost(name: str) -> None:
+    ((plain, steps),) = harness.run(1, losses_on, name, 0)
+    assert len(plain) == steps == (0 if name == "nothing" else 3)
+    for devices in (1, 2):
+        (losses, ours), *_ = harness.run(devices, losses_on, name, devices)
+        assert ours == steps
+        assert losses == pytest.approx(plain, rel=1e-12)

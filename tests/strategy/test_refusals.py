@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from lightning import Trainer
-from torch.utils.data import DataLoader
 
 from lightning_gpp import ConfigError, GPPError, GPPStrategy, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.strategy.checks import check_synchronised
-from lightning_gpp.strategy.data import Placeholder, peek
+from lightning_gpp.strategy.data import Placeholder
 from lightning_gpp.training.loss_scale import check_scaled
 from tests.fabric import test_fabric
 from tests.strategy import (
@@ -28,7 +27,7 @@ from tests.strategy import (
     test_manual,
     test_tensor_parallel,
 )
-from tests.strategy.harness import TwoTowers, loader, make_data
+from tests.strategy.harness import TwoTowers, loader
 
 
 @pytest.mark.parametrize(
@@ -195,7 +194,7 @@ CASES: dict[str, Case] = {
     "measured costs of a step as a whole": (TwoTowers, {"step": "whole", "costs": "measured"}, {}, "Use roofline"),
     "trace of a step as a whole": (TwoTowers, {"step": "whole", "trace": True}, {}, "trace=True does not go together"),
     "check of a step as a whole": (TwoTowers, {"step": "whole", "on_nonfinite": "stop"}, {}, "check in the step"),
-    "dataloader_iter": (Fetching, {}, {}, "Fetching.training_step takes `dataloader_iter`"),
+    "dataloader_iter": (Fetching, {"step": "micro_batches"}, {}, "Fetching.training_step takes `dataloader_iter`"),
     "L-BFGS": (Quasi, {}, {}, "returned L-BFGS.*first-order"),
     "repeated closure": (Sharpness, {}, {}, "called its closure more than once"),
     "foreign parameter": (Foreign, {}, {}, r"a parameter of shape \(2,\) that is not one of the module's"),
@@ -255,16 +254,6 @@ def test_a_batch_used_where_there_is_none(use: Callable[[Any], Any]) -> None:
         use(Placeholder(torch.empty(3, 0)))
 
 
-def test_data_that_can_be_read_once() -> None:
-    with pytest.raises(ConfigError, match=r"a generator that can be read only once.*strategy.example_batch"):
-        peek(batch for batch in loader())
-
-
-def test_empty_data() -> None:
-    with pytest.raises(ConfigError, match="The data loader is empty"):
-        peek(DataLoader(make_data(3), batch_size=4, drop_last=True))
-
-
 ROWS: dict[str, list[Any]] = {
     "manual optimization or": ["manual optimization", "own backward"],
     "`dataloader_iter` in a step": ["dataloader_iter"],
@@ -292,7 +281,6 @@ ROWS: dict[str, list[Any]] = {
     ],
     "the mini-batch in hooks": [test_a_batch_used_where_there_is_none],
     "an optimizer of parameters": ["foreign parameter"],
-    "data that can be read once": [test_data_that_can_be_read_once, test_empty_data],
     "a step that is compiled": [test_compiled.test_a_compiled_step],
     "an optimizer without a rule": ["no rule of prediction"],
     "`tensor_parallel_size` together": [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -81,14 +81,44 @@ class Scalars(Plain):
         return DataLoader([torch.tensor(float(number)).double() for number in range(4)], batch_size=None)
 
 
+class Fetched(Plain):
+    """Takes two batches from the loader in a step."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        loss = sum((self.loss(next(dataloader_iter)[0]) for _ in range(2)), torch.zeros(()))
+        self.losses.append(float(loss))
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Its losses are known."""
+
+    def train_dataloader(self) -> Any:
+        return loader(32)
+
+
+class Watched(Plain):
+    """Its validation reads values, and keeps them where copies of the module find them, too."""
+
+    kept: ClassVar[list[float]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.kept.append(self.loss(batch).item())
+
+    def val_dataloader(self) -> Any:
+        return loader()
+
+    def on_fit_end(self) -> None:
+        self.losses += self.kept
+
+
 def fit(rank: int, kind: type[Plain], gpp: bool) -> list[float]:
     module = kind().double()
-    data = None if kind is Scalars else loader()
+    data = None if kind in (Scalars, Fetched) else loader()
     harness.trainer(harness.strategy(stages=None, num_micro_batches=None) if gpp else "auto", 1).fit(module, data)
     return module.losses
 
 
-@pytest.mark.parametrize("kind", [ReadsValues, Functional, ByHand, Scalars])
+@pytest.mark.parametrize("kind", [ReadsValues, Functional, ByHand, Scalars, Fetched, Watched])
 def test_one_process_trains_as_without_the_strategy(kind: type[Plain]) -> None:
     (ours,), (plain,) = (harness.run(1, fit, kind, gpp) for gpp in (True, False))
     assert len(plain) > 2

@@ -1,0 +1,74 @@
+"""Captures the step that an engine is set up for, unless it runs as it is; tells which steps run as a whole."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from lightning_gpp.capture.batch import samples_in
+from lightning_gpp.capture.calls import StepCalls
+from lightning_gpp.errors import CaptureError, ShapeError
+from lightning_gpp.stages.undivided import Captured, Undivided, undivided
+from lightning_gpp.training.host import Job
+from lightning_gpp.training.option_values import SYNCHRONOUS
+from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.sessions import capture_of, uncaptured
+from lightning_gpp.training.whole_step import capture_whole
+
+VALIDATION: Final = "validation_step"
+STEPS: Final = TRAINING, VALIDATION, "test_step", "predict_step"
+
+
+class UncapturedError(Exception):
+    """Carries the error of a capture, which all ranks raise alike."""
+
+    def __init__(self, error: CaptureError | ShapeError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def captured_in(job: Job, step: str, example: Any, calls: StepCalls | None) -> tuple[Captured, StepCalls | None]:
+    """The captured step, and what was found in one that runs as a whole; None where its calls are not pipelined.
+
+    Raises:
+        UncapturedError: the step cannot be captured, and some of it has to run on another device.
+    """
+    try:
+        if _as_it_is(job, step):
+            return _uncut(job, step, example), None
+        if job.whole:
+            return _captured_whole(job, step, example, calls)
+        return capture_of(job, step, example, job.known), None
+    except (CaptureError, ShapeError) as error:
+        raise UncapturedError(error) from error
+
+
+def steps_as_whole(job: Job, step: str) -> frozenset[str]:
+    """The names of the steps that run as a whole; the engine is set up for `step`."""
+    alone = {each for each in STEPS if _as_it_is(job, each)}
+    return frozenset(alone | ({step} if job.whole else set()) | ({VALIDATION} if job.evaluates_whole else set()))
+
+
+def _as_it_is(job: Job, step: str) -> bool:
+    """True if a step need not be captured: on one process it runs as the user wrote it."""
+    return job.host.reads_data(step) or (step != TRAINING and _evaluates_as_it_is(job))
+
+
+def _evaluates_as_it_is(job: Job) -> bool:
+    """True if one process needs no stages for evaluation, and no option asks for them."""
+    options = job.options
+    cuts = options.num_micro_batches, options.micro_batch_size, options.stages, options.plan, options.delayed_devices
+    left_open = options.step == "auto" and options.weights == SYNCHRONOUS and all(each is None for each in cuts)
+    return job.control.num_processes == 1 and left_open
+
+
+def _uncut(job: Job, step: str, example: Any) -> Undivided:
+    reads = job.host.reads_data(step)
+    reason = "It reads its mini-batches itself." if reads else "One process needs no stages for it."
+    return undivided(job.module, step, 1 if reads else samples_in(example), reason, alone=True)
+
+
+def _captured_whole(job: Job, step: str, example: Any, calls: StepCalls | None) -> tuple[Captured, StepCalls | None]:
+    try:
+        return capture_whole(job, example, calls, step)
+    except (CaptureError, ShapeError) as error:
+        return uncaptured(job, step, example, error), None
