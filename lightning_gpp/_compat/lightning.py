@@ -401,15 +401,15 @@ def forget_indices(batch_sampler: Any) -> None:
 
 
 def first_training_batch(
-    trainer: Any, peek: Callable[[Any], Any] | None, read_once: Callable[[Any], bool] = lambda loader: False
+    trainer: Any, peek: Callable[[Any], Any] | None, is_moved: Callable[[Any], bool] = lambda loader: False
 ) -> Any:
     """Set up the training data loaders now instead of when the loop starts; returns the first mini-batch.
 
     Args:
         trainer: the trainer.
         peek: returns the first batch of a loader, and None if there is none; None if the mini-batch is not wanted.
-        read_once: whether a loader can be read only once. Then the mini-batch is taken from the loop, which gets it,
-            too, as it is from loaders of unknown length, from which the loop has fetched it. The same on all ranks.
+        is_moved: whether reading moves a loader. Then the mini-batch is taken from the loop, which gets it, too, as it
+            is from loaders of unknown length, from which the loop has fetched it. The same on all ranks.
 
     Returns:
         None if there is no training data, or no `peek`.
@@ -419,20 +419,20 @@ def first_training_batch(
     combined = loop._combined_loader
     if combined is None:
         return None
-    once = any(read_once(loader) for loader in combined.flattened)
-    fetched = _first_fetched(loop._data_fetcher, once)
+    moved = any(is_moved(loader) for loader in combined.flattened)
+    fetched = _first_fetched(loop._data_fetcher, moved)
     if peek is None:
         return None
-    if once or loop._data_fetcher.length is None:
+    if moved or loop._data_fetcher.length is None:
         clone = partial(pytree.tree_map_only, torch.Tensor, torch.Tensor.clone)  # hooks may change it in place
         return clone(fetched[0][0]) if fetched else None
     peeked = [peek(loader) for loader in combined.flattened]
     return None if any(batch is None for batch in peeked) else pytree.tree_unflatten(peeked, combined._spec)
 
 
-def _first_fetched(fetcher: Any, once: bool) -> list[Any]:
-    """The first mini-batch that a loop has fetched, or, for loaders that are read once, fetches now."""
-    if fetcher.length is None or not once:
+def _first_fetched(fetcher: Any, moved: bool) -> list[Any]:
+    """The first mini-batch that a loop has fetched, or, for loaders that are `moved` by reading, fetches now."""
+    if fetcher.length is None or not moved:
         return list(getattr(fetcher, "batches", []))
     first = list(itertools.islice(_rest_of(fetcher.iterator), 1))
     fetcher.iterator = itertools.chain(first, _rest_of(fetcher.iterator))

@@ -136,18 +136,19 @@ def flattened(loaders: Any) -> list[Any]:
     return list(CombinedLoader(loaders, "max_size_cycle").flattened)
 
 
-def can_be_read_once(loader: Any) -> bool:
-    """True for an iterator, such as a generator."""
-    return isinstance(_inside(loader), Iterator)
+def is_moved_by_reading(loader: Any) -> bool:
+    """True for an iterator, such as a generator, and for a loader that keeps its position."""
+    loader = _inside(loader)
+    return isinstance(loader, Iterator) or (_has_state(loader) and not _reads_indices(loader))
 
 
 def peek(loader: Any) -> Any:
     """The first batch of a loader, without changing the loader, random numbers or running workers; None if it is empty.
 
-    The loader must not be one that can be read only once.
+    The loader must not be one that is moved by reading.
     """
     loader = _inside(loader)
-    with isolate_rng(), _kept_generators(loader), _kept_position(loader):
+    with isolate_rng(), _kept_generators(loader):
         return next(_read(loader), None)
 
 
@@ -172,16 +173,6 @@ def _read(loader: Any) -> Iterator[Any]:
 def _reads_indices(loader: Any) -> bool:
     """True if samples can be read by their indices, without the loader."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-
-
-@contextmanager
-def _kept_position(loader: Any) -> Iterator[None]:
-    """Restore the state of a loader that has one."""
-    moves = _has_state(loader) and not _reads_indices(loader)
-    state = loader.state_dict() if moves else None
-    yield
-    if moves:
-        loader.load_state_dict(state)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from lightning_gpp.strategy.checks import (
     facts_of_loaders,
     runs_whole,
 )
-from lightning_gpp.strategy.data import can_be_read_once, peek
+from lightning_gpp.strategy.data import is_moved_by_reading, peek
 from lightning_gpp.strategy.hooks import GradientHooks, SharedHooks, SharedToggles
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
@@ -141,9 +141,9 @@ class Run:
         batch = self._example()
         has_data = self.control.broadcast(batch is not None) or self.job.host.reads_data(TRAINING)
         self.strategy.setup_optimizers(self.trainer)
+        self._optimizers = self.strategy.optimizers
         if not has_data:
             return
-        self._optimizers = self.strategy.optimizers
         self.steps.engine = set_up(
             self.job,
             self.incoming,
@@ -172,8 +172,8 @@ class Run:
         given = self.job.options.example_batch
         wanted = given is None and not self.job.host.reads_data(TRAINING)
         look = peek if wanted and self.control.first else None
-        once = can_be_read_once if wanted else (lambda _: False)
-        peeked = _compat.first_training_batch(self.trainer, look, once)
+        moved = is_moved_by_reading if wanted else (lambda _: False)
+        peeked = _compat.first_training_batch(self.trainer, look, moved)
         batch = peeked if given is None else given
         if not self.control.first or batch is None:
             return None
@@ -303,7 +303,10 @@ class Run:
                 f"{len(self._optimizers)}. Resume with the optimizers that wrote it, or load only the weights."
             )
         for optimizer, state in zip(self._optimizers, states, strict=True):
-            self._trained.load_optimizer_state_dict(optimizer, state)
+            if self.engine is None:  # there are no data
+                optimizer.load_state_dict(dict(state))
+            else:
+                self.engine.load_optimizer_state_dict(optimizer, state)
 
     def _clip(self, optimizer: Optimizer, max_norm: float) -> None:
         self._trained.clip_grad_norm(_plain(optimizer), max_norm)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
+
+from torch.optim import Optimizer
 
 from lightning_gpp.capture.batch import samples_in
 from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.stages.undivided import Captured, Undivided, undivided
 from lightning_gpp.training.host import Job
+from lightning_gpp.training.optimizers import is_first_order
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.sessions import capture_of, uncaptured
-from lightning_gpp.training.whole_step import capture_whole
+from lightning_gpp.training.whole_step import can_run_whole, capture_whole
 
 VALIDATION: Final = "validation_step"
 STEPS: Final = TRAINING, VALIDATION, "test_step", "predict_step"
@@ -40,6 +45,13 @@ def captured_in(job: Job, step: str, example: Any, calls: StepCalls | None) -> t
         return capture_of(job, step, example, job.known), None
     except (CaptureError, ShapeError) as error:
         raise UncapturedError(error) from error
+
+
+def as_captured(job: Job, step: str, captured: Captured, optimizers: Sequence[Optimizer]) -> Job:
+    """The job, on one process for a training step that runs as it is, if it is not cut, or its optimizers repeat it."""
+    uncut = isinstance(captured, Undivided) or not all(map(is_first_order, optimizers))
+    alone = uncut and step == TRAINING and job.control.num_processes == 1
+    return replace(job, whole=True) if alone and can_run_whole(job) else job
 
 
 def steps_as_whole(job: Job, step: str) -> frozenset[str]:

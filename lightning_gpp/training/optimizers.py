@@ -225,9 +225,14 @@ def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
     return names[id(parameter)]
 
 
+def is_first_order(optimizer: Optimizer) -> bool:
+    """True for an optimizer that evaluates the model once per step, and works on a part of the parameters."""
+    return not isinstance(optimizer, LBFGS)
+
+
 def check_first_order(optimizer: Optimizer) -> None:
     """Raise ConfigError if the optimizer cannot work on a part of the parameters."""
-    if isinstance(optimizer, LBFGS):
+    if not is_first_order(optimizer):
         raise ConfigError(
             "configure_optimizers returned L-BFGS, which evaluates the model several times per step and takes inner "
             "products over all parameters, of which every rank has only its own. Use a first-order optimizer."

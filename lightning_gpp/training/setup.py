@@ -43,7 +43,7 @@ from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.agreement import check_alike, facts_of_optimizers, facts_of_options
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
-from lightning_gpp.training.captures import UncapturedError, captured_in, steps_as_whole
+from lightning_gpp.training.captures import UncapturedError, as_captured, captured_in, steps_as_whole
 from lightning_gpp.training.compiled import warning_of_cuts
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
@@ -141,6 +141,7 @@ def _set_up(
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
     example = job.control.broadcast(outline(batch) if job.control.first else None)
     captured, found_calls = captured_in(job, step, example, calls)
+    job = as_captured(job, step, captured, optimizers)
     form = NO_FORM if job.whole else incoming.form_of(example)
     batch = job.in_device(batch) if job.control.rank == 0 else batch
     machine = JobMachine(job, footprint or Footprint(), captured)

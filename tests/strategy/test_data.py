@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -65,9 +65,31 @@ def test_a_placeholder_counts_its_samples() -> None:
     assert "Placeholder" in repr(placeholder)
 
 
+class Positioned:
+    """Goes on where it was, from the batch after the one of its state."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for position, batch in list(enumerate(loader()))[self.position :]:
+            self.position = position
+            yield batch
+
+    def __len__(self) -> int:
+        return 3
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"] + 1
+
+
 DATA: dict[str, Callable[[], Iterable[Any]]] = {
     "a generator": lambda: (batch for batch in loader()),
     "an iterator with a length": lambda: iter(loader()),
+    "a loader with a state": Positioned,
     "nothing": list,
 }
 

@@ -195,7 +195,7 @@ CASES: dict[str, Case] = {
     "trace of a step as a whole": (TwoTowers, {"step": "whole", "trace": True}, {}, "trace=True does not go together"),
     "check of a step as a whole": (TwoTowers, {"step": "whole", "on_nonfinite": "stop"}, {}, "check in the step"),
     "dataloader_iter": (Fetching, {"step": "micro_batches"}, {}, "Fetching.training_step takes `dataloader_iter`"),
-    "L-BFGS": (Quasi, {}, {}, "returned L-BFGS.*first-order"),
+    "L-BFGS": (Quasi, {"step": "micro_batches"}, {}, "returned L-BFGS.*first-order"),
     "repeated closure": (Sharpness, {}, {}, "called its closure more than once"),
     "foreign parameter": (Foreign, {}, {}, r"a parameter of shape \(2,\) that is not one of the module's"),
     "no rule of prediction": (Unpredictable, {"weights": "predicted"}, {}, "cannot predict Adagrad .*weights=stash"),

@@ -111,6 +111,23 @@ class Watched(Plain):
         self.losses += self.kept
 
 
+class Quasi(Plain):
+    """Its optimizer evaluates the step several times."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3)
+
+
+class Skipping(ReadsValues):
+    """Skips every second step."""
+
+    def training_step(self, *args: Any) -> Any:
+        return super().training_step(*args) if args[1] % 2 else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]) if outputs else 0.0)
+
+
 def fit(rank: int, kind: type[Plain], gpp: bool) -> list[float]:
     module = kind().double()
     data = None if kind in (Scalars, Fetched) else loader()
@@ -118,7 +135,7 @@ def fit(rank: int, kind: type[Plain], gpp: bool) -> list[float]:
     return module.losses
 
 
-@pytest.mark.parametrize("kind", [ReadsValues, Functional, ByHand, Scalars, Fetched, Watched])
+@pytest.mark.parametrize("kind", [ReadsValues, Functional, ByHand, Scalars, Fetched, Watched, Quasi, Skipping])
 def test_one_process_trains_as_without_the_strategy(kind: type[Plain]) -> None:
     (ours,), (plain,) = (harness.run(1, fit, kind, gpp) for gpp in (True, False))
     assert len(plain) > 2
