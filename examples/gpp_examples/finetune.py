@@ -14,9 +14,13 @@ import lightning as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_gpp import GPPStrategy
+
+try:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error}. This example needs Hugging Face: pip install ".[hf]" in a clone.') from error
 
 
 class Finetune(L.LightningModule):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import update_wrapper
 from pathlib import Path
@@ -23,9 +25,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_gpp.cli import schema
+from lightning_gpp.cli.check import arguments
 from lightning_gpp.cli.help import ASKED, VERSION, help_text
 from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
-from lightning_gpp.errors import GPPError, did_you_mean
+from lightning_gpp.cli.target import imported
+from lightning_gpp.errors import ConfigError, GPPError, did_you_mean
+
+log = logging.getLogger(__name__)
 
 
 def config_folder() -> Path:
@@ -89,6 +95,7 @@ def _prepare() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # makes Hydra raise instead of printing a shortened traceback
     # a warning of Lightning 2.6 on newer torch that users cannot change, from every process
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
+    sys.argv[1:] = in_order(sys.argv[1:])
     sys.argv.extend(quiet_overrides(os.environ, sys.argv))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # modules of the user's project; an installed command has only its own folder
@@ -122,8 +129,15 @@ class _HydraTask:
             if HydraConfig.get().mode is RunMode.MULTIRUN:
                 raise
             print(f"{self.command.name}: {error}", file=sys.stderr)
+            log.info("%s", error)
             self.failed = True
             return None
+
+
+def in_order(arguments: Sequence[str]) -> list[str]:
+    """The arguments with overrides behind all options, where argparse finds them together."""
+    overrides = [each for each in arguments if not each.startswith("-") and ("=" in each or each.startswith("~"))]
+    return [*(each for each in arguments if each not in overrides), *overrides]
 
 
 def quiet_overrides(environment: Mapping[str, str], arguments: Sequence[str] = ()) -> list[str]:
@@ -174,6 +188,18 @@ def _keys(error: BaseException) -> str:
     parent: Any = getattr(error, "parent_node", None)
     if not isinstance(parent, DictConfig) or getattr(error, "key", None) in parent:
         return ""
-    group = str(getattr(error, "full_key", None) or "").rpartition(".")[0] or "the configuration"
-    names = did_you_mean(getattr(error, "key", ""), (str(key) for key in parent if not str(key).startswith("_")))
-    return f"Keys of {group}:{names}"
+    group = str(getattr(error, "full_key", None) or "").rpartition(".")[0]
+    key, known = str(getattr(error, "key", "")), {str(name) for name in parent if not str(name).startswith("_")}
+    more = _arguments_of(parent) - known
+    if key in more:
+        return f"It is an argument of {parent._target_} that its file leaves out: write +{group}.{key}=VALUE."
+    return f"Keys of {group or 'the configuration'}:{did_you_mean(key, known | more)}"
+
+
+def _arguments_of(node: DictConfig) -> set[str]:
+    """The arguments of the class or function that a node describes, as far as it can be imported."""
+    if not isinstance(node.get("_target_"), str) or str(node._target_).startswith("lightning_gpp."):
+        return set()
+    with suppress(ConfigError):
+        return arguments(imported(node._target_, "_target_")) - {"**", "args", "kwargs"}
+    return set()

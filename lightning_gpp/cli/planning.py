@@ -127,6 +127,7 @@ def write_outputs(config: DictConfig, writers: Mapping[str, Callable[[Path], obj
             writers[key](Path(config[key]))
         except OSError as error:
             raise _unwritable(key, config[key], error) from error
+        print(f"{key}: wrote {config[key]}")
 
 
 def _given(config: DictConfig, keys: Iterable[str]) -> list[str]:

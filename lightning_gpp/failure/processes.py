@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG: Final = 1
 _STATE, _START_TIME, _EXIT_STATUS = 0, 19, 49
@@ -164,8 +167,9 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def say(text: str) -> None:
-    """Write to stderr, immediately and in one piece, but wait at most a second for it."""
+    """Write to stderr and the log, immediately and in one piece, but wait at most a second for it."""
     bounded(lambda: _print(text))
+    bounded(lambda: log.info(text))
 
 
 def exit_now(code: int) -> None:

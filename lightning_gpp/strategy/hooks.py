@@ -11,12 +11,11 @@ import functools
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
 
 from lightning_gpp._compat.lightning import accumulates
-from lightning_gpp.errors import ForeignTensorError
 from lightning_gpp.strategy.logs import LogRecorder
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.control import Control
@@ -78,7 +77,7 @@ class SharedHooks:
         """
         if error is None:
             return
-        if everywhere or isinstance(error, ForeignTensorError):
+        if everywhere or not isinstance(error, _FOLLOWING):
             raise error
         self._explain(name, error)
 
@@ -87,8 +86,9 @@ class SharedHooks:
             return
         self._warned.add(name)
         log.warning(
-            "%s.%s raised %r on rank %d, which does not run the step, so the attributes that the hook reads may "
-            "exist only on rank %d. The hook's values are taken from there; its other effects are missing here.",
+            "%s.%s raised %r on rank %d, and not on rank %d. Only the latter runs the step, so attributes that the "
+            "hook reads may exist only there. The hook's values are taken from there; its other effects are missing "
+            "here.",
             type(self.module).__name__,
             name,
             error,
@@ -96,6 +96,9 @@ class SharedHooks:
             self.control.step_rank,
         )
 
+
+_FOLLOWING: Final = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
+"""Errors that may follow from missing results: a full disk, or an assertion, does not."""
 
 GRADIENT_HOOKS = "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"
 

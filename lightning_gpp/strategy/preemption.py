@@ -110,8 +110,11 @@ class Preemption:
         path = self._save(ended) if trains else ""
         if self._control.first:
             what = f"saved {path} after step {self._trainer.global_step}" if path else "nothing to save"
-            say(f"[rank 0] Received {number.name}: {what}. All ranks end with exit code {SIGNALLED + number}.")
-            if self._requeues(number):
+            requeues = self._requeues(number)
+            next_step = f" To go on, start again with ckpt_path={path}." if path and not requeues else ""
+            code = SIGNALLED + number
+            say(f"[rank 0] Received {number.name}: {what}. All ranks end with exit code {code}.{next_step}")
+            if requeues:
                 requeue()
 
     def _save(self, ended: bool) -> str:

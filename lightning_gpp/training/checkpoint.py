@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -180,10 +180,20 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
     try:
         module.load_state_dict({key: loadable(state, key, own.get(key)) for key in state}, strict=strict)
     except RuntimeError as error:
+        text, partly = _first_lines(str(error)), strict and "size mismatch" not in str(error)
         raise CheckpointError(
-            f"The checkpoint does not fit {type(module).__name__} (ckpt_path, strict={strict}). {error} Load a "
-            "checkpoint of the same model, or set `strict_loading = False` on the module."
+            f"The checkpoint does not fit {type(module).__name__} (ckpt_path, strict={strict}). {text} Load a "
+            f"checkpoint of the same model{', or set `strict_loading = False` on the module' if partly else ''}."
         ) from error
+
+
+_MOST_LINES: Final = 6
+
+
+def _first_lines(text: str) -> str:
+    lines = text.splitlines()
+    rest = len(lines) - _MOST_LINES
+    return "\n".join([*lines[:_MOST_LINES], *([f"... and {rest} more."] if rest > 0 else [])])
 
 
 def make_whole(module: nn.Module, placement: Placement, control: Control) -> None:

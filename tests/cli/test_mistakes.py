@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import lightning_gpp
+from lightning_gpp.cli.app import in_order
 from tests.cli.commands import ROOT, command, commands
 
 pytestmark = pytest.mark.timeout(120)  # a dozen commands run in one fixture
@@ -159,6 +160,11 @@ def test_a_plan_leaves_the_file_that_it_is_asked_for(tmp_path: Path) -> None:
     limits = ("strategy.search_seconds=1", "strategy.bound_seconds=0")
     assert command("plan", TWO_TOWER, *limits, "output=plan.yaml", cwd=tmp_path).returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+def test_options_may_stand_anywhere() -> None:
+    given = ["compare=true", "--config-dir", "mine", "experiment=x", "-m", "model.lr=1,2", "~data"]
+    assert in_order(given) == ["--config-dir", "mine", "-m", "compare=true", "experiment=x", "model.lr=1,2", "~data"]
 
 
 @pytest.mark.parametrize("name", ["train", "plan", "checkpoint", "init"])

@@ -156,7 +156,8 @@ def test_a_preempted_job_of_a_sweep(cluster: Cluster, tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     with ThreadPoolExecutor() as pool:
         sweep = pool.submit(cluster.run, *SWEEP, folder=tmp_path, timeout=1200)
-        cluster.until(lambda: sweep.done() or (tmp_path / "sweep/0/checkpoints").exists(), 300, "a checkpoint")
+        folder = tmp_path / "sweep/0/checkpoints"  # made before the ranks meet
+        cluster.until(lambda: sweep.done() or bool(list(folder.glob("*.ckpt"))), 300, "a checkpoint")
         assert not sweep.done(), sweep.result()
         job = cluster.run("squeue", "--noheader", "--format=%A", "--sort=i").split()[0]
         cluster.run("scancel", "--signal=USR2", job)
