@@ -145,11 +145,11 @@ def is_moved_by_reading(loader: Any) -> bool:
 def peek(loader: Any) -> Any:
     """The first batch of a loader, without changing the loader, random numbers or running workers; None if it is empty.
 
-    The loader must not be one that is moved by reading.
+    Batches that are None, which Lightning leaves out, do not count. The loader must not be one that reading moves.
     """
     loader = _inside(loader)
     with isolate_rng(), _kept_generators(loader):
-        return next(_read(loader), None)
+        return next((batch for batch in _read(loader) if batch is not None), None)
 
 
 def _inside(loader: Any) -> Any:

@@ -39,6 +39,11 @@ def test_peeking_gives_the_first_batch_and_changes_nothing(name: str) -> None:
     assert len(peeked[0]) == 4
 
 
+def test_batches_that_are_left_out_are_no_example() -> None:
+    batches = DataLoader([None, torch.ones(2)], batch_size=None)
+    torch.testing.assert_close(peek(batches), torch.ones(2))
+
+
 def test_workers_that_persist_are_left_alone() -> None:
     loader = DataLoader(make_data(), batch_size=4, num_workers=1, persistent_workers=True)
     iterator = iter(loader)
