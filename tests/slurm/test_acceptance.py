@@ -61,6 +61,12 @@ def test_preempted_at_any_moments(cluster: Cluster, tmp_path: Path, seed: int, p
     assert told(job.output) == on_one_node(2, pace["EPOCHS"])
 
 
+BOOT = 90
+"""Seconds until a lost node is back. For over a minute SLURM goes on trying to tell it that the first run's step ends,
+by the step's number, which the second run's step has, too.
+"""
+
+
 def test_a_lost_node(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, SAVE_EVERY=3, **SLOW)
     job.wait_for("trained 1 3", 200)
@@ -68,6 +74,7 @@ def test_a_lost_node(cluster: Cluster, tmp_path: Path) -> None:
     cluster.crash("node2")
     job.until(lambda: job.state != "RUNNING" or job.shown()["Restarts"] != "0", 120, "the loss is noticed")
     print(f"noticed after {time.monotonic() - began:.1f} s")
+    time.sleep(BOOT)
     cluster.start("node2")
     back = time.monotonic()
     job.until(lambda: (job.state, job.shown()["Restarts"]) == ("RUNNING", "1"), 180, "the second run")
