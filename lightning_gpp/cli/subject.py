@@ -289,7 +289,7 @@ def first_batch(datamodule: L.LightningDataModule, step: str = TRAINING) -> Any:
     """The first mini-batch for a step, in the structure of its loaders; for evaluation, from the first loader.
 
     Raises:
-        ConfigError: the data have no loader for the step.
+        ConfigError: the data have no loader for the step, or one without mini-batches.
     """
     stage, method = _LOADERS[step]
     datamodule.prepare_data()
@@ -300,7 +300,13 @@ def first_batch(datamodule: L.LightningDataModule, step: str = TRAINING) -> Any:
         raise ConfigError(f"step={step}: {type(datamodule).__name__} has no {method}.") from error
     if step != TRAINING and isinstance(loaders, list | tuple):
         loaders = loaders[0]
-    return pytree.tree_map(peek, getattr(loaders, "iterables", loaders))
+    batch = pytree.tree_map(peek, getattr(loaders, "iterables", loaders))
+    if batch is None:
+        raise ConfigError(
+            f"{type(datamodule).__name__}.{method} has no mini-batch, so there is nothing to plan for: its dataset is "
+            "empty, or has fewer samples than a batch, and drop_last=True."
+        )
+    return batch
 
 
 def _quiet_trainer(precision: Any) -> L.Trainer:

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning import LightningDataModule
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from gpp_examples.feature_towers import FeatureTowers
 from lightning_gpp.cli.planning import predict, task_of
-from lightning_gpp.cli.subject import Step, captured
+from lightning_gpp.cli.subject import Step, captured, first_batch
 from lightning_gpp.cli.target import built
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
@@ -94,3 +96,13 @@ def test_a_step_without_data_is_told() -> None:
         task_of(composed("experiment=two_tower", "step=predict_step", name="plan"))
     with pytest.raises(ConfigError, match="step=forward; choose one of training_step, validation_step"):
         task_of(composed("experiment=two_tower", "step=forward", name="plan"))
+
+
+class Empty(LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.zeros(3)), batch_size=4, drop_last=True)
+
+
+def test_data_without_a_mini_batch_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"Empty\.train_dataloader has no mini-batch"):
+        first_batch(Empty())
