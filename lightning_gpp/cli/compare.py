@@ -118,7 +118,7 @@ def _request(task: Task, progress: SearchBar | None) -> Request:
 
 
 def _late(seconds: float) -> str:
-    return f"no plan after compare_seconds={seconds:g} seconds; raise it."
+    return f"no plan after compare_seconds={seconds:g} seconds. Raise it."
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------

@@ -361,7 +361,7 @@ def test_ctrl_c_of_a_process(tmp_path: Path) -> None:
 def test_what_takes_too_long_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
     compare(composed(*QUICK, "compare_seconds=3", "schedules=[slow,1f1b]", name="plan"))
     text = capsys.readouterr().out
-    assert text.rstrip().endswith("slow: no plan after compare_seconds=3 seconds.")
+    assert text.rstrip().endswith("slow: no plan after compare_seconds=3 seconds. Raise it.")
     assert rows_of(text)["1f1b"]["of the best"] == "1.000"
 
 
