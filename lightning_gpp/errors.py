@@ -30,10 +30,6 @@ class NoNetworkError(CaptureError):
     """The user's step calls no module that has parameters."""
 
 
-class NoLossError(CaptureError):
-    """The user's training step returns None: Lightning skips the mini-batch."""
-
-
 class PlanError(GPPError):
     """A plan is malformed, does not fit the model, or does not fit the devices."""
 

@@ -19,7 +19,7 @@ from lightning_gpp.capture.mixing import mark_mixing
 from lightning_gpp.capture.network import Network, extract
 from lightning_gpp.capture.record import RunTime, StepFunction, record, step_arguments
 from lightning_gpp.capture.recording import Ref
-from lightning_gpp.errors import CaptureError, NoLossError
+from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP
 
@@ -216,7 +216,7 @@ def _capture(
                 function=function,
             )
         if step == "training_step" and function is None and recording.complete and recording.result is None:
-            raise NoLossError("training_step returns None instead of a loss; micro-batches cannot be skipped")
+            raise CaptureError("training_step returns None instead of a loss; micro-batches cannot be skipped")
         return extract(recording, recorder)
 
     base, other_size = run(SIZES[0], RunTime(batch_idx=batch_idx)), run(SIZES[1], RunTime(batch_idx=batch_idx))

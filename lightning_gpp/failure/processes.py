@@ -168,8 +168,12 @@ os.register_at_fork(after_in_child=_forget)
 
 def say(text: str) -> None:
     """Write to stderr and the log, immediately and in one piece, but wait at most a second for it."""
-    bounded(lambda: _print(text))
-    bounded(lambda: log.info(text))
+
+    def write() -> None:
+        _print(text)
+        log.info(text)
+
+    bounded(write)
 
 
 def exit_now(code: int) -> None:

@@ -38,9 +38,9 @@ class OptimizerIndex:
         for number in numbers:
             group = self.optimizer.param_groups[number]
             found = [_name(parameter, names) for parameter in group["params"]]
-            self.groups[number:] = [found, *self.groups[number + 1 :]]
-            self.labels[number:] = [group.get("param_names"), *self.labels[number + 1 :]]
-            self._kept[number:] = [found, *self._kept[number + 1 :]]
+            place = slice(number, number + 1)  # of a known group, or behind all for a new one
+            self.groups[place], self._kept[place] = [found], [found]
+            self.labels[place] = [group.get("param_names")]
 
     def refresh(self, module: nn.Module, names: set[str], tensors: Mapping[str, Tensor]) -> None:
         """Index parameter groups that a hook has added or replaced; of these keep the parameters in `names`."""

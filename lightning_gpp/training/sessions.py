@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from lightning_gpp.capture.batch import samples_in
-from lightning_gpp.errors import CaptureError, NoLossError, NoNetworkError, ScheduleError, ShapeError
+from lightning_gpp.errors import CaptureError, NoNetworkError, ScheduleError, ShapeError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.continuous import check_continuous
@@ -153,5 +153,4 @@ def _needs_no_stages(job: Job, step: str, error: Exception) -> bool:
     options = job.options
     if job.control.num_devices > 1:
         return step != TRAINING and isinstance(error, NoNetworkError)
-    free = options.stages is None and options.plan is None and options.delayed_devices is None
-    return free and not isinstance(error, NoLossError)  # a step as a whole may be skipped
+    return options.stages is None and options.plan is None and options.delayed_devices is None

@@ -43,6 +43,11 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...], str]] = {
         (TWO_TOWER, "strategy.num_microbatches=4"),
         r"(?s)Did you mean num_micro_batches",
     ),
+    "argument that the file leaves out": (
+        "plan",
+        (TWO_TOWER, "trainer.gradient_clip_algorithm=value"),
+        r"It is an argument of lightning\.Trainer .*: write \+trainer\.gradient_clip_algorithm=VALUE",
+    ),
     "stage as a string": (
         "plan",
         (TWO_TOWER, "+strategy.stages={head: '0'}"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
+from lightning_gpp.failure.processes import say
 from tests.failure.pipeline_rank import Rank, job
 from tests.strategy import harness
 
@@ -159,3 +160,30 @@ def test_a_run_after_a_caught_exception(tmp_path: Path, how: str) -> None:
         saved = torch.load(files[0], weights_only=False)["state_dict"]
         assert list(left) == list(saved) == list(weights(alone))
         assert all(torch.equal(saved[name], left[name]) for name in saved)
+
+
+# --- hooks that fail on one rank
+
+
+class FullDisk(harness.TwoTowers):
+    """Its hook fails on a rank that has no results of the step, but not for lack of them."""
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        if self.global_rank == 1:
+            raise OSError("the disk of rank 1 is full")
+
+
+def fit_with_a_full_disk(rank: int) -> None:
+    harness.trainer(harness.strategy(), 2).fit(FullDisk().double(), harness.loader())
+
+
+def test_a_hook_that_fails_for_another_reason_than_missing_results_ends_the_run() -> None:
+    with pytest.raises(AssertionError, match="OSError: the disk of rank 1 is full"):
+        harness.run(2, fit_with_a_full_disk)
+
+
+def test_the_log_has_what_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        say("the first cause")
+    assert "the first cause" in caplog.messages
