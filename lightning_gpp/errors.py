@@ -2,10 +2,23 @@
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import Final
+
+_ELSEWHERE: Final = "_gpp_shown_elsewhere"
 
 
 class GPPError(Exception):
     """Base class of all errors of this library. The message says what is wrong, where, which values, and what to do."""
+
+
+def is_shown_elsewhere(error: BaseException | None) -> bool:
+    """True if all ranks have raised this error, or the one that it follows from, and rank 0 shows it."""
+    return error is not None and (getattr(error, _ELSEWHERE, False) or is_shown_elsewhere(error.__cause__))
+
+
+def show_elsewhere(error: BaseException) -> None:
+    """Say of an error of this rank that rank 0 has raised it, too, and shows it."""
+    setattr(error, _ELSEWHERE, True)
 
 
 class ConfigError(GPPError):

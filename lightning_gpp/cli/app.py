@@ -29,7 +29,7 @@ from lightning_gpp.cli.check import arguments
 from lightning_gpp.cli.help import ASKED, VERSION, help_text
 from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
 from lightning_gpp.cli.target import imported
-from lightning_gpp.errors import ConfigError, GPPError, did_you_mean
+from lightning_gpp.errors import ConfigError, GPPError, did_you_mean, is_shown_elsewhere
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,8 @@ class _HydraTask:
         except GPPError as error:
             if HydraConfig.get().mode is RunMode.MULTIRUN:
                 raise
-            print(f"{self.command.name}: {error}", file=sys.stderr)
+            if not is_shown_elsewhere(error):
+                print(f"{self.command.name}: {error}", file=sys.stderr)
             log.info("%s", error)
             self.failed = True
             return None

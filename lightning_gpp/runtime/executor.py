@@ -58,6 +58,7 @@ class Executor:
         waits: (position of the instruction, seconds) of all waits for other devices in the latest run.
         seconds: duration of the latest run.
         is_running: whether a run is under way.
+        is_complete: whether the latest run has ended, and not by an error.
 
     Raises:
         ScheduleError, PlanError: the program does not fit the slots.
@@ -84,7 +85,7 @@ class Executor:
         self.program, self.device, self.pipeline, self._process = program, device, pipeline, process
         self.timings: list[tuple[Action, float, float]] = []
         self.waits: list[tuple[int, float]] = []
-        self.seconds, self.is_running = 0.0, False
+        self.seconds, self.is_running, self.is_complete = 0.0, False, False
         tensors_on = torch_device or torch.device("cpu")
         self._state = DeviceState(program.plan.stages_on(device), tensors_on)
         self._weights, self._slots, self._sharding = weights, slots, sharding
@@ -140,12 +141,16 @@ class Executor:
 
     def describe(self) -> str:
         """The state of this device for messages: rank, stage and action."""
-        rank = f"rank {self._rank(self.device)}"
+        return f"rank {self._rank(self.device)}, {self.place}"
+
+    @property
+    def place(self) -> str:
+        """The stage and the action of this device for messages."""
         action = self.current_action
         if action is None:
-            return rank
+            return "a device without actions"
         operation = self._instructions[self._position].op.value
-        return f"{rank}, stage {self.program.plan.stages[action.stage].name!r}, action {action} ({operation})"
+        return f"stage {self.program.plan.stages[action.stage].name!r}, action {action} ({operation})"
 
     def wait(self) -> Wait | None:
         """The messages or ranks that this device may wait for now; None if it computes, or nothing runs."""
@@ -212,7 +217,7 @@ class Executor:
         first, last = step if first is None else first, step + 1 if last is None else last
         self.timings.clear()
         self.waits.clear()
-        start, self.is_running = time.perf_counter(), True
+        start, self.is_running, self.is_complete = time.perf_counter(), True, False
         try:
             with torch.set_grad_enabled(self.program.training):
                 self._enter(step, first, last, loss_weight * grad_scale)
@@ -221,6 +226,7 @@ class Executor:
                 self._run_period(step, first, last)
                 if step + 1 == last:
                     self._finish_sends()
+            self.is_complete = True
         except BaseException as error:
             add_note(error, f"This happened on {self.describe()}.")
             self._drop()

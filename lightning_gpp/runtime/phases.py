@@ -81,13 +81,14 @@ class PhasedExecutor(Executor):
         self._taken()
 
     def _run_part(self, positions: list[int], training: bool) -> None:
-        self._state.steady = False
+        self._state.steady = self.is_complete = False
         operations = self._periods[0]
         try:
             with torch.set_grad_enabled(training):
                 for self._position in positions:
                     operations[self._position]()
                 self._finish_sends()
+            self.is_complete = True
         except BaseException as error:
             add_note(error, f"This happened on {self.describe()}.")
             self._drop()

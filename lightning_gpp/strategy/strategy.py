@@ -22,7 +22,7 @@ from lightning_gpp._compat.lightning import (
 )
 from lightning_gpp.checkpoints.layout import entry_of
 from lightning_gpp.checkpoints.stored import StoredValues
-from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.errors import ConfigError, PlanError, show_elsewhere
 from lightning_gpp.failure.monitor import INTERRUPTED
 from lightning_gpp.option import documents, takes_fields_of
 from lightning_gpp.plan import Plan
@@ -116,6 +116,8 @@ class GPPStrategy(RanksStrategy):
             refused = isinstance(exception, MisconfigurationException)  # its sentence says all
             told = ConfigError(str(exception)).with_traceback(exception.__traceback__) if refused else exception
             self._together = self._monitor.report(told)
+            if self._together and self.global_rank:
+                show_elsewhere(exception)
 
     def teardown(self) -> None:
         """Detach from the module; rank 0's module is complete again, unless the ranks stopped at different points.

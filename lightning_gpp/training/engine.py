@@ -442,8 +442,8 @@ class Engine:
             return "set-up"
         evaluated = self._evaluation.number
         number = self.num_steps if session.training or evaluated is None else evaluated
-        place = f"{session.latest.describe()} of {session.capture.step}, mini-batch {number}"
-        return place if session.latest.is_running else f"between steps, after {place}"
+        place = f"{session.latest.place} of {session.capture.step}, mini-batch {number}"
+        return f"between steps, after {place}" if session.latest.is_complete else place
 
     def wait(self) -> Wait | None:
         """The ranks that this one waits for; None if it waits for none."""

@@ -30,15 +30,18 @@ def norms(module: nn.Module) -> list[float]:
     return [0.0 if grad is None else torch.linalg.vector_norm(grad.float()).item() for grad in found]
 
 
-def differing(actual: Tensor, expected: Tensor, sizes: Sequence[float], tolerance: float) -> list[int]:
+def differing(
+    actual: Tensor, expected: Tensor, sizes: Sequence[float], tolerance: float, noise: float = 0.0
+) -> list[int]:
     """Positions of the gradients that differ by more than `tolerance` of their norm, or of a small part of the largest.
 
     Args:
         actual, expected: (parameters, PROJECTIONS).
         sizes: the norms of the expected gradients.
+        noise: the part of the largest norm that rounding explains in every gradient, also in one that is almost zero.
     """
     errors, scale = (actual - expected).abs().amax(dim=1).tolist(), max(sizes, default=0.0)
-    limits = [5 * tolerance * max(norm, 1e-3 * scale, 1e-12) for norm in sizes]
+    limits = [max(5 * tolerance * max(norm, 1e-3 * scale, 1e-12), noise * scale) for norm in sizes]
     return [position for position, (error, limit) in enumerate(zip(errors, limits, strict=True)) if error > limit]
 
 

@@ -143,7 +143,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         if failure := _anywhere(control, failure):
             raise IndivisibleError(failure)
         actual, stages = _split(job, captured, plan, transport, part, samples)
-    difference = _compare(job, stages, expected, actual, _tolerance(job, captured))
+    difference = _compare(job, stages, expected, actual, TOLERANCES[_least_precise(job, captured)])
     if warning and not difference:
         control.warn(warning)
     if verdict := _anywhere(control, difference):
@@ -222,6 +222,7 @@ def _undivided(
     job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, batch: Any
 ) -> tuple[str, set[str]]:
     samples, total, size = few_samples(plan, batch, captured.batch_size, captured.dims)
+    precision = _least_precise(job, captured)
     comparison = CutComparison(
         module=whole,
         step=build(captured, plan, whole).step,
@@ -230,7 +231,8 @@ def _undivided(
         total=total,
         size=size,
         sums=job.options.loss_reduction == "sum" and not job.whole,
-        tolerance=_tolerance(job, captured),
+        tolerance=TOLERANCES[precision],
+        epsilon=torch.finfo(precision).eps,
     )
     return difference(comparison), comparison.averaged
 
@@ -254,13 +256,13 @@ def _split(
     return Expected(loss, projections(split)), {s.name: names for s, names in zip(plan.stages, used, strict=True)}
 
 
-def _tolerance(job: Job, captured: Capture | Declared) -> float:
-    """The tolerance of the least precise type that gradients pass through; modules may compute in another type than
-    that of their parameters.
+def _least_precise(job: Job, captured: Capture | Declared) -> torch.dtype:
+    """The least precise type that gradients pass through; modules may compute in another type than that of their
+    parameters.
     """
     specs = (spec for operator in captured.graph for spec in operator.outputs)
     kinds = {getattr(torch, spec.dtype) for spec in specs if spec.requires_grad and not spec.dynamic}
-    return max(TOLERANCES.get(kind, 0.0) for kind in (job.precision, *kinds))
+    return max({job.precision, *kinds} & set(TOLERANCES), key=TOLERANCES.__getitem__, default=torch.float64)
 
 
 def _compare(job: Job, stages: Mapping[str, set[str]], expected: Expected, actual: Expected, tolerance: float) -> str:

@@ -8,6 +8,7 @@ are cut along another dimension, ...
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,24 +24,29 @@ from lightning_gpp.runtime.draws import Draws
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.step import Invocation, StepRunner, loss_of
 from lightning_gpp.training.logged_reductions import LoggedReductions, averaged_values
-from lightning_gpp.training.projections import distance, norms, projections
+from lightning_gpp.training.projections import differing, distance, norms, projections
 
 log = logging.getLogger(__name__)
 
 SAMPLES: Final = 2
 """Samples of each of the two micro-batches, at most."""
 
+_ROUNDINGS: Final = 100.0
+"""Machine epsilons by which rounding changes a gradient, relative to the largest, as other sums have other orders."""
+_FAR: Final = 10.0
+"""How many times more than all gradients one differs that is named."""
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The losses of micro-batches, the sizes of these, the projections and norm of the gradient of their loss, and the
-    values that were logged with another reduction than the mean.
+    """The losses of micro-batches, the sizes of these, the projections and norms of the gradients of their loss, and
+    the values that were logged with another reduction than the mean.
     """
 
     losses: list[float]
     sizes: list[int]
-    gradient: Tensor
-    norm: float
+    gradients: Tensor
+    norms: list[float]
     logged: LoggedReductions
 
     @property
@@ -50,6 +56,11 @@ class Result:
     @property
     def mean(self) -> float:
         return sum(loss * size for loss, size in zip(self.losses, self.sizes, strict=True)) / sum(self.sizes)
+
+    @property
+    def norm(self) -> float:
+        """The norm of all gradients together."""
+        return math.hypot(*self.norms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +76,7 @@ class CutComparison:
         size: samples of a micro-batch.
         sums: whether losses of micro-batches are added instead of averaged.
         tolerance: relative difference of the losses that rounding explains.
+        epsilon: machine epsilon of the least precise type that gradients pass through.
 
     Attributes:
         averaged: names of logged sums, maxima and minima that are means of those of micro-batches (found by `warning`).
@@ -78,6 +90,7 @@ class CutComparison:
     size: int
     sums: bool
     tolerance: float
+    epsilon: float
     averaged: set[str] = field(default_factory=set)
 
     def warning(self) -> str:
@@ -86,13 +99,13 @@ class CutComparison:
         self.averaged.update(averaged_values(whole.logged, parts.logged, self._near))
         if self._same(whole, parts):
             return ""
-        rate = distance(parts.gradient, whole.gradient) / max(whole.norm, 1e-30)
+        rate = distance(parts.gradients, whole.gradients) / max(whole.norm, 1e-30)
         kind = "sum" if self.sums else "mean"
         return (
             f"The loss of the first {self.total} samples is {whole.sum:.6g} undivided, and {self._loss(parts):.6g} as "
-            f"the {kind} over micro-batches of {self.size}; their gradients differ by {100 * rate:.3g} %. So training "
-            f"in micro-batches is not training on one device. {self._cause(whole, parts)} "
-            "strategy.self_check=false ends this comparison."
+            f"the {kind} over micro-batches of {self.size}; their gradients differ by {100 * rate:.3g} %"
+            f"{self._most(whole, parts, rate)}. So training in micro-batches is not training on one device. "
+            f"{self._cause(whole, parts)} strategy.self_check=false ends this comparison."
         )
 
     def _loss(self, parts: Result) -> float:
@@ -100,7 +113,26 @@ class CutComparison:
 
     def _same(self, whole: Result, parts: Result) -> bool:
         near = self._near(self._loss(parts), whole.sum)
-        return near and distance(parts.gradient, whole.gradient) <= 5 * self.tolerance * max(whole.norm, 1e-12)
+        as_a_whole = distance(parts.gradients, whole.gradients) <= 5 * self.tolerance * max(whole.norm, 1e-12)
+        return near and as_a_whole and not self._differing(whole, parts)
+
+    def _differing(self, whole: Result, parts: Result) -> list[int]:
+        """Positions of parameters whose own gradients differ, if only those of a small term of the loss do."""
+        noise = _ROUNDINGS * self.epsilon
+        return differing(parts.gradients, whole.gradients, whole.norms, self.tolerance, noise)
+
+    def _most(self, whole: Result, parts: Result, rate: float) -> str:
+        """The parameter whose gradient differs most, if by far more than all together."""
+        rates = {
+            position: distance(parts.gradients[[position]], whole.gradients[[position]]) / max(norm, 1e-30)
+            for position, norm in enumerate(whole.norms)
+            if position in self._differing(whole, parts)
+        }
+        most = max(rates, key=rates.__getitem__, default=-1)
+        if most < 0 or rates[most] < _FAR * rate:
+            return ""
+        names = [name for name, _ in self.module.named_parameters()]
+        return f", and that of {names[most]} by {100 * rates[most]:.3g} %"
 
     def _near(self, actual: float, expected: float) -> bool:
         return abs(actual - expected) <= self.tolerance * max(abs(actual), abs(expected))
@@ -147,8 +179,8 @@ class CutComparison:
                 if len(parts) > 1:
                     stack.enter_context(draws.share(start, stop))
                 losses.append(self._loss_of(start, stop, 1.0 if self.sums else (stop - start) / self.total))
-        gradient, norm = projections(self.module), torch.tensor(norms(self.module)).norm().item()
-        return Result(losses, [stop - start for start, stop in parts], gradient, norm, logged)
+        sizes = [stop - start for start, stop in parts]
+        return Result(losses, sizes, projections(self.module), norms(self.module), logged)
 
     def _loss_of(self, start: int, stop: int, weight: float) -> float:
         self.step.begin(self.batch, self.invocation, seed=0)

@@ -50,4 +50,7 @@ def test_a_few_models() -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("processes", "max_replicas"), [(2, 1), (4, None)], ids=["two", "four"])
 def test_all_models(processes: int, max_replicas: int | None) -> None:
-    _check(run_zoo(processes, list(zoo()), max_replicas))
+    """Models with code in float32 inside prove their equality without replicas: see "rounding" in the harness."""
+    outcomes = {outcome.name: outcome for outcome in run_zoo(processes, list(zoo()), max_replicas)}
+    rounded = [name for name, outcome in outcomes.items() if outcome.kind == "rounding"]
+    _check(list((outcomes | {outcome.name: outcome for outcome in run_zoo(processes, rounded, 1)}).values()))

@@ -86,6 +86,13 @@ def test_a_mistake_ends_with_one_message_and_no_traceback(tmp_path: Path) -> Non
     assert "Traceback" not in result.stderr
 
 
+def test_what_all_ranks_refuse_is_told_once(tmp_path: Path) -> None:
+    result = command("train", *SHORT, "strategy.stages={first:[nothing],second:[nothing_else]}", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.count("gpp-train: strategy.stages names the module 'nothing'") == 1
+    assert "Traceback" not in result.stderr
+
+
 def test_a_folder_of_configs_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     text = "# @package _global_\ndefaults: [feature_towers]\nname: mine\nmodel: {width: 48}\n"

@@ -86,6 +86,7 @@ def check_that_all_end(tmp_path: Path, kind: str, rank: int, phase: str, **envir
     assert all(codes), running.codes  # a rank that exits with 0 has that code
     for other in range(WORLD_SIZE):
         assert other == rank or names(running.output(other), rank, kind), running.output()
+        assert kind != "raise" or re.search(r"doing: stage '\w+', action \d+[FB]", running.output(other))
 
 
 @pytest.mark.parametrize("rank", [0, 2])

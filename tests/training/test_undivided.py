@@ -49,6 +49,20 @@ class Contrastive(Base):
         return F.cross_entropy(z @ z.T, torch.arange(len(z)))
 
 
+class Balanced(nn.Module):
+    """Only a small term of its loss depends on all samples, and only the gate's gradient shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.ModuleDict({"main": nn.Linear(4, 3), "gate": nn.Linear(4, 3)})
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        balance = self.net["gate"](x).softmax(1).mean(0).square().sum()
+        return 100 * F.cross_entropy(self.net["main"](x), y) + balance
+
+
 class Mixup(Base):
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
@@ -87,6 +101,7 @@ def warning_for(module: nn.Module, sums: bool = False, step_size: int = 2, dtype
                 size=size,
                 sums=sums,
                 tolerance=1e-9 if dtype == torch.float64 else 2e-3,
+                epsilon=torch.finfo(dtype).eps,
             )
         )
 
@@ -111,8 +126,9 @@ def test_a_mean_over_samples_is_the_same(dtype: torch.dtype) -> None:
         (Masked(), False, "The loss of the first 4 samples.*do not count the same"),
         (Contrastive(), False, "the undivided mini-batch by strategy.step=whole"),
         (TimeMajor(), False, r"say which by strategy.batch_dims"),
+        (Balanced(), False, r"differ by 0\.\d+ %, and that of net\.gate\.weight by \d+ %.*strategy.step=whole"),
     ],
-    ids=["sum", "mean", "BatchNorm", "masked", "contrastive", "time-major"],
+    ids=["sum", "mean", "BatchNorm", "masked", "contrastive", "time-major", "balanced"],
 )
 def test_what_differs_is_told_with_its_remedy(module: nn.Module, sums: bool, message: str) -> None:
     assert re.search(message, warning_for(module, sums))
