@@ -75,6 +75,10 @@ class IndivisibleError(SelfCheckError):
     """The training step fails on a part of its mini-batch, in one process, too."""
 
 
+class StepError(GPPError):
+    """The user's step fails, on one device, too."""
+
+
 class ForeignTensorError(GPPError):
     """User code needs the values of a parameter or buffer that other ranks hold."""
 

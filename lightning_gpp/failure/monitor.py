@@ -154,17 +154,23 @@ class FailureMonitor:
         follows = _is_consequence(error)
         if follows and watcher.known.wait(_CONSEQUENCE_GRACE):
             return Verdict.ENDS
-        point = "" if follows else point_of(error)
+        point, event = "" if follows else point_of(error), f"raised {type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
             self._submit(watcher, "was interrupted", point=point, code=INTERRUPTED)
         else:
             explains_itself = isinstance(error, GPPError)  # and its own rank shows the traceback as Python does
             trace = "" if explains_itself else "".join(traceback.format_exception(error, limit=-_SHORT))
-            self._submit(watcher, f"raised {type(error).__name__}: {error}", trace, point)
+            self._submit(watcher, event, trace, point)
         watcher.judged.wait(PATIENCE + self._exit_grace)
         verdict = watcher.verdict or Verdict.ENDS
         if verdict is not Verdict.ENDS:  # shown only if nobody catches it
-            add_note(error, f"All ranks have raised exceptions. First cause: {watcher.first}")
+            first = watcher.first
+            told = (
+                f"Rank {first.rank} raised this one first."
+                if first and first.event == event
+                else f"First cause: {first}"
+            )
+            add_note(error, f"All ranks have raised exceptions. {told}")
         return verdict
 
     def ask_to_stop(self, number: int) -> None:

@@ -307,6 +307,9 @@ class UserStep(StepRunner):
         return hole
 
 
+_SKIPPED = " A step cannot be skipped by returning None in a pipeline: return a zero loss (for example 0 * loss)."
+
+
 def loss_of(output: Any) -> torch.Tensor:
     """The loss in the result of a training step.
 
@@ -317,8 +320,7 @@ def loss_of(output: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise CaptureError(
             "training_step must return the loss as a scalar tensor, or a dict with it under 'loss'; it returned "
-            f"{_described(output, loss)}. A step cannot be skipped by returning None in a pipeline: return a zero loss "
-            "(for example 0 * loss)."
+            f"{_described(output, loss)}.{_SKIPPED if output is None else ''}"
         )
     return loss
 

@@ -135,7 +135,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
     # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
     with torch.compiler.set_stance("force_eager"), Neutral():  # type: ignore[no-untyped-call]
         if control.runs_step:
-            whole = _copy(job.module, job.device)
+            whole = silent_copy(job.module, job.device)
             expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, samples)
             if not failure:
                 warning, averaged = _undivided(job, whole, captured, plan, batch)
@@ -166,8 +166,10 @@ class Expected:
     norms: list[float] = field(default_factory=list)
 
 
-def _copy(module: nn.Module, device: torch.device, elsewhere: Mapping[str, Whereabouts] | None = None) -> nn.Module:
-    """A copy on a device. Parameters and buffers that are `elsewhere` are foreign, as in training."""
+def silent_copy(
+    module: nn.Module, device: torch.device, elsewhere: Mapping[str, Whereabouts] | None = None
+) -> nn.Module:
+    """A copy on a device, which logs nothing. What is `elsewhere` is foreign, as in training."""
     memo: dict[int, Any] = {}
     for name, tensor in tensors_of(module).items():
         if elsewhere and name in elsewhere:
@@ -244,7 +246,7 @@ def _split(
     control = job.control
     built = build(captured, plan, job.module)
     used = [{*p, *b} for p, b in zip(built.parameters, built.buffers, strict=True)]
-    split = _copy(job.module, job.device, place(job.module, plan, used).elsewhere(control))
+    split = silent_copy(job.module, job.device, place(job.module, plan, used).elsewhere(control))
     placement = Placement({name: tuple(range(control.num_devices)) for name in tensors_of(job.module)})
     if job.parallel is not None:
         job.parallel.divide(split)

@@ -61,6 +61,7 @@ from lightning_gpp.training.planner import TRAINING, devices_wanted, part_of_mem
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.self_check import check_first
 from lightning_gpp.training.sessions import Sessions
+from lightning_gpp.training.step_errors import check_step
 from lightning_gpp.training.whole_step import (
     WholeStep,
     can_run_whole,
@@ -89,6 +90,7 @@ def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **
         return _set_up(job, incoming, batch, step=step, **given)
     except (UncapturedError, IndivisibleError) as error:
         refused = error.error if isinstance(error, UncapturedError) else error
+    check_step(job, step, batch, refused)
     if not may_run_whole:
         raise refused  # outside of the handler, whose error would be its context, of which it is the cause
     return _set_up_whole(refused, job, incoming, batch, step=step, **given)

@@ -1,0 +1,64 @@
+"""Tells an error of the user's step, which fails on one device, too, from one that comes of stages."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lightning_gpp.capture.record import line_of, step_arguments
+from lightning_gpp.errors import GPPError, IndivisibleError, StepError
+from lightning_gpp.runtime.random import undisturbed
+from lightning_gpp.training.host import Job
+from lightning_gpp.training.self_check import silent_copy
+
+_HOOKS: Final = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
+_LIGHTNING: Final = ("lightning", "pytorch_lightning")
+
+
+def check_step(job: Job, step: str, batch: Any, refused: GPPError) -> None:
+    """Run a step that was refused as the user wrote it, undivided on one device. All ranks call this together.
+
+    Args:
+        job: the job.
+        step: the step's name.
+        batch: a mini-batch; used only on global rank 0.
+        refused: the refusal, on all ranks the same.
+
+    Raises:
+        StepError: on all ranks: the step fails in the same line, with the same error.
+    """
+    if job.control.num_processes == 1 or _waits_for_hooks(job.module) or not _may_be_plain(refused):
+        return
+    error = _failure(job, step, batch) if job.control.first else None
+    told = "" if error is None else f"{type(error).__name__}: {error} ({line_of(error)})"
+    same = error is not None and all(part in str(refused) for part in (type(error).__name__, line_of(error)))
+    if told := job.control.broadcast(told if same else ""):
+        raise StepError(f"{step} fails on one device, too, for the undivided mini-batch: {told}.") from error
+
+
+def _may_be_plain(refused: GPPError) -> bool:
+    """True unless torch or this library raised the error, for something that only capture meets."""
+    cause = refused.__cause__
+    own = cause is None or isinstance(cause, GPPError) or type(cause).__module__.startswith("torch")
+    return isinstance(refused, IndivisibleError) or not own
+
+
+def _waits_for_hooks(module: nn.Module) -> bool:
+    """True if hooks of the user that run after set-up may make what the step needs."""
+    hooks = (getattr(type(module), hook, None) for hook in _HOOKS)
+    return any(hook is not None and hook.__module__.split(".")[0] not in _LIGHTNING for hook in hooks)
+
+
+def _failure(job: Job, step: str, batch: Any) -> Exception | None:
+    """The error of the step on this process; None if there is none, or it cannot run here."""
+    if any(parameter.is_meta for parameter in job.module.parameters()):
+        return None
+    try:
+        with undisturbed(), torch.no_grad(), job.host.context(step)():
+            method = getattr(silent_copy(job.module, job.device), step)
+            method(job.in_device(batch), *step_arguments(method, 0))
+    except Exception as error:
+        return error
+    return None
