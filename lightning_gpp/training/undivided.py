@@ -34,7 +34,7 @@ SAMPLES: Final = 2
 _ROUNDINGS: Final = 100.0
 """Machine epsilons by which rounding changes a gradient, relative to the largest, as other sums have other orders."""
 _FAR: Final = 10.0
-"""How many times more than all gradients one differs that is named."""
+"""A gradient is named that differs by so many times more than all gradients together."""
 
 
 @dataclass(frozen=True, slots=True)
