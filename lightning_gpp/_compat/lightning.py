@@ -37,6 +37,13 @@ def _call_children(launcher: Any) -> None:
         del os.environ[LAUNCHER]
 
 
+def multiprocessing_launcher(strategy: Any, method: str) -> Any:
+    """Lightning's launcher of Python's multiprocessing; it has no public name."""
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+
+    return _MultiProcessingLauncher(strategy, start_method=method)  # type: ignore[arg-type]
+
+
 def init_process_group(environment: Any, backend: str, **kwargs: Any) -> None:
     """Initialise torch.distributed as DDPStrategy does, environment variables included."""
     from lightning.fabric.utilities.distributed import _init_dist_connection

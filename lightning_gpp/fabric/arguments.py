@@ -34,6 +34,10 @@ def in_own_loop(given: FabricArguments) -> FabricArguments:
     refused: dict[str, tuple[Any, str]] = {
         "step": (given.step == "micro_batches", "the loop runs on undivided mini-batches. Leave it out"),
         "tensor_parallel_size": (given.tensor_parallel_size != 1, "it is for Lightning's Trainer. Leave it out"),
+        "start_method": (
+            given.start_method not in ("auto", "popen"),
+            "Fabric runs the script again. Use popen",
+        ),
         "example_batch": (given.example_batch is not None, "the first call of the module is the example. Leave it out"),
         "streaming": (given.streaming is True, "calls of the module end before the loop goes on. Leave it out"),
         "eight_bit_edges": (bool(given.eight_bit_edges), "calls also train. Leave it out"),

@@ -25,6 +25,7 @@ from lightning_gpp._compat.lightning import (
     default_backend,
     gather_over,
     init_process_group,
+    multiprocessing_launcher,
     reduce_over,
     set_rank_zero,
     subprocess_launcher,
@@ -46,19 +47,22 @@ def tie_to_launcher(environment: ClusterEnvironment) -> None:
         bind_to_parent(int(os.environ[LAUNCHER]))
 
 
-def check_script(environment: ClusterEnvironment | None, num_processes: int) -> None:
-    """Refuse to start further processes where there is no script that they could run.
+def has_script() -> bool:
+    """True if there is a script that further processes could run; not in notebooks, shells and `python -c`."""
+    return not hasattr(sys, "ps1") and Path(sys.argv[0]).is_file()
+
+
+def check_script(num_processes: int, remedy: str) -> None:
+    """Refuse to start further processes by running the script again where there is none.
 
     Raises:
         ConfigError: this is a notebook, an interactive shell or `python -c`.
     """
-    if num_processes == 1 or (environment is not None and environment.creates_processes_externally):
-        return
-    if hasattr(sys, "ps1") or not Path(sys.argv[0]).is_file():
+    if not has_script():
         raise ConfigError(
             f"devices={num_processes} starts {num_processes - 1} more processes, each of which runs your script from "
             "its beginning, but there is none: this is a notebook, an interactive shell or `python -c`. Save the code "
-            "in a file and start that (in a notebook: !python train.py), or choose devices=1 here: "
+            f"in a file and start that (in a notebook: !python train.py), {remedy}or choose devices=1 here: "
             "strategy.delayed_devices and gpp-plan show there how a pipeline would train."
         )
 
@@ -136,6 +140,8 @@ class JobProcesses:
 
     _owner: ClassVar = "Trainer"
     """The class that has the arguments `accelerator` and `devices`."""
+    _forks: ClassVar = True
+    """Whether processes can also start by Python's multiprocessing."""
 
     options: Options
     parallel_devices: list[torch.device] | None
@@ -183,12 +189,24 @@ class JobProcesses:
         return pipelines_of(self.options, self.num_nodes * self.num_processes)
 
     def _configure_launcher(self) -> None:
-        if self.cluster_environment is not None:
-            tie_to_launcher(self.cluster_environment)
-        check_script(self.cluster_environment, self.num_processes)
+        environment = self.cluster_environment
+        if environment is not None:
+            tie_to_launcher(environment)
         _ = self.options.num_members  # refused here, before the other processes start, and not by each of them
         if self.num_processes * self.num_nodes > 1:  # notebooks, too, run one process
-            self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = self._launcher_for(environment)
+
+    def _launcher_for(self, environment: ClusterEnvironment | None) -> Any:
+        method = self.options.start_method
+        if environment is not None and environment.creates_processes_externally:
+            method = "popen"
+        elif method == "auto":
+            method = "fork" if self._forks and not has_script() else "popen"
+        if method != "popen":
+            return multiprocessing_launcher(self, method)
+        if self.num_processes > 1 and not (environment is not None and environment.creates_processes_externally):
+            check_script(self.num_processes, "choose strategy.start_method=fork, " if self._forks else "")
+        return subprocess_launcher(environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell the environment and Lightning's rank-zero functions which rank this is."""

@@ -2,7 +2,7 @@
 
 To add one, add a field. The argument of `GPPStrategy` with its documentation and the check of what is given follow from
 it; `python -m lightning_gpp.cli.strategy_file` writes the key and its comment into configs/strategy/gpp.yaml. Options
-that cannot be combined are refused in the second half of this file.
+that cannot be combined are refused in `option_checks`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.option import Converted, option, settle
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning.assignment.complete import check_sharded_slices
 from lightning_gpp.planning.assignment.slices import Slicing
-from lightning_gpp.planning.assignment.stages_spec import StagesSpec, read
-from lightning_gpp.planning.request import Count, SearchOptions, check_one_given, check_replicas
-from lightning_gpp.schedules.registry import method_of, schedule_names
+from lightning_gpp.planning.assignment.stages_spec import StagesSpec
+from lightning_gpp.planning.request import Count, SearchOptions
+from lightning_gpp.schedules.registry import schedule_names
+from lightning_gpp.training.option_checks import check_together
 from lightning_gpp.training.option_values import (
     AUTO,
-    SYNCHRONOUS,
     ClusterSpec,
-    check_policy,
     cluster_given,
     dims_given,
     duration,
@@ -38,7 +36,6 @@ from lightning_gpp.training.option_values import (
     schedule_given,
     stages_given,
     weights_given,
-    without_inputs,
 )
 
 StageSpec = StagesSpec
@@ -289,6 +286,12 @@ class Options(SearchOptions):
     process_group_backend: str | None = option(
         None, "backend of torch.distributed. Default: nccl for CUDA devices, gloo for CPUs."
     )
+    start_method: Literal["auto", "popen", "fork", "forkserver", "spawn"] = option(
+        "auto",
+        "how Lightning starts the processes of this machine, if neither torchrun nor SLURM does: popen runs the script "
+        "again for each; fork, forkserver and spawn are those of Python's multiprocessing; auto is popen, and fork "
+        "where there is no script (a notebook, an interactive shell, python -c).",
+    )
 
     def __post_init__(self) -> None:
         settle(self)
@@ -324,156 +327,3 @@ class Options(SearchOptions):
 def schedules_of(options: Options) -> tuple[str, ...]:
     """The schedules to choose from, for stages that no plan gives."""
     return schedule_names() if options.schedule == AUTO else (options.schedule or DEFAULT,)
-
-
-def check_together(options: Options) -> None:
-    """Refuse options that contradict each other, or that this version of torch does not support.
-
-    Raises:
-        ConfigError: names the options and a remedy.
-    """
-    check_one_given(options.num_micro_batches, options.micro_batch_size)
-    _check_slices(options)
-    _check_sharding(options)
-    _check_layout(options)
-    _check_stages(options)
-    _check_weights(options)
-    _check_streaming(options)
-    _check_members(options)
-
-
-def _check_members(options: Options) -> None:
-    """Refuse what the processes of one device cannot do together."""
-    if options.tensor_parallel_size in (1, AUTO):
-        return
-    refused = {
-        "sharding": (options.sharding == "fsdp", "shards what members have already divided. Use zero1"),
-        "weights": (options.weights != SYNCHRONOUS, f"keeps copies of undivided weights. Use {SYNCHRONOUS}"),
-        "slices": (options.slicing is not None, "cuts sequences inside the modules that are divided. Leave it out"),
-        "step": (options.step == "whole", "runs the user's step apart from the stages. Use micro_batches"),
-        "streaming": (options.streaming is True, "reads data ahead, on one process. Use auto, which then flushes"),
-        "eight_bit_edges": (bool(options.eight_bit_edges), "is not checked for several members. Leave it out"),
-        "costs": (options.costs == "measured", "times undivided blocks on one process. Use roofline"),
-        "trace": (options.trace, "draws one process per device. Leave it out"),
-    }
-    for name, (given, reason) in refused.items():
-        if given:
-            raise ConfigError(
-                f"strategy.{name}={getattr(options, name)!r} does not go together with "
-                f"strategy.tensor_parallel_size={options.tensor_parallel_size}: it {reason}."
-            )
-
-
-def _check_slices(options: Options) -> None:
-    if options.slices is None:
-        _check_unused(options)
-    if options.slicing is None:
-        return
-    check_sharded_slices(options.sharding, is_sliced=True)
-    listed = [] if isinstance(options.stages, Mapping) else options.stages or []
-    if any("inputs" in entry for entry in listed):
-        raise ConfigError(
-            f"strategy.slices={options.slices} needs a captured model, to know what is cut; strategy.stages declares "
-            "edges (`inputs`), which leaves capture out. Remove `inputs`, or strategy.slices."
-        )
-
-
-def _check_unused(options: Options) -> None:
-    dim, modules = options.slice_dim, options.slice_modules
-    unused = [f"slice_dim={dim}"] * (dim != 1) + [f"slice_modules={modules}"] * (modules is not None)
-    if unused:
-        raise ConfigError(f"strategy.{unused[0]} is given without strategy.slices, the number of slices.")
-
-
-def _check_sharding(options: Options) -> None:
-    if options.sharding != "fsdp":
-        return
-    import torch  # takes a second to load; the commands' help, which knows all options, need not wait for it
-    from torch.distributed.fsdp import FSDPModule
-
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ConfigError(
-            "strategy.sharding=fsdp needs a torch whose FSDP can reduce gradients that only some ranks have (2.13 can; "
-            f"{torch.__version__} cannot): replicas may use different parameters. Update torch, or use "
-            "strategy.sharding=zero1."
-        )
-
-
-def _check_layout(options: Options) -> None:
-    """Refuse stages on devices, and replicas, for a schedule that lays stages out itself."""
-    if options.schedule in (AUTO, None):
-        return
-    method = method_of(str(options.schedule))
-    number = options.stages_per_device or method.stages_per_device
-    if number == 1 and not method.bidirectional:
-        return
-    check_replicas(str(options.schedule), options.max_replicas)
-    if method.bidirectional and _on_devices(options):
-        raise ConfigError(
-            f"strategy.schedule={options.schedule!r} gives every stage a second device, opposite the first: leave "
-            "`devices` out of strategy.stages, or choose a schedule of one direction (interleaved, zbv)."
-        )
-
-
-def _check_stages(options: Options) -> None:
-    if options.plan is not None and options.stages is not None:
-        raise ConfigError("Both strategy.plan and strategy.stages are given, but a plan contains stages; give one.")
-    if options.stages_per_device and (options.plan or _on_devices(options)):
-        raise ConfigError(
-            f"strategy.stages_per_device={options.stages_per_device} cannot move the stages of strategy.plan, nor "
-            "strategy.stages with `devices`: these already have devices. Leave it out, or leave out the plan (or the "
-            "`devices`) to have the stages laid out."
-        )
-
-
-def _on_devices(options: Options) -> bool:
-    """True if the user's stages have devices of the user's choice."""
-    entries = read(without_inputs(options.stages)) if options.stages is not None else []
-    return any(entry.devices is not None for entry in entries)
-
-
-def _check_weights(options: Options) -> None:
-    if options.weights != SYNCHRONOUS:
-        check_policy(options.weights, options.weight_options or {})
-        _check_without_flush(options)
-        return
-    if options.clip_norm == "stage":
-        raise ConfigError(
-            f"strategy.clip_norm=stage is for asynchronous training, and strategy.weights is {SYNCHRONOUS}, where the "
-            "full model's norm is known in time. Remove strategy.clip_norm, or choose a weight policy "
-            "(strategy.weights=stash)."
-        )
-    for name in ("weight_options", "synchronous_steps", "flush_every", "delayed_devices"):
-        if getattr(options, name):
-            raise ConfigError(
-                f"strategy.{name}={getattr(options, name)} is for asynchronous training, and strategy.weights is "
-                f"{SYNCHRONOUS}. Choose a weight policy (strategy.weights=stash), or remove strategy.{name}."
-            )
-
-
-def _check_without_flush(options: Options) -> None:
-    """Refuse what needs a flush, with the nearest that does not."""
-    refused = {
-        "on_nonfinite=skip": (options.on_nonfinite == "skip", "strategy.on_nonfinite=stop"),
-        "schedule=auto": (options.schedule == AUTO, "strategy.schedule=1f1b"),
-        "sharding=fsdp": (options.sharding == "fsdp", "strategy.sharding=zero1"),
-    }
-    for given, (found, instead) in refused.items():
-        if found:
-            raise ConfigError(
-                f"strategy.{given} cannot be combined with strategy.weights={options.weights}, which does not flush "
-                f"the pipeline. Use {instead}, or strategy.weights={SYNCHRONOUS}."
-            )
-    if options.weights == "predicted" and options.sharding in ("zero1", "auto"):
-        raise ConfigError(
-            "strategy.weights=predicted cannot be combined with strategy.sharding=zero1: a replica predicts by the "
-            "state of its optimizer, of which it has a part. Use strategy.sharding=none, or strategy.weights=stash."
-        )
-
-
-def _check_streaming(options: Options) -> None:
-    if options.streaming is True and options.sharding == "fsdp":
-        raise ConfigError(
-            "strategy.streaming=true cannot be combined with strategy.sharding=fsdp, which gathers parameters for one "
-            "mini-batch at a time. Use strategy.streaming=auto, which then flushes, or another strategy.sharding."
-        )

@@ -114,25 +114,6 @@ def check_trace(folder: Path) -> None:
         assert {event["args"]["mini_batch"] for event in spans if event["pid"] == rank} == set(range(6))
 
 
-IN_A_NOTEBOOK = """
-import sys
-sys.ps1 = "In: "  # by which Lightning knows interactive shells
-from lightning import Trainer
-from tests.strategy.harness import TwoTowers, loader
-from lightning_gpp import GPPStrategy
-trainer = Trainer(strategy=GPPStrategy(), accelerator="cpu", devices=1, max_steps=2, logger=False,
-                  enable_checkpointing=False, enable_progress_bar=False)
-trainer.fit(TwoTowers().double(), loader())
-print("steps", trainer.global_step)
-"""
-
-
-def test_one_process_runs_in_a_notebook() -> None:
-    code, output = outcome(start(["-c", IN_A_NOTEBOOK]))
-    assert code == 0
-    assert "steps 2" in output
-
-
 @pytest.mark.parametrize(("kind", "rank", "cause"), [("raise", 0, "the fault of this test"), ("kill", 1, "SIGKILL")])
 def test_a_failure_of_one_rank_ends_all(tmp_path: Path, kind: str, rank: int, cause: str) -> None:
     started = time.monotonic()

@@ -5,7 +5,8 @@
 The checkout has to be of the installed version, and the packages of its `requirements/pytorch/test.txt` installed.
 Tests that fail with the strategy run again without it: those that fail, too, say nothing about the strategy. Prints the
 share that passes and every failure with its reason from `exceptions.txt`, or else with its last line. With
-`--results FOLDER` the outcomes of all tests are kept there, and a run that was interrupted continues.
+`--results FOLDER` the outcomes of all tests are kept there, and a run that was interrupted continues. With
+`--processes 2` the strategy takes the place of data parallelism by multiprocessing on two CPU processes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.acceptance.lightning_suite.plugin import ENDED, INJECT, RESULTS, lines_of
+from tests.acceptance.lightning_suite.plugin import ENDED, INJECT, PROCESSES, RESULTS, lines_of
 
 CHECKOUT = "GPP_LIGHTNING_SUITE"
 FOLDERS = (
@@ -35,7 +36,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="*", default=[f"tests_pytorch/{name}" for name in FOLDERS])
     parser.add_argument("--results", type=Path, help="folder for the outcomes of all tests")
+    parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
     given = parser.parse_args()
+    os.environ[PROCESSES] = str(given.processes)
     checkout = os.environ.get(CHECKOUT)
     if not checkout:
         sys.exit(f"{CHECKOUT} is not set: give it the path of a checkout of Lightning.")

@@ -1,0 +1,85 @@
+"""Processes that Python's multiprocessing starts, in notebooks as well: they train as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.strategy.test_launch import outcome, start, succeeded
+
+pytestmark = pytest.mark.timeout(150)
+
+TRAINING = """
+import sys
+import torch
+from lightning import Trainer
+from lightning_gpp import GPPStrategy
+from tests.strategy.harness import TwoTowers, loader
+
+QUIET = dict(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+             enable_model_summary=False)
+
+def trained(devices, strategy):
+    torch.manual_seed(0)
+    module = TwoTowers().double()
+    trainer = Trainer(strategy=strategy, devices=devices, max_epochs=2, **QUIET)
+    trainer.fit(module, loader())
+    return module.state_dict(), trainer.callback_metrics["train_loss"].item()
+"""
+COMPARING = """
+    (alone, expected), (together, loss) = trained(1, "auto"), trained(2, GPPStrategy({options}))
+    assert abs(loss - expected) <= 1e-12 * expected, (loss, expected)
+    for name, tensor in alone.items():
+        torch.testing.assert_close(together[name], tensor, rtol=1e-9, atol=1e-10)
+    found = Trainer(strategy=GPPStrategy({options}), devices=2, **QUIET).validate(TwoTowers().double(), loader())
+    print("the same", sorted(found[0]))
+"""
+IN_A_NOTEBOOK = (
+    f'sys.ps1 = "In: "  # by which Lightning knows interactive shells\nif True:{COMPARING.format(options="")}'
+)
+
+
+def test_several_processes_in_a_notebook() -> None:
+    assert "the same ['val_acc', 'val_kept', 'val_loss']" in succeeded(start(["-c", TRAINING + IN_A_NOTEBOOK]))
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_that_is_not_run_again(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "script.py"
+    options = f"start_method={method!r}"
+    main = f'if __name__ == "__main__":\n    print("begins"){COMPARING.format(options=options)}'
+    script.write_text(TRAINING + main)
+    output = succeeded(start([str(script)]))
+    assert output.count("begins") == 1
+    assert "the same" in output
+
+
+FAILING = """
+import os
+class Failing(TwoTowers):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            os.kill(os.getpid(), 9)
+
+Trainer(strategy=GPPStrategy(), devices=2, max_epochs=2, **QUIET).fit(Failing().double(), loader())
+"""
+
+
+def test_a_killed_process_ends_the_others_and_the_call() -> None:
+    code, output = outcome(start(["-c", TRAINING + FAILING]))
+    assert code == 1
+    assert "process 1 terminated with signal SIGKILL" in output
+    assert "First cause: rank 1" in output
+
+
+def test_one_process_runs_in_a_notebook() -> None:
+    code = IN_A_NOTEBOOK.replace("trained(2", "trained(1").replace("devices=2", "devices=1")
+    assert "the same" in succeeded(start(["-c", TRAINING + code]))
+
+
+def test_the_script_runs_again_only_where_there_is_one() -> None:
+    popen = 'Trainer(strategy=GPPStrategy(start_method="popen"), devices=2, **QUIET)'
+    code, output = outcome(start(["-c", TRAINING + popen]))
+    assert code == 1
+    assert "python train.py), choose strategy.start_method=fork, or choose devices=1" in output
