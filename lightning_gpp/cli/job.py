@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from lightning_gpp.checkpoints.folder import is_folder
 from lightning_gpp.cli.blame import guarded, of_kind, refusal
 from lightning_gpp.cli.check import check
+from lightning_gpp.cli.monitors import Monitors
 from lightning_gpp.cli.outputs import begin_outputs, check_folder, naming_places
 from lightning_gpp.cli.resume import AUTO, resuming_by_itself
 from lightning_gpp.cli.sweep import METRICS
@@ -166,7 +167,7 @@ def build_trainer(config: DictConfig, strategy: Strategy) -> L.Trainer:
         ConfigError: Lightning refuses the settings, for example because this machine has no GPU.
     """
     parts = {
-        "callbacks": _all(config.callbacks, "callbacks", L.Callback),
+        "callbacks": [*_all(config.callbacks, "callbacks", L.Callback), Monitors()],
         "logger": _all(config.logger, "logger", Logger) or False,
     }
     try:
