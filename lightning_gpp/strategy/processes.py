@@ -141,7 +141,7 @@ class JobProcesses:
     _owner: ClassVar = "Trainer"
     """The class that has the arguments `accelerator` and `devices`."""
     _forks: ClassVar = True
-    """Whether processes can also start by Python's multiprocessing."""
+    """True if processes can also start by Python's multiprocessing."""
 
     options: Options
     parallel_devices: list[torch.device] | None

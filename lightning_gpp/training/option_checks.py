@@ -1,9 +1,12 @@
-"""Refuses options that contradict each other, before anything is built."""
+"""Refuses options that contradict each other, before anything is built.
+
+`Options` checks itself on its way into the world, so its class cannot be named here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.planning.assignment.complete import check_sharded_slices
@@ -12,12 +15,12 @@ from lightning_gpp.planning.request import check_one_given, check_replicas
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.training.option_values import AUTO, SYNCHRONOUS, check_policy, without_inputs
 
-if TYPE_CHECKING:
-    from lightning_gpp.training.options import Options
 
-
-def check_together(options: Options) -> None:
+def check_together(options: Any) -> None:
     """Refuse options that contradict each other, or that this version of torch does not support.
+
+    Args:
+        options: the `Options`.
 
     Raises:
         ConfigError: names the options and a remedy.
@@ -32,7 +35,7 @@ def check_together(options: Options) -> None:
     _check_members(options)
 
 
-def _check_members(options: Options) -> None:
+def _check_members(options: Any) -> None:
     """Refuse what the processes of one device cannot do together."""
     if options.tensor_parallel_size in (1, AUTO):
         return
@@ -54,7 +57,7 @@ def _check_members(options: Options) -> None:
             )
 
 
-def _check_slices(options: Options) -> None:
+def _check_slices(options: Any) -> None:
     if options.slices is None:
         _check_unused(options)
     if options.slicing is None:
@@ -68,14 +71,14 @@ def _check_slices(options: Options) -> None:
         )
 
 
-def _check_unused(options: Options) -> None:
+def _check_unused(options: Any) -> None:
     dim, modules = options.slice_dim, options.slice_modules
     unused = [f"slice_dim={dim}"] * (dim != 1) + [f"slice_modules={modules}"] * (modules is not None)
     if unused:
         raise ConfigError(f"strategy.{unused[0]} is given without strategy.slices, the number of slices.")
 
 
-def _check_sharding(options: Options) -> None:
+def _check_sharding(options: Any) -> None:
     if options.sharding != "fsdp":
         return
     import torch  # takes a second to load; the commands' help, which knows all options, need not wait for it
@@ -89,7 +92,7 @@ def _check_sharding(options: Options) -> None:
         )
 
 
-def _check_layout(options: Options) -> None:
+def _check_layout(options: Any) -> None:
     """Refuse stages on devices, and replicas, for a schedule that lays stages out itself."""
     if options.schedule in (AUTO, None):
         return
@@ -105,7 +108,7 @@ def _check_layout(options: Options) -> None:
         )
 
 
-def _check_stages(options: Options) -> None:
+def _check_stages(options: Any) -> None:
     if options.plan is not None and options.stages is not None:
         raise ConfigError("Both strategy.plan and strategy.stages are given, but a plan contains stages; give one.")
     if options.stages_per_device and (options.plan or _on_devices(options)):
@@ -116,13 +119,13 @@ def _check_stages(options: Options) -> None:
         )
 
 
-def _on_devices(options: Options) -> bool:
+def _on_devices(options: Any) -> bool:
     """True if the user's stages have devices of the user's choice."""
     entries = read(without_inputs(options.stages)) if options.stages is not None else []
     return any(entry.devices is not None for entry in entries)
 
 
-def _check_weights(options: Options) -> None:
+def _check_weights(options: Any) -> None:
     if options.weights != SYNCHRONOUS:
         check_policy(options.weights, options.weight_options or {})
         _check_without_flush(options)
@@ -141,7 +144,7 @@ def _check_weights(options: Options) -> None:
             )
 
 
-def _check_without_flush(options: Options) -> None:
+def _check_without_flush(options: Any) -> None:
     """Refuse what needs a flush, with the nearest that does not."""
     refused = {
         "on_nonfinite=skip": (options.on_nonfinite == "skip", "strategy.on_nonfinite=stop"),
@@ -161,7 +164,7 @@ def _check_without_flush(options: Options) -> None:
         )
 
 
-def _check_streaming(options: Options) -> None:
+def _check_streaming(options: Any) -> None:
     if options.streaming is True and options.sharding == "fsdp":
         raise ConfigError(
             "strategy.streaming=true cannot be combined with strategy.sharding=fsdp, which gathers parameters for one "

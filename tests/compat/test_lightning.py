@@ -114,6 +114,12 @@ def test_subprocess_launcher(launched: tuple[list[str], list[str]]) -> None:
     assert local_rank == "1"
 
 
+def test_multiprocessing_launcher() -> None:
+    launcher = multiprocessing_launcher(None, "fork")
+    assert launcher.is_interactive_compatible
+    assert not multiprocessing_launcher(None, "spawn").is_interactive_compatible
+
+
 def test_launcher(launched: tuple[list[str], list[str]]) -> None:
     (_, parent), (process_id, kept) = launched
     assert parent == process_id
