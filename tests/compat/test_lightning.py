@@ -115,9 +115,9 @@ def test_subprocess_launcher(launched: tuple[list[str], list[str]]) -> None:
 
 
 def test_multiprocessing_launcher() -> None:
-    launcher = multiprocessing_launcher(None, "fork")
+    launcher = compat.multiprocessing_launcher(None, "fork")
     assert launcher.is_interactive_compatible
-    assert not multiprocessing_launcher(None, "spawn").is_interactive_compatible
+    assert not compat.multiprocessing_launcher(None, "spawn").is_interactive_compatible
 
 
 def test_launcher(launched: tuple[list[str], list[str]]) -> None:
