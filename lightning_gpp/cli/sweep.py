@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -17,13 +18,19 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lightning_gpp.cli.check import has_launcher
+from lightning_gpp.cli.sweep_table import SweptJob, sweep_table
 from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.reports.terminal import terminal_width
 
 METRICS = "metrics.json"
 """File in the run folder with the last value of every logged metric."""
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals to a sweep that its present job gets, and after which the sweep ends with the job."""
+
+
+_ended: list[SweptJob] = []
+"""The jobs of the sweep so far."""
 
 
 def is_sweep() -> bool:
@@ -55,7 +62,20 @@ def run_alone(config: DictConfig) -> dict[str, float]:
     if code:
         raise GPPError(f"The sweep ends, because its job {shlex.join(arguments)} ended with exit code {code}.")
     metrics: dict[str, float] = json.loads((folder / METRICS).read_text())
+    overrides = list(HydraConfig.get().overrides.task)
+    job = SweptJob(folder=_shown(folder), overrides=overrides, metrics=metrics, optimized=config.optimized_metric)
+    _ended.append(job)
     return metrics
+
+
+def _shown(folder: Path) -> str:
+    return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
+
+
+def print_table() -> None:
+    """Print the jobs that have ended in this process, if there are several."""
+    if len(_ended) > 1:
+        print(f"\n{sweep_table(_ended, terminal_width())}")
 
 
 def _arguments(hydra: Any, folder: Path) -> list[str]:

@@ -5,21 +5,14 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from lightning_gpp.cli.app import Command, run
-from lightning_gpp.cli.sweep import is_sweep, optimized, run_alone
+from lightning_gpp.cli.sweep import is_sweep, optimized, print_table, run_alone
 
 
 def main() -> None:
-    run(
-        Command(
-            name="gpp-train",
-            config="train",
-            about="Trains a LightningModule as a pipeline of stages that form a graph, and tests it. Model, data, "
-            "trainer and strategy are configuration files; the run folder gets checkpoints, metrics, the plan and its "
-            "simulated timeline.",
-            examples=_EXAMPLES,
-            task=train,
-        )
-    )
+    try:
+        run(_COMMAND)
+    finally:
+        print_table()
 
 
 _EXAMPLES = (
@@ -39,6 +32,12 @@ _EXAMPLES = (
 )
 
 
+_ABOUT = (
+    "Trains a LightningModule as a pipeline of stages that form a graph, and tests it. Model, data, trainer and "
+    "strategy are configuration files; the run folder gets checkpoints, metrics, the plan and its simulated timeline."
+)
+
+
 def train(config: DictConfig) -> float | None:
     """Train and test the configured model. Returns the metric that `optimized_metric` names, for sweepers.
 
@@ -51,6 +50,8 @@ def train(config: DictConfig) -> float | None:
 
     return optimized(run_job(config), config.optimized_metric)
 
+
+_COMMAND = Command(name="gpp-train", config="train", about=_ABOUT, examples=_EXAMPLES, task=train)
 
 if __name__ == "__main__":
     main()

@@ -62,7 +62,16 @@ def run(folder: Path, tests: Sequence[str], results: Path, *, inject: bool) -> d
     """The last line of every test, by its name relative to `folder`."""
     path = os.pathsep.join([str(Path.cwd()), str(folder), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "PYTHONPATH": path, INJECT: str(int(inject)), RESULTS: str(results)}
-    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "--timeout", "120"]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:rerunfailures",
+        "--continue-on-collection-errors",
+        "--timeout",
+        "120",
+    ]
     plugin = ["-p", "tests.acceptance.lightning_suite.plugin"]
     command = [sys.executable, "-m", "pytest", *plugin, *options, *tests]
     ended = True
