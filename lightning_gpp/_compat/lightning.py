@@ -4,9 +4,7 @@ module does not load it."""
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,47 +13,6 @@ from typing import Any, Final
 import torch
 
 from lightning_gpp._compat.torch import pytree
-
-LAUNCHER: Final = "GPP_LAUNCHER_PID"
-"""Environment variable with the parent's process id, for processes that the launcher started."""
-
-
-def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) -> Any:
-    """Lightning's launcher that starts the script again for every further process; it has no public name."""
-    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-
-    launcher = _SubprocessScriptLauncher(environment, num_processes, num_nodes)
-    vars(launcher)["_call_children_scripts"] = functools.partial(_call_children, launcher)  # a class would not pickle
-    return launcher
-
-
-def _call_children(launcher: Any) -> None:
-    os.environ[LAUNCHER] = str(os.getpid())
-    try:
-        type(launcher)._call_children_scripts(launcher)
-    finally:
-        del os.environ[LAUNCHER]
-
-
-def multiprocessing_launcher(strategy: Any, method: str) -> Any:
-    """Lightning's launcher of Python's multiprocessing; it has no public name."""
-    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-
-    return _MultiProcessingLauncher(strategy, start_method=method)  # type: ignore[arg-type]
-
-
-def init_process_group(environment: Any, backend: str, **kwargs: Any) -> None:
-    """Initialise torch.distributed as DDPStrategy does, environment variables included."""
-    from lightning.fabric.utilities.distributed import _init_dist_connection
-
-    _init_dist_connection(environment, backend, **kwargs)
-
-
-def default_backend(device: torch.device) -> str:
-    """Lightning's choice of a process group backend: NCCL for CUDA, gloo for CPUs."""
-    from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
-
-    return str(_get_default_process_group_backend_for_device(device))
 
 
 def install_automatic_optimization(trainer: Any, *, whole: bool = False) -> None:
@@ -213,15 +170,6 @@ def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:
     """Make module, data and trainer known to each other as `trainer.fit` does, so that their hooks can be called."""
     trainer.strategy.connect(module)
     trainer._data_connector.attach_data(module, datamodule=datamodule)
-
-
-def set_rank_zero(rank: int) -> None:
-    """Set the rank of Lightning's `rank_zero_*` functions, an attribute of a function in two packages."""
-    from lightning.fabric.utilities.rank_zero import rank_zero_only
-    from lightning_utilities.core.rank_zero import rank_zero_only as shared
-
-    for function in (rank_zero_only, shared):
-        function.rank = rank  # type: ignore[attr-defined]
 
 
 def on_epoch_end_reached(trainer: Any, function: Callable[[], None]) -> None:
@@ -383,20 +331,6 @@ def metric_state(metric: Any) -> tuple[dict[str, Any], int]:
 
 FORWARD_CACHE: Final = "_forward_cache"
 """The attribute of a torchmetrics object that has the value of its last batch."""
-
-
-def reduce_over(tensor: torch.Tensor, group: Any, reduce_op: Any) -> torch.Tensor:
-    """Lightning's own reduction, with its names for operations and its handling of means on gloo."""
-    from lightning.fabric.utilities.distributed import _sync_ddp_if_available
-
-    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-
-def gather_over(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
-    """Lightning's own all-gather; gradients flow back through it if `sync_grads`."""
-    from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
-
-    return _all_gather_ddp_if_available(tensor, group, sync_grads=sync_grads)
 
 
 def forget_indices(batch_sampler: Any) -> None:

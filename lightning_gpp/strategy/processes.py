@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # they have no types
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_gpp._compat.lightning import (
+from lightning_gpp._compat.lightning_processes import (
     LAUNCHER,
     default_backend,
     gather_over,

@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric
 
 import lightning_gpp
 from lightning_gpp import _compat
-from lightning_gpp._compat import lightning, lightning_loop, lightning_module, omegaconf
+from lightning_gpp._compat import lightning, lightning_loop, lightning_module, lightning_processes, omegaconf
 from lightning_gpp._compat import torch as torch_names
 
 PACKAGE = Path(lightning_gpp.__file__).parent
@@ -26,6 +26,7 @@ TESTS = {
     lightning: "test_lightning.py",
     lightning_loop: "test_lightning.py",
     lightning_module: "test_lightning.py",
+    lightning_processes: "test_lightning_processes.py",
     omegaconf: "test_omegaconf.py",
 }
 PUBLIC = {"_replace", "_getframe", "_current_frames", "_exit", "_target_"}
