@@ -11,6 +11,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 
 from lightning_gpp._compat import lightning as _compat
+from lightning_gpp.failure.interrupts import OneInterrupt
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import exit_now, say
 from lightning_gpp.failure.stop_flag import STOP_SIGNALS, StopFlag
@@ -33,6 +34,7 @@ class Guard(pl.Callback):
         self._trainer, self._monitor, self._grace = trainer, monitor, grace.total_seconds()
         self._preemption: Preemption | None = None
         self._flag: StopFlag | None = None
+        self._interrupts: OneInterrupt | None = None
         self._said: int | None = None
         self._raised = threading.Event()
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
@@ -40,6 +42,7 @@ class Guard(pl.Callback):
         if threading.current_thread() is threading.main_thread():
             _compat.leave_signals_alone(trainer)
             self._flag = self._install(STOP_SIGNALS)
+            self._interrupts = OneInterrupt() if callable(signal.getsignal(signal.SIGINT)) else None
 
     def _install(self, signals: tuple[signal.Signals, ...]) -> StopFlag:
         flag = StopFlag(self._give_up, signals=signals, patience=self._grace, heard=self._hear)
@@ -117,6 +120,8 @@ class Guard(pl.Callback):
         if self in callbacks:
             callbacks.remove(self)
         _compat.restore_steps(self._trainer)
+        if self._interrupts is not None:
+            self._interrupts.remove()
         if self._flag is not None:
             _compat.handle_signals_again(self._trainer)
             self._flag.__exit__(None, error, None)

@@ -198,6 +198,7 @@ def fit_as_worker(folder: str) -> None:
     """Without the handlers that a fork has from its agent; a worker of torchrun is a fresh process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.write(1, b"\nbegan\n")
     try:
         fit(folder)
     except KeyboardInterrupt:  # which torch takes for a regular end of a function

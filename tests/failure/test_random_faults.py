@@ -189,13 +189,29 @@ def working_in(folder: Path) -> set[int]:
     return found
 
 
+def since_fault(ended: Ended) -> float | None:
+    """Seconds from the fault to the end; None if it did not happen."""
+    faults = re.findall(r"^fault at ([\d.]+)$", ended.text, re.MULTILINE)
+    return ended.at - float(faults[0]) if faults else None
+
+
+def hung_in_fork(ended: Ended, trial: Trial) -> bool:
+    """True if a process that torchrun's agent forked, to start faster than by itself, has not come to its first line.
+
+    CPython before 3.11.8 and 3.12.2 may hang in a fork, https://github.com/python/cpython/issues/112275.
+    """
+    seconds = since_fault(ended)
+    late = seconds is None or seconds > BOUND
+    return late and trial.launcher == "torchrun" and ended.text.count("\nbegan\n") < WORLD_SIZE
+
+
 def check(folder: Path, trial: Trial, cluster: Cluster | None = None) -> float:
     """Seconds from the fault to the end."""
     ended = run(folder, trial, cluster)
-    text = ended.text
-    began = re.findall(r"^fault at ([\d.]+)$", text, re.MULTILINE)
-    assert began, (trial, "did not happen", text)
-    seconds = ended.at - float(began[0])
+    if hung_in_fork(ended, trial):
+        ended = run(folder, trial, cluster)
+    text, seconds = ended.text, since_fault(ended)
+    assert seconds is not None, (trial, "did not happen", text)
     assert ended.code, (trial, text)
     assert seconds < BOUND, (trial, text)
     assert not ended.left, (trial, text)
