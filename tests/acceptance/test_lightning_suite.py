@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.lightning_suite.__main__ import CHECKOUT, INTERNALS, explained, reason_of, run
+from tests.acceptance.lightning_suite.__main__ import ASIDE, CHECKOUT, explained, reason_of, run
 
 needs_a_checkout = pytest.mark.skipif(CHECKOUT not in os.environ, reason=f"needs a checkout of Lightning ({CHECKOUT})")
 
@@ -19,7 +19,7 @@ def test_flags_of_the_trainer(tmp_path: Path) -> None:
     folder = Path(os.environ[CHECKOUT]) / "tests"
     lines = run(folder, ["tests_pytorch/trainer/flags"], tmp_path / "results.jsonl", inject=True)
     chosen = {test: line["outcome"] for test, line in lines.items() if line["chosen"]}
-    judged = [outcome for test, outcome in chosen.items() if not reason_of(test, explained()).startswith(INTERNALS)]
+    judged = [outcome for test, outcome in chosen.items() if not reason_of(test, explained()).startswith(ASIDE)]
     assert judged.count("passed") >= 0.97 * len(judged)
 
 

@@ -28,8 +28,8 @@ FOLDERS = (
     *("trainer", "tuner", "utilities"),
 )
 EXCEPTIONS = Path(__file__).with_name("exceptions.txt")
-INTERNALS = "internals:"
-"""Begins the reasons of tests that say nothing about the strategy."""
+ASIDE = ("internals:", "data parallelism:")
+"""Beginnings of the reasons of tests that say nothing about stages."""
 
 
 def main() -> None:
@@ -88,16 +88,16 @@ def explained() -> dict[str, str]:
 
 
 def report(injected: dict[str, dict[str, Any]], passes_without: set[str], reasons: dict[str, str]) -> str:
-    """The share of tests that pass, those aside that look at internals, and the failures with their reasons."""
+    """The share of tests that pass, but for those that look at internals, and the failures with their reasons."""
     chosen = {test: line for test, line in injected.items() if line["chosen"]}
     passed = sum(line["outcome"] == "passed" for line in chosen.values())
     why = {test: reason_of(test, reasons) for test in sorted(passes_without)}
-    internal = sum(reason.startswith(INTERNALS) for reason in why.values())
-    total, judged = passed + len(why), passed + len(why) - internal
+    aside = sum(reason.startswith(ASIDE) for reason in why.values())
+    total, judged = passed + len(why), passed + len(why) - aside
     return "\n".join(
         [
             f"{passed} of {total} tests that pass without the strategy pass with it ({passed / max(1, total):.1%}). "
-            f"{internal} of the others look at internals, which leaves {passed} of {judged} "
+            f"{aside} of the others look at internals or at how data are divided, which leaves {passed} of {judged} "
             f"({passed / max(1, judged):.1%}).",
             *(f"- {test}: {reason or cause(chosen[test])}" for test, reason in why.items()),
         ]
