@@ -9,8 +9,10 @@ from torch import nn
 
 from lightning_gpp.capture.record import line_of, step_arguments
 from lightning_gpp.errors import GPPError, IndivisibleError, StepError
+from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.training.host import Job
+from lightning_gpp.training.parameters import bytes_of
 from lightning_gpp.training.self_check import silent_copy
 
 _HOOKS: Final = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
@@ -53,7 +55,8 @@ def _waits_for_hooks(module: nn.Module) -> bool:
 
 def _failure(job: Job, step: str, batch: Any) -> Exception | None:
     """The error of the step on this process; None if there is none, or it cannot run here."""
-    if any(parameter.is_meta for parameter in job.module.parameters()):
+    meta = any(parameter.is_meta for parameter in job.module.parameters())
+    if meta or bytes_of(job.module) > free_bytes(job.device):
         return None
     try:
         with undisturbed(), torch.no_grad(), job.host.context(step)():
