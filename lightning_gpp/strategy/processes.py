@@ -197,14 +197,13 @@ class JobProcesses:
             self._launcher = self._launcher_for(environment)
 
     def _launcher_for(self, environment: ClusterEnvironment | None) -> Any:
-        method = self.options.start_method
-        if environment is not None and environment.creates_processes_externally:
-            method = "popen"
-        elif method == "auto":
+        started = environment is not None and environment.creates_processes_externally
+        method = "popen" if started else self.options.start_method
+        if method == "auto":
             method = "fork" if self._forks and not has_script() else "popen"
         if method != "popen":
             return multiprocessing_launcher(self, method)
-        if self.num_processes > 1 and not (environment is not None and environment.creates_processes_externally):
+        if self.num_processes > 1 and not started:
             check_script(self.num_processes, "choose strategy.start_method=fork, " if self._forks else "")
         return subprocess_launcher(environment, self.num_processes, self.num_nodes)
 
