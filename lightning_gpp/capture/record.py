@@ -153,6 +153,8 @@ def _remedy(error: Exception) -> str:
             "the step is captured at set-up, before hooks such as on_train_start: create the attribute in __init__ or "
             "setup()"
         )
+    if type(error).__module__ == "builtins":  # and not torch's, for what it cannot do without values
+        return "correct this line, if it fails on one device, too, or else change it"
     return "change this line"
 
 

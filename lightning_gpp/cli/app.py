@@ -112,7 +112,7 @@ def _is_told(error: Exception, started: bool) -> bool:
 class _HydraTask:
     """The task as Hydra calls it. It shows user errors itself: Hydra would print all overrides of the job first.
 
-    In a sweep they are left to Hydra, which ends the sweep.
+    In a sweep one ends the sweep, unless a sweeper or launcher other than Hydra's own decides.
     """
 
     def __init__(self, command: Command) -> None:
@@ -127,12 +127,22 @@ class _HydraTask:
             return self.command.task(config)
         except GPPError as error:
             if HydraConfig.get().mode is RunMode.MULTIRUN:
+                _end_sweep(f"{self.command.name}: {error}")
                 raise
             if not is_shown_elsewhere(error):
                 print(f"{self.command.name}: {error}", file=sys.stderr)
             log.info("%s", error)
             self.failed = True
             return None
+
+
+def _end_sweep(message: str) -> None:
+    """End a sweep that runs in this process: Hydra's launcher would go on with the other jobs first."""
+    launcher = str(HydraConfig.get().launcher._target_)
+    sweeper = str(HydraConfig.get().sweeper._target_)
+    if launcher.endswith(".BasicLauncher") and sweeper.endswith(".BasicSweeper"):
+        print(message, file=sys.stderr)
+        sys.exit(1)
 
 
 def in_order(arguments: Sequence[str]) -> list[str]:

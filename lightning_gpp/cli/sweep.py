@@ -59,10 +59,10 @@ def run_alone(config: DictConfig) -> dict[str, float]:
         code = process.wait()
     if received:
         sys.exit(code if code > 0 else 128 + received[0])
-    if code:
-        raise GPPError(f"The sweep ends, because its job {shlex.join(arguments)} ended with exit code {code}.")
-    metrics: dict[str, float] = json.loads((folder / METRICS).read_text())
     overrides = list(HydraConfig.get().overrides.task)
+    if code:
+        raise GPPError(f"The sweep ends, because its job {shlex.join(overrides)} ended with exit code {code}.")
+    metrics: dict[str, float] = json.loads((folder / METRICS).read_text())
     job = SweptJob(folder=_shown(folder), overrides=overrides, metrics=metrics, optimized=config.optimized_metric)
     _ended.append(job)
     return metrics

@@ -27,7 +27,7 @@ from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.batch import cut_note, cut_of
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.capture.record import line_of
-from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
+from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError, StepError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.neutral import Neutral
@@ -216,6 +216,11 @@ def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Pla
     with torch.enable_grad():
         loss = loss_of(step.whole(MicroBatch(0, 0, samples, samples)))
     step.end()
+    if not loss.requires_grad:
+        raise StepError(
+            f"{captured.step} returned a loss without a gradient: it was detached (.detach(), .item(), "
+            "torch.no_grad()), or depends on no parameter that is trained. Return the loss as it was computed."
+        )
     loss.backward()
     return Expected(loss.item(), projections(whole), norms(whole))
 

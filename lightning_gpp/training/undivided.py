@@ -143,7 +143,8 @@ class CutComparison:
         if self._differs_by_batch_norm():
             return (
                 "BatchNorm normalises each micro-batch by itself: use larger micro-batches "
-                "(strategy.micro_batch_size), or a norm within samples."
+                "(strategy.micro_batch_size), or a norm within samples. This compares the module before hooks of "
+                "training run: what one of them puts into eval() will not differ, nor what setup() puts into it."
             )
         return (
             "Samples depend on each other or do not count the same (a contrastive loss, a mean over unmasked tokens), "

@@ -103,6 +103,8 @@ def test_a_job_that_fails_ends_the_sweep_with_its_message(tmp_path: Path) -> Non
     assert result.returncode == 1
     assert "ckpt_path=none.ckpt does not exist" in result.stderr.split("The sweep ends, because its job")[0]
     assert result.stderr.count("The sweep ends, because its job") == 1
+    assert "Error executing job" not in result.stderr
+    assert not list(tmp_path.rglob("1/config"))  # the second job has not been started
     assert "seed=1" in result.stderr
     assert "Traceback" not in result.stderr
 

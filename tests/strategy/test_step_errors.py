@@ -23,6 +23,11 @@ class WrongShape(harness.TwoTowers):
         return self.left(torch.zeros(2, 99, dtype=torch.float64)).sum()
 
 
+class Detached(harness.TwoTowers):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)["loss"].detach()
+
+
 class MadeInHook(WrongName):
     """A hook that runs after set-up might make what the step lacks."""
 
@@ -60,6 +65,15 @@ def test_a_step_that_fails_on_one_device_too(kind: type[harness.TwoTowers], mess
     for name, told in harness.run(2, refused, kind):
         assert name == "StepError"
         assert re.match(f"training_step fails on one device, too, for the undivided mini-batch: {message}", told)
+
+
+def test_a_loss_without_a_gradient() -> None:
+    with pytest.raises(AssertionError, match="training_step returned a loss without a gradient: it was detached"):
+        harness.run(2, trained, Detached)
+
+
+def trained(rank: int, kind: type[harness.TwoTowers]) -> None:
+    harness.trainer(harness.strategy(), devices=2).fit(kind().double(), harness.loader(16))
 
 
 @pytest.mark.parametrize("kind", [MadeInHook, FailsOnFewSamples])
