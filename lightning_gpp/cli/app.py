@@ -125,13 +125,14 @@ class _HydraTask:
         self.started = True
         try:
             return self.command.task(config)
-        except GPPError as error:
+        except (GPPError, OmegaConfBaseException) as error:
+            told = explain(error)
             if HydraConfig.get().mode is RunMode.MULTIRUN:
-                _end_sweep(f"{self.command.name}: {error}")
+                _end_sweep(f"{self.command.name}: {told}")
                 raise
             if not is_shown_elsewhere(error):
-                print(f"{self.command.name}: {error}", file=sys.stderr)
-            log.info("%s", error)
+                print(f"{self.command.name}: {told}", file=sys.stderr)
+            log.info("%s", told)
             self.failed = True
             return None
 
