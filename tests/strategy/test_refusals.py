@@ -63,7 +63,10 @@ def one_stage(**changes: Any) -> Plan:
 def test_processes_without_a_script(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [script])
     with pytest.raises(ConfigError, match="starts 1 more processes.*Save the code in a file"):
-        Trainer(strategy=GPPStrategy(), accelerator="cpu", devices=2, logger=False)
+        Trainer(strategy=GPPStrategy(start_method="popen"), accelerator="cpu", devices=2, logger=False)
+    forking = Trainer(strategy=GPPStrategy(), accelerator="cpu", devices=2, logger=False)
+    assert forking.strategy.launcher is not None
+    assert forking.strategy.launcher.is_interactive_compatible
 
 
 def test_a_plan_and_stages() -> None:
