@@ -154,7 +154,7 @@ def _remedy(error: Exception) -> str:
             "setup()"
         )
     if type(error).__module__ == "builtins":  # and not torch's, for what it cannot do without values
-        return "correct this line, if it fails on one device, too, or else change it"
+        return "correct this line, if the step fails on one device as well; otherwise write it in another way"
     return "change this line"
 
 

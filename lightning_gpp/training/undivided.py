@@ -124,9 +124,9 @@ class CutComparison:
     def _most(self, whole: Result, parts: Result, rate: float) -> str:
         """The parameter whose gradient differs most, if by far more than all together."""
         rates = {
-            position: distance(parts.gradients[[position]], whole.gradients[[position]]) / max(norm, 1e-30)
-            for position, norm in enumerate(whole.norms)
-            if position in self._differing(whole, parts)
+            position: distance(parts.gradients[[position]], whole.gradients[[position]])
+            / max(whole.norms[position], 1e-30)
+            for position in self._differing(whole, parts)
         }
         most = max(rates, key=rates.__getitem__, default=-1)
         if most < 0 or rates[most] < _FAR * rate:

@@ -205,9 +205,9 @@ def _compared(
     found = {n: p.grad for n, p in module.named_parameters() if not p.is_meta}
     undivided = error = _difference(copy.deepcopy(alone), batch, dims, [(0, batch_size_of(batch, dims))], loss, found)
     kind = "passed"
-    warned = any("undivided" in str(warning.message) for warning in caught)
     if undivided > tolerance:
         kind, error = "micro-batches", _difference(alone, batch, dims, _parts(batch, dims, size), loss, found)
+        warned = any("undivided" in str(warning.message) for warning in caught)
         if error > tolerance or not (warned or undivided < ROUNDING or dist.get_rank()):
             kind = "rounding" if error < ROUNDING and _rounds(engine) else "wrong"
     stages = tuple(stage.modules for stage in engine.plan.stages)
