@@ -30,10 +30,10 @@ def _call_children(launcher: Any) -> None:
 
 
 def multiprocessing_launcher(strategy: Any, method: str) -> Any:
-    """Lightning's launcher of Python's multiprocessing; it has no public name."""
-    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+    """A launcher of Python's multiprocessing, for the trainer."""
+    from lightning_gpp._compat.lightning_multiprocessing import MultiProcessingLauncher
 
-    return _MultiProcessingLauncher(strategy, start_method=method)  # type: ignore[arg-type]
+    return MultiProcessingLauncher(strategy, start_method=method)  # type: ignore[arg-type]
 
 
 def init_process_group(environment: Any, backend: str, **kwargs: Any) -> None:

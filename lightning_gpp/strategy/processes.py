@@ -47,6 +47,12 @@ def tie_to_launcher(environment: ClusterEnvironment) -> None:
         bind_to_parent(int(os.environ[LAUNCHER]))
 
 
+def untie_from_launcher() -> None:
+    """Undo `tie_to_launcher`; processes of Python's multiprocessing stay tied to the one that started them."""
+    if LAUNCHER in os.environ:
+        release_from_parent()
+
+
 def has_script() -> bool:
     """True if there is a script that further processes could run; not in notebooks, shells and `python -c`."""
     return not hasattr(sys, "ps1") and Path(sys.argv[0]).is_file()
@@ -230,7 +236,7 @@ class JobProcesses:
         options = self.options
         store = meeting_point(environment, timedelta(seconds=monitor.patience))
         monitor.start(None if store is None else exchange_through_store(store))
-        release_from_parent()
+        untie_from_launcher()
         start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)
         self._control = join(options, self.global_rank, self.world_size)
         return self._control

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.strategy.test_launch import outcome, start, succeeded
 
@@ -55,22 +57,67 @@ def test_a_script_that_is_not_run_again(tmp_path: Path, method: str) -> None:
     assert "the same" in output
 
 
-FAILING = """
+FAULTS = """
 import os
-class Failing(TwoTowers):
-    def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 1 and self.global_rank == 1:
-            os.kill(os.getpid(), 9)
+import time
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-Trainer(strategy=GPPStrategy(), devices=2, max_epochs=2, **QUIET).fit(Failing().double(), loader())
+class Failing(TwoTowers):
+    fault = None
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1:
+            self.fault(self.global_rank)
+
+def kill(module, rank):
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+
+def refuse(module, rank):
+    raise ValueError("the fault of this test")
+
+def wait(module, rank):
+    print("waits" * (rank == 0), flush=True)
+    time.sleep(60)
+
+Failing.fault = {fault}
+saving = OnExceptionCheckpoint("{folder}", filename="last")
+QUIET["enable_checkpointing"] = True
+trainer = Trainer(strategy=GPPStrategy(), devices=2, max_epochs=2, callbacks=[saving], **QUIET)
+try:
+    trainer.fit(Failing().double(), loader())
+finally:
+    print("callbacks", trainer.callbacks == [saving], trainer.global_step)
 """
 
 
-def test_a_killed_process_ends_the_others_and_the_call() -> None:
-    code, output = outcome(start(["-c", TRAINING + FAILING]))
+def failing(fault: str, folder: Path) -> list[str]:
+    return ["-c", TRAINING + FAULTS.format(fault=fault, folder=folder)]
+
+
+def test_a_killed_process_ends_the_others_and_the_call(tmp_path: Path) -> None:
+    code, output = outcome(start(failing("kill", tmp_path)))
     assert code == 1
     assert "process 1 terminated with signal SIGKILL" in output
     assert "First cause: rank 1" in output
+
+
+def test_exceptions_are_handled_in_the_processes_and_once(tmp_path: Path) -> None:
+    code, output = outcome(start(failing("refuse", tmp_path)))
+    assert code == 1
+    assert output.count("ValueError: the fault of this test") == 1
+    assert "callbacks True 0" in output  # this process took no part in the run
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_one_that_started_it(tmp_path: Path, number: int) -> None:
+    process = start(failing("wait", tmp_path))
+    assert process.stdout is not None
+    assert any(line == "waits\n" for line in process.stdout)
+    process.send_signal(number)
+    code, output = outcome(process)  # comes when the last holder of the output has ended
+    assert code == (130 if number == signal.SIGINT else -number)
+    assert "was interrupted" in output
 
 
 def test_one_process_runs_in_a_notebook() -> None:

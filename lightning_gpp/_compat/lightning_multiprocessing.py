@@ -1,0 +1,59 @@
+"""Lightning's launcher of Python's multiprocessing, which has no public name; its processes handle their exceptions."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt
+
+_PATIENCE: Final = 5.0
+"""Seconds for the processes to end by themselves when one that started them was interrupted."""
+
+
+class MultiProcessingLauncher(_MultiProcessingLauncher):
+    """Starts processes in which a trainer handles exceptions as it does in those that run a script.
+
+    Lightning handles them only in the process that started the others and takes no part in the run: the ranks would
+    not hear of each other's exceptions, and callbacks would save the trainer as it was before the run.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Run `function` in all processes, and return the result of rank 0. None of them outlives this call."""
+        run = function if trainer is None else partial(_run, trainer, function)
+        try:
+            return super().launch(run, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            self._end()
+            if trainer is not None:
+                _Handled.elsewhere(trainer)
+            raise
+
+    def _end(self) -> None:
+        self.kill(signal.SIGINT)
+        for process in self.procs:
+            process.join(_PATIENCE)
+        self.kill(signal.SIGKILL)
+
+
+def _run(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    trainer.strategy._launcher = None  # this process is one of those that it would start
+    return _call_and_handle_interrupt(trainer, function, *args, **kwargs)
+
+
+class _Handled(pl.Callback):
+    """Stands for a trainer's callbacks once, while the trainer passes on an exception that they have seen already."""
+
+    def __init__(self, callbacks: list[pl.Callback]) -> None:
+        self._callbacks = callbacks
+
+    @classmethod
+    def elsewhere(cls, trainer: pl.Trainer) -> None:
+        trainer.callbacks = [cls(trainer.callbacks)]  # type: ignore[attr-defined]  # set by a connector
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        trainer.callbacks = self._callbacks  # type: ignore[attr-defined]
