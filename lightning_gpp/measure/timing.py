@@ -55,24 +55,31 @@ class BlockTimer:
 
     def __post_init__(self) -> None:
         tiny = torch.ones(1, device=self.device, requires_grad=True)
-        self._of_nothing = self._medians(_Nothing(), {"x": tiny}, MicroBatch(0, 0, 1, 1))
+        # the least, because a pause of this process would be subtracted from all blocks
+        self._of_nothing = self._times(_Nothing(), {"x": tiny}, MicroBatch(0, 0, 1, 1), min)
 
     def seconds(self, stage: StageModule, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> Seconds:
         """Median seconds. Input gradients are timed alone; weight gradients take the rest of the full backward."""
-        times = self._medians(stage, values, micro_batch)
+        times = self._times(stage, values, micro_batch, median)
         pairs = zip(times, self._of_nothing, strict=True)
         forward, backward, inputs = (max(0.0, time - nothing) for time, nothing in pairs)
         inputs = min(inputs, backward)
         return Seconds(forward, inputs, backward - inputs)
 
-    def _medians(self, stage: StageModule, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> Times:
+    def _times(
+        self,
+        stage: StageModule,
+        values: Mapping[str, Tensor],
+        micro_batch: MicroBatch,
+        chosen: Callable[[Sequence[float]], float],
+    ) -> Times:
         for _ in range(WARM_UPS):
             self._repetition(stage, values, micro_batch)
         stop = perf_counter() + self.budget
         repetitions: list[Times] = []
         while len(repetitions) < FEWEST or perf_counter() < stop:
             repetitions.append(self._repetition(stage, values, micro_batch))
-        forward, backward, inputs = map(median, zip(*repetitions, strict=True))
+        forward, backward, inputs = map(chosen, zip(*repetitions, strict=True))
         return forward, backward, inputs
 
     def _repetition(self, stage: StageModule, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> Times:
