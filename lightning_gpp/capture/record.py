@@ -30,9 +30,9 @@ from lightning_gpp.capture.meter import Meter
 from lightning_gpp.capture.recorder import Recorder, refusal
 from lightning_gpp.capture.recording import Recording
 from lightning_gpp.capture.uncut import keep_uncut
-from lightning_gpp.capture.user_code import is_user_code, user_line
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import undisturbed
+from lightning_gpp.user_code import line_of, user_line
 
 StepFunction = Callable[[nn.Module, Any], Any]
 """A function from a module and a batch to what a step returns."""
@@ -193,17 +193,6 @@ def _ends_here(replica: nn.Module, recorder: Recorder) -> bool:
 def _prefixes(name: str) -> set[str]:
     parts = name.split(".")[:-1]
     return {".".join(parts[: i + 1]) for i in range(len(parts))} | {""}
-
-
-def line_of(error: BaseException) -> str:
-    """The innermost line of user code in the error's traceback."""
-    line, traceback = "unknown line", error.__traceback__
-    while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename
-        if is_user_code(name):
-            line = f"{name}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return line
 
 
 def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Recorder) -> None:

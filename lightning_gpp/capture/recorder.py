@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_gpp._compat.torch import FakeTensor, pytree, storage_id, version
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import CallModes, ModuleCall, ModuleRef, Recorded, Recording, Ref, StateRef
-from lightning_gpp.capture.user_code import user_line
 from lightning_gpp.errors import CaptureError, NoNetworkError
+from lightning_gpp.user_code import user_line
 
 BATCH = "batch"
 """The target of recorded calls that represent tensors of the batch."""

@@ -32,13 +32,14 @@ from lightning_gpp.failure.hangs import Activity, HangReports
 from lightning_gpp.failure.links import PeerLink
 from lightning_gpp.failure.processes import ProcessIdentity, exit_now
 from lightning_gpp.failure.watch import Watcher
+from lightning_gpp.user_code import UNKNOWN, line_of
 
 INTERRUPTED: Final = 130
 """The exit code after Ctrl-C."""
 _CONSEQUENCE_GRACE: Final = PATIENCE + 0.5
 """Seconds that a communication error waits for its cause to arrive."""
 _LATE: Final = 3.0
-"""Seconds for which rank 0, when it fails, waits for ranks that have not come yet."""
+"""Seconds for which a rank that fails waits to be connected; on rank 0, for ranks that have not come yet."""
 _CONSEQUENCES: Final = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "gloo")
 _START: Final = 300.0
 """Seconds for all ranks to start: imports from a busy file server take minutes."""
@@ -81,6 +82,8 @@ class FailureMonitor:
         self._exit_grace = exit_grace
         self.patience = patience
         self._watcher: Watcher | None = None
+        self._here = threading.Event()
+        """Set once this rank could tell others of a failure."""
         self._all_here = threading.Event()
         """Set once all ranks have come, on rank 0; on the others once they have reached it."""
         self._stop_signal = 0
@@ -117,6 +120,7 @@ class FailureMonitor:
         self._process, exchange = ProcessIdentity.current(), exchange or exchange_through()
         links = {} if self.rank == 0 else connect(exchange(None), self.rank, self.patience)
         self._watcher = self._watch(links)
+        self._here.set()
         if self._stop_signal:
             self._watcher.ask_to_stop(self._stop_signal)
         if self.rank == 0:
@@ -154,7 +158,7 @@ class FailureMonitor:
         follows = _is_consequence(error)
         if follows and watcher.known.wait(_CONSEQUENCE_GRACE):
             return Verdict.ENDS
-        point, event = "" if follows else point_of(error), f"raised {type(error).__name__}: {error}"
+        point, event = "" if follows else point_of(error), f"raised {_told(error)}"
         if isinstance(error, KeyboardInterrupt):
             self._submit(watcher, "was interrupted", point=point, code=INTERRUPTED)
         else:
@@ -200,10 +204,13 @@ class FailureMonitor:
     def fail(self, event: str, code: int = EXIT_CODE) -> None:
         """Tell the others that this rank fails by `event`, a verb phrase, not an exception. Returns when they know.
 
-        On rank 0 ranks that have not come yet have a few seconds to do so.
+        For another thread than the one that calls `start`, which has a few seconds to connect this rank with the
+        others, and on rank 0 those that have not come yet.
 
         `code`: the exit code of all other ranks.
         """
+        if self.world_size > 1:
+            self._here.wait(_LATE)
         watcher = self._watcher
         if watcher is None or not watcher.is_alive():
             return
@@ -287,6 +294,12 @@ class FailureMonitor:
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.report(error)
         self._excepthook(kind, error, trace)
+
+
+def _told(error: BaseException) -> str:
+    """The error, with the line of the user's code that it comes from; errors of this library say what they need."""
+    line = UNKNOWN if isinstance(error, GPPError) else line_of(error)
+    return f"{type(error).__name__}: {error}" + ("" if line == UNKNOWN else f" ({line})")
 
 
 def _is_consequence(error: BaseException | None) -> bool:

@@ -170,6 +170,11 @@ class OperatorGraph:
         graph.nx.add_edges_from(self.nx.edges(data=True))
         return graph
 
+    @property
+    def mixes_samples(self) -> bool:
+        """True if a value before the step's own result depends on several samples in a way that no cut respects."""
+        return any(spec.mixes_samples for operator in self if operator.target != "step" for spec in operator.outputs)
+
     def add(self, operator: Operator) -> None:
         self.nx.add_node(operator.name, operator=operator)
 

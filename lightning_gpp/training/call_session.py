@@ -187,7 +187,7 @@ def call_plan(captured: Capture, plan: Plan) -> Plan:
     used = {index for found in assign(graph, [stage.modules for stage in stages]).values() for index in found}
     kept = separated([replace(stages[index], round_robin=False) for index in sorted(used - {SOURCE})], WHOLE)
     made = partial(_made, graph, captured.batch_size, plan.num_devices)
-    if not _mixes(graph):
+    if not graph.mixes_samples:
         cut = made(kept)
         if all(edge.sliceable for edge in cut.edges if edge.src == SOURCE or edge.dst == cut.step_stage):
             return cut
@@ -197,10 +197,6 @@ def call_plan(captured: Capture, plan: Plan) -> Plan:
 def _made(graph: OperatorGraph, batch_size: int, num_devices: int, stages: Sequence[Stage]) -> Plan:
     unused = set(range(num_devices)) - {device for stage in stages for device in stage.devices}
     return make_plan(graph, stages, batch_size=batch_size, schedule="gpipe", unused=tuple(sorted(unused)))
-
-
-def _mixes(graph: OperatorGraph) -> bool:
-    return any(spec.mixes_samples for operator in graph if operator.target != "step" for spec in operator.outputs)
 
 
 @dataclass(kw_only=True)

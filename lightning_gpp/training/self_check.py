@@ -26,7 +26,6 @@ from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.batch import cut_note, cut_of
 from lightning_gpp.capture.isolate import private_copy
-from lightning_gpp.capture.record import line_of
 from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError, StepError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
@@ -46,6 +45,7 @@ from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.projections import differing, norms, projections
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.undivided import CutComparison, difference, few_samples
+from lightning_gpp.user_code import line_of
 
 TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Tolerances relative to the gradient's norm; wide for low precision, as wrong models are sought, not rounding."""
@@ -228,6 +228,8 @@ def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Pla
 def _undivided(
     job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, batch: Any
 ) -> tuple[str, set[str]]:
+    if job.whole and captured.graph.mixes_samples:  # then network calls are not cut
+        return "", set()
     samples, total, size = few_samples(plan, batch, captured.batch_size, captured.dims)
     precision = _least_precise(job, captured)
     comparison = CutComparison(

@@ -204,14 +204,16 @@ def _compared(
     loss = float(engine.train_step(batch))
     found = {n: p.grad for n, p in module.named_parameters() if not p.is_meta}
     undivided = error = _difference(copy.deepcopy(alone), batch, dims, [(0, batch_size_of(batch, dims))], loss, found)
-    kind = "passed"
+    kind, message = "passed", ""
+    warned = any("their gradients differ by" in str(warning.message) for warning in caught)
     if undivided > tolerance:
         kind, error = "micro-batches", _difference(alone, batch, dims, _parts(batch, dims, size), loss, found)
-        warned = any("undivided" in str(warning.message) for warning in caught)
         if error > tolerance or not (warned or undivided < ROUNDING or dist.get_rank()):
             kind = "rounding" if error < ROUNDING and _rounds(engine) else "wrong"
+            message = f"{undivided:.3g} from one process, without a warning"
+    elif warned:
+        kind, message = "wrong", "warned of a difference from one process that is none"
     stages = tuple(stage.modules for stage in engine.plan.stages)
-    message = f"{undivided:.3g} from one process, without a warning" if kind == "wrong" else ""
     given = _engine(again, batch, replace(options, plan=engine.plan))[1] if again is not None else 0.0
     return Outcome(
         name=name,

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lightning_gpp.failure.monitor import FailureMonitor
 from tests.failure.pipeline_rank import Job, processes_running
 from tests.failure.preempted import Asked, as_torchrun_would, environment, fit
 
@@ -153,6 +154,25 @@ def test_a_rank_that_comes_a_little_later_is_told(tmp_path: Path) -> None:
         os.kill(running.pids[0], TERM)
         running.wait(30)
     assert running.codes == [128 + TERM] * WORLD_SIZE, running.output()
+
+
+def asked_before_it_is_connected(rank: int, world_size: int, port: int, folder: str) -> None:
+    def start(monitor: FailureMonitor, exchange: Any = None) -> FailureMonitor:
+        if rank == 1:
+            os.kill(os.getpid(), TERM)
+            time.sleep(1)
+        return started(monitor, exchange)
+
+    started = FailureMonitor.start
+    FailureMonitor.start = start  # type: ignore[method-assign]
+    as_torchrun_would(rank, world_size, port, folder, (), {})
+
+
+def test_a_rank_that_leaves_before_it_is_connected_tells_the_others(tmp_path: Path) -> None:
+    with processes_running(tmp_path, WORLD_SIZE, asked_before_it_is_connected, str(tmp_path)) as running:
+        running.wait(30)
+    assert running.codes == [128 + TERM] * WORLD_SIZE, running.output()
+    assert re.search(r"First cause: rank 1 \(.*received SIGTERM before all ranks were there", running.output(0))
 
 
 def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path: Path) -> None:

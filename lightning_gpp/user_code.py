@@ -7,6 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Final
+
+UNKNOWN: Final = "unknown line"
+"""Stands for the line if there is none of the user's."""
 
 
 def _folders(package: str) -> Sequence[str]:
@@ -31,7 +35,18 @@ def user_line() -> str:
         if is_user_code(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
-    return "unknown line"
+    return UNKNOWN
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of user code in the error's traceback."""
+    line, traceback = UNKNOWN, error.__traceback__
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        if is_user_code(name):
+            line = f"{name}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return line
 
 
 def is_user_code(file: str) -> bool:
