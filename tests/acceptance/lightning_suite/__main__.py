@@ -66,8 +66,6 @@ def run(folder: Path, tests: Sequence[str], results: Path, *, inject: bool) -> d
         "-q",
         "-p",
         "no:cacheprovider",
-        "-p",
-        "no:rerunfailures",
         "--continue-on-collection-errors",
         "--timeout",
         "120",
