@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Final
 
@@ -49,6 +50,7 @@ _HEARTBEATS: Final = 5
 """The time limit for the end of all ranks, divided by this, is the silence after which a rank counts as stopped."""
 _HANG: Final = 0.9
 """Part of the time limit of collectives after which a rank that does not move is reported."""
+_OWN: Final = str(Path(__file__).parents[1])
 _SHORT: Final = 8
 """Innermost frames of a traceback that are sent to the other ranks."""
 
@@ -163,8 +165,7 @@ class FailureMonitor:
             self._submit(watcher, "was interrupted", point=point, code=INTERRUPTED)
         else:
             explains_itself = isinstance(error, GPPError)  # and its own rank shows the traceback as Python does
-            trace = "" if explains_itself else "".join(traceback.format_exception(error, limit=-_SHORT))
-            self._submit(watcher, event, trace, point)
+            self._submit(watcher, event, "" if explains_itself else _short_trace(error), point)
         watcher.judged.wait(PATIENCE + self._exit_grace)
         verdict = watcher.verdict or Verdict.ENDS
         if verdict is not Verdict.ENDS:  # shown only if nobody catches it
@@ -300,6 +301,15 @@ def _told(error: BaseException) -> str:
     """The error, with the line of the user's code that it comes from; errors of this library say what they need."""
     line = UNKNOWN if isinstance(error, GPPError) else line_of(error)
     return f"{type(error).__name__}: {error}" + ("" if line == UNKNOWN else f" ({line})")
+
+
+def _short_trace(error: BaseException) -> str:
+    """The traceback of the user's code, and of what it calls: its innermost frames, without those of this library."""
+    told = traceback.TracebackException.from_exception(error, limit=-_SHORT)
+    own = [position for position, frame in enumerate(told.stack) if frame.filename.startswith(_OWN)]
+    if own and own[-1] + 1 < len(told.stack):
+        del told.stack[: own[-1] + 1]
+    return "".join(told.format())
 
 
 def _is_consequence(error: BaseException | None) -> bool:

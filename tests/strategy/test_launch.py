@@ -123,6 +123,11 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, kind: str, rank: int, ca
     assert cause in output
     assert re.search(rf"[Rr]ank {rank}", output)
     assert not running(tmp_path)
+    if kind == "raise":  # the user's line, and no frames of this library
+        banner = output.split("=" * 100)[1]
+        assert re.search(r"raised \w+: .*\(/.*script\.py:\d+\)", banner)
+        assert "Traceback" in banner
+        assert "lightning_gpp/" not in banner
 
 
 def test_a_rank_whose_launcher_has_gone_ends_before_it_waits(tmp_path: Path) -> None:
