@@ -49,7 +49,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             CheckpointError: it cannot be written; an older one of this name is as it was.
         """
         if _is_url(path) or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         else:
             write_file(checkpoint, Path(path))
 
