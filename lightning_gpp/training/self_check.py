@@ -138,12 +138,12 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
             whole = silent_copy(job.module, job.device)
             expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, samples)
             if not failure:
-                warning, averaged = _undivided(job, whole, captured, plan, batch)
+                warning, averaged = _undivided(job, whole, captured, plan, batch, expected.dtype)
             del whole
         if failure := _anywhere(control, failure):
             raise IndivisibleError(failure)
         actual, stages = _split(job, captured, plan, transport, part, samples)
-    difference = _compare(job, stages, expected, actual, TOLERANCES[_least_precise(job, captured)])
+    difference = _compare(job, stages, expected, actual, TOLERANCES[_least_precise(job, captured, expected.dtype)])
     if warning and not difference:
         control.warn(warning)
     if verdict := _anywhere(control, difference):
@@ -159,11 +159,12 @@ def _anywhere(control: Control, found: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Loss and gradient of one side of the comparison; `norms` of the unsplit one only."""
+    """Loss and gradient of one side of the comparison; `norms`, and `dtype` of the loss, of the unsplit one only."""
 
     loss: float = 0.0
     projections: Tensor = field(default_factory=lambda: torch.zeros(0))
     norms: list[float] = field(default_factory=list)
+    dtype: torch.dtype = torch.float64
 
 
 def silent_copy(
@@ -222,16 +223,16 @@ def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Pla
             "torch.no_grad()), or depends on no parameter that is trained. Return the loss as it was computed."
         )
     loss.backward()
-    return Expected(loss.item(), projections(whole), norms(whole))
+    return Expected(loss.item(), projections(whole), norms(whole), loss.dtype)
 
 
 def _undivided(
-    job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, batch: Any
+    job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, batch: Any, dtype: torch.dtype
 ) -> tuple[str, set[str]]:
     if job.whole and captured.graph.mixes_samples:  # then network calls are not cut
         return "", set()
     samples, total, size = few_samples(plan, batch, captured.batch_size, captured.dims)
-    precision = _least_precise(job, captured)
+    precision = _least_precise(job, captured, dtype)
     comparison = CutComparison(
         module=whole,
         step=build(captured, plan, whole).step,
@@ -265,13 +266,13 @@ def _split(
     return Expected(loss, projections(split)), {s.name: names for s, names in zip(plan.stages, used, strict=True)}
 
 
-def _least_precise(job: Job, captured: Capture | Declared) -> torch.dtype:
-    """The least precise type that gradients pass through; modules may compute in another type than that of their
-    parameters.
+def _least_precise(job: Job, captured: Capture | Declared, loss: torch.dtype) -> torch.dtype:
+    """The least precise type that gradients pass through, with that of the loss; modules may compute in another type
+    than that of their parameters.
     """
     specs = (spec for operator in captured.graph for spec in operator.outputs)
     kinds = {getattr(torch, spec.dtype) for spec in specs if spec.requires_grad and not spec.dynamic}
-    return max({job.precision, *kinds} & set(TOLERANCES), key=TOLERANCES.__getitem__, default=torch.float64)
+    return max({job.precision, loss, *kinds} & set(TOLERANCES), key=TOLERANCES.__getitem__, default=torch.float64)
 
 
 def _compare(job: Job, stages: Mapping[str, set[str]], expected: Expected, actual: Expected, tolerance: float) -> str:

@@ -142,9 +142,9 @@ def plain(values: Mapping[str, Any]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def caught(*kinds: type[BaseException]) -> Iterator[list[str]]:
-    """The types of the exceptions that were raised in the block."""
+    """The types by which the exceptions of the block can be caught, of those given."""
     names: list[str] = []
     try:
         yield names
     except kinds as error:
-        names.append(type(error).__name__)
+        names.append(next(kind.__name__ for kind in kinds if isinstance(error, kind)))
