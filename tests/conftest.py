@@ -1,4 +1,4 @@
-"""What holds for every test: it runs on one thread, with wide lines, and leaves no process group behind.
+"""What holds for every test: it runs on one thread, with wide lines, can be interrupted, and leaves no process group.
 
 Several tests fit on a small machine that way; processes that tests start inherit the number of threads.
 """
@@ -6,6 +6,7 @@ Several tests fit on a small machine that way; processes that tests start inheri
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -15,6 +16,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402  reads OMP_NUM_THREADS when it is imported
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; tests send this signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 JOB_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"}
 
