@@ -22,8 +22,15 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
     not hear of each other's exceptions, and callbacks would save the trainer as it was before the run.
     """
 
+    inside = False
+    """True in a process that was started: there Lightning has to know by the launcher that results go through a queue,
+    in which predictions would not arrive.
+    """
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Run `function` in all processes, and return the result of rank 0. None of them outlives this call."""
+        if self.inside:
+            return function(*args, **kwargs)
         run = function if trainer is None else partial(_run, trainer, function)
         try:
             return super().launch(run, *args, trainer=trainer, **kwargs)
@@ -41,7 +48,8 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
 
 
 def _run(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    trainer.strategy._launcher = None  # this process is one of those that it would start
+    launcher: Any = trainer.strategy.launcher
+    launcher.inside = True
     return _call_and_handle_interrupt(trainer, function, *args, **kwargs)
 
 

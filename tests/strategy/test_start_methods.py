@@ -37,8 +37,14 @@ COMPARING = """
     found = Trainer(strategy=GPPStrategy({options}), devices=2, **QUIET).validate(TwoTowers().double(), loader())
     print("the same", sorted(found[0]))
 """
+PREDICTING = """
+    predicting = Trainer(strategy=GPPStrategy(), devices=2, **QUIET)
+    made = predicting.predict(TwoTowers().double(), loader())
+    assert bool(made) == (predicting.num_devices == 1)  # of several processes, writers get them
+"""
 IN_A_NOTEBOOK = (
-    f'sys.ps1 = "In: "  # by which Lightning knows interactive shells\nif True:{COMPARING.format(options="")}'
+    'sys.ps1 = "In: "  # by which Lightning knows interactive shells\n'
+    f"if True:{COMPARING.format(options='')}{PREDICTING}"
 )
 
 
