@@ -27,6 +27,8 @@ _LIBRARY = (
 )
 """Folders whose code is not the user's."""
 
+_OWN = f"{os.path.dirname(__file__)}{os.sep}"
+
 
 def user_line() -> str:
     """`file:line` of the innermost frame that is not library code."""
@@ -51,3 +53,8 @@ def line_of(error: BaseException) -> str:
 
 def is_user_code(file: str) -> bool:
     return not file.startswith(_LIBRARY)
+
+
+def is_own_code(file: str) -> bool:
+    """True for a file of this library."""
+    return file.startswith(_OWN)

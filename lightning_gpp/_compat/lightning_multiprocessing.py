@@ -12,7 +12,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 
 _PATIENCE: Final = 5.0
-"""Seconds for the processes to end by themselves when one that started them was interrupted."""
+"""Seconds for each process to end by itself when the one that started it was interrupted."""
 
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):
@@ -41,10 +41,10 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
             raise
 
     def _end(self) -> None:
-        self.kill(signal.SIGINT)
-        for process in self.procs:
-            process.join(_PATIENCE)
-        self.kill(signal.SIGKILL)
+        for number in (signal.SIGINT, signal.SIGKILL):
+            self.kill(number)
+            for process in self.procs:
+                process.join(_PATIENCE)
 
 
 def _run(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def _run(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kwargs
 
 
 class _Handled(pl.Callback):
-    """Stands for a trainer's callbacks once, while the trainer passes on an exception that they have seen already."""
+    """Stands for a trainer's callbacks once, while the trainer passes on an exception that belongs to the processes."""
 
     def __init__(self, callbacks: list[pl.Callback]) -> None:
         self._callbacks = callbacks

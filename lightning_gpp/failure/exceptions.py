@@ -10,15 +10,13 @@ from __future__ import annotations
 import hashlib
 import traceback
 from enum import Enum
-from pathlib import Path
 from typing import Final
 
 from lightning_gpp.failure.cause import EXIT_CODE, Cause
+from lightning_gpp.user_code import is_own_code
 
 PATIENCE: Final = 1.5
 """Seconds for all other ranks to raise exceptions of their own after one has."""
-
-_OWN: Final = str(Path(__file__).parents[1])
 
 
 class Verdict(Enum):
@@ -72,5 +70,5 @@ def point_of(error: BaseException) -> str:
     This library's own frames do not count: a hook may be called in other ways on the rank that runs the step.
     """
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    others = [frame for frame in frames if not frame[0].startswith(_OWN)]
+    others = [frame for frame in frames if not is_own_code(frame[0])]
     return hashlib.sha256(repr((type(error).__qualname__, others)).encode()).hexdigest()[:16]

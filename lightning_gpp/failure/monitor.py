@@ -18,7 +18,6 @@ import sys
 import threading
 import traceback
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Final
 
@@ -33,7 +32,7 @@ from lightning_gpp.failure.hangs import Activity, HangReports
 from lightning_gpp.failure.links import PeerLink
 from lightning_gpp.failure.processes import ProcessIdentity, exit_now
 from lightning_gpp.failure.watch import Watcher
-from lightning_gpp.user_code import UNKNOWN, line_of
+from lightning_gpp.user_code import UNKNOWN, is_own_code, line_of
 
 INTERRUPTED: Final = 130
 """The exit code after Ctrl-C."""
@@ -50,7 +49,6 @@ _HEARTBEATS: Final = 5
 """The time limit for the end of all ranks, divided by this, is the silence after which a rank counts as stopped."""
 _HANG: Final = 0.9
 """Part of the time limit of collectives after which a rank that does not move is reported."""
-_OWN: Final = str(Path(__file__).parents[1])
 _SHORT: Final = 8
 """Innermost frames of a traceback that are sent to the other ranks."""
 
@@ -299,14 +297,14 @@ class FailureMonitor:
 
 def _told(error: BaseException) -> str:
     """The error, with the line of the user's code that it comes from; errors of this library say what they need."""
-    line = UNKNOWN if isinstance(error, GPPError) else line_of(error)
-    return f"{type(error).__name__}: {error}" + ("" if line == UNKNOWN else f" ({line})")
+    told, line = f"{type(error).__name__}: {error}", line_of(error)
+    return told if isinstance(error, GPPError) or line == UNKNOWN else f"{told} ({line})"
 
 
 def _short_trace(error: BaseException) -> str:
     """The traceback of the user's code, and of what it calls: its innermost frames, without those of this library."""
     told = traceback.TracebackException.from_exception(error, limit=-_SHORT)
-    own = [position for position, frame in enumerate(told.stack) if frame.filename.startswith(_OWN)]
+    own = [position for position, frame in enumerate(told.stack) if is_own_code(frame.filename)]
     if own and own[-1] + 1 < len(told.stack):
         del told.stack[: own[-1] + 1]
     return "".join(told.format())

@@ -120,6 +120,7 @@ def test_one_of_several_causes_is_named_by_all(tmp_path: Path) -> None:
     assert running.codes == [1, 1, 1]
     firsts = {tuple(re.findall(r"(?:First cause: rank|Rank) (\d)", running.output(rank))) for rank in range(3)}
     assert len(firsts) == 1, running.output()
+    assert all(firsts), running.output()
 
 
 def wrapping_errors_of_communication(rank: Rank) -> None:
