@@ -138,6 +138,7 @@ class Recorder(TorchFunctionMode):
             return
         if self.scope == -1 and not self.reads_between_calls:
             self._refuse_late_network(path)
+        self._take((args, kwargs))
         number = len(self.recording.modules)
         call = ModuleCall(
             number=number,
@@ -224,6 +225,7 @@ class Recorder(TorchFunctionMode):
     def _begin(
         self, function: Callable[..., Any], target: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Recorded:
+        self._take((args, kwargs))
         return Recorded(
             index=len(self.recording.calls),
             function=function,
@@ -274,9 +276,21 @@ class Recorder(TorchFunctionMode):
             self._storages.setdefault(storage_id(tensor), []).append(tensor)
         self._values[id(tensor)] = Ref(call.index, number)
 
+    def attribute(self, path: str, name: str, value: Any) -> None:
+        """Note that a forward, or the step, reads an attribute of a module."""
+        if not self._paused:
+            self.recording.attributes.setdefault(self.scope, {}).setdefault((path, name), value)
+
     def batch_tensor(self, tensor: torch.Tensor) -> None:
         call = self._begin(_no_function, BATCH, (), {})
         self._finish(call, tensor, [])
+
+    def _take(self, tree: Any) -> None:
+        """Take tensors that the step has from elsewhere, such as an attribute, for inputs like those of the batch."""
+        if self.scope == -1:
+            for leaf in pytree.tree_leaves(tree):
+                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and self.refs(leaf) is leaf:
+                    self.batch_tensor(leaf)
 
     # --- values
 

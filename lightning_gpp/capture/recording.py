@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_gpp._compat.torch import pytree
+from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.graph import Affine
 
 
@@ -139,6 +140,8 @@ class Recording:
     """Parameters and buffers that a call changes in place: (name, scope, line)."""
     logged: list[tuple[int, str]] = field(default_factory=list)
     """Calls of `self.log`: (scope, line)."""
+    attributes: dict[int, dict[Attribute, Any]] = field(default_factory=dict)
+    """Attributes of modules that a forward or the step reads, with their values, by its scope."""
 
     def called(self, scope: int) -> list[str]:
         """Paths of a module call and of those around it, the innermost first."""

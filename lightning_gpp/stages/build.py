@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import singledispatch
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.captured import Capture, name_of
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.errors import PlanError
@@ -36,6 +37,7 @@ class CapturedStage:
     parts: tuple[nn.Module, ...]
     step: UserStep | None
     sent: tuple[str, ...]
+    frozen: Mapping[Attribute, Any]
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -53,6 +55,9 @@ class CapturedStage:
 class Pipeline:
     """All parts of a pipeline that run: stages, the slots of every edge, the parameters and buffers of each stage by
     name, the user's step, and the source of the stages' inputs.
+
+    `frozen`: attributes of modules that are cut, with the values with which the stages compute. `live`: those that the
+    step reads itself.
     """
 
     stages: tuple[StageModule, ...]
@@ -61,6 +66,8 @@ class Pipeline:
     buffers: tuple[tuple[str, ...], ...]
     step: StepRunner
     source: DataSource
+    frozen: Mapping[Attribute, Any] = field(default_factory=dict)
+    live: Mapping[Attribute, Any] = field(default_factory=dict)
 
 
 @singledispatch
@@ -100,6 +107,8 @@ def _in_slices(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
         buffers=repeated(built.buffers, whole),
         step=built.step,
         source=slicer.source(built.step),
+        frozen=built.frozen,
+        live=built.live,
     )
 
 
@@ -118,6 +127,8 @@ def _whole(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
         buffers=tuple(stage.buffers for stage in stages),
         step=step,
         source=step,
+        frozen={key: value for stage in stages for key, value in stage.frozen.items()},
+        live=capture.network.recording.attributes.get(-1, {}),
     )
 
 
@@ -188,6 +199,7 @@ def _stage(
         parts=_parts(module, code.modules, [*parameters, *buffers]),
         step=step if holds_step else None,
         sent=tuple(variable(ref) for ref in sent),
+        frozen=code.frozen,
     )
 
 

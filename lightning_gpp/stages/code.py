@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp._compat.torch import pytree
+from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.merge import Opaque
 from lightning_gpp.capture.network import Network
 from lightning_gpp.capture.recorder import refusal
@@ -67,6 +68,8 @@ class StageCode:
     used_states: set[str] = field(default_factory=set)
     modules: list[str] = field(default_factory=list)
     defined: set[str] = field(default_factory=set)
+    frozen: dict[Attribute, Any] = field(default_factory=dict)
+    """Attributes that forwards read which are cut, with their values."""
     unread: set[Ref] = field(default_factory=set)
     """Arguments of the module being called whose values nothing inside reads."""
     temporaries: int = 0
@@ -128,6 +131,7 @@ class StageCode:
             self._call_module(call, inside)
         else:
             self._check_cut(call)
+            self.frozen |= self.network.recording.attributes.get(call.number, {})
             self._emit(call.number, call.first, call.last)
 
     def _whole(self, call: ModuleCall, inside: set[int]) -> bool:

@@ -16,7 +16,7 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import BatchDims, device_of, samples_in, sliceable
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.recorder import refusal
-from lightning_gpp.capture.recording import AffineSize, ModuleCall, Recorded, Ref
+from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, StateRef
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.random import seed_streams, undisturbed
@@ -219,14 +219,13 @@ class UserStep(StepRunner):
     def _compare(self, captured: list[Any], leaves: list[Any], call: ModuleCall | Recorded) -> None:
         """Check that captured Python values are the same now, so that none is frozen silently."""
         if len(captured) != len(leaves):
-            raise refusal(call.line, "the call has different arguments than when it was captured", "keep them the same")
+            raise refusal(call.line, "the call has different arguments than when it was captured", _STEADY)
         for before, now in zip(captured, leaves, strict=True):
-            frozen = isinstance(before, bool | int | float | str) or before is None
-            if frozen and not isinstance(now, torch.Tensor) and before != now and not isinstance(before, AffineSize):
+            if _is_tensor(before) != isinstance(now, torch.Tensor) or (_is_frozen(before) and before != now):
                 raise refusal(
                     call.line,
-                    f"an argument was {before!r} when the step was captured and is {now!r} now",
-                    "pass values that change as tensors",
+                    f"an argument was {_told(before)} when the step was captured and is {_told(now)} now",
+                    _STEADY,
                 )
 
     def _take_mixed(self, found: dict[str, torch.Tensor], holes: Holes) -> None:
@@ -305,6 +304,24 @@ class UserStep(StepRunner):
         if holes is not None:
             holes.add(hole)
         return hole
+
+
+_STEADY: Final = (
+    "pass values that change as tensors, in every step (a mask that hides nothing instead of None); or let the step "
+    "run as a whole (strategy.step=whole), in which calls may differ from step to step"
+)
+
+
+def _is_tensor(captured: Any) -> bool:
+    return isinstance(captured, Ref | StateRef | torch.Tensor)
+
+
+def _is_frozen(captured: Any) -> bool:
+    return captured is None or isinstance(captured, bool | int | float | str)
+
+
+def _told(value: Any) -> str:
+    return "a tensor" if _is_tensor(value) else repr(value)
 
 
 _SKIPPED = " A step cannot be skipped by returning None in a pipeline: return a zero loss (for example 0 * loss)."

@@ -14,6 +14,7 @@ from lightning_gpp.capture.batch import GUESSED, BatchDims, samples_in
 from lightning_gpp.training.batches import signature
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.feed import Feed
+from lightning_gpp.training.frozen_attributes import FrozenAttributes
 from lightning_gpp.training.segments import Facts
 
 
@@ -23,6 +24,8 @@ class Incoming:
     Attributes:
         batch_size: samples of the latest mini-batch announced.
         form: a fingerprint of its structure and of the set of trained parameters.
+        frozen: the attributes that captures depend on.
+        frozen_values: stands for their values, 0 for those of the first capture.
         facts: its facts, and those of the known mini-batches after it.
         feed: has the number of mini-batches to announce before their turn and, on the rank that runs the step, these.
         anew: whether the latest mini-batch replaces others that were announced before.
@@ -30,7 +33,8 @@ class Incoming:
 
     def __init__(self, module: nn.Module, control: Control, dims: BatchDims | None = None) -> None:
         self.module, self.control, self._dims = module, control, dims or GUESSED
-        self.batch_size, self.form = 0, 0
+        self.batch_size, self.form, self.frozen_values = 0, 0, 0
+        self.frozen = FrozenAttributes(module)
         self.facts: list[Facts] = []
         self.feed = Feed()
         self.anew = False
@@ -59,12 +63,13 @@ class Incoming:
         """
         ahead = self.feed.ahead()
         numbers = torch.full((2 + ahead, 2), -1, dtype=torch.int64)
+        values = self.frozen.announce()
         if self.control.runs_step and batch is not None:
             known = self._facts_of([batch, *self.feed.upcoming[:ahead]])
             numbers[: len(known)] = torch.tensor(known)
-            numbers[-1, 0] = anew
+            numbers[-1] = torch.tensor([anew, values])
         *rows, last = self.control.share(numbers).tolist()
-        self.anew = last[0] == 1
+        self.anew, self.frozen_values = last[0] == 1, last[1]
         self.facts = [Facts(size, form) for size, form in rows if size >= 0]
         self.batch_size, self.form = rows[0]
         return bool(self.facts)

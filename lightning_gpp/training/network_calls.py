@@ -15,12 +15,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import BatchNorm, accumulator_of, graph_is_kept, pytree, will_run
+from lightning_gpp.capture.attributes import is_plain
 from lightning_gpp.capture.calls import call_batch, capture_calls, samples_of_call
 from lightning_gpp.errors import GPPError
 from lightning_gpp.plan import Plan
@@ -29,6 +31,8 @@ from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages.answers import Answers
 from lightning_gpp.training.batches import outline, signature
 from lightning_gpp.training.call_session import CallSession, NetworkRun
+from lightning_gpp.training.captured_anew import SessionCache
+from lightning_gpp.training.frozen_attributes import FrozenAttributes
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.parameters import Placement, tensors_of
@@ -55,7 +59,8 @@ class NetworkCalls:
         self._job, self._plan, self._placement = job, plan, placement
         self._transport, self._mirror = transport, mirror
         self._streams = RandomStreams(job.seed, job.device)
-        self._sessions: dict[tuple[Any, ...], CallSession] = {}
+        self._sessions = SessionCache[CallSession](job.control.warn)
+        self._frozen = FrozenAttributes(job.module)
         with torch.inference_mode(False), torch.enable_grad():
             self._token = torch.zeros((), requires_grad=True)
             self._accumulator = accumulator_of(self._token)
@@ -123,15 +128,17 @@ class NetworkCalls:
             differentiable and leaf.requires_grad for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)
         )
         batch = call_batch({path: arguments}, samples_of_call(arguments))
-        key = path, signature(batch), zlib.crc32(flags), zlib.crc32(trained), needs, differentiable
-        if key not in self._sessions:
-            self._sessions[key] = self._new(path, batch, needs, module)
-        return self._sessions[key]
+        form = path, signature(batch), zlib.crc32(flags), zlib.crc32(trained), needs, differentiable
+        others = [leaf for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, Tensor)]
+        given = tuple(repr(leaf) if is_plain(leaf) else type(leaf) for leaf in others)
+        make, changing = partial(self._new, path, batch, needs, module), partial(_changing, path, self._frozen)
+        return self._sessions.get(form, (given, self._frozen.announce()), make, changing)
 
     def _new(self, path: str, batch: Mapping[str, Any], needs: Sequence[bool], module: nn.Module) -> CallSession:
         job, example = self._job, _needing(outline(batch), needs)
         captured = capture_calls(job.module, example, context=job.host.context(TRAINING), device=job.device)
         session = CallSession(job, captured, self._plan, self._placement, self._transport, self._streams)
+        self._frozen.add(session.pipeline.frozen, {})
         if session.is_cut and not self._warned and _normalises(module):
             self._warned = True
             job.control.warn(
@@ -139,6 +146,10 @@ class NetworkCalls:
                 "statistics once for each. strategy.num_micro_batches=1 gives the numbers of one process."
             )
         return session
+
+
+def _changing(path: str, frozen: FrozenAttributes) -> str:
+    return f"Arguments of {path or 'the module'!r} that are no tensors, or {frozen.names()},"
 
 
 _MOST_CALLS = 1 << 20

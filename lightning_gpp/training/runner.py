@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.asynchronous import Asynchronous
+from lightning_gpp.training.captured_anew import SessionCache
 from lightning_gpp.training.foreign import alone
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.segments import later
@@ -48,20 +50,21 @@ class Runner:
         self._job, self._incoming = sessions.job, sessions.incoming
         self.sums = self._job.options.loss_reduction == "sum"
         self.current: Session | None = None
-        self._sessions: dict[tuple[str, int], Session] = {}
+        self._sessions = SessionCache[Session](self._job.control.warn)
         self._trained: Session | None = None
+        self._running: Session | None = None
 
     def session(self, step: str, arguments: Sequence[Any]) -> Session:
         """The session for a mini-batch, which becomes the current one."""
-        key = step, self._incoming.form
-        if key not in self._sessions:
-            self._sessions[key] = self._new(step, arguments[0])
-        self.current = session = self._sessions[key]
-        return session
+        incoming, frozen = self._incoming, self._incoming.frozen
+        values = incoming.frozen_values, frozen.since()
+        make = partial(self._new, step, arguments[0], anew=any(values))
+        self.current = self._sessions.get((step, incoming.form), values, make, frozen.names)
+        return self.current
 
     def lead(self, step: str) -> int:
         """Mini-batches of an evaluation step that have to be known before their turn; 0 before the first."""
-        return max((session.ahead for (name, _), session in self._sessions.items() if name == step), default=0)
+        return max((session.ahead for session in self._sessions if session.capture.step == step), default=0)
 
     def train(self, arguments: Sequence[Any], weight: float, accumulated: int, number: int) -> Outputs:
         """Run forwards and backwards of the announced mini-batch. Returns the results of the step where it ran.
@@ -88,6 +91,13 @@ class Runner:
 
         `segment`: the mini-batches between two flushes, by number.
         """
+        if number != segment.start and session is not self._running:
+            raise GPPError(
+                f"{self._incoming.frozen.names()} changed while mini-batches are in the pipeline, which "
+                "does not flush, and a module that is cut into stages reads it. Pass it to the module as a tensor, or "
+                "keep the module in one stage (strategy.stages)."
+            )
+        self._running = session
         batch, *rest = arguments
         incoming, size = self._incoming, self._incoming.batch_size
         batches = [batch, *incoming.feed.upcoming] if self._job.control.runs_step else []

@@ -5,6 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from torch import nn
+
+from lightning_gpp.capture import Capture
+from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.batch import samples_in
 from lightning_gpp.errors import CaptureError, NoNetworkError, ScheduleError, ShapeError
 from lightning_gpp.plan import Plan
@@ -16,6 +20,7 @@ from lightning_gpp.training.batches import outline
 from lightning_gpp.training.eight_bit import patterns_of
 from lightning_gpp.training.eight_bit_error import tell_error
 from lightning_gpp.training.evaluation_plan import evaluation_plan
+from lightning_gpp.training.frozen_attributes import adopt, differing
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.parallel_regions import captured_apart
@@ -59,9 +64,17 @@ class Sessions:
         self._transport, self._replicas = transport, replicas
         self._asynchronous, self._evaluating = asynchronous, evaluating or transport
 
-    def new(self, step: str, batch: Any) -> Session:
-        """A session for the form of the announced mini-batch, which is used only on the rank that runs the step."""
-        captured = self._captured(step, batch)
+    def new(self, step: str, batch: Any, *, anew: bool = False) -> Session:
+        """A session for the form of the announced mini-batch, which is used only on the rank that runs the step.
+
+        `anew`: attributes that the first capture has frozen are different now.
+        """
+        captured = self._captured(step, batch, anew)
+        session = self._session(step, captured, batch)
+        self.incoming.frozen.add(session.pipeline.frozen, session.pipeline.live)
+        return session
+
+    def _session(self, step: str, captured: Captured, batch: Any) -> Session:
         plan = self._plan(step, captured)
         replicas = self._replicas
         if replicas is not None and step != TRAINING and replicas.sharding != "fsdp":
@@ -110,16 +123,27 @@ class Sessions:
             return False
         return True
 
-    def _captured(self, step: str, batch: Any) -> Captured:
+    def _captured(self, step: str, batch: Any, anew: bool) -> Captured:
         """The capture for this form of the batch; the first one was made for the plan."""
-        if (self.captured.step, self._form) == (step, self.incoming.form):
-            return self.captured
-        control, incoming = self.job.control, self.incoming
-        facts = (outline(batch), incoming.trained()) if control.runs_step else None
-        example, trained = control.share_object(facts)
+        control, incoming, module = self.job.control, self.incoming, self.job.module
+        changed = incoming.frozen.changes()
+        if (self.captured.step, self._form) == (step, incoming.form) and not anew:
+            changed = control.share_object(changed_since(module, self.captured) if control.runs_step else None)
+            if not changed:
+                return self.captured
+        facts = (outline(batch), incoming.trained(), changed) if control.runs_step else None
+        example, trained, changed = control.share_object(facts)
         incoming.train_as(trained)  # user code may have changed it only where the step runs
+        adopt(module, changed)
         with self.job.shown(), without_shards(self.job.module):
             return capture_of(self.job, step, example, self.layout.plan)
+
+
+def changed_since(module: nn.Module, captured: Captured) -> dict[Attribute, Any]:
+    """The attributes that have other values than when the step was captured."""
+    scopes = captured.network.recording.attributes if isinstance(captured, Capture) else {}
+    found = (differing(module, read, live=scope == -1) for scope, read in scopes.items())
+    return {key: value for changed in found for key, value in changed.items()}
 
 
 def capture_of(job: Job, step: str, example: Any, known: Plan | None) -> Captured:

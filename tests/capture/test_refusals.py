@@ -232,6 +232,45 @@ def test_an_argument_that_changed_is_noticed() -> None:
         split_gradients(module, captured, plan, zoo.batch())
 
 
+class Prior(Scaled):
+    prior: Tensor | None = None
+
+    def forward(self, x: Tensor, prior: Tensor | None) -> Tensor:
+        h = self.a(x)
+        return self.b(h if prior is None else h * prior)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self(batch["x"], self.prior).mean()
+
+
+@pytest.mark.parametrize(("first", "later"), [(None, "a tensor"), ("a tensor", None)])
+def test_an_argument_that_is_sometimes_none_is_noticed(first: str | None, later: str | None) -> None:
+    module, values = Prior().double(), {"a tensor": torch.ones((), dtype=torch.float64), None: None}
+    module.log = lambda *_: None
+    module.prior = values[first]
+    captured = capture_step(module, zoo.batch())
+    plan = chain_of(captured, module.stages)
+    split_gradients(module, captured, plan, zoo.batch())
+    module.prior = values[later]
+    with pytest.raises(CaptureError, match=f"was {first} when the step was captured and is {later} now") as raised:
+        split_gradients(module, captured, plan, zoo.batch())
+    assert "strategy.step=whole" in str(raised.value)
+
+
+def test_an_argument_that_is_no_part_of_the_batch_is_live() -> None:
+    module = Prior().double()
+    module.log = lambda *_: None
+    module.prior = torch.ones((), dtype=torch.float64)
+    captured = capture_step(module, zoo.batch())
+    plan = chain_of(captured, module.stages)
+    once = split_gradients(module, captured, plan, zoo.batch())
+    module.prior = torch.full((), 2.0, dtype=torch.float64)
+    assert split_gradients(module, captured, plan, zoo.batch()) == pytest.approx(
+        float(module.training_step(zoo.batch(), 0).detach()), rel=1e-12
+    )
+    assert once != pytest.approx(float(module.training_step(zoo.batch(), 0).detach()), rel=1e-3)
+
+
 def test_another_shape_is_noticed() -> None:
     module = zoo.SharedMask().double()
     captured = capture_step(module, zoo.batch())

@@ -1,0 +1,77 @@
+"""Attributes of modules that forwards read: numbers, flags, texts and tensors that are no parameters or buffers.
+
+A forward that is cut into stages runs with the values that it had when it was captured, so these are noted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+Attribute = tuple[str, str]
+"""The path of a module, and the name of its attribute."""
+
+_OF_ALL_MODULES: Final = frozenset(vars(nn.Module()))
+_MOST_ITEMS: Final = 64
+"""Items of a container whose values are noted."""
+
+
+def note_reads(module: nn.Module, note: Callable[[str, str, Any], None]) -> None:
+    """Call `note(path, name, value)` whenever an attribute of a module of the tree is read that a user may change.
+
+    Attributes that the run itself has set are not noted.
+
+    Args:
+        module: a copy of the user's module, whose parts get classes of their own.
+        note: called for every read.
+    """
+    for path, part in module.named_modules():
+        if not _is_leaf_of_torch(part):
+            _observe(part, set(_names(part)), functools.partial(note, path))
+
+
+def is_plain(value: Any) -> bool:
+    """True for values that can be compared: numbers, texts, None, tensors, and containers of a few of the former."""
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        return len(items) <= _MOST_ITEMS and all(isinstance(item, _SCALARS) for item in items)
+    return isinstance(value, (*_SCALARS, torch.Tensor))
+
+
+_SCALARS: Final = (bool, int, float, complex, str, type(None))
+
+
+def _names(part: nn.Module) -> list[str]:
+    hidden = hasattr(part, "log_dict")  # the state of a LightningModule, which Lightning changes
+    own = (name for name in vars(part) if name not in _OF_ALL_MODULES and not (hidden and name.startswith("_")))
+    return ["training", *(name for name in own if is_plain(vars(part)[name]))]
+
+
+def _is_leaf_of_torch(part: nn.Module) -> bool:
+    """True for layers of torch: a stage calls them as they are."""
+    return type(part).__module__.startswith("torch.nn") and not any(True for _ in part.children())
+
+
+def _observe(part: nn.Module, names: set[str], note: Callable[[str, Any], None]) -> None:
+    kind = type(part)
+
+    def read(self: nn.Module, name: str) -> Any:
+        value = kind.__getattribute__(self, name)
+        if name in names:
+            note(name, value)
+        return value
+
+    def write(self: nn.Module, name: str, value: Any) -> None:
+        names.discard(name)
+        kind.__setattr__(self, name, value)
+
+    about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    about |= {"__getattribute__": read, "__setattr__": write}  # type: ignore[dict-item]
+    try:
+        object.__setattr__(part, "__class__", type(kind.__name__, (kind,), about))
+    except TypeError:  # a class that allows no other layout, as those of torch.jit
+        return

@@ -1,0 +1,172 @@
+"""Attributes that hooks change, where modules that are cut read them: losses are those of one process all the same."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_gpp.errors import GPPError
+from lightning_gpp.training.captured_anew import SessionCache
+from tests.strategy import harness
+
+
+class Body(nn.Module):
+    """A module that the stages cut between its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.temperature, self.squared, self.calls = 1.0, False, 0
+        self.bias = torch.zeros(6, dtype=torch.float64)
+
+    def forward(self, x: Tensor, prior: Tensor | None = None) -> Tensor:
+        h = self.a(x) / self.temperature + self.bias
+        h = h if prior is None else h * prior
+        h = h.square() if self.squared else h.tanh()
+        return self.b(h if self.training else 2 * h)
+
+
+class Changing(pl.LightningModule):
+    """Changes nothing; its subclasses do."""
+
+    prior: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.prior = Body(), None
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.body(batch[0], self.prior), batch[2])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(F.cross_entropy(self.body(batch[0]), batch[2])))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+class Annealed(Changing):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.body.temperature = 1 / (1 + self.global_step)
+
+
+class AnnealedByEpoch(Changing):
+    def on_train_epoch_start(self) -> None:
+        self.body.temperature = 0.5 + self.current_epoch
+
+
+class Flagged(Changing):
+    def on_train_epoch_start(self) -> None:
+        self.body.squared = self.current_epoch == 1
+
+
+class Shifted(Changing):
+    def on_train_epoch_start(self) -> None:
+        self.body.bias = torch.full((6,), float(self.current_epoch), dtype=torch.float64)
+
+
+class Frozen(Changing):
+    """`training` of a part is an attribute as well."""
+
+    def on_train_epoch_start(self) -> None:
+        self.body.train(self.current_epoch == 0)
+
+
+class Optional(Changing):
+    """An argument that is None at first."""
+
+    def on_train_epoch_start(self) -> None:
+        self.prior = torch.linspace(0.5, 2, 6, dtype=torch.float64) if self.current_epoch else None
+
+
+class Replaced(Changing):
+    """An argument that does not come from the mini-batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.prior = torch.full((6,), 1.0 + self.global_step, dtype=torch.float64)
+
+
+class Masked(Changing):
+    """An argument that is None for some mini-batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        prior = torch.full((6,), 0.5, dtype=torch.float64) if len(self.losses) % 2 else None
+        return F.cross_entropy(self.body(batch[0], prior), batch[2])
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (Annealed, AnnealedByEpoch, Flagged, Shifted, Frozen, Optional, Replaced, Masked, Changing)
+}
+STAGES = {"body.a": 1, "body.b": 0}
+
+
+def losses(name: str, strategy: Any = "auto", devices: int = 1) -> list[float]:
+    module = KINDS[name]().double()
+    trainer = harness.trainer(strategy, devices, max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(module, harness.loader(16), harness.loader(16))
+    return module.losses
+
+
+def in_stages(rank: int, name: str, **options: Any) -> list[float]:
+    return losses(name, harness.strategy(stages=STAGES, num_micro_batches=2, **options), 2)
+
+
+def every_kind(rank: int, names: list[str], options: dict[str, Any]) -> dict[str, list[float]]:
+    return {name: in_stages(rank, name, **options) for name in names}
+
+
+@pytest.mark.parametrize("options", [{}, {"step": "whole"}], ids=["micro_batches", "whole"])
+def test_losses_are_those_of_one_process(options: dict[str, Any]) -> None:
+    names = [name for name in KINDS if options or name != "Masked"]
+    found, _ = harness.run(2, every_kind, names, options)
+    for name in names:
+        assert found[name] == pytest.approx(losses(name), rel=1e-12), name
+    assert all(losses(name) != losses("Changing") for name in names if name != "Changing")
+
+
+def without_flush(rank: int) -> str:
+    with pytest.raises(GPPError, match="body.temperature changed while mini-batches are in the pipeline") as raised:
+        in_stages(rank, "Annealed", weights="stash")
+    return str(raised.value)
+
+
+def test_a_pipeline_that_does_not_flush_refuses_a_change() -> None:
+    harness.run(2, without_flush)
+
+
+def test_captures_with_other_values_are_limited_and_told() -> None:
+    told, made = list[str](), list[int]()
+    cache = SessionCache[int](told.append)
+    for value in [*range(12), 11, 0]:
+        cache.get("form", value, lambda value=value: made.append(value) or value, lambda: "tau")
+    assert made == [*range(12), 0]
+    assert len(list(cache)) == 8
+    assert len(told) == 1
+    assert told[0].startswith("tau changed 3 times")
+
+
+def test_a_module_that_changes_nothing_is_captured_once() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        (count, _), _ = harness.run(2, captures, "Changing")
+    assert count == 2  # training and validation
+
+
+def captures(rank: int, name: str) -> tuple[int, list[float]]:
+    from lightning_gpp.training.sessions import Sessions
+
+    made, new = list[str](), Sessions.new
+    Sessions.new = lambda self, *args, **kwargs: made.append("") or new(self, *args, **kwargs)  # type: ignore
+    return len(in_stages(rank, name)) and len(made), []
