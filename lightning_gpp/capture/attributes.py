@@ -5,9 +5,7 @@ A forward that is cut into stages runs with the values that it had when it was c
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -20,18 +18,26 @@ _MOST_ITEMS: Final = 64
 """Items of a container whose values are noted."""
 
 
-def note_reads(module: nn.Module, note: Callable[[str, str, Any], None]) -> None:
-    """Call `note(path, name, value)` whenever an attribute of a module of the tree is read that a user may change.
+class Observer(Protocol):
+    """Is told of the attributes of modules that are read and set."""
 
-    Attributes that the run itself has set are not noted.
+    def read(self, path: str, name: str, value: Any) -> None:
+        """An attribute of a module is read that the run has not set."""
+
+    def changed(self, path: str, name: str) -> None:
+        """A number, flag or text is changed for the first time, by code that may have read it."""
+
+
+def observe(module: nn.Module, observer: Observer) -> None:
+    """Tell the observer of reads and changes of the attributes that users may change.
 
     Args:
         module: a copy of the user's module, whose parts get classes of their own.
-        note: called for every read.
+        observer: is told.
     """
     for path, part in module.named_modules():
         if not _is_leaf_of_torch(part):
-            _observe(part, set(_names(part)), functools.partial(note, path))
+            _observe(part, set(_names(part)), path, observer)
 
 
 def is_plain(value: Any) -> bool:
@@ -56,16 +62,19 @@ def _is_leaf_of_torch(part: nn.Module) -> bool:
     return type(part).__module__.startswith("torch.nn") and not any(True for _ in part.children())
 
 
-def _observe(part: nn.Module, names: set[str], note: Callable[[str, Any], None]) -> None:
+def _observe(part: nn.Module, names: set[str], path: str, observer: Observer) -> None:
     kind = type(part)
 
     def read(self: nn.Module, name: str) -> Any:
         value = kind.__getattribute__(self, name)
         if name in names:
-            note(name, value)
+            observer.read(path, name, value)
         return value
 
     def write(self: nn.Module, name: str, value: Any) -> None:
+        before = vars(self).get(name)
+        if name in names and isinstance(before, bool | int | float | str) and not _equals(before, value):
+            observer.changed(path, name)
         names.discard(name)
         kind.__setattr__(self, name, value)
 
@@ -75,3 +84,7 @@ def _observe(part: nn.Module, names: set[str], note: Callable[[str, Any], None])
         object.__setattr__(part, "__class__", type(kind.__name__, (kind,), about))
     except TypeError:  # a class that allows no other layout, as those of torch.jit
         return
+
+
+def _equals(before: bool | float | str, value: Any) -> bool:
+    return type(value) is type(before) and bool(value == before)

@@ -222,15 +222,20 @@ def _called(module: nn.Module, path: str, entry: Mapping[str, Any]) -> Any:
 
 _COUNTED = {"count": 0}
 """The part of a `call_batch` that counts samples."""
+_UNDIVIDED = {"count": 0, "calls": None}
+"""The same, where no argument is cut."""
 
 
-def capture_calls(module: nn.Module, batch: Mapping[str, Any], *, context: Entered, device: torch.device) -> Capture:
-    """Capture calls of modules, from a `call_batch`.
+def capture_calls(
+    module: nn.Module, batch: Mapping[str, Any], *, context: Entered, device: torch.device, divided: bool = True
+) -> Capture:
+    """Capture calls of modules, from a `call_batch`. `divided`: for any number of samples, otherwise for these shapes.
 
     Raises:
         CaptureError: a module cannot be captured.
     """
-    return capture_step(module, batch, context=context, device=device, function=call_networks, dims=_COUNTED)
+    dims = _COUNTED if divided else _UNDIVIDED
+    return capture_step(module, batch, context=context, device=device, function=call_networks, dims=dims)
 
 
 def joint_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:

@@ -24,7 +24,7 @@ from lightning_gpp._compat.torch import (
     fake_mode,
     pytree,
 )
-from lightning_gpp.capture.attributes import note_reads
+from lightning_gpp.capture.attributes import observe
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
 from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.meter import Meter
@@ -108,7 +108,7 @@ def record(
         recorder = Recorder(num_samples, opened, refuted, number=2 if run_time.global_step else 1)
         recorder.watch(replica)
         keep_uncut(replica, module, uncut, recorder)
-        note_reads(replica, recorder.attribute)
+        observe(replica, recorder)
         _observe(replica, trainer_of(module), run_time, recorder)
         recorder.runs_rest = function is None
         prepare(replica, recorder)

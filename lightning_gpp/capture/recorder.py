@@ -276,10 +276,20 @@ class Recorder(TorchFunctionMode):
             self._storages.setdefault(storage_id(tensor), []).append(tensor)
         self._values[id(tensor)] = Ref(call.index, number)
 
-    def attribute(self, path: str, name: str, value: Any) -> None:
+    def read(self, path: str, name: str, value: Any) -> None:
         """Note that a forward, or the step, reads an attribute of a module."""
         if not self._paused:
             self.recording.attributes.setdefault(self.scope, {}).setdefault((path, name), value)
+
+    def changed(self, path: str, name: str) -> None:
+        """Refuse a forward that reads an attribute and changes it: it keeps state, which would be lost if it is cut."""
+        if self._paused or self.scope == -1 or (path, name) not in self.recording.attributes.get(self.scope, {}):
+            return
+        raise refusal(
+            user_line(),
+            f"the forward changes {name!r}, which it reads, from call to call; each micro-batch is a call",
+            "count mini-batches in a hook such as on_train_batch_start",
+        )
 
     def batch_tensor(self, tensor: torch.Tensor) -> None:
         call = self._begin(_no_function, BATCH, (), {})
@@ -290,7 +300,17 @@ class Recorder(TorchFunctionMode):
         if self.scope == -1:
             for leaf in pytree.tree_leaves(tree):
                 if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and self.refs(leaf) is leaf:
+                    self._refuse_trained(leaf)
                     self.batch_tensor(leaf)
+
+    def _refuse_trained(self, tensor: torch.Tensor) -> None:
+        if tensor.requires_grad:
+            raise refusal(
+                user_line(),
+                "the step computes with a tensor that needs a gradient, but is no parameter of the module (is it in a "
+                "module that is kept in a plain list or dict?)",
+                "keep modules in nn.ModuleList or nn.ModuleDict, and parameters in nn.Parameter attributes",
+            )
 
     # --- values
 

@@ -83,6 +83,7 @@ class CallSession:
         placement: the ranks that hold parameters.
         transport: transport to the other devices.
         streams: random streams of the stages.
+        divided: whether the call was captured for any number of samples, so that it may be cut.
 
     Attributes:
         plan: the part of the plan that the call needs; the step has a stage of its own, on device 0.
@@ -98,9 +99,11 @@ class CallSession:
         placement: Placement,
         transport: Transport,
         streams: RandomStreams,
+        *,
+        divided: bool = True,
     ) -> None:
         self.job, self._transport, self._streams = job, transport, streams
-        self.plan = call_plan(captured, plan)
+        self.plan = call_plan(captured, plan, divided)
         self.is_cut = any(stage.micro_batch_size < WHOLE for stage in self.plan.stages if STEP not in stage.modules)
         self.pipeline = build(captured, self.plan, job.module)
         check_placement(self.pipeline, self.plan, placement, captured.step)
@@ -178,7 +181,7 @@ def _refs(tree: Any) -> list[Ref]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
 
 
-def call_plan(captured: Capture, plan: Plan) -> Plan:
+def call_plan(captured: Capture, plan: Plan, divided: bool = True) -> Plan:
     """The stages of a plan that have the modules of a call, with a stage for the step, which takes all samples at once.
 
     A network whose inputs, values or results cannot be cut into samples gets them undivided.
@@ -187,7 +190,7 @@ def call_plan(captured: Capture, plan: Plan) -> Plan:
     used = {index for found in assign(graph, [stage.modules for stage in stages]).values() for index in found}
     kept = separated([replace(stages[index], round_robin=False) for index in sorted(used - {SOURCE})], WHOLE)
     made = partial(_made, graph, captured.batch_size, plan.num_devices)
-    if not graph.mixes_samples:
+    if divided and not graph.mixes_samples:
         cut = made(kept)
         if all(edge.sliceable for edge in cut.edges if edge.src == SOURCE or edge.dst == cut.step_stage):
             return cut

@@ -11,12 +11,16 @@ hooks between then and the step run on all ranks, and each notes what they chang
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
 from lightning_gpp.capture.attributes import Attribute, is_plain
+
+_MOST_TENSORS: Final = 64
+"""Tensors that are known again; those that were replaced long ago are new ones."""
 
 
 class FrozenAttributes:
@@ -24,11 +28,16 @@ class FrozenAttributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._owners: dict[Attribute, nn.Module] = {}
+        self._owners: dict[Attribute, dict[str, Any]] = {}
+        self._values: dict[Attribute, Any] = {}
+        self._words: dict[Attribute, str] = {}
         self._first: dict[Attribute, str] = {}
         self._announced: dict[Attribute, str] = {}
         self._live: set[Attribute] = set()
-        self._tensors: list[Tensor] = []
+        self._inside: set[Attribute] = set()
+        """Attributes whose values may change without being replaced."""
+        self._tensors: deque[tuple[int, Tensor]] = deque(maxlen=_MOST_TENSORS)
+        self._changes = 0
 
     def add(self, frozen: Mapping[Attribute, Any], live: Mapping[Attribute, Any]) -> None:
         """Note the attributes of a capture, and their values.
@@ -40,20 +49,27 @@ class FrozenAttributes:
         values = {**live, **frozen}
         new = values.keys() - self._first.keys()
         self._live |= new - frozen.keys()
-        self._owners |= {key: self._module.get_submodule(key[0]) for key in new}
+        self._owners |= {key: vars(self._module.get_submodule(key[0])) for key in new}
+        self._values |= {key: values[key] for key in new}
+        self._inside |= {key for key in new - self._live if isinstance(values[key], list | dict | set)}
         described = {key: self._described(key, values[key]) for key in new}
+        self._words = {**self._words, **described}
         self._first |= described
-        self._announced |= described
+        self._announced = {**self._announced, **described}
 
     def announce(self) -> int:
         """0 if all have the values of the first capture, otherwise a number for their values; notes the values."""
-        self._announced = self._now()
-        return _fingerprint(self._announced, self._first)
+        now = self._now()
+        if now is not self._announced:
+            self._announced, self._changes = now, _fingerprint(now, self._first)
+        return self._changes
 
     def since(self) -> int:
         """The same for what hooks have changed since the announcement, on all ranks."""
-        now = {key: value for key, value in self._now().items() if key not in self._live}
-        return _fingerprint(now, self._announced)
+        now = self._now()
+        if now is self._announced:
+            return 0
+        return _fingerprint({key: value for key, value in now.items() if key not in self._live}, self._announced)
 
     def names(self) -> str:
         """The attributes that have other values than in the first capture."""
@@ -62,11 +78,17 @@ class FrozenAttributes:
     def changes(self) -> dict[Attribute, Any]:
         """These attributes, with their values."""
         now = self._now().items()
-        return {key: vars(self._owners[key])[key[1]] for key, value in now if value != self._first[key]}
+        return {key: self._owners[key].get(key[1]) for key, value in now if value != self._first[key]}
 
     def _now(self) -> dict[Attribute, str]:
-        owners = self._owners.items()
-        return {key: self._described(key, vars(owner).get(key[1])) for key, owner in owners}
+        """All values in words; the same dictionary until one changes. This runs twice in every step."""
+        values, owners = self._values, self._owners
+        changed = [key for key, own in owners.items() if own.get(key[1]) is not values[key] or key in self._inside]
+        words = {key: self._described(key, owners[key].get(key[1])) for key in changed}
+        self._values |= {key: owners[key].get(key[1]) for key in changed}
+        if any(self._words[key] != word for key, word in words.items()):
+            self._words = {**self._words, **words}
+        return self._words
 
     def _described(self, key: Attribute, value: Any) -> str:
         if isinstance(value, Tensor):
@@ -76,11 +98,13 @@ class FrozenAttributes:
         return type(value).__qualname__
 
     def _number(self, tensor: Tensor) -> int:
-        """The place of a tensor in the order in which tensors appear; stages read its values, whatever they are."""
-        place = next((place for place, known in enumerate(self._tensors) if known is tensor), len(self._tensors))
-        if place == len(self._tensors):
-            self._tensors.append(tensor)
-        return place
+        """The number of a tensor in the order in which tensors appear; stages read its values, whatever they are."""
+        for number, known in self._tensors:
+            if known is tensor:
+                return number
+        number = 1 + self._tensors[-1][0] if self._tensors else 0
+        self._tensors.append((number, tensor))
+        return number
 
 
 def _fingerprint(now: Mapping[Attribute, str], before: Mapping[Attribute, str]) -> int:

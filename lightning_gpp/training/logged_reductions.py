@@ -48,6 +48,7 @@ class LoggedReductions:
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         given = kwargs.get("reduce_fx", args[_PLACE] if len(args) > _PLACE else "mean")
         reduction = str(getattr(given, "__name__", given)).lower()
+        value = value.detach() if isinstance(value, Tensor) else value
         is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
         if is_number and reduction in REDUCTIONS:
             self.values.setdefault(name, []).append(float(value))

@@ -13,7 +13,7 @@ A call is one operation for autograd, so the step may do between calls what it l
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import BatchNorm, accumulator_of, graph_is_kept, pytree, will_run
 from lightning_gpp.capture.attributes import is_plain
 from lightning_gpp.capture.calls import call_batch, capture_calls, samples_of_call
-from lightning_gpp.errors import GPPError
+from lightning_gpp.errors import CaptureError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.runtime.transport import Transport
@@ -61,6 +61,7 @@ class NetworkCalls:
         self._streams = RandomStreams(job.seed, job.device)
         self._sessions = SessionCache[CallSession](job.control.warn)
         self._frozen = FrozenAttributes(job.module)
+        self._undivided: set[Hashable] = set()
         with torch.inference_mode(False), torch.enable_grad():
             self._token = torch.zeros((), requires_grad=True)
             self._accumulator = accumulator_of(self._token)
@@ -131,13 +132,23 @@ class NetworkCalls:
         form = path, signature(batch), zlib.crc32(flags), zlib.crc32(trained), needs, differentiable
         others = [leaf for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, Tensor)]
         given = tuple(repr(leaf) if is_plain(leaf) else type(leaf) for leaf in others)
-        make, changing = partial(self._new, path, batch, needs, module), partial(_changing, path, self._frozen)
-        return self._sessions.get(form, (given, self._frozen.announce()), make, changing)
+        values, changing = (given, self._frozen.announce()), partial(_changing, path, self._frozen)
+        make = partial(self._new, path, batch, needs, module)
+        if form not in self._undivided:
+            try:
+                return self._sessions.get(form, values, make, changing)
+            except CaptureError:  # perhaps because tensors differ in the dimension that counts samples
+                self._undivided.add(form)
+        shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
+        return self._sessions.get((form, shapes), values, partial(make, divided=False), changing)
 
-    def _new(self, path: str, batch: Mapping[str, Any], needs: Sequence[bool], module: nn.Module) -> CallSession:
-        job, example = self._job, _needing(outline(batch), needs)
-        captured = capture_calls(job.module, example, context=job.host.context(TRAINING), device=job.device)
-        session = CallSession(job, captured, self._plan, self._placement, self._transport, self._streams)
+    def _new(
+        self, path: str, batch: Mapping[str, Any], needs: Sequence[bool], module: nn.Module, divided: bool = True
+    ) -> CallSession:
+        job, example, places = self._job, _needing(outline(batch), needs), (self._plan, self._placement)
+        context = job.host.context(TRAINING)
+        captured = capture_calls(job.module, example, context=context, device=job.device, divided=divided)
+        session = CallSession(job, captured, *places, self._transport, self._streams, divided=divided)
         self._frozen.add(session.pipeline.frozen, {})
         if session.is_cut and not self._warned and _normalises(module):
             self._warned = True

@@ -186,7 +186,8 @@ def _equalise(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) ->
 
 def _digest(tensor: Tensor) -> tuple[float, ...]:
     """Numbers that differ if values do, except by a rare accident."""
-    values = tensor.detach().flatten()
+    values = tensor.detach().resolve_conj().flatten()
+    values = torch.view_as_real(values).flatten() if values.is_complex() else values
     exact = values.to(torch.float64) if values.numel() < 1000 else values.to(torch.float32)
     ends = (float(values[0]), float(values[-1])) if values.numel() else ()
     return (float(exact.sum()), float(exact.abs().sum()), *ends)

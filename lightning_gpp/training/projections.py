@@ -60,7 +60,8 @@ def _projected(name: str, gradient: Tensor | None) -> Tensor:
     row = torch.zeros(PROJECTIONS, dtype=torch.float64)
     if gradient is None:
         return row
-    flat = gradient.detach().flatten()
+    flat = gradient.detach().resolve_conj().flatten()
+    flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
     exact = torch.float64 if flat.dtype == torch.float64 else torch.float32
     vectors, generator = _vectors(flat.device, exact), torch.Generator().manual_seed(zlib.crc32(name.encode()))
     for chunk in flat.split(CHUNK):

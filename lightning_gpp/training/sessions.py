@@ -135,8 +135,18 @@ class Sessions:
         example, trained, changed = control.share_object(facts)
         incoming.train_as(trained)  # user code may have changed it only where the step runs
         adopt(module, changed)
-        with self.job.shown(), without_shards(self.job.module):
-            return capture_of(self.job, step, example, self.layout.plan)
+        with self.job.shown(), without_shards(module):
+            try:
+                return capture_of(self.job, step, example, self.layout.plan)
+            except CaptureError as error:
+                if not changed:
+                    raise
+                names = ", ".join(".".join(filter(None, key)) for key in sorted(changed))
+                raise CaptureError(
+                    f"{names} changed, and with the new values the step cannot run on micro-batches: {error.reason}. "
+                    "Let it run as a whole (strategy.step=whole), in which modules may be called in another way in "
+                    "every step."
+                ) from error
 
 
 def changed_since(module: nn.Module, captured: Captured) -> dict[Attribute, Any]:

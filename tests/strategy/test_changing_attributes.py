@@ -105,11 +105,29 @@ class Masked(Changing):
         return F.cross_entropy(self.body(batch[0], prior), batch[2])
 
 
+class Truncated(Changing):
+    """A recurrent network that goes on with the state after the last mini-batch; it is no tensor at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.cell, self.head = nn.Identity(), nn.GRU(4, 6, batch_first=True), nn.Linear(6, 3)
+        self.state: Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found, state = self.cell(batch[0][:, None], self.state)
+        self.state = state.detach()
+        return F.cross_entropy(self.head(found[:, 0]), batch[2])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(0.0)
+
+
 KINDS = {
     kind.__name__: kind
-    for kind in (Annealed, AnnealedByEpoch, Flagged, Shifted, Frozen, Optional, Replaced, Masked, Changing)
+    for kind in (Annealed, AnnealedByEpoch, Flagged, Shifted, Frozen, Optional, Replaced, Masked, Truncated, Changing)
 }
 STAGES = {"body.a": 1, "body.b": 0}
+ONLY_WHOLE = ("Masked", "Truncated")
 
 
 def losses(name: str, strategy: Any = "auto", devices: int = 1) -> list[float]:
@@ -120,7 +138,8 @@ def losses(name: str, strategy: Any = "auto", devices: int = 1) -> list[float]:
 
 
 def in_stages(rank: int, name: str, **options: Any) -> list[float]:
-    return losses(name, harness.strategy(stages=STAGES, num_micro_batches=2, **options), 2)
+    stages = {"cell": 1, "head": 0} if name == "Truncated" else STAGES
+    return losses(name, harness.strategy(stages=stages, num_micro_batches=2, **options), 2)
 
 
 def every_kind(rank: int, names: list[str], options: dict[str, Any]) -> dict[str, list[float]]:
@@ -129,7 +148,7 @@ def every_kind(rank: int, names: list[str], options: dict[str, Any]) -> dict[str
 
 @pytest.mark.parametrize("options", [{}, {"step": "whole"}], ids=["micro_batches", "whole"])
 def test_losses_are_those_of_one_process(options: dict[str, Any]) -> None:
-    names = [name for name in KINDS if options or name != "Masked"]
+    names = [name for name in KINDS if options or name not in ONLY_WHOLE]
     found, _ = harness.run(2, every_kind, names, options)
     for name in names:
         assert found[name] == pytest.approx(losses(name), rel=1e-12), name
