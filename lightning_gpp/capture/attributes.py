@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Final, Protocol
 
 import torch
+import torchmetrics
 from torch import nn
 
 Attribute = tuple[str, str]
@@ -36,7 +37,7 @@ def observe(module: nn.Module, observer: Observer) -> None:
         observer: is told.
     """
     for path, part in module.named_modules():
-        if not _is_leaf_of_torch(part):
+        if not _is_called_as_it_is(part):
             _observe(part, set(_names(part)), path, observer)
 
 
@@ -57,8 +58,10 @@ def _names(part: nn.Module) -> list[str]:
     return ["training", *(name for name in own if is_plain(vars(part)[name]))]
 
 
-def _is_leaf_of_torch(part: nn.Module) -> bool:
-    """True for layers of torch: a stage calls them as they are."""
+def _is_called_as_it_is(part: nn.Module) -> bool:
+    """True for metrics, which the step calls, and for layers of torch, which stages call."""
+    if isinstance(part, torchmetrics.Metric | torchmetrics.MetricCollection):
+        return True
     return type(part).__module__.startswith("torch.nn") and not any(True for _ in part.children())
 
 

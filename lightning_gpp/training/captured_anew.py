@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from typing import Final, Generic, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Final, TypeVar
 
 T = TypeVar("T")
 
@@ -13,37 +13,28 @@ _OFTEN: Final = 4
 """Captures of one form after which a warning says that they cost time."""
 
 
-class SessionCache(Generic[T]):
-    """Makes sessions when they are needed first; of those that differ only in Python values, it keeps the latest.
+class SessionCache(dict[tuple[Hashable, Hashable], T]):
+    """Sessions by the form of a mini-batch or call, and by what stands for Python values.
+
+    Of those that differ only in Python values, the latest are kept.
 
     Args:
         warn: warns the user.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
+        super().__init__()
         self._warn = warn
-        self._sessions: dict[Hashable, dict[Hashable, T]] = {}
         self._counts: dict[Hashable, int] = {}
 
-    def get(self, form: Hashable, values: Hashable, make: Callable[[], T], changing: Callable[[], str]) -> T:
-        """The session for a form and Python values.
-
-        Args:
-            form: the form of the mini-batch or call.
-            values: stands for the Python values.
-            make: makes a session.
-            changing: names the values that change, for a warning.
-        """
-        known = self._sessions.setdefault(form, {})
-        if values not in known:
-            if len(known) == _MOST:
-                del known[next(iter(known))]
-            known[values] = make()
-            self._count(form, changing)
-        return known[values]
-
-    def __iter__(self) -> Iterator[T]:
-        return iter([session for known in self._sessions.values() for session in known.values()])
+    def make(self, key: tuple[Hashable, Hashable], make: Callable[[], T], changing: Callable[[], str]) -> T:
+        """Make the session for a form and Python values. `changing`: names the values that change, for a warning."""
+        same = [known for known in self if known[0] == key[0]]
+        if len(same) == _MOST:
+            del self[same[0]]
+        self[key] = made = make()
+        self._count(key[0], changing)
+        return made
 
     def _count(self, form: Hashable, changing: Callable[[], str]) -> None:
         self._counts[form] = count = self._counts.get(form, 0) + 1

@@ -264,7 +264,8 @@ class Engine:
             scale: factor of the gradients, for half precision.
         """
         self._training.begin(last=last)
-        self._evaluation.end()
+        if self._evaluation.under_way is not None:
+            self._evaluation.end()
         weight = scale / accumulated
         if not self._runner.sums:
             weight /= self._incoming.batch_size * self.control.num_pipelines

@@ -69,6 +69,9 @@ class EvaluationSteps:
         as_whole: names of the steps that run as a whole from the beginning.
         training: the feed of training, whose mini-batches are not those of an evaluation.
         num_steps: returns the number of mini-batches trained so far.
+
+    Attributes:
+        under_way: the evaluation that runs; None outside of one.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class EvaluationSteps:
         self._job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self._runner, self._whole, self._as_whole = runner, whole, {*as_whole}
         self._training, self._num_steps = training, num_steps
-        self._pass: EvaluationPass | None = None
+        self.under_way: EvaluationPass | None = None
 
     def runs_whole(self, step: str) -> bool:
         """True for a step that runs as a whole, whose mini-batches all ranks need."""
@@ -93,7 +96,7 @@ class EvaluationSteps:
     @property
     def number(self) -> int | None:
         """The number of the next mini-batch; None before the first one."""
-        return None if self._pass is None else self._pass.number
+        return None if self.under_way is None else self.under_way.number
 
     def run(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run a step on a mini-batch, which was announced, or is on all ranks for a step as a whole."""
@@ -126,9 +129,9 @@ class EvaluationSteps:
 
     def end(self) -> None:
         """Drop the mini-batches in the pipeline."""
-        if self._pass is not None:
-            self._pass.end()
-            self._pass = None
+        if self.under_way is not None:
+            self.under_way.end()
+            self.under_way = None
 
     def _whole_from_now_on(self, step: str, arguments: Sequence[Any], refused: CaptureError | ShapeError) -> list[Any]:
         """Let a step that cannot be captured for micro-batches run as a whole, or raise that if it cannot, either."""
@@ -157,8 +160,8 @@ class EvaluationSteps:
             return getattr(self._job.module, step)(*arguments)
 
     def _current(self) -> EvaluationPass:
-        if self._pass is not None and self._pass.is_over:
+        if self.under_way is not None and self.under_way.is_over:
             self.end()
-        if self._pass is None:
-            self._pass = EvaluationPass(self._incoming, self._num_steps())
-        return self._pass
+        if self.under_way is None:
+            self.under_way = EvaluationPass(self._incoming, self._num_steps())
+        return self.under_way

@@ -24,7 +24,13 @@ _MOST_TENSORS: Final = 64
 
 
 class FrozenAttributes:
-    """The attributes that the captures of a module's steps depend on."""
+    """The attributes that the captures of a module's steps depend on.
+
+    Attributes:
+        some: whether there are any.
+    """
+
+    some = False
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -48,6 +54,7 @@ class FrozenAttributes:
         """
         values = {**live, **frozen}
         new = values.keys() - self._first.keys()
+        self.some = self.some or bool(new)
         self._live |= new - frozen.keys()
         self._owners |= {key: vars(self._module.get_submodule(key[0])) for key in new}
         self._values |= {key: values[key] for key in new}

@@ -63,7 +63,7 @@ class Incoming:
         """
         ahead = self.feed.ahead()
         numbers = torch.full((2 + ahead, 2), -1, dtype=torch.int64)
-        values = self.frozen.announce()
+        values = self.frozen.announce() if self.frozen.some else 0
         if self.control.runs_step and batch is not None:
             known = self._facts_of([batch, *self.feed.upcoming[:ahead]])
             numbers[: len(known)] = torch.tensor(known)

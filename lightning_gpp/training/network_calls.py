@@ -136,11 +136,12 @@ class NetworkCalls:
         make = partial(self._new, path, batch, needs, module)
         if form not in self._undivided:
             try:
-                return self._sessions.get(form, values, make, changing)
+                return self._sessions.get((form, values)) or self._sessions.make((form, values), make, changing)
             except CaptureError:  # perhaps because tensors differ in the dimension that counts samples
                 self._undivided.add(form)
         shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
-        return self._sessions.get((form, shapes), values, partial(make, divided=False), changing)
+        key, make = ((form, shapes), values), partial(make, divided=False)
+        return self._sessions.get(key) or self._sessions.make(key, make, changing)
 
     def _new(
         self, path: str, batch: Mapping[str, Any], needs: Sequence[bool], module: nn.Module, divided: bool = True

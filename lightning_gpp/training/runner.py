@@ -52,19 +52,20 @@ class Runner:
         self.current: Session | None = None
         self._sessions = SessionCache[Session](self._job.control.warn)
         self._trained: Session | None = None
-        self._running: Session | None = None
+        self._running: dict[str, Session] = {}
 
     def session(self, step: str, arguments: Sequence[Any]) -> Session:
         """The session for a mini-batch, which becomes the current one."""
         incoming, frozen = self._incoming, self._incoming.frozen
-        values = incoming.frozen_values, frozen.since()
+        values = incoming.frozen_values, frozen.since() if frozen.some else 0
+        key = (step, incoming.form), values
         make = partial(self._new, step, arguments[0], anew=any(values))
-        self.current = self._sessions.get((step, incoming.form), values, make, frozen.names)
-        return self.current
+        self.current = session = self._sessions.get(key) or self._sessions.make(key, make, frozen.names)
+        return session
 
     def lead(self, step: str) -> int:
         """Mini-batches of an evaluation step that have to be known before their turn; 0 before the first."""
-        return max((session.ahead for session in self._sessions if session.capture.step == step), default=0)
+        return max((session.ahead for session in self._sessions.values() if session.capture.step == step), default=0)
 
     def train(self, arguments: Sequence[Any], weight: float, accumulated: int, number: int) -> Outputs:
         """Run forwards and backwards of the announced mini-batch. Returns the results of the step where it ran.
@@ -91,13 +92,14 @@ class Runner:
 
         `segment`: the mini-batches between two flushes, by number.
         """
-        if number != segment.start and session is not self._running:
+        step = session.capture.step
+        if number != segment.start and session is not self._running[step]:
             raise GPPError(
                 f"{self._incoming.frozen.names()} changed while mini-batches are in the pipeline, which "
                 "does not flush, and a module that is cut into stages reads it. Pass it to the module as a tensor, or "
                 "keep the module in one stage (strategy.stages)."
             )
-        self._running = session
+        self._running[step] = session
         batch, *rest = arguments
         incoming, size = self._incoming, self._incoming.batch_size
         batches = [batch, *incoming.feed.upcoming] if self._job.control.runs_step else []
