@@ -76,6 +76,12 @@ def undisturbed() -> Iterator[None]:
         torch.set_rng_state(generator)
 
 
+def python_streams() -> tuple[object, ...]:
+    """The states of Python's and NumPy's streams: equal after equally many draws from equal states."""
+    kind, numbers, *rest = np.random.get_state()
+    return random.getstate(), str(kind), np.asarray(numbers).tobytes(), *rest
+
+
 def seed_streams(seed: int) -> None:
     """Seed all three streams with `seed`, a number of up to 63 bits."""
     random.seed(seed)

@@ -67,6 +67,7 @@ class StageCode:
     names: dict[str, Any] = field(default_factory=dict)
     used_states: set[str] = field(default_factory=set)
     modules: list[str] = field(default_factory=list)
+    whole_calls: list[ModuleCall] = field(default_factory=list)
     defined: set[str] = field(default_factory=set)
     frozen: dict[Attribute, Any] = field(default_factory=dict)
     """Attributes that forwards read which are cut, with their values."""
@@ -168,6 +169,7 @@ class StageCode:
     def _call_module(self, call: ModuleCall, inside: set[int]) -> None:
         target = self._name(call.path or "module", self.module.get_submodule(call.path))
         self.modules.append(call.path)
+        self.whole_calls.append(call)
         self.used_states |= {name for number in inside for name in self.network.calls[number].states()}
         if call.checkpoint is not None and self._region_of(call.parent) != call.checkpoint:
             target = self._name("checkpoint", functools.partial(checkpoint, self.names[target], use_reentrant=False))

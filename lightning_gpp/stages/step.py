@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -23,6 +23,7 @@ from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
 from lightning_gpp.stages.code import variable
 from lightning_gpp.stages.holes import Holes
+from lightning_gpp.stages.tail import Tail
 
 
 class Stopped(BaseException):
@@ -145,6 +146,10 @@ class UserStep(StepRunner):
     input_specs: dict[str, TensorSpec]
     opened: Sequence[str] = ()
     """Paths of modules whose forward is a part of the step."""
+    watcher: Callable[[MicroBatch, Mapping[str, torch.Tensor]], None] | None = None
+    """Called with the values of each run, before the step may change them."""
+    tail: Tail | None = None
+    """Computes results of the network that have no samples from values that have."""
 
     def __post_init__(self) -> None:
         self._calls = self.network.network_calls()
@@ -269,6 +274,14 @@ class UserStep(StepRunner):
 
     # --- step
 
+    def spec_of(self, ref: Ref) -> TensorSpec:
+        """The shape and dtype of a value of the network."""
+        return self.input_specs[variable(ref)] if ref.call < 0 else self.specs[ref.call][ref.output]
+
+    def with_module(self, module: nn.Module) -> UserStep:
+        """The step of a copy of the module, without mini-batches."""
+        return replace(self, module=module, watcher=None, _open={}, _users_streams=ExitStack())
+
     def run(self, micro_batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the step with the results of its network calls from `values`. Returns `{LOSS: loss}` in training.
 
@@ -284,6 +297,8 @@ class UserStep(StepRunner):
         def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return self._result(self._expect(number, module), value)
 
+        if self.watcher is not None:
+            self.watcher(micro_batch, values)
         self.start_streams(micro_batch)
         with answered(self._modules, answer), holes or nullcontext():
             output = self.call(micro_batch)
@@ -298,8 +313,7 @@ class UserStep(StepRunner):
         return Holes(self._open[micro_batch.lane].device) if self._mixes else None
 
     def _hole(self, ref: Ref, num_samples: int, holes: Holes | None) -> torch.Tensor:
-        name = variable(ref)
-        spec = self.input_specs[name] if ref.call < 0 else self.specs[ref.call][ref.output]
+        spec = self.spec_of(ref)
         hole = torch.empty(spec.sizes(num_samples), dtype=getattr(torch, spec.dtype), device="meta")
         if holes is not None:
             holes.add(hole)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -59,6 +60,17 @@ class LightningHost(Host):
 
     def around(self, step: str, batch: int | None = None) -> Callable[[int], AbstractContextManager[Any]]:
         return partial(self.recorder.run, context=self.context(step), batch=batch)
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Inside, the trainer's loggers ignore everything; a wish to stop is taken back."""
+        trainer = self._module.trainer
+        loggers, stop = trainer.loggers, trainer.should_stop
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        try:
+            yield
+        finally:
+            trainer.loggers, trainer.should_stop = loggers, stop
 
     def forget(self, batches: range) -> None:
         self.recorder.forget(batches)

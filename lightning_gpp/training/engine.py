@@ -39,6 +39,7 @@ from lightning_gpp.training.optimizers import OptimizerIndex, all_undivided
 from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.predicted import computing_seconds
+from lightning_gpp.training.repeated import RepeatedComparison
 from lightning_gpp.training.replicas import Replicas
 from lightning_gpp.training.runner import Outputs, Runner, loss_and_rest, losses_of
 from lightning_gpp.training.session import Session
@@ -62,6 +63,7 @@ class Engine:
         asynchronous: training without a flush between mini-batches; None flushes after each.
         gradients: checks and clips gradients if there is no flush.
         finite: checks losses and gradients, of all ranks together; None does not.
+        comparison: compares losses during training; None if this rank does not.
         whole: runs steps as a whole, on all ranks.
         as_whole: names of the steps that run as a whole; others run on micro-batches, in evaluation if they can.
         machine: returns the machine that the plan was made for.
@@ -85,6 +87,7 @@ class Engine:
         asynchronous: Asynchronous | None = None,
         gradients: StageGradients | None = None,
         finite: FiniteCheck | None = None,
+        comparison: RepeatedComparison | None = None,
     ) -> None:
         self._sessions, self._indices, self._replicas = sessions, indices, replicas
         self._asynchronous, self._gradients, self._finite = asynchronous, gradients, finite
@@ -92,7 +95,7 @@ class Engine:
         self.job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
-        self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices], asynchronous)
+        self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices], asynchronous, comparison)
         self._feed = Feed(self.ahead)
         self._evaluation = EvaluationSteps(
             sessions,

@@ -45,11 +45,17 @@ class Host:
         context = self.context(step)
         return lambda num_samples: context()
 
+    def unheard(self) -> AbstractContextManager[Any]:
+        """A context in which what the user's step tells loggers gets lost, for runs besides those of training."""
+        return nullcontext()
+
     def forget(self, batches: range) -> None:
         """Forget mini-batches of training that were dropped before their turn; the step may have run on them."""
 
     def stand_ins(self, module: nn.Module) -> dict[str, Any]:
-        """Attributes of the module that are replaced while its step runs on fake tensors to find network calls."""
+        """Attributes of the module that are replaced while its step runs without training: on fake tensors to find
+        network calls, or again to compare losses.
+        """
         return {}
 
     def facts(self) -> dict[str, str]:

@@ -11,26 +11,24 @@ stages; the time is that of a micro-batch on the pipeline, and of one and two sm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.random import fork_rng
-from torchmetrics import Metric
 
-from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.batch import cut_note, cut_of
-from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError, StepError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.neutral import Neutral
-from lightning_gpp.runtime.random import undisturbed
+from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import build
@@ -38,17 +36,17 @@ from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.step import Invocation, loss_of
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.foreign import Whereabouts, foreign_like
+from lightning_gpp.training.copies import silent_copy
 from lightning_gpp.training.host import Job
-from lightning_gpp.training.parameters import Placement, bytes_of, equalise, place, tensors_of, with_values
+from lightning_gpp.training.parameters import Placement, bytes_of, equalise, place, tensors_of
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.projections import differing, norms, projections
-from lightning_gpp.training.session import Session
+from lightning_gpp.training.session import DATA_STREAM, Session
+from lightning_gpp.training.tolerances import least_precise, tolerance_of
 from lightning_gpp.training.undivided import CutComparison, difference, few_samples
 from lightning_gpp.user_code import line_of
 
-TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Tolerances relative to the gradient's norm; wide for low precision, as wrong models are sought, not rounding."""
+log = logging.getLogger(__name__)
 
 
 def refuses_check(job: Job, plan: Plan) -> str:
@@ -63,18 +61,21 @@ def refuses_check(job: Job, plan: Plan) -> str:
     return ""
 
 
-def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport: Transport) -> None:
+def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport: Transport) -> bool:
     """Compare split and unsplit model on the first pipeline if the user wants it and it is possible. All ranks call
     this.
+
+    Returns:
+        Whether it warned of a loss that is another one in micro-batches.
 
     Raises:
         IndivisibleError: on all ranks of all pipelines.
         SelfCheckError: see `self_check`.
     """
     if captured.step != TRAINING or isinstance(captured, Undivided) or not _wanted(job, plan):
-        return
+        return False
     equalise(job.module, job.control)
-    outcome: set[str] | IndivisibleError = set()
+    outcome: Findings | IndivisibleError = Findings()
     if job.control.pipeline == 0:
         with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):
             try:
@@ -84,7 +85,8 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
     outcome = job.control.broadcast(outcome)
     if isinstance(outcome, IndivisibleError):
         raise outcome
-    job.host.average(outcome)
+    job.host.average(outcome.averaged)
+    return outcome.warned
 
 
 def _wanted(job: Job, plan: Plan) -> bool:
@@ -110,7 +112,18 @@ def samples_of(plan: Plan, batch_size: int) -> int:
     return min(batch_size, *(stage.micro_batch_size for stage in plan.stages))
 
 
-def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport) -> set[str]:
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The findings of a self-check that are no errors.
+
+    `averaged`: names of logged sums, maxima and minima that are means over micro-batches. `warned`: whether it warned.
+    """
+
+    averaged: Set[str] = frozenset()
+    warned: bool = False
+
+
+def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport) -> Findings:
     """Compare split and unsplit model on the first samples of `batch`. All ranks of one pipeline call this together.
 
     Warns if the same samples, undivided, have another loss than in micro-batches.
@@ -123,7 +136,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         transport: transport to the other devices.
 
     Returns:
-        On the rank that runs the step, the names of logged sums, maxima and minima that are means over micro-batches.
+        What was found on the rank that runs the step.
 
     Raises:
         IndivisibleError: on all ranks: the step cannot run on these samples.
@@ -143,12 +156,12 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         if failure := _anywhere(control, failure):
             raise IndivisibleError(failure)
         actual, stages = _split(job, captured, plan, transport, part, samples)
-    difference = _compare(job, stages, expected, actual, TOLERANCES[_least_precise(job, captured, expected.dtype)])
+    difference = _compare(job, stages, expected, actual, tolerance_of(least_precise(job, captured, expected.dtype)))
     if warning and not difference:
         control.warn(warning)
     if verdict := _anywhere(control, difference):
         raise SelfCheckError(verdict)
-    return averaged
+    return Findings(averaged, bool(warning))
 
 
 def _anywhere(control: Control, found: str) -> str:
@@ -165,29 +178,6 @@ class Expected:
     projections: Tensor = field(default_factory=lambda: torch.zeros(0))
     norms: list[float] = field(default_factory=list)
     dtype: torch.dtype = torch.float64
-
-
-def silent_copy(
-    module: nn.Module, device: torch.device, elsewhere: Mapping[str, Whereabouts] | None = None
-) -> nn.Module:
-    """A copy on a device, which logs nothing. What is `elsewhere` is foreign, as in training."""
-    memo: dict[int, Any] = {}
-    for name, tensor in tensors_of(module).items():
-        if elsewhere and name in elsewhere:
-            memo[id(tensor)] = foreign_like(tensor, device, [elsewhere[name]])
-        else:
-            memo[id(tensor)] = with_values(tensor, tensor.detach().to(device, copy=True))
-    copied = private_copy(module, memo)
-    if hasattr(copied, "log_dict"):
-        vars(copied).update(log=_ignore, log_dict=_ignore)
-        set_trainer(copied, trainer_of(module))
-    for metric in (part for part in copied.modules() if isinstance(part, Metric)):
-        metric.to(device)
-    return copied
-
-
-def _ignore(*_: Any, **__: Any) -> None:
-    """Replaces logging during the check."""
 
 
 def _invocation(job: Job, captured: Capture | Declared, module: nn.Module) -> Invocation:
@@ -213,7 +203,8 @@ def _unsplit_or_failure(
 
 def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, part: Any, samples: int) -> Expected:
     step = build(captured, plan, whole).step
-    step.begin(part, _invocation(job, captured, whole), seed=0)
+    streams = RandomStreams(job.seed)  # what the step draws from Python and NumPy is what it draws in stages
+    step.begin(part, _invocation(job, captured, whole), streams.key(DATA_STREAM, job.control.pipeline, 0, 0))
     with torch.enable_grad():
         loss = loss_of(step.whole(MicroBatch(0, 0, samples, samples)))
     step.end()
@@ -232,7 +223,7 @@ def _undivided(
     if job.whole and captured.graph.mixes_samples:  # then network calls are not cut
         return "", set()
     samples, total, size = few_samples(plan, batch, captured.batch_size, captured.dims)
-    precision = _least_precise(job, captured, dtype)
+    precision = least_precise(job, captured, dtype)
     comparison = CutComparison(
         module=whole,
         step=build(captured, plan, whole).step,
@@ -241,10 +232,11 @@ def _undivided(
         total=total,
         size=size,
         sums=job.options.loss_reduction == "sum" and not job.whole,
-        tolerance=TOLERANCES[precision],
+        tolerance=tolerance_of(precision),
         epsilon=torch.finfo(precision).eps,
     )
-    return difference(comparison), comparison.averaged
+    inform = job.host.inform if job.control.first else log.info
+    return difference(comparison, inform), comparison.averaged
 
 
 def _split(
@@ -264,15 +256,6 @@ def _split(
     if job.parallel is not None:
         job.parallel.undivide(split)
     return Expected(loss, projections(split)), {s.name: names for s, names in zip(plan.stages, used, strict=True)}
-
-
-def _least_precise(job: Job, captured: Capture | Declared, loss: torch.dtype) -> torch.dtype:
-    """The least precise type that gradients pass through, with that of the loss; modules may compute in another type
-    than that of their parameters.
-    """
-    specs = (spec for operator in captured.graph for spec in operator.outputs)
-    kinds = {getattr(torch, spec.dtype) for spec in specs if spec.requires_grad and not spec.dynamic}
-    return max({job.precision, loss, *kinds} & set(TOLERANCES), key=TOLERANCES.__getitem__, default=torch.float64)
 
 
 def _compare(job: Job, stages: Mapping[str, set[str]], expected: Expected, actual: Expected, tolerance: float) -> str:
@@ -297,6 +280,7 @@ def _message(what: str) -> str:
         f"The split model does not compute the same as the unsplit model: {what}, for one micro-batch and the same "
         "weights. A wrong model would be trained, so training was not started. Likely causes: a forward that keeps "
         "state between calls, or draws random numbers by other means than torch. Put the module that does it into one "
-        "stage (strategy.stages); or switch the check off with strategy.self_check=false if the difference is "
+        "stage (strategy.stages); if the step itself keeps state, let it have the undivided mini-batch by "
+        "strategy.step=whole; or switch the check off with strategy.self_check=false if the difference is "
         "intended."
     )

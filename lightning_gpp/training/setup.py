@@ -58,6 +58,7 @@ from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move, place, settle
 from lightning_gpp.training.planner import TRAINING, devices_wanted, part_of_member, plan_for
+from lightning_gpp.training.repeated import RepeatedComparison
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.self_check import check_first
 from lightning_gpp.training.sessions import Sessions
@@ -156,8 +157,8 @@ def _set_up(
     if found_calls is not None:
         check_states(found_calls, build(captured, plan, job.module), plan)
         batch = comparison(job, found_calls, captured.batch_size) if step == TRAINING else None
-    if found_calls is None or batch is not None:
-        check_first(job, captured, plan, batch, transport)
+    compared = found_calls is None or batch is not None
+    warned = compared and check_first(job, captured, plan, batch, transport)
     if not (job.whole and job.control.num_processes == 1):
         for optimizer in optimizers:
             check_first_order(optimizer)
@@ -201,7 +202,15 @@ def _set_up(
         finite=_finite_check(job, layout, optimizers) if step == TRAINING and asynchronous is None else None,
         machine=machine.look,
         num_steps=num_steps,
+        comparison=RepeatedComparison(job) if _compares_losses(job) and not warned else None,
     )
+
+
+def _compares_losses(job: Job) -> bool:
+    """True on the rank that compares losses during training. Shards cannot be read by one rank alone."""
+    options = job.options
+    alone = job.control.first and job.parallel is None and options.sharding != "fsdp"
+    return alone and options.self_check is not False
 
 
 def _finite_check(job: Job, layout: Layout, optimizers: Sequence[Optimizer]) -> FiniteCheck | None:

@@ -11,9 +11,9 @@ from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.errors import GPPError, IndivisibleError, StepError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.runtime.random import undisturbed
+from lightning_gpp.training.copies import silent_copy
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.parameters import bytes_of
-from lightning_gpp.training.self_check import silent_copy
 from lightning_gpp.user_code import line_of
 
 _HOOKS: Final = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,11 +20,22 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture.batch import GUESSED, BatchDims, slice_batch
 from lightning_gpp.plan import Plan
-from lightning_gpp.runtime.draws import Draws
+from lightning_gpp.runtime.draws import Draws, NoShare
+from lightning_gpp.runtime.random import python_streams
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.step import Invocation, StepRunner, loss_of
 from lightning_gpp.training.logged_reductions import LoggedReductions, averaged_values
 from lightning_gpp.training.projections import differing, distance, norms, projections
+from lightning_gpp.training.remedies import (
+    DEPENDENT,
+    MIXED_DRAWS,
+    OFF,
+    UNLIKE_ONE_DEVICE,
+    changed,
+    kept_state,
+    other_reduction,
+    small_state,
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +46,15 @@ _ROUNDINGS: Final = 100.0
 """Machine epsilons by which rounding changes a gradient, relative to the largest, as other sums have other orders."""
 _FAR: Final = 10.0
 """A gradient is named that differs by so many times more than all gradients together."""
+_ABSURD: Final = 10.0
+"""A relative difference above which the gradient is near zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """The losses of micro-batches, the sizes of these, the projections and norms of the gradients of their loss, and
-    the values that were logged with another reduction than the mean.
+    the values that were logged with another reduction than the mean. `drawn`: the states of Python's and NumPy's random
+    streams after the runs, which began alike.
     """
 
     losses: list[float]
@@ -48,6 +62,7 @@ class Result:
     gradients: Tensor
     norms: list[float]
     logged: LoggedReductions
+    drawn: set[tuple[object, ...]]
 
     @property
     def sum(self) -> float:
@@ -103,9 +118,8 @@ class CutComparison:
         kind = "sum" if self.sums else "mean"
         return (
             f"The loss of the first {self.total} samples is {whole.sum:.6g} undivided, and {self._loss(parts):.6g} as "
-            f"the {kind} over micro-batches of {self.size}; their gradients differ by {100 * rate:.3g} %"
-            f"{self._most(whole, parts, rate)}. So training in micro-batches is not training on one device. "
-            f"{self._cause(whole, parts)} strategy.self_check=false ends this comparison."
+            f"the {kind} over micro-batches of {self.size}; their gradients differ{_by(rate)}"
+            f"{self._most(whole, parts, rate)}. {UNLIKE_ONE_DEVICE} {self._cause(whole, parts)} {OFF}"
         )
 
     def _loss(self, parts: Result) -> float:
@@ -132,26 +146,24 @@ class CutComparison:
         if most < 0 or rates[most] < _FAR * rate:
             return ""
         names = [name for name, _ in self.module.named_parameters()]
-        return f", and that of {names[most]} by {100 * rates[most]:.3g} %"
+        return f", and that of {names[most]}{_by(rates[most])}"
 
     def _near(self, actual: float, expected: float) -> bool:
         return abs(actual - expected) <= self.tolerance * max(abs(actual), abs(expected))
 
     def _cause(self, whole: Result, parts: Result) -> str:
+        before = small_state(self.module)
+        if math.isfinite(whole.sum) and not self._same(whole, self._again()):
+            return kept_state(changed(before, small_state(self.module)))
         if self._near(parts.mean if self.sums else parts.sum, whole.sum):
-            return f"This loss is a {'mean' if self.sums else 'sum'} over samples: set strategy.loss_reduction."
+            return other_reduction(self.sums)
         if self._differs_by_batch_norm():
             return (
                 "BatchNorm normalises each micro-batch by itself: use larger micro-batches "
                 "(strategy.micro_batch_size), or a norm within samples. This compares the module before hooks of "
                 "training run: what one of them puts into eval() will not differ, nor what setup() puts into it."
             )
-        return (
-            "Samples depend on each other or do not count the same (a contrastive loss, a mean over unmasked tokens), "
-            "or the batch is cut along a dimension that does not count samples (say which by strategy.batch_dims). "
-            "Give the step the undivided mini-batch by strategy.step=whole, or divide the loss by the number of "
-            "samples."
-        )
+        return DEPENDENT
 
     def _differs_by_batch_norm(self) -> bool:
         parts = [part for part in self.module.modules() if isinstance(part, BatchNorm) and part.training]
@@ -166,7 +178,16 @@ class CutComparison:
     def _both(self) -> tuple[Result, Result]:
         draws = Draws(self.total)
         with draws:
-            return self._run(draws, [(0, self.total)]), self._run(draws, self._micro_batches())
+            whole, parts = self._run(draws, [(0, self.total)]), self._run(draws, self._micro_batches())
+        if len(whole.drawn | parts.drawn) > 1:
+            raise NoShare("the number of draws from Python's or NumPy's stream depends on the samples")
+        return whole, parts
+
+    def _again(self) -> Result:
+        """The undivided samples, with the state that the runs before have left in the module."""
+        draws = Draws(self.total)
+        with draws:
+            return self._run(draws, [(0, self.total)])
 
     def _micro_batches(self) -> list[tuple[int, int]]:
         starts = range(0, self.total, self.size)
@@ -174,18 +195,19 @@ class CutComparison:
 
     def _run(self, draws: Draws, parts: Sequence[tuple[int, int]]) -> Result:
         self.module.zero_grad()
-        losses, logged = [], LoggedReductions()
+        losses, logged, drawn = [], LoggedReductions(), set[tuple[object, ...]]()
         for start, stop in parts:
             with ExitStack() as stack, torch.enable_grad(), logged.recorded(self.module):
                 if len(parts) > 1:
                     stack.enter_context(draws.share(start, stop))
-                losses.append(self._loss_of(start, stop, 1.0 if self.sums else (stop - start) / self.total))
+                losses.append(self._loss_of(start, stop, 1.0 if self.sums else (stop - start) / self.total, drawn))
         sizes = [stop - start for start, stop in parts]
-        return Result(losses, sizes, projections(self.module), norms(self.module), logged)
+        return Result(losses, sizes, projections(self.module), norms(self.module), logged, drawn)
 
-    def _loss_of(self, start: int, stop: int, weight: float) -> float:
+    def _loss_of(self, start: int, stop: int, weight: float, drawn: set[tuple[object, ...]]) -> float:
         self.step.begin(self.batch, self.invocation, seed=0)
         loss = loss_of(self.step.whole(MicroBatch(0, start, stop, self.total)))
+        drawn.add(python_streams())
         self.step.end()
         (loss * weight).backward()
         return loss.item()
@@ -198,12 +220,22 @@ def few_samples(plan: Plan, batch: Any, batch_size: int, dims: BatchDims = GUESS
     return slice_batch(batch, 0, total, batch_size, dims), total, size
 
 
-def difference(comparison: CutComparison) -> str:
-    """The warning of a comparison; empty if there is nothing to compare, or the step fails on few samples."""
+def difference(comparison: CutComparison, inform: Callable[[str], None] = log.info) -> str:
+    """The warning of a comparison; empty if there is nothing to compare, or the step fails on few samples.
+
+    `inform`: told of steps that cannot be compared because of what they draw.
+    """
     if comparison.total <= comparison.size:
         return ""
     try:
         return comparison.warning()
-    except Exception as error:  # user code on fewer samples than it is written for, or draws that mix samples
+    except NoShare:
+        inform(MIXED_DRAWS)
+    except Exception as error:  # user code on fewer samples than it is written for
         log.info("The step was not compared with itself in micro-batches: %s: %s", type(error).__name__, error)
-        return ""
+    return ""
+
+
+def _by(rate: float) -> str:
+    """A relative difference in words; one of a gradient near zero says nothing as a number."""
+    return f" by {100 * rate:.3g} %" if rate < _ABSURD else f" by more than {100 * _ABSURD:.0f} % (it is near zero)"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,6 +71,38 @@ class Mixup(Base):
         return F.cross_entropy(self.net(0.5 * x + 0.5 * x[torch.randperm(len(x))]), y)
 
 
+class NumpyMixup(Base):
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(0.5 * x + 0.5 * x[np.random.permutation(len(x))]), y)
+
+
+class Counting(nn.Module):
+    """Takes part in the result from its second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.bias = 0, nn.Parameter(torch.full((6,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.bias * min(1.0, (self.calls - 1) / 10)
+
+
+class Centred(Base):
+    """Subtracts a running mean, which the step updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        result = self.net(batch[0])
+        loss = (result - self.center).square().mean()
+        self.center = 0.5 * self.center + result.detach().mean(0)
+        return loss
+
+
 class TimeMajor(nn.Module):
     """Takes (time, samples, features), which are cut as if time counted samples."""
 
@@ -81,7 +115,13 @@ class TimeMajor(nn.Module):
         return self.net(batch[0])[0].square().mean()
 
 
-def warning_for(module: nn.Module, sums: bool = False, step_size: int = 2, dtype: torch.dtype = torch.float32) -> str:
+def warning_for(
+    module: nn.Module,
+    sums: bool = False,
+    step_size: int = 2,
+    dtype: torch.dtype = torch.float32,
+    inform: Callable[[str], None] = print,
+) -> str:
     generator = torch.Generator().manual_seed(1)
     module = module.to(dtype)
     shape = (8, 3, 4) if isinstance(module, TimeMajor) else (8, 4)
@@ -102,7 +142,8 @@ def warning_for(module: nn.Module, sums: bool = False, step_size: int = 2, dtype
                 sums=sums,
                 tolerance=1e-9 if dtype == torch.float64 else 2e-3,
                 epsilon=torch.finfo(dtype).eps,
-            )
+            ),
+            inform,
         )
 
 
@@ -125,10 +166,17 @@ def test_a_mean_over_samples_is_the_same(dtype: torch.dtype) -> None:
         (Base(nn.BatchNorm1d(6)), False, r"differ by [1-9].* %.*BatchNorm normalises each micro-batch by itself"),
         (Masked(), False, "The loss of the first 4 samples.*do not count the same"),
         (Contrastive(), False, "the undivided mini-batch by strategy.step=whole"),
+        (
+            Base(Counting()),
+            False,
+            r"net\.1\.bias by more than 1000 % \(it is near zero\).*keeps state between its calls \(net\.1\.calls\).*"
+            "num_micro_batches=1 for that of modules",
+        ),
+        (Centred(), False, r"The step keeps state between its calls \(center\).*set strategy.step=whole"),
         (TimeMajor(), False, r"say which by strategy.batch_dims"),
         (Balanced(), False, r"differ by 0\.\d+ %, and that of net\.gate\.weight by \d+ %.*strategy.step=whole"),
     ],
-    ids=["sum", "mean", "BatchNorm", "masked", "contrastive", "time-major", "balanced"],
+    ids=["sum", "mean", "BatchNorm", "masked", "contrastive", "counting", "centred", "time-major", "balanced"],
 )
 def test_what_differs_is_told_with_its_remedy(module: nn.Module, sums: bool, message: str) -> None:
     assert re.search(message, warning_for(module, sums))
@@ -136,4 +184,7 @@ def test_what_differs_is_told_with_its_remedy(module: nn.Module, sums: bool, mes
 
 def test_an_undivided_step_and_draws_that_mix_samples_are_not_compared() -> None:
     assert warning_for(Contrastive(), step_size=8) == ""
-    assert warning_for(Mixup()) == ""
+    for module in (Mixup(), NumpyMixup()):
+        told: list[str] = []
+        assert warning_for(module, inform=told.append) == ""
+        assert "was not compared" in told[0]

@@ -1,0 +1,67 @@
+"""Causes of losses that differ between undivided samples and micro-batches, with their remedies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp._compat.torch import BatchNorm, buffers_of
+
+UNLIKE_ONE_DEVICE: Final = "So training in micro-batches is not training on one device."
+OFF: Final = "strategy.self_check=false ends this comparison."
+
+DEPENDENT: Final = (
+    "Samples depend on each other or do not count the same (a contrastive loss, a mean over unmasked tokens), "
+    "or the batch is cut along a dimension that does not count samples (say which by strategy.batch_dims). "
+    "Give the step the undivided mini-batch by strategy.step=whole, or divide the loss by the number of samples."
+)
+
+MIXED_DRAWS: Final = (
+    "The training step draws random numbers that mix its samples (a permutation, as for mixup), so its loss in "
+    "micro-batches was not compared with that of the same samples undivided (strategy.self_check). It draws anew for "
+    "each micro-batch, from the samples of that one; strategy.step=whole gives it the undivided mini-batch."
+)
+_SMALL: Final = 1 << 20
+"""Elements of a tensor that is looked at for changes."""
+
+
+def other_reduction(sums: bool) -> str:
+    """The cause of a loss that is a mean where losses are added (`sums`), or a sum where they are averaged."""
+    return f"This loss is a {'mean' if sums else 'sum'} over samples: set strategy.loss_reduction."
+
+
+def kept_state(names: Sequence[str]) -> str:
+    """The cause of a loss that differs when the same samples come again. `names`: attributes that changed then."""
+    named = f" ({', '.join(names[:3])}{' and others' if len(names) > 3 else ''})" if names else ""
+    of_step = bool(names) and not any("." in name for name in names)
+    return (
+        f"{'The step' if of_step else 'The forward of a module, or the step,'} keeps state between its calls{named}, "
+        "which changes once per micro-batch instead of once per mini-batch; the same samples have another loss the "
+        "next time. Undivided mini-batches change it once: set strategy.step=whole for state that the step itself "
+        f"changes{'' if of_step else ', and strategy.num_micro_batches=1 for that of modules'}."
+    )
+
+
+def small_state(module: nn.Module) -> dict[str, Any]:
+    """Copies of buffers and of attributes that are numbers or tensors, by name, except those of BatchNorm."""
+    found: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        for name, value in {**vars(part), **buffers_of(part)}.items():
+            small = isinstance(value, Tensor) and not value.is_meta and value.numel() <= _SMALL
+            if (small or isinstance(value, int | float)) and not isinstance(part, BatchNorm):
+                found[f"{path}.{name}" if path else name] = value.detach().clone() if small else value
+    return found
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The names of values that are not the same."""
+    return [name for name, value in after.items() if name in before and not _equal(before[name], value)]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one is other or one == other)
