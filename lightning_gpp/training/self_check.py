@@ -26,7 +26,8 @@ from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.batch import cut_note, cut_of
 from lightning_gpp.capture.isolate import private_copy
-from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError, StepError
+from lightning_gpp.capture.loss import loss_of, trained_loss
+from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.neutral import Neutral
@@ -35,7 +36,7 @@ from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import build
 from lightning_gpp.stages.declared import Declared
-from lightning_gpp.stages.step import Invocation, loss_of
+from lightning_gpp.stages.step import Invocation
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Whereabouts, foreign_like
@@ -215,13 +216,8 @@ def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Pla
     step = build(captured, plan, whole).step
     step.begin(part, _invocation(job, captured, whole), seed=0)
     with torch.enable_grad():
-        loss = loss_of(step.whole(MicroBatch(0, 0, samples, samples)))
+        loss = trained_loss(step.whole(MicroBatch(0, 0, samples, samples)))
     step.end()
-    if not loss.requires_grad:
-        raise StepError(
-            f"{captured.step} returned a loss without a gradient: it was detached (.detach(), .item(), "
-            "torch.no_grad()), or depends on no parameter that is trained. Return the loss as it was computed."
-        )
     loss.backward()
     return Expected(loss.item(), projections(whole), norms(whole), loss.dtype)
 
