@@ -92,9 +92,16 @@ def add_note(error: BaseException, note: str) -> None:
     error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 
+def close_to(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that a wrong one may stand for: the closest first, or those with its letters as initials."""
+    known = list(known)
+    initials = [each for each in known if "".join(part[:1] for part in each.split("_")) == name]
+    return get_close_matches(name, known, n=3, cutoff=0.5) or initials
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """The end of a message: names that are close to a wrong one, and all existing ones."""
     known = list(known)
-    close = get_close_matches(str(name), known, n=3, cutoff=0.5)
+    close = close_to(str(name), known)
     guess = f" Did you mean {' or '.join(close)}?" if close else ""
     return f"{guess} There are: {', '.join(sorted(known))}." if known else ""

@@ -93,4 +93,4 @@ def _check_nesting(text: str) -> None:
 
 
 def _one_line(failure: Exception) -> str:
-    return " ".join(str(failure).split()).rstrip(".")
+    return " ".join(str(failure).replace('in "<unicode string>", ', "in ").split()).rstrip(".")

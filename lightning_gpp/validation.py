@@ -75,6 +75,8 @@ def _problem(kind: Any, content: object, root: str, failure: ValidationError) ->
     errors = [(_path(content, error["loc"][1:]), error) for error in failure.errors()]
     path, first = max(errors, key=lambda item: (len(item[0]), item[1]["type"] == _UNKNOWN, item[1]["type"] != _MISSING))
     key = _written(root, path)
+    if content is None and not key:
+        return "the file is empty."
     if first["type"] == _UNKNOWN:
         return f"{key} is not a key.{did_you_mean(path[-1], _keys(kind, path[:-1]))}"
     if first["type"] == _MISSING:

@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.errors import ConfigError, ShapeError, did_you_mean
+from lightning_gpp.wording import with_article
 
 BatchDims = Mapping[str, int | None]
 """The dimension that counts samples, or None, by the path of a part of the batch, such as "tokens" or "0.boxes"."""
@@ -29,17 +30,19 @@ def batch_size_of(batch: Any, dims: BatchDims = GUESSED) -> int:
 
     Raises:
         ShapeError: nothing in the batch counts samples.
-        ConfigError: `dims` names a part that does not exist, or a dimension that its tensor does not have.
+        ConfigError: `dims` names a part that does not exist, or a dimension that no tensor there has.
     """
     parts = list(_parts(batch, ""))
     _check_names(parts, dims)
+    _check_dims(parts, dims)
     sizes = [*_told(parts, dims), *_listed(parts, dims), *_first(parts, dims)]
     if sizes:
         return sizes[0]
     raise ShapeError(
-        f"The batch (a {type(batch).__name__}) has no tensor with a batch dimension, so it cannot be cut into "
-        "micro-batches. Let the dataloader collate samples into tensors whose first dimension counts the samples, in "
-        "dicts, lists, tuples, dataclasses or objects with a method `to`; or name the dimension by strategy.batch_dims."
+        f"The batch ({with_article(type(batch).__name__)}) has no tensor with a batch dimension, so it cannot be cut "
+        "into micro-batches. Let the dataloader collate samples into tensors whose first dimension counts the "
+        "samples, in dicts, lists, tuples, dataclasses or objects with a method `to`; or name the dimension by "
+        "strategy.batch_dims."
     )
 
 
@@ -112,7 +115,7 @@ def cut_of(batch: Any, dims: BatchDims = GUESSED) -> tuple[list[str], list[str]]
     cut, passed = list[str](), list[str]()
 
     def visit(node: Any, name: str) -> None:
-        label = f"item {name}" if name[:1].isdigit() else name or "the batch"
+        label = _label(name)
         if isinstance(node, torch.Tensor):
             dim = _dim_of(node, name, total, dims)
             along = f" along dimension {dim}" if dim else ""
@@ -127,6 +130,10 @@ def cut_of(batch: Any, dims: BatchDims = GUESSED) -> tuple[list[str], list[str]]
 
     visit(batch, "")
     return cut, passed
+
+
+def _label(name: str) -> str:
+    return f"item {name}" if name[:1].isdigit() else name or "the batch"
 
 
 def cut_note(cut: Sequence[str], passed: Sequence[str]) -> str:
@@ -153,16 +160,26 @@ def _check_names(parts: Sequence[tuple[str, Any]], dims: BatchDims) -> None:
         )
 
 
+def _check_dims(parts: Sequence[tuple[str, Any]], dims: BatchDims) -> None:
+    """Refuse a dimension that none of the tensors has which it is for."""
+    for key, dim in dims.items():
+        tensors = [(name, node) for name, node in parts if isinstance(node, torch.Tensor) and _key(name, dims) == key]
+        if isinstance(dim, int) and tensors and not any(_has(node, dim) for _, node in tensors):
+            shapes = ", ".join(f"{_label(name)} {tuple(node.shape)}" for name, node in tensors)
+            raise ConfigError(
+                f"strategy.batch_dims says that dimension {dim} of {_label(key)} counts samples, but no tensor there "
+                f"has that dimension: {shapes}. Dimensions count from 0; name the one that counts samples, or null for "
+                "what every micro-batch gets undivided."
+            )
+
+
 def _told(parts: Sequence[tuple[str, Any]], dims: BatchDims) -> Iterator[int]:
     for name, node in parts:
         dim = _said(name, dims)
-        if isinstance(node, list | tuple) and dims.get(name) == 0:
+        if name and type(node) in (list, tuple) and dims.get(name) == 0:
             yield len(node)
-        elif isinstance(node, torch.Tensor) and isinstance(dim, int):
-            if -node.dim() <= dim < node.dim():
-                yield node.shape[dim]
-            elif name in dims:
-                raise ConfigError(f"strategy.batch_dims: {name!r} has no dimension {dim}; it is {tuple(node.shape)}.")
+        elif isinstance(node, torch.Tensor) and isinstance(dim, int) and _has(node, dim):
+            yield node.shape[dim]
 
 
 def _listed(parts: Sequence[tuple[str, Any]], dims: BatchDims) -> Iterator[int]:
@@ -184,11 +201,21 @@ def _first(parts: Sequence[tuple[str, Any]], dims: BatchDims) -> Iterator[int]:
 _NO: Final = object()
 
 
-def _said(name: str, dims: BatchDims) -> Any:
-    """The user's word on a part, or on one around it: a dimension, `_NO` for none, None for nothing."""
+def _key(name: str, dims: BatchDims) -> str | None:
+    """The key of `dims` for a part: its own path, or that of one around it; None if there is none."""
     while name and name not in dims:
         name = name.rpartition(".")[0]
-    return (_NO if dims[name] is None else dims[name]) if name in dims else None
+    return name if name in dims else None
+
+
+def _said(name: str, dims: BatchDims) -> Any:
+    """The user's word on a part: a dimension, `_NO` for none, None for nothing."""
+    key = _key(name, dims)
+    return None if key is None else _NO if dims[key] is None else dims[key]
+
+
+def _has(tensor: torch.Tensor, dim: int) -> bool:
+    return -tensor.dim() <= dim < tensor.dim()
 
 
 def _dim_of(tensor: torch.Tensor, name: str, total: int, dims: BatchDims) -> int | None:
@@ -197,7 +224,7 @@ def _dim_of(tensor: torch.Tensor, name: str, total: int, dims: BatchDims) -> int
     if said is _NO:
         return None
     dim = int(said or 0)
-    if -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] == total:
+    if _has(tensor, dim) and tensor.shape[dim] == total:
         return dim % tensor.dim()
     if name in dims:
         raise ShapeError(

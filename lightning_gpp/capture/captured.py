@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
 from lightning_gpp.capture.isolate import add_sizes, caches_of_functions, forgotten
+from lightning_gpp.capture.loss import trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.mixing import mark_mixing
 from lightning_gpp.capture.network import Network, extract
@@ -22,6 +23,7 @@ from lightning_gpp.capture.recording import Ref
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP
+from lightning_gpp.wording import counted, named, sentence
 
 T = TypeVar("T")
 
@@ -65,12 +67,18 @@ class Capture:
         """Remarks for people: how mini-batches are cut, and modules that are never cut."""
         return [
             *(
-                [f"The mini-batch has {self.batch_size} samples. {cut_note(*self.cut)}"]
+                [f"The mini-batch has {counted(self.batch_size, 'sample')}. {cut_note(*self.cut)}"]
                 if self.function is None
                 else []
             ),
-            *(f"Module {path!r} is called whole and never cut. {reason}" for path, reason in self.uncut.items()),
-            *(f"The forward of {path!r} runs as a part of the step. {reason}" for path, reason in self.opened.items()),
+            *(
+                f"Module {path!r} is called whole and never cut. {sentence(reason)}"
+                for path, reason in self.uncut.items()
+            ),
+            *(
+                f"The forward of {named(path)} runs as a part of the step. {sentence(reason)}"
+                for path, reason in self.opened.items()
+            ),
             *self._note_of_rest(),
         ]
 
@@ -80,7 +88,8 @@ class Capture:
             return []
         names = ", ".join(recording.left[:5]) + (" and others" if len(recording.left) > 5 else "")
         return [
-            f"The step cannot be recorded to its end. The rest runs on its device, with {names}. {recording.stopped}"
+            f"The step cannot be recorded to its end. The rest runs on its device, with {names}. "
+            f"{sentence(recording.stopped)}"
         ]
 
     @property
@@ -215,8 +224,8 @@ def _capture(
                 refuted=changes.refuted,
                 function=function,
             )
-        if step == "training_step" and function is None and recording.complete and recording.result is None:
-            raise CaptureError("training_step returns None instead of a loss; micro-batches cannot be skipped")
+        if step == "training_step" and function is None and recording.complete:
+            trained_loss(recording.returned, num_samples)
         return extract(recording, recorder)
 
     base, other_size = run(SIZES[0], RunTime(batch_idx=batch_idx)), run(SIZES[1], RunTime(batch_idx=batch_idx))

@@ -7,6 +7,7 @@ import functools
 import inspect
 import io
 import logging
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from lightning_gpp.capture.recording import Recording
 from lightning_gpp.capture.uncut import keep_uncut
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import undisturbed
-from lightning_gpp.user_code import line_of, user_line
+from lightning_gpp.user_code import is_user_code, line_of, user_line
 
 StepFunction = Callable[[nn.Module, Any], Any]
 """A function from a module and a batch to what a step returns."""
@@ -136,6 +137,7 @@ def _run(replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder:
             result = called(batch)
         recorder.use(result)
         recording.result = recorder.refs(result)
+        recording.returned = result
     except CaptureError as error:
         error.modules = error.modules or recorder.recording.called(recorder.scope)
         raise
@@ -144,9 +146,16 @@ def _run(replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder:
         refuted = recorder.refutable() if recorder.scope == -1 else None
         if recorder.scope != -1 or refuted is not None or not _ends_here(replica, recorder):
             modules = recording.called(recorder.scope)
-            refused = refusal(line_of(error), f"{type(error).__name__}: {error}", _remedy(error), modules)
+            reason = f"{type(error).__name__}: {error}"
+            refused = refusal(line_of(error), reason, _remedy(error), modules, declare=not _is_raised_here(error))
             refused.refuted = refuted
             raise refused from error
+
+
+def _is_raised_here(error: Exception) -> bool:
+    """True if the user's own line raised the error, such as a name that does not exist, and nothing that it called."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return type(error).__module__ == "builtins" and is_user_code(frames[-1].f_code.co_filename)
 
 
 def _remedy(error: Exception) -> str:

@@ -23,6 +23,7 @@ from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import CallModes, ModuleCall, ModuleRef, Recorded, Recording, Ref, StateRef
 from lightning_gpp.errors import CaptureError, NoNetworkError
 from lightning_gpp.user_code import user_line
+from lightning_gpp.wording import named
 
 BATCH = "batch"
 """The target of recorded calls that represent tensors of the batch."""
@@ -174,7 +175,7 @@ class Recorder(TorchFunctionMode):
         for _, line in self.recording.value_reads:
             raise refusal(
                 line,
-                f"the step reads a value that the network computed, and calls {path or 'the module'!r} after it",
+                f"the step reads a value that the network computed, and calls {named(path)} after it",
                 "move this decision into a module's forward",
             )
 
@@ -438,13 +439,21 @@ def no_network() -> CaptureError:
 
 
 def refusal(
-    line: str, reason: str, remedy: str, modules: Sequence[str] = (), kind: type[CaptureError] = CaptureError
+    line: str,
+    reason: str,
+    remedy: str,
+    modules: Sequence[str] = (),
+    kind: type[CaptureError] = CaptureError,
+    declare: bool = True,
 ) -> CaptureError:
-    """A CaptureError in the common form: line, reason, two ways out. `modules`: see there."""
-    error = kind(
-        f"Cannot capture the step at {line}: {reason}.\n"
+    """A CaptureError in the common form: line, reason, ways out. `modules`: see there.
+
+    `declare`: whether declared stages are one of them.
+    """
+    ways = (
         f"Ways out: (1) {remedy}; or (2) declare the stages yourself, as modules and the edges between them "
         "(strategy.stages with `inputs:`, see docs/capture.md): they run eagerly, and nothing is captured."
     )
+    error = kind(f"Cannot capture the step at {line}: {reason}.\n{ways if declare else f'Way out: {remedy}.'}")
     error.modules, error.reason = modules, f"{line}: {reason}"
     return error

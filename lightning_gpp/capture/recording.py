@@ -125,6 +125,8 @@ class Recording:
     """References that represent tensors of the batch (calls without a function)."""
     result: Any = None
     """The result of the step, with references instead of tensors."""
+    returned: Any = None
+    """The result itself."""
     complete: bool = True
     """True if the recording reached the end of the step; otherwise `stopped` says where it ended."""
     stopped: str = ""

@@ -9,36 +9,25 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
-from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, InstantiationException, OverrideParseException
+from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_gpp.cli import schema
-from lightning_gpp.cli.check import arguments
+from lightning_gpp.cli.explain import config_folder, explain, not_an_override
 from lightning_gpp.cli.help import ASKED, VERSION, help_text
 from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
-from lightning_gpp.cli.target import imported
-from lightning_gpp.errors import ConfigError, GPPError, did_you_mean, is_shown_elsewhere
+from lightning_gpp.errors import GPPError, is_shown_elsewhere
 
 log = logging.getLogger(__name__)
-
-
-def config_folder() -> Path:
-    """The folder of the shipped configs: inside an installed package, beside it in a checkout."""
-    package = Path(__file__).parents[1]
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +40,7 @@ class Command:
         about: its description, in a sentence or two.
         examples: command lines with their purposes.
         task: called with the composed configuration; a sweeper gets its result.
+        words: arguments without a value that the command knows.
     """
 
     name: str
@@ -58,6 +48,7 @@ class Command:
     about: str
     examples: Sequence[tuple[str, str]]
     task: Callable[[DictConfig], float | None]
+    words: Sequence[str] = ()
 
     @property
     def help(self) -> str:
@@ -74,6 +65,9 @@ def run(command: Command) -> None:
     if "--version" in sys.argv[1:]:
         print(VERSION)
         return
+    if (stray := stray_word(sys.argv[1:])) is not None:
+        print(f"{command.name}: {not_an_override(stray, command.words)}", file=sys.stderr)
+        sys.exit(1)
     _prepare()
     job = _HydraTask(command)
     try:
@@ -85,7 +79,7 @@ def run(command: Command) -> None:
     except (GPPError, HydraException, OmegaConfBaseException, OSError, UnicodeError, YAMLError, ValueError) as error:
         if not _is_told(error, job.started):
             raise
-        print(f"{command.name}: {explain(error)}", file=sys.stderr)
+        print(f"{command.name}: {explain(error, sys.argv[1:])}", file=sys.stderr)
         sys.exit(1)
     if job.failed:
         sys.exit(1)
@@ -146,6 +140,14 @@ def _end_sweep(message: str) -> None:
         sys.exit(1)
 
 
+def stray_word(arguments: Sequence[str]) -> str | None:
+    """The first argument that is neither an option, nor behind one that may take it, nor an override."""
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if argument[:1] not in ("-", "~") and "=" not in argument and not before.startswith("-"):
+            return argument
+    return None
+
+
 def in_order(arguments: Sequence[str]) -> list[str]:
     """The arguments with overrides behind all options, where argparse finds them together."""
     overrides = [each for each in arguments if not each.startswith("-") and ("=" in each or each.startswith("~"))]
@@ -165,53 +167,3 @@ def quiet_overrides(environment: Mapping[str, str], arguments: Sequence[str] = (
     folder = tempfile.mkdtemp(prefix="gpp-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.output_subdir=null"]
-
-
-def explain(error: BaseException) -> str:
-    """The messages of an error and its causes, and for a key that does not exist, those that do."""
-    if isinstance(error, OverrideParseException):
-        return f"{error.override!r} is not KEY=VALUE, for example trainer.devices=4. --help lists groups and keys."
-    if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra has one that is both
-        return f"{error.filename}: {error.strerror}. hydra.run.dir=FOLDER chooses another run folder."
-    if isinstance(error, GPPError):
-        return str(error)
-    if isinstance(error, YAMLError):
-        return f"A configuration file is not YAML: {' '.join(str(error).split())}."
-    if type(error) is ValueError:  # from Hydra, about arguments
-        reason = str(error).rstrip(".!")
-        return f"{reason}. Arguments have the form KEY=VALUE, for example trainer.devices=4; --help lists them."
-    lines = (line for cause in _causes(error) for line in (*_message(cause), _keys(cause)))
-    return "\n".join(dict.fromkeys(filter(None, lines)))
-
-
-def _message(error: BaseException) -> list[str]:
-    """The lines of a message that help. Of Hydra's, a key that does not exist cannot be appended either."""
-    lines = str(error).split("\n    full_key")[0].split("\nConfig search path")[0].splitlines()
-    return [line for line in lines if not line.startswith("To append to your config")]
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
-def _keys(error: BaseException) -> str:
-    parent: Any = getattr(error, "parent_node", None)
-    if not isinstance(parent, DictConfig) or getattr(error, "key", None) in parent:
-        return ""
-    group = str(getattr(error, "full_key", None) or "").rpartition(".")[0]
-    key, known = str(getattr(error, "key", "")), {str(name) for name in parent if not str(name).startswith("_")}
-    more = _arguments_of(parent) - known
-    if key in more:
-        return f"It is an argument of {parent._target_} that its file leaves out: write +{group}.{key}=VALUE."
-    return f"Keys of {group or 'the configuration'}:{did_you_mean(key, known | more)}"
-
-
-def _arguments_of(node: DictConfig) -> set[str]:
-    """The arguments of the class or function that a node describes, as far as it can be imported."""
-    if not isinstance(node.get("_target_"), str) or str(node._target_).startswith("lightning_gpp."):
-        return set()
-    with suppress(ConfigError):
-        return arguments(imported(node._target_, "_target_")) - {"**", "args", "kwargs"}
-    return set()

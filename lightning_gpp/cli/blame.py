@@ -15,9 +15,12 @@ from typing import Any, Final
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpp._compat.omegaconf import key_of
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.validation import shown
 
 SETTING_UP: Final = frozenset(
     {"prepare_data", "setup", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"}
@@ -60,13 +63,35 @@ def _guard(function: Callable[..., Any], node: DictConfig) -> Callable[..., Any]
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return function(self, *args, **kwargs)
+            result = function(self, *args, **kwargs)
         except (GPPError, MisconfigurationException):
             raise
         except Exception as error:
             raise mistake(node, error, f" in {function.__name__}") from error
+        if function.__name__.endswith("_dataloader"):
+            _check_loaders(result, f"{type(self).__name__}.{function.__name__}")
+        return result
 
     return run
+
+
+def _check_loaders(loaders: Any, name: str) -> None:
+    """Refuse what the method `name` returned if there is something without mini-batches in it."""
+    for loader in pytree.tree_leaves(getattr(loaders, "iterables", loaders)):
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise ConfigError(
+                f"{name} returned {shown(loaders)}. Let it return a torch.utils.data.DataLoader or another iterable of "
+                "mini-batches, or several of them in a list or dict."
+            )
+        if name.endswith(".train_dataloader") and isinstance(loader, DataLoader) and _is_empty(loader):
+            raise ConfigError(
+                f"{name} has no mini-batch: its dataset is empty, or has fewer samples than a batch, and "
+                "drop_last=True."
+            )
+
+
+def _is_empty(loader: DataLoader[Any]) -> bool:
+    return not isinstance(loader.dataset, IterableDataset) and len(loader) == 0
 
 
 def mistake(node: DictConfig, error: BaseException, where: str = "") -> ConfigError:

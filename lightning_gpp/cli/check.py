@@ -25,18 +25,31 @@ def check(config: DictConfig) -> None:
             the wrong type.
     """
     check_settings(config)
+    check_nodes(config.trainer)
     for path, node in targets(config):
         check_target(path, node)
+
+
+def check_nodes(trainer: DictConfig) -> None:
+    """Refuse a number of machines that is none.
+
+    Raises:
+        ConfigError: `trainer.num_nodes` is not a whole number, or below 1.
+    """
+    number = trainer.get("num_nodes", 1)
+    if type(number) is not int or number < 1:
+        raise ConfigError(f"trainer.num_nodes={number} must be a whole number of 1 or more.")
 
 
 def targets(config: DictConfig, path: str = "") -> Iterator[tuple[str, DictConfig]]:
     """All nodes with a `_target_`, with their keys."""
     if OmegaConf.is_missing(config, "_target_") or "_target_" in config:
         yield path, config
-    for key in map(str, config):
+    keys: Any = config  # which may be numbers
+    for key in keys:
         if OmegaConf.is_interpolation(config, key) or OmegaConf.is_missing(config, key):
             continue
-        for name, item in _items(key, config[key]):
+        for name, item in _items(str(key), config[key]):
             yield from targets(item, f"{path}.{name}" if path else name)
 
 

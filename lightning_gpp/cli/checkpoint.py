@@ -8,26 +8,29 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_gpp.cli.help import VERSION
+from lightning_gpp.cli.help import VERSION, examples_text, filled
 from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
 from lightning_gpp.errors import ConfigError, GPPError
 
 NAME = "gpp-checkpoint"
 
-ABOUT = """\
-Shows and converts checkpoints. A checkpoint is a file, as plain Lightning writes it, or a folder, to which every
-process of a pipeline wrote its part (strategy.state_dict_type=sharded). Open only checkpoints that you trust: they are
-pickles.
-"""
+ABOUT = (
+    "Shows and converts checkpoints. A checkpoint is a file, as plain Lightning writes it, or a folder, to which every "
+    "process of a pipeline wrote its part (strategy.state_dict_type=sharded). Open only checkpoints that you trust: "
+    "they are pickles."
+)
 
-EXAMPLES = """\
-Examples:
-  gpp-checkpoint show last.ckpt
-      Epoch and step, tensors and bytes, the plan and the weight policy. Reads no tensors.
-  gpp-checkpoint convert last.ckpt plain.ckpt
-      A folder becomes a file for plain Lightning, with the optimizer's state; a file becomes a folder. Needs memory for
-      one tensor.
-"""
+EXAMPLES = (
+    (
+        "gpp-checkpoint show last.ckpt",
+        "Epoch and step, tensors and bytes, the plan and the weight policy. Reads no tensors.",
+    ),
+    (
+        "gpp-checkpoint convert last.ckpt plain.ckpt",
+        "A folder becomes a file for plain Lightning, with the optimizer's state; a file becomes a folder. Needs "
+        "memory for one tensor.",
+    ),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(NAME, description=ABOUT, epilog=EXAMPLES, formatter_class=form)
+    form, examples = argparse.RawDescriptionHelpFormatter, "\n".join(["Examples:", *examples_text(EXAMPLES)])
+    parser = argparse.ArgumentParser(NAME, description=filled(ABOUT), epilog=examples, formatter_class=form)
     parser.add_argument("--version", action="version", version=VERSION)
     tasks = parser.add_subparsers(required=True, metavar="show | convert")
     show = tasks.add_parser("show", help="print what is in a checkpoint")
@@ -60,12 +63,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _show(given: argparse.Namespace) -> None:
     from lightning_gpp.checkpoints.contents import contents  # takes a second to load, for which --help need not wait
+    from lightning_gpp.reports.terminal import terminal_width, wrapped
 
     _check_there(given.path)
     described = contents(given.path)
-    width = max(map(len, described))
+    indent = max(map(len, described)) + 2
     for name, text in described.items():
-        print(f"{name:<{width}}  {text}")
+        line = f"{name:<{indent}}{text}"
+        print(line if "\n" in text else wrapped(line, terminal_width(), indent))
 
 
 def _convert(given: argparse.Namespace) -> None:

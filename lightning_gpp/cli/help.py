@@ -31,15 +31,15 @@ def help_text(*, name: str, about: str, examples: Sequence[tuple[str, str]], fol
         folder: folder of the configuration files.
         config: the file that the command composes.
     """
-    width = min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 24)).columns)
+    width = help_width()
     parts = [
-        _filled(about, width),
+        filled(about, width),
         f"Usage: {name} [GROUP=FILE ...] [KEY=VALUE ...]",
-        "\n".join(["Examples:", *(line for example in examples for line in _entry(*example, width))]),
+        "\n".join(["Examples:", *examples_text(examples, width)]),
         "\n".join(["Groups of configuration files; GROUP=FILE chooses one:", *_groups(folder, width)]),
         "\n".join([f"Keys of {name}:", *_keys(folder / f"{config}.yaml", width)]),
         "\n".join(["Keys of the strategy (strategy=gpp):", *_options(width)]),
-        _filled(
+        filled(
             f"{name} ... --cfg job prints the composed configuration, {name} --hydra-help the options of Hydra, which "
             "composes it. --config-dir=FOLDER adds configuration files of your own, and Python modules in the "
             "current folder can be imported.",
@@ -70,8 +70,19 @@ def _default(option: Option) -> str:
 
 
 def _entry(title: str, text: str, width: int) -> list[str]:
-    return [f"  {title}", textwrap.indent(_filled(text, width - 6), " " * 6)]
+    return [f"  {title}", textwrap.indent(filled(text, width - 6), " " * 6)]
 
 
-def _filled(text: str, width: int) -> str:
-    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+def examples_text(examples: Sequence[tuple[str, str]], width: int | None = None) -> list[str]:
+    """Command lines, each above its purpose."""
+    return [line for example in examples for line in _entry(*example, width or help_width())]
+
+
+def help_width() -> int:
+    """Characters of a line: those of the terminal, as far as they are easy to read."""
+    return min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 24)).columns)
+
+
+def filled(text: str, width: int | None = None) -> str:
+    """The text in lines of this width, by default `help_width`."""
+    return textwrap.fill(text, width or help_width(), break_long_words=False, break_on_hyphens=False)

@@ -22,6 +22,7 @@ def main() -> None:
             "compare has one row per partitioner, or per schedule.",
             examples=_EXAMPLES,
             task=plan,
+            words=("compare",),
         )
     )
 
@@ -40,10 +41,12 @@ _EXAMPLES = (
 def overrides(arguments: Sequence[str]) -> list[str]:
     """Arguments in Hydra's form.
 
-    `compare` becomes a setting, `schedule=` means `schedules=`, and a graph from a file needs neither data nor model.
+    `compare` becomes a setting, with which `schedule=` means `schedules=`; a graph from a file needs neither data nor
+    model.
     """
     result = ["compare=true" if argument == "compare" else argument for argument in arguments]
-    result = [f"schedules={argument[9:]}" if argument.startswith("schedule=") else argument for argument in result]
+    if "compare=true" in result:
+        result = [f"schedules={argument[9:]}" if argument.startswith("schedule=") else argument for argument in result]
     if any(argument.startswith("graph=") and argument != "graph=null" for argument in result):
         given = {argument.partition("=")[0] for argument in result}
         result += [f"~{group}" for group in ("data", "model") if not {group, "experiment"} & given]

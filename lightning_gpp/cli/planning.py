@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from lightning_gpp.cli.check import check
@@ -315,6 +317,7 @@ def cluster_for(config: DictConfig, options: Options) -> Cluster:
         ConfigError: no setting names them.
     """
     if config.get("cluster") is not None:
+        _check_one_cluster()
         settings: Any = OmegaConf.to_container(config.cluster, resolve=True)
         return cluster_of(settings)
     known = options.cluster
@@ -327,7 +330,18 @@ def cluster_for(config: DictConfig, options: Options) -> Cluster:
             f"trainer.accelerator={config.trainer.accelerator}, but this machine has no GPU to plan for. Name the "
             "devices, for example cluster=dgx_h100 cluster.num_nodes=2."
         )
-    return resolved(known, world_size, int(config.trainer.num_nodes), kind)
+    return resolved(known, world_size, config.trainer.get("num_nodes", 1), kind)
+
+
+def _check_one_cluster() -> None:
+    """Refuse two clusters on the command line; one of a configuration file gives way to `cluster`."""
+    typed = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+    twice = next((each for each in typed if re.match(r"\+*strategy\.cluster=(?!null)", each)), None)
+    if twice is not None:
+        raise ConfigError(
+            f"{twice} names the devices that cluster=... names, too. Give one of them: cluster=... plans for all "
+            "devices of a cluster, strategy.cluster=... for as many of them as the trainer has (trainer.devices)."
+        )
 
 
 def device_type(accelerator: str) -> str:
@@ -358,12 +372,17 @@ def num_processes(trainer: DictConfig) -> int:
     devices: Any = trainer.devices
     if isinstance(devices, ListConfig):
         devices = len(devices)
-    if not str(devices).isdecimal() or int(devices) < 1:
+    if str(devices) in ("auto", "-1"):
         raise ConfigError(
             f"trainer.devices={devices}: gpp-plan does not count this machine's devices. Give their number, for "
             "example trainer.devices=4, or name a cluster, for example cluster=dgx_h100."
         )
-    number = int(devices) * int(trainer.num_nodes)
+    if not str(devices).isdecimal() or int(devices) < 1:
+        raise ConfigError(
+            f"trainer.devices={devices} must be a whole number of 1 or more for gpp-plan, for example "
+            "trainer.devices=4."
+        )
+    number = int(devices) * int(trainer.get("num_nodes", 1))
     if number > MAX_DEVICES:
         raise ConfigError(
             f"trainer.devices={devices} x trainer.num_nodes={trainer.num_nodes} are {number} devices; a cluster has at "

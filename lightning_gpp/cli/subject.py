@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from lightning_gpp.training.machine import footprint_of, present
 from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.parallel_regions import captured_apart
 from lightning_gpp.training.planner import TRAINING, Subject, captured_step
+from lightning_gpp.training.step_errors import check_alone
 from lightning_gpp.training.tensor_parallel import TensorParallel, check_divided, dividing
 from lightning_gpp.training.whole_step import capture_found, check_whole, left_open, why_whole
 
@@ -187,9 +189,13 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         parallel = found[0]
         optimizers, notes = _optimizers(model, trainer)
         divided = partial(captured_apart, record, parallel, model, context, 1)
-        step, whole = (
-            _training_step(model, batch, options, context, divided) if config.step == TRAINING else (divided(), "")
-        )
+        try:
+            step, whole = (
+                _training_step(model, batch, options, context, divided) if config.step == TRAINING else (divided(), "")
+            )
+        except (CaptureError, ShapeError) as error:
+            check_alone(model, config.step, batch, error, context, CPU)
+            raise
     check_divided(options.num_members, parallel)
     return Step(
         captured=step,
@@ -300,11 +306,12 @@ def first_batch(datamodule: L.LightningDataModule, step: str = TRAINING) -> Any:
         raise ConfigError(f"step={step}: {type(datamodule).__name__} has no {method}.") from error
     if step != TRAINING and isinstance(loaders, list | tuple):
         loaders = loaders[0]
+    name = f"{type(datamodule).__name__}.{method}"
     batch = pytree.tree_map(peek, getattr(loaders, "iterables", loaders))
     if batch is None:
         raise ConfigError(
-            f"{type(datamodule).__name__}.{method} has no mini-batch, so there is nothing to plan for: its dataset is "
-            "empty, or has fewer samples than a batch, and drop_last=True."
+            f"{name} has no mini-batch, so there is nothing to plan for: its dataset is empty, or has fewer samples "
+            "than a batch, and drop_last=True."
         )
     return batch
 
@@ -317,6 +324,7 @@ def _quiet_trainer(precision: Any) -> L.Trainer:
     """
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message="The `srun` command is available")  # there are no processes to start
     try:
         return L.Trainer(
             accelerator="cpu", devices=1, precision=precision, max_epochs=1, logger=False, enable_checkpointing=False

@@ -101,11 +101,10 @@ class Link:
     def __post_init__(self) -> None:
         if self.shared not in SHARED:
             raise ConfigError(f"Link: shared={self.shared!r} must be one of {', '.join(SHARED)}.")
-        if not (self.latency >= 0 and self.bytes_per_second > 0):
-            raise ConfigError(
-                f"Link: latency={self.latency:g} s must not be below 0, "
-                f"bytes_per_second={self.bytes_per_second:g} must be above 0."
-            )
+        if not self.latency >= 0:
+            raise ConfigError(f"Link: latency={self.latency:g} s must not be below 0.")
+        if not self.bytes_per_second > 0:
+            raise ConfigError(f"Link: bytes_per_second={self.bytes_per_second:g} must be above 0.")
 
     def seconds(self, num_bytes: float) -> float:
         """Seconds from the start of sending to the arrival of the last of `num_bytes` bytes."""

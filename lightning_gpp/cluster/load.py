@@ -81,6 +81,8 @@ def load_cluster(path: str | Path) -> Cluster:
     from lightning_gpp.files import read_yaml  # the reading of files loads libraries that a cluster does not need
 
     settings = read_yaml(path, error=ConfigError)
+    if settings is None:
+        raise ConfigError(f"{path}: the file is empty. Give `preset` or `nodes`.")
     with _at(str(path)):
         unnamed = isinstance(settings, Mapping) and "preset" not in settings
         return cluster_of({"name": Path(path).stem, **settings} if unnamed else settings)
@@ -99,7 +101,8 @@ def cluster_of(settings: Settings) -> Cluster:
         known = _checked(_Preset, settings, "cluster")
         return preset_cluster(known.preset, known.num_nodes or 1, known.num_devices)
     if isinstance(settings, Mapping) and "nodes" not in settings:
-        raise ConfigError("cluster: give `preset` (the name of a cluster) or `nodes` (a list of nodes).")
+        given = f" There is only {', '.join(map(str, settings))}." if settings else ""
+        raise ConfigError(f"cluster: give `preset` (the name of a cluster) or `nodes` (a list of nodes).{given}")
     content = _checked(_WrittenOut, settings, "cluster")
     cluster = _written_out(content)
     return cluster if content.num_devices is None else first(cluster, content.num_devices)

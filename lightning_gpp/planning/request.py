@@ -31,6 +31,7 @@ from lightning_gpp.planning.problem.problem import Problem, operator_seconds
 from lightning_gpp.planning.problem.units import find_units
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.simulation import WeightCopies
+from lightning_gpp.wording import counted
 
 Count = Annotated[int, Ge(1)]
 
@@ -358,7 +359,7 @@ def check_one_given(num_micro_batches: int | None, micro_batch_size: int | None)
 def _checked_size(batch_size: int, size: int) -> int:
     if not 1 <= size <= batch_size:
         raise ConfigError(
-            f"strategy.micro_batch_size={size}, but a mini-batch has {batch_size} samples per pipeline; "
+            f"strategy.micro_batch_size={size}, but a mini-batch has {counted(batch_size, 'sample')} per pipeline; "
             f"choose a size from 1 to {batch_size}."
         )
     return size
@@ -369,8 +370,9 @@ def _size_of(batch_size: int, count: int) -> int:
         raise ConfigError(f"strategy.num_micro_batches={count}; it must be a whole number >= 1.")
     if count > batch_size:
         raise ConfigError(
-            f"More micro-batches than samples: strategy.num_micro_batches={count}, but a mini-batch has {batch_size} "
-            f"samples per pipeline. Set strategy.num_micro_batches to at most {batch_size}, or enlarge the batch."
+            f"More micro-batches than samples: strategy.num_micro_batches={count}, but a mini-batch has "
+            f"{counted(batch_size, 'sample')} per pipeline. Set strategy.num_micro_batches to at most {batch_size}, or "
+            "enlarge the batch."
         )
     size = -(-batch_size // count)
     if -(-batch_size // size) != count:

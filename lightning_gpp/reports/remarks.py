@@ -68,12 +68,15 @@ def _idle_time(timeline: Timeline, device: int) -> IdleTime:
     return IdleTime(before=first / whole, after=1 - last_stop / whole, waiting=dict(waiting))
 
 
-def remarks(prediction: Prediction, comparison: Comparison | None = None) -> list[str]:
+def remarks(
+    prediction: Prediction, comparison: Comparison | None = None, samples_per_second: float | None = None
+) -> list[str]:
     """Sentences for the user, the most important first.
 
     Args:
         prediction: the plan and its simulated step.
         comparison: simulated and measured times, if the run was measured.
+        samples_per_second: the measured throughput, if there was a run.
     """
     return [
         *_memory(prediction),
@@ -81,6 +84,7 @@ def remarks(prediction: Prediction, comparison: Comparison | None = None) -> lis
         *_busiest(prediction),
         *_bound(prediction),
         *_measured(comparison),
+        *(_throughput(prediction, samples_per_second) if comparison is None else ()),
     ]
 
 
@@ -135,7 +139,7 @@ def _busiest(prediction: Prediction) -> Iterator[str]:
     yield (
         f"Device {first} computes {percent(1 - idle[first])} of the {_unit(prediction)}, any other at most "
         f"{percent(1 - idle[others[0]])}: {names} decides its time. Fewer modules there (strategy.stages), or "
-        "more devices for it (strategy.max_replicas=null), help."
+        "replicas of it, as far as strategy.max_replicas allows them, help."
     )
 
 
@@ -159,4 +163,14 @@ def _measured(comparison: Comparison | None) -> Iterator[str]:
         yield (
             f"The measured step takes {ratio:.2g} times the simulated one. strategy.costs=measured times the model's "
             "blocks on this machine before it plans."
+        )
+
+
+def _throughput(prediction: Prediction, measured: float | None) -> Iterator[str]:
+    simulated = prediction.samples_per_second
+    if measured and simulated and max(measured / simulated, simulated / measured) >= OFF:
+        yield (
+            f"The run trains {measured:.4g} samples/s, and {simulated:.4g} are simulated: its seconds are computed "
+            "from FLOPs and bytes, unless they are measured. strategy.costs=measured times the model's blocks on this "
+            "machine before it plans; strategy.trace=true compares every action."
         )

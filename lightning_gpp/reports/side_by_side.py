@@ -10,7 +10,8 @@ from lightning_gpp.planning import Prediction
 from lightning_gpp.reports import svg
 from lightning_gpp.reports.gantt import Axis, DeviceRows, kinds_legend
 from lightning_gpp.reports.graph import GraphPicture, compact
-from lightning_gpp.reports.units import counted, duration, percent, size
+from lightning_gpp.reports.units import duration, percent, size
+from lightning_gpp.wording import counted
 
 MARGIN: Final = 20
 LEFT: Final = 84

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
 from lightning_gpp.reports.terminal import wrapped
-from lightning_gpp.reports.units import count, counted, size
+from lightning_gpp.reports.units import count, size
 from lightning_gpp.schedules import in_flight
+from lightning_gpp.wording import counted
 
 HEADER = (
     "stage",

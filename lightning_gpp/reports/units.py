@@ -45,11 +45,6 @@ def _scaled(number: float, base: int, prefixes: tuple[str, ...]) -> str:
     return text + prefixes[index]
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 stage`, `2 stages`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def ticks(seconds: float, most: int) -> list[tuple[float, str]]:
     """Round times from 0 on for an axis of this length, at most `most` of them besides 0, with their labels."""
     if seconds <= 0:

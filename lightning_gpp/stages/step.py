@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import BatchDims, device_of, samples_in, sliceable
+from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, StateRef
@@ -24,6 +25,7 @@ from lightning_gpp.runtime.stage import LOSS, MicroBatch
 from lightning_gpp.stages.code import variable
 from lightning_gpp.stages.holes import Holes
 from lightning_gpp.stages.tail import Tail
+from lightning_gpp.wording import named
 
 
 class Stopped(BaseException):
@@ -203,7 +205,7 @@ class UserStep(StepRunner):
             wanted = self._calls[number].path if number < len(self._calls) else "nothing"
             raise refusal(
                 self._calls[min(number, len(self._calls) - 1)].line,
-                f"the step calls {path or 'the module'!r} where it called {wanted!r} when it was captured",
+                f"the step calls {named(path)} where it called {wanted!r} when it was captured",
                 "let the step call the same modules in the same order for every batch",
             )
         return self._calls[number]
@@ -266,7 +268,7 @@ class UserStep(StepRunner):
         spec, (kind, number, leaf) = self.input_specs[name], self.input_keys[name]
         dtype = str(tensor.dtype).removeprefix("torch.")
         return ShapeError(
-            f"Input {leaf} of {kind} {number} ({self._calls[number].path or 'the module'!r}) has shape "
+            f"Input {leaf} of {kind} {number} ({named(self._calls[number].path)}) has shape "
             f"{tuple(tensor.shape)} ({dtype}) for {num_samples} samples; the captured batch had "
             f"{tuple(map(str, spec.shape))} ({spec.dtype}) for b samples. Pad to one shape, or give an "
             "example batch of this shape (strategy.example_batch)."
@@ -336,32 +338,6 @@ def _is_frozen(captured: Any) -> bool:
 
 def _told(value: Any) -> str:
     return "a tensor" if _is_tensor(value) else repr(value)
-
-
-_SKIPPED = " A step cannot be skipped by returning None in a pipeline: return a zero loss (for example 0 * loss)."
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The loss in the result of a training step.
-
-    Raises:
-        CaptureError: there is no loss, or it is not a scalar.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise CaptureError(
-            "training_step must return the loss as a scalar tensor, or a dict with it under 'loss'; it returned "
-            f"{_described(output, loss)}.{_SKIPPED if output is None else ''}"
-        )
-    return loss
-
-
-def _described(output: Any, loss: Any) -> str:
-    if isinstance(loss, torch.Tensor):
-        return f"a tensor of shape {tuple(loss.shape)}"
-    if isinstance(output, Mapping) and loss is None:
-        return f"a dict with the keys {list(output)}"
-    return type(loss).__name__
 
 
 def slots_of(keys: Sequence[InputKey]) -> dict[str, InputKey]:

@@ -190,11 +190,15 @@ def _entry(engine: Engine) -> dict[str, Any]:
     return {
         "seed": engine.job.seed,
         "step": engine.num_steps,
-        "plan": plan_table(engine.plan) if engine.control.first else "",
+        "plan": plan_table(engine.plan, width=_WIDTH) if engine.control.first else "",
         "mini_batches": mini_batches_of(engine.job.options, engine.control.num_pipelines),
         "parameters": engine.optimizer_parameters,
         "torch": str(torch.__version__),
     }
+
+
+_WIDTH = 80
+"""Characters of a line of the plan in a checkpoint, which terminals of all widths will show."""
 
 
 def _is_url(path: Any) -> bool:

@@ -17,6 +17,7 @@ from lightning_gpp.training.foreign import Foreign
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, materialise, replace_tensors, tensors_of, with_values
 from lightning_gpp.training.shards import is_shard, loadable, outline, state_shard, whole_states, whole_values
+from lightning_gpp.wording import few
 
 
 def whole_state(module: nn.Module, placement: Placement, control: Control) -> dict[str, Any]:
@@ -180,11 +181,29 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
     try:
         module.load_state_dict({key: loadable(state, key, own.get(key)) for key in state}, strict=strict)
     except RuntimeError as error:
-        text, partly = _first_lines(str(error)), strict and "size mismatch" not in str(error)
+        text = _differences(own, state) or _first_lines(str(error))
+        partly = strict and "size mismatch" not in str(error)
         raise CheckpointError(
-            f"The checkpoint does not fit {type(module).__name__} (ckpt_path, strict={strict}). {text} Load a "
-            f"checkpoint of the same model{', or set `strict_loading = False` on the module' if partly else ''}."
+            f"The checkpoint does not fit {type(module).__name__} (ckpt_path). Load a checkpoint of the same model"
+            f"{', or set `strict_loading = False` on the module' if partly else ''}. {text}"
         ) from error
+
+
+def _differences(own: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    """The names that only the module or only the checkpoint has, and those with two shapes; empty if there are none."""
+    shapes = [(name, _shape(own[name]), _shape(state[name])) for name in own if name in state]
+    found = {
+        "It lacks": [name for name in own if name not in state],
+        "It also has": [name for name in state if name not in own],
+        "Shapes differ:": [
+            f"{name} {stored}, in the model {shape}" for name, shape, stored in shapes if shape != stored
+        ],
+    }
+    return " ".join(f"{told} {few(names)}." for told, names in found.items() if names)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
 
 
 _MOST_LINES: Final = 6

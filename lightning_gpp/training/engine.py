@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.errors import ConfigError, GPPError, ShapeError
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.reports.ranks import MeasuredRanks
-from lightning_gpp.stages.step import loss_of
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.checkpoint import (
     load_state,

@@ -37,6 +37,7 @@ from lightning_gpp.training.host import Job
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.parameters import Placement, tensors_of
 from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.wording import named
 
 
 class NetworkCalls:
@@ -154,8 +155,8 @@ class NetworkCalls:
         if session.is_cut and not self._warned and _normalises(module):
             self._warned = True
             job.control.warn(
-                f"Module {path!r} has BatchNorm, which normalises each micro-batch by itself, and updates its running "
-                "statistics once for each. strategy.num_micro_batches=1 gives the numbers of one process."
+                f"BatchNorm in {named(path)} normalises each micro-batch by itself, and updates its running statistics "
+                "once for each. strategy.num_micro_batches=1 gives the numbers of one process."
             )
         return session
 

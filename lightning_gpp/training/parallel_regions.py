@@ -23,6 +23,7 @@ from lightning_gpp.capture.recording import AffineSize, ModuleCall, Ref
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.training.tensor_parallel import TensorParallel
+from lightning_gpp.wording import named
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ def check_regions(regions: Collection[str], module: nn.Module, num_devices: int)
     for path in regions:
         if num_devices > 1 and every <= {id(parameter) for parameter in module.get_submodule(path).parameters()}:
             raise ConfigError(
-                f"configure_model divides values between the layers of {path or 'the module'!r} among processes, so it "
+                f"configure_model divides values between the layers of {named(path)} among processes, so it "
                 f"cannot be cut into stages for {num_devices} devices. Let every block return undivided values "
                 "(output_layouts=Replicate() for its last layer), or use one device: strategy.tensor_parallel_size = "
                 "number of processes."
@@ -122,7 +123,7 @@ def _regions_in(
 
 def _cannot_run(path: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"configure_model divides {path or 'the module'!r} among processes in a way in which it cannot run: "
+        f"configure_model divides {named(path)} among processes in a way in which it cannot run: "
         f"{type(error).__name__}: {error} Between two divided layers, torch needs sizes that are multiples of "
         "strategy.tensor_parallel_size; choose another number, or other sizes."
     )
@@ -135,7 +136,7 @@ def _around(path: str, call: ModuleCall, called: Shapes) -> str:
         if path in called:
             return path
     raise ConfigError(
-        f"configure_model divides the result of {path or 'the module'!r}, which goes to the step. Give the style of "
+        f"configure_model divides the result of {named(path)}, which goes to the step. Give the style of "
         "its last layer in parallelize_module output_layouts=Replicate()."
     )
 

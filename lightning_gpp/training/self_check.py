@@ -24,7 +24,8 @@ from torch.random import fork_rng
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.batch import cut_note, cut_of
-from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError, StepError
+from lightning_gpp.capture.loss import loss_of, trained_loss
+from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.neutral import Neutral
@@ -33,7 +34,7 @@ from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import build
 from lightning_gpp.stages.declared import Declared
-from lightning_gpp.stages.step import Invocation, loss_of
+from lightning_gpp.stages.step import Invocation
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.copies import silent_copy
@@ -206,13 +207,8 @@ def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Pla
     streams = RandomStreams(job.seed)  # what the step draws from Python and NumPy is what it draws in stages
     step.begin(part, _invocation(job, captured, whole), streams.key(DATA_STREAM, job.control.pipeline, 0, 0))
     with torch.enable_grad():
-        loss = loss_of(step.whole(MicroBatch(0, 0, samples, samples)))
+        loss = trained_loss(step.whole(MicroBatch(0, 0, samples, samples)))
     step.end()
-    if not loss.requires_grad:
-        raise StepError(
-            f"{captured.step} returned a loss without a gradient: it was detached (.detach(), .item(), "
-            "torch.no_grad()), or depends on no parameter that is trained. Return the loss as it was computed."
-        )
     loss.backward()
     return Expected(loss.item(), projections(whole), norms(whole), loss.dtype)
 

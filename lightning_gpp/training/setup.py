@@ -34,6 +34,7 @@ from lightning_gpp.planning import devices_per_pipeline
 from lightning_gpp.planning.search import REMARK
 from lightning_gpp.reports import plan_table, terminal_width
 from lightning_gpp.reports.progress import search_progress
+from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.runtime.weights import Counting, Weights, make_policy
@@ -307,7 +308,8 @@ def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachin
             outcome = error
     outcome = job.control.broadcast(outcome)
     if not isinstance(outcome, Plan):
-        raise outcome or GPPError("Rank 0 made no plan.")
+        refused = outcome or GPPError("Rank 0 made no plan.")
+        raise refused.with_traceback(None)  # on all ranks at one point of the program
     return outcome
 
 
@@ -340,10 +342,9 @@ def _announce(job: Job, captured: Captured, plan: Plan) -> None:
     job.host.inform(
         f"The plan{f', {count} pipelines' if count > 1 else ''}:\n{plan_table(plan, width=terminal_width())}"
     )
-    for note in captured.notes:
-        job.host.inform(note)
-    if remark := plan.notes.get(REMARK):
-        job.host.inform(remark)
+    remark = plan.notes.get(REMARK)
+    for note in (*captured.notes, *([remark] if remark else [])):
+        job.host.inform(wrapped(note, terminal_width(), 0))
 
 
 def _connect(job: Job, plan: Plan, purpose: str) -> DistributedTransport:

@@ -13,6 +13,7 @@ from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.training.copies import silent_copy
 from lightning_gpp.training.host import Job
+from lightning_gpp.training.options import Context
 from lightning_gpp.training.parameters import bytes_of
 from lightning_gpp.user_code import line_of
 
@@ -35,10 +36,29 @@ def check_step(job: Job, step: str, batch: Any, refused: GPPError) -> None:
     if job.control.num_processes == 1 or _waits_for_hooks(job.module) or not _may_be_plain(refused):
         return
     error = _failure(job, step, batch) if job.control.first else None
-    told = "" if error is None else f"{type(error).__name__}: {error} ({line_of(error)})"
-    same = error is not None and all(part in str(refused) for part in (type(error).__name__, line_of(error)))
-    if told := job.control.broadcast(told if same else ""):
-        raise StepError(f"{step} fails on one device, too, for the undivided mini-batch: {told}.") from error
+    if told := job.control.broadcast("" if error is None else _same(step, error, refused)):
+        raise StepError(told) from error
+
+
+def check_alone(
+    module: nn.Module, step: str, batch: Any, refused: GPPError, context: Context, device: torch.device
+) -> None:
+    """`check_step` for a process without a job.
+
+    Raises:
+        StepError: the step fails in the same line, with the same error.
+    """
+    error = _failure_of(module, step, batch, context, device) if _may_be_plain(refused) else None
+    if error is not None and (told := _same(step, error, refused)):
+        raise StepError(told) from error
+
+
+def _same(step: str, error: Exception, refused: GPPError) -> str:
+    """The message for an error for which the step was refused; empty if that was another one."""
+    line = line_of(error)
+    if type(error).__name__ not in str(refused) or line not in str(refused):
+        return ""
+    return f"{step} fails on one device, too, for the undivided mini-batch: {type(error).__name__}: {error} ({line})."
 
 
 def _may_be_plain(refused: GPPError) -> bool:
@@ -55,14 +75,18 @@ def _waits_for_hooks(module: nn.Module) -> bool:
 
 
 def _failure(job: Job, step: str, batch: Any) -> Exception | None:
-    """The error of the step on this process; None if there is none, or it cannot run here."""
-    meta = any(parameter.is_meta for parameter in job.module.parameters())
-    if meta or bytes_of(job.module) > free_bytes(job.device):
+    return _failure_of(job.module, step, job.in_device(batch), job.host.context(step), job.device)
+
+
+def _failure_of(module: nn.Module, step: str, batch: Any, context: Context, device: torch.device) -> Exception | None:
+    """The error of the step on a device of this process; None if there is none, or it cannot run here."""
+    meta = any(parameter.is_meta for parameter in module.parameters())
+    if meta or bytes_of(module) > free_bytes(device):
         return None
     try:
-        with undisturbed(), torch.no_grad(), job.host.context(step)():
-            method = getattr(silent_copy(job.module, job.device), step)
-            method(job.in_device(batch), *step_arguments(method, 0))
+        with undisturbed(), torch.no_grad(), context():
+            method = getattr(silent_copy(module, device), step)
+            method(batch, *step_arguments(method, 0))
     except Exception as error:
         return error
     return None

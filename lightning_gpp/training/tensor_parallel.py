@@ -26,6 +26,7 @@ from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
 from lightning_gpp.training.parameters import replace_tensors, tensors_of, with_values
+from lightning_gpp.wording import named
 
 _HOOKS_OF = "torch.distributed.tensor"
 """The package whose hooks on modules are tensor parallelism."""
@@ -265,7 +266,7 @@ def _check_unsharded(module: nn.Module) -> None:
     for path, part in module.named_modules():
         if isinstance(part, FSDPModule):
             raise ConfigError(
-                f"configure_model applies fully_shard to {path or 'the module'!r}, but stages place their parameters "
+                f"configure_model applies fully_shard to {named(path)}, but stages place their parameters "
                 "themselves. Leave it out; replicas shard by strategy.sharding (without tensor parallelism)."
             )
 

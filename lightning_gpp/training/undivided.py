@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture.batch import GUESSED, BatchDims, slice_batch
+from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.draws import Draws, NoShare
 from lightning_gpp.runtime.random import python_streams
 from lightning_gpp.runtime.stage import MicroBatch
-from lightning_gpp.stages.step import Invocation, StepRunner, loss_of
+from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.training.logged_reductions import LoggedReductions, averaged_values
 from lightning_gpp.training.projections import differing, distance, norms, projections
 from lightning_gpp.training.remedies import (

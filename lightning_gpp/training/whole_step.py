@@ -42,6 +42,7 @@ from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.replicas import Layout, Replicas
+from lightning_gpp.wording import sentence
 
 
 def why_whole(refused: GPPError, step: str = TRAINING, *, alone: bool = False) -> str:
@@ -50,7 +51,7 @@ def why_whole(refused: GPPError, step: str = TRAINING, *, alone: bool = False) -
     option = "strategy.step=whole, docs/lightning.md" if trains else "docs/lightning.md"
     cost = " All forwards of a call come before its backwards, so steps take longer." if trains and not alone else ""
     on = ", on all ranks, and each of its network calls is pipelined" if not alone else " on its mini-batch"
-    reason = getattr(refused, "reason", "") or refused
+    reason = sentence(getattr(refused, "reason", "") or refused)
     return f"The {name} runs as a whole{on} ({option}), because it cannot run on micro-batches.{cost} {reason}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lightning_gpp.capture import batch_size_of, slice_batch
 from lightning_gpp.capture.batch import cut_of, known_to_pytree
@@ -117,10 +118,27 @@ def test_the_user_says_what_counts_samples() -> None:
 def test_what_the_user_says_has_to_fit() -> None:
     with pytest.raises(ConfigError, match=r"batch_dims names 'token', which is no part.*mean tokens"):
         batch_size_of(TIME_MAJOR, {"token": 1})
-    with pytest.raises(ConfigError, match="'tokens' has no dimension 2"):
+    with pytest.raises(ConfigError, match=r"dimension 2 of tokens counts .* no tensor there .* tokens \(7, 4\)"):
         batch_size_of(TIME_MAJOR, {"tokens": 2})
     with pytest.raises(ShapeError, match=r"dimension 0 of 'weights' counts samples, but its shape is \(4,\)"):
         slice_batch(TIME_MAJOR, 0, 2, 7, {"tokens": 0, "weights": 0})
+
+
+@pytest.mark.parametrize("batch", [TIME_MAJOR, (torch.zeros(6, 3), torch.zeros(6)), [X], {"a": (X, 3)}])
+@pytest.mark.parametrize("dim", [0, 1, 2, 5, -1, -3])
+def test_something_is_cut_or_the_dimension_is_refused(batch: Any, dim: int) -> None:
+    refused = rf"dimension {dim} of the batch counts samples, but no tensor there has that dimension: .*\(\d"
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    if any(-each.dim() <= dim < each.dim() for each in tensors):
+        assert cut_of(batch, {"": dim})[0]
+        return
+    with pytest.raises(ConfigError, match=refused):
+        batch_size_of(batch, {"": dim})
+
+
+def test_a_tuple_counts_no_samples() -> None:
+    assert batch_size_of((torch.zeros(6, 3), torch.zeros(6)), {"": 0}) == 6
+    assert batch_size_of((torch.zeros(5, 3), torch.zeros(6)), {"1": 0}) == 6
 
 
 def test_lists_that_count_samples() -> None:

@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from lightning_gpp.cli import schema
-from lightning_gpp.cli.app import config_folder
+from lightning_gpp.cli.explain import config_folder
 from lightning_gpp.cli.planning import predict, task_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.simulation import Timeline

@@ -10,8 +10,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 
-from lightning_gpp.cli.app import config_folder, explain
 from lightning_gpp.cli.check import check
+from lightning_gpp.cli.explain import config_folder, explain
 from lightning_gpp.cli.job import build
 from lightning_gpp.cli.strategy_file import strategy_yaml
 from lightning_gpp.errors import ConfigError

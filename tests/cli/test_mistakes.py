@@ -15,7 +15,7 @@ import lightning_gpp
 from lightning_gpp.cli.app import in_order
 from tests.cli.commands import ROOT, command, commands
 
-pytestmark = pytest.mark.timeout(120)  # a dozen commands run in one fixture
+pytestmark = pytest.mark.timeout(240)  # dozens of commands run in one fixture
 
 PROJECT = {
     "mine.py": "class Model: pass\n",
@@ -25,10 +25,34 @@ PROJECT = {
     "deep/__init__.py": "",
     "deep/needy.py": "from sklearn.nowhere import nothing\n",
     "latin.yaml": "name: M\xfcller\n",
+    "mine/cluster/latin.yaml": "name: M\xfcller\n",
+    "mine/cluster/misspelt.yaml": "nodez: []\n",
+    "tab.yaml": "nodes: [a: b\n  c\n",
+    "own.py": """
+import torch
+from gpp_examples.two_tower import *
+class Data(CaptionedDigits):
+    def __init__(self, kind, **given):
+        super().__init__(**given); self.kind = kind
+    def train_dataloader(self):
+        return {"none": None, "numbers": [1, 2], "empty": torch.utils.data.DataLoader([])}[self.kind]
+class Model(TwoTower):
+    def __init__(self, kind, **given):
+        super().__init__(**given); self.kind = kind
+    def training_step(self, batch, batch_idx):
+        if self.kind == "broken": raise RuntimeError("my step is broken")
+        loss = super().training_step(batch, batch_idx)
+        return {
+            "vector": loss.expand(len(batch[0])), "float": 0.5, "unnamed": {"lss": loss}, "detached": loss.detach(),
+        }[self.kind]
+    def validation_step(self, batch, batch_idx):
+        return batch["nothing"]
+""",
     "empty.yaml": "",
 }
 
 TWO_TOWER = "experiment=two_tower"
+OWN = (TWO_TOWER, "model._target_=own.Model")
 
 MISTAKES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "no experiment": ("train", ("experiment=two_towers",), r"(?s)Could not find 'experiment/two_towers'.*two_tower"),
@@ -41,7 +65,7 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "key": (
         "plan",
         (TWO_TOWER, "strategy.num_microbatches=4"),
-        r"(?s)Did you mean num_micro_batches",
+        r"There is no key 'strategy\.num_microbatches'\. Did you mean strategy\.num_micro_batches",
     ),
     "argument that the file leaves out": (
         "plan",
@@ -100,7 +124,7 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "empty plan": (
         "plan",
         (TWO_TOWER, "strategy.plan=empty.yaml"),
-        r"\(strategy\.plan\): the content is None; it",
+        r"\(strategy\.plan\): the file is empty\.",
     ),
     "encoded plan": ("plan", (TWO_TOWER, "strategy.plan=latin.yaml"), r"\(strategy\.plan\): is not text"),
     "no cluster": (
@@ -114,6 +138,101 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...], str]] = {
         r"cluster=latin\.yaml: is not text",
     ),
     "graph": ("plan", ("graph=deep", "cluster=summit", "batch_size=8"), "graph=deep: cannot be read: Is a directory"),
+    "loader that is none": (
+        "plan",
+        (TWO_TOWER, "data._target_=own.Data", "+data.kind=none"),
+        r"Data\.train_dataloader returned None\. Let it return",
+    ),
+    "loader of numbers": (
+        "plan",
+        (TWO_TOWER, "data._target_=own.Data", "+data.kind=numbers"),
+        r"Data\.train_dataloader returned \[1, 2\]\. Let",
+    ),
+    "loss of every sample": (
+        "plan",
+        (*OWN, "+model.kind=vector"),
+        r"a tensor of shape \(4,\) for 4 samples\.",
+    ),
+    "loss as a number": ("plan", (*OWN, "+model.kind=float"), r"must return the loss .* it returned a float\."),
+    "loss under another name": ("plan", (*OWN, "+model.kind=unnamed"), r"returned a dict with the keys \['lss'\]"),
+    "detached loss": ("plan", (*OWN, "+model.kind=detached"), r"returned a loss without a gradient: it was detached"),
+    "broken step": (
+        "plan",
+        (*OWN, "+model.kind=broken"),
+        r"training_step fails on one device, too, .* RuntimeError: my step is broken \(.*own\.py:\d+\)\.$",
+    ),
+    "broken validation": (
+        "plan",
+        (*OWN, "+model.kind=broken", "step=validation_step"),
+        r"validation_step fails on one device, too.*own\.py:\d+\)\.$",
+    ),
+    "dimension": (
+        "plan",
+        (TWO_TOWER, "strategy.batch_dims=5"),
+        r"dimension 5 of the batch counts samples, but no tensor there has that dimension: item 0 \(",
+    ),
+    "dimension of an item": (
+        "plan",
+        (TWO_TOWER, "strategy.batch_dims={0: 0, 1: 7}"),
+        r"dimension 7 of item 1 counts .*: item 1 \(64, 20\)",
+    ),
+    "no item": ("plan", (TWO_TOWER, "strategy.batch_dims={9: 0}"), r"batch_dims names '9', which is no part .* 0, 1"),
+    "no node": (
+        "plan",
+        (TWO_TOWER, "trainer.num_nodes=0"),
+        r"trainer\.num_nodes=0 must be a whole number of",
+    ),
+    "half a node": (
+        "plan",
+        (TWO_TOWER, "trainer.num_nodes=1.5"),
+        r"num_nodes=1\.5 must be a whole number of 1",
+    ),
+    "no device": ("plan", (TWO_TOWER, "trainer.devices=0"), r"trainer\.devices=0 must be a whole number of 1 or more"),
+    "encoded group": (
+        "plan",
+        (TWO_TOWER, "cluster=latin", "--config-dir", "mine"),
+        r"cluster/latin\.yaml is not text",
+    ),
+    "misspelt key": (
+        "plan",
+        (TWO_TOWER, "cluster=misspelt", "--config-dir", "mine"),
+        r"`nodes` .* is only nodez\.",
+    ),
+    "broken cluster": (
+        "plan",
+        (TWO_TOWER, "strategy.cluster=tab.yaml"),
+        r"cluster=tab\.yaml: is not YAML .* in line 1",
+    ),
+    "empty cluster": ("plan", (TWO_TOWER, "strategy.cluster=empty.yaml"), r"cluster=empty\.yaml: the file is empty\."),
+    "two clusters": (
+        "plan",
+        (TWO_TOWER, "cluster=t4_box", "strategy.cluster=dgx_h100"),
+        r"strategy\.cluster=dgx_h100 names the devices that cluster=\.\.\. names, too\. Give one",
+    ),
+    "group": (
+        "plan",
+        ("experimnt=two_tower",),
+        r"There is no group 'experimnt'\. Did you mean experiment\? There",
+    ),
+    "key without its group": (
+        "plan",
+        (TWO_TOWER, "max_epochs=3"),
+        r"no key 'max_epochs'\. Did you mean trainer\.max_",
+    ),
+    "initials": ("plan", (TWO_TOWER, "model.lr=1"), r"no key 'model\.lr'\. Did you mean model\.learning_rate\?"),
+    "command": ("plan", ("compair", TWO_TOWER), r"'compair' is not KEY=VALUE.* Did you mean compare\?"),
+    "schedule": ("plan", (TWO_TOWER, "schedule=gpipe"), r"no key 'schedule'\. Did you mean strategy\.schedule"),
+    "file of types": ("plan", (TWO_TOWER, "strategy=foo"), r"Could not find 'strategy/foo'(?!.*gpp_schema)"),
+    "loader in training": (
+        "train",
+        (TWO_TOWER, "data._target_=own.Data", "+data.kind=none", "trainer.devices=1"),
+        r"Data\.train_dataloader returned None\. Let it return",
+    ),
+    "no training data": (
+        "train",
+        (TWO_TOWER, "data._target_=own.Data", "+data.kind=empty", "trainer.devices=1"),
+        r"Data\.train_dataloader has no mini-batch: its dataset",
+    ),
     "option": (
         "plan",
         (TWO_TOWER, "strategy.num_pipelines=0"),
@@ -126,7 +245,7 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...], str]] = {
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("project")
     for name, text in PROJECT.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(text, encoding="latin-1")
     return folder
 
@@ -135,7 +254,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(project: Path, request: pytest.FixtureRequest) -> dict[str, tuple[int, str]]:
     """The return code and the errors of every case of a command."""
     cases = {case: arguments for case, (name, arguments, _) in MISTAKES.items() if name == request.param}
-    ran = commands([(request.param, *arguments) for arguments in cases.values()], cwd=project, timeout=110)
+    ran = commands([(request.param, *arguments) for arguments in cases.values()], cwd=project, timeout=220)
     return {case: (code, error) for case, (code, _, error) in zip(cases, ran, strict=True)}
 
 

@@ -68,7 +68,8 @@ def test_seconds_of_a_message() -> None:
 
 @pytest.mark.parametrize(("latency", "bandwidth"), [(-1, 1), (0, 0), (nan, 1), (0, nan), (0, -inf)])
 def test_figures_of_a_link_are_checked(latency: float, bandwidth: float) -> None:
-    with pytest.raises(ConfigError, match="latency=.* must not be below 0, bytes_per_second=.* must be above 0"):
+    wrong = "latency=.* must not be below 0" if not latency >= 0 else "bytes_per_second=.* must be above 0"
+    with pytest.raises(ConfigError, match=rf"^Link: {wrong}\.$"):
         Link(latency=latency, bytes_per_second=bandwidth)
 
 

@@ -45,7 +45,7 @@ def test_numbers_without_a_point_and_missing_defaults(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "empty": ("", "\n", r"the content is None; it must be a mapping\. Write plans with `gpp-plan"),
+    "empty": ("", "\n", r"the file is empty\. Write plans with `gpp-plan"),
     "a list": ("", "[1, 2]", r"the content is \[1, 2\]; it must be a mapping"),
     "no YAML": ("", "{a: [", r"is not YAML that can be read: .* line 2"),
     "deep": ("", "[" * 100_000, r"nested more than 64 levels deep"),

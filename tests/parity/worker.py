@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture import Capture, batch_size_of, capture_step, slice_batch
+from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, RandomStreams, pairs_of
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.stages import build
-from lightning_gpp.stages.step import loss_of
 from tests.parity.layouts import Layout, plan_of
 from tests.parity.models import Subject, subject
 

@@ -146,6 +146,14 @@ def test_a_simulation_that_is_far_off_is_told(prediction: Prediction) -> None:
     assert "takes 0.5 times the simulated one. strategy.costs=measured" in remarks(prediction, far)[-1]
 
 
+def test_throughputs_that_are_far_apart_are_explained(prediction: Prediction) -> None:
+    simulated = prediction.samples_per_second
+    assert remarks(prediction, None, 1.1 * simulated) == remarks(prediction)
+    assert re.search(
+        r"samples/s, and .* are simulated: .*strategy.costs=measured", remarks(prediction, None, simulated / 5)[-1]
+    )
+
+
 @pytest.mark.parametrize(("low", "high"), [(0.31, 2.4), (-3, 5), (0.0, 0.0), (7, 7), (99.2, 99.7)])
 def test_round_figures_enclose_the_values(low: float, high: float) -> None:
     figures = round_figures(low, high)

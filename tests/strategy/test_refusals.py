@@ -202,7 +202,7 @@ CASES: dict[str, Case] = {
     "repeated closure": (Sharpness, {}, {}, "called its closure more than once"),
     "foreign parameter": (Foreign, {}, {}, r"a parameter of shape \(2,\) that is not one of the module's"),
     "no rule of prediction": (Unpredictable, {"weights": "predicted"}, {}, "cannot predict Adagrad .*weights=stash"),
-    "no loss": (Skipping, {"step": "micro_batches"}, {}, "must return the loss.*NoneType"),
+    "no loss": (Skipping, {"step": "micro_batches"}, {}, "returned None instead of a loss.*step=whole"),
     "no loss in the dict": (Misspelt, {}, {}, r"it returned a dict with the keys \['Loss'\]"),
     "logging a tensor": (Scalarless, {}, {}, r"self.log\('logits', ...\) was given a tensor of shape \(\d, 3\)"),
     "uneven pipelines": (TwoTowers, {"num_pipelines": 2}, {}, "num_pipelines=2 does not divide the 1 devices"),

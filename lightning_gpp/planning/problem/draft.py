@@ -19,6 +19,7 @@ from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.recomputation import Recompute
 from lightning_gpp.planning.problem.units import Value
 from lightning_gpp.schedules.work import warm_up_peak
+from lightning_gpp.wording import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,8 @@ class Draft:
         sizes = sorted({stage.micro_batch_size for stage in self.stages})
         notes = ", a chain" * self.chained
         notes += f", {self.sharding}" if self.sharding not in (None, "none") else ""
-        return f"{len(stages)} stages ({', '.join(stages)}), b={'/'.join(map(str, sizes))}, {self.schedule}{notes}"
+        number = counted(len(stages), "stage")
+        return f"{number} ({', '.join(stages)}), b={'/'.join(map(str, sizes))}, {self.schedule}{notes}"
 
 
 def _again(recompute: Recompute | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from statistics import median
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
@@ -26,8 +27,9 @@ from lightning_gpp.reports.remarks import remarks
 from lightning_gpp.reports.schedule import device_figures
 from lightning_gpp.reports.search import LEGEND
 from lightning_gpp.reports.table import micro_batches
-from lightning_gpp.reports.units import count, counted, distance, duration, percent, size
+from lightning_gpp.reports.units import count, distance, duration, percent, size
 from lightning_gpp.simulation import Timeline
+from lightning_gpp.wording import counted
 
 FOLDER = "lightning_gpp.reports.page"
 LATEST = 100
@@ -75,7 +77,7 @@ def report_html(
         style=svg.STYLE,
         definitions=svg.DEFINITIONS,
         tiles=_tiles(prediction, run),
-        remarks=remarks(prediction, comparison),
+        remarks=remarks(prediction, comparison, _throughput(run)),
         notes=notes,
         graph=graph_picture(prediction.plan),
         data=_embedded(chart_data(prediction, measured[-1] if measured else None)),
@@ -143,10 +145,14 @@ def _tiles(prediction: Prediction, run: RunRecord | None) -> list[tuple[str, str
         (str(len(plan.stages)), "stages", f"{plan.depth} deep, {counted(plan.num_devices, 'device')}{pipelines}"),
         (str(plan.batch_size), "samples", f"in {micro_batches(plan, plan.batch_size)}, {plan.schedule}"),
     ]
-    if run is not None and run.samples_per_second:
-        values = sorted(value for _, value in run.samples_per_second)
-        tiles.insert(2, (f"{values[len(values) // 2]:.4g}", "samples/s", "measured, median"))
+    if (measured := _throughput(run)) is not None:
+        tiles.insert(2, (f"{measured:.4g}", "samples/s", "measured, median"))
     return tiles
+
+
+def _throughput(run: RunRecord | None) -> float | None:
+    """The median of the measured samples per second; None if there are none."""
+    return median(value for _, value in run.samples_per_second) if run is not None and run.samples_per_second else None
 
 
 def _stage_row(prediction: Prediction, index: int) -> dict[str, Any]:
