@@ -61,7 +61,8 @@ class Figures:
 
     Args:
         flops: FLOPs of a forward.
-        activation_bytes: bytes kept from the forward to the backward.
+        activation_bytes: bytes kept on the device from the forward to the backward.
+        offloaded_bytes: bytes kept in host memory in between, if the stage offloads.
         working_bytes: additional bytes while the stage, or a block of it, is recomputed.
         pending_bytes: the part of these that is kept until the weight gradients, if they are computed separately.
         forward_seconds: seconds of the forward.
@@ -73,6 +74,7 @@ class Figures:
 
     flops: Affine = Affine()
     activation_bytes: Affine = Affine()
+    offloaded_bytes: Affine = Affine()
     working_bytes: Affine = Affine()
     pending_bytes: Affine = Affine()
     forward_seconds: Affine = Affine()
@@ -96,6 +98,7 @@ class Stage:
         recompute: what the stage computes again for the backward instead of keeping it. True: everything but the inputs
             of a micro-batch, in an action of its own before the backward; not for the stage that lists STEP. Paths of
             modules: each of these blocks keeps only its inputs, and runs again when the backward reaches it.
+        offload: what the stage's forwards keep for the backwards, but for its inputs, lies in host memory in between.
         slack: micro-batches that the stage holds in flight beyond those that the rule of `1f1b` needs, so that late
             messages do not delay it; its predecessors hold as many more. Other schedules ignore it.
         tokens: interval `[start, stop)` of the sequence if the stage is a slice (`lightning_gpp.slices`); None: all.
@@ -108,6 +111,7 @@ class Stage:
     micro_batch_size: int
     round_robin: bool = False
     recompute: bool | tuple[str, ...] = False
+    offload: bool = False
     slack: int = 0
     tokens: tuple[int, int] | None = None
     figures: Figures = Figures()
@@ -335,6 +339,22 @@ def _check_flags(stage: Stage) -> None:
     if not isinstance(stage.round_robin, bool):
         raise PlanError(f"Stage {stage.name!r}: round_robin is {stage.round_robin!r}; it must be true or false.")
     _check_recompute(stage)
+    _check_offload(stage)
+
+
+def _check_offload(stage: Stage) -> None:
+    if not isinstance(stage.offload, bool):
+        raise PlanError(f"Stage {stage.name!r}: offload is {stage.offload!r}; it must be true or false.")
+    if stage.offload and stage.reruns:
+        raise PlanError(
+            f"Stage {stage.name!r} has offload=true and recompute=true: it would keep only its inputs, which are not "
+            "offloaded. Leave one of them out, or list modules to recompute."
+        )
+    if stage.offload and stage.tokens is not None:
+        raise PlanError(
+            f"Stage {stage.name!r} has offload=true, but is a slice, which hands on tensors that stay on the device. "
+            "Leave out offload, or strategy.slices."
+        )
 
 
 def _check_recompute(stage: Stage) -> None:

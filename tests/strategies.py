@@ -50,6 +50,11 @@ def rerunning(plan: Plan, wanted: bool = True) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
+def offloading(plan: Plan, wanted: bool = True) -> Plan:
+    """The plan with all stages offloaded, or none."""
+    return replace(plan, stages=tuple(replace(stage, offload=wanted) for stage in plan.stages))
+
+
 def chain(sizes: Sequence[int], batch_size: int, schedule: str = "1f1b") -> Plan:
     return plan_of([(i, i + 1) for i in range(len(sizes) - 1)], sizes, batch_size, schedule=schedule)
 

@@ -27,7 +27,7 @@ from benchmarks.schedules.outcomes import Outcome, report
 from benchmarks.schedules.random_plans import Case, case_of
 from lightning_gpp.errors import ConfigError, PlanError, ScheduleError, VerificationError
 from lightning_gpp.schedules import Action, Instruction, Kind, Program, compile_program, in_flight
-from lightning_gpp.schedules.actions import COLLECTIVES
+from lightning_gpp.schedules.actions import COLLECTIVES, COPIES
 from lightning_gpp.schedules.lowering import samples_of
 from lightning_gpp.schedules.verifier import replay
 from lightning_gpp.simulation import StageCosts, Timeline, simulate
@@ -104,7 +104,7 @@ def critical_path(program: Program, costs: StageCosts) -> float:
 
     def visit(device: int, instruction: Instruction) -> None:
         action = instruction.action
-        if action is not None and action.kind not in COLLECTIVES:
+        if action is not None and action.kind not in (*COLLECTIVES, *COPIES):
             before = [ends.get((device, action._replace(kind=kind)), 0.0) for kind in _OWN.get(action.kind, ())]
             ready = max([0.0, *before, *_arrivals(program, costs, device, action, ends)])
             ends[device, action] = ready + _seconds(program, costs, device, instruction)
@@ -133,7 +133,7 @@ def _arrivals(
 
 def _seconds(program: Program, costs: StageCosts, device: int, instruction: Instruction) -> float:
     action = instruction.action
-    if action is None or action.kind in COLLECTIVES:
+    if action is None or action.kind in (*COLLECTIVES, *COPIES):
         return 0.0
     samples = samples_of(program.plan, action.stage, device, program.batch_size)
     return costs.seconds(action, device, samples[action.micro_batch])

@@ -56,7 +56,8 @@ class Case:
         plan = self.plan
         stages = "\n".join(
             f"  {i}: {' '.join(stage.modules)}{stage.tokens or ''} on {stage.devices}, size {stage.micro_batch_size}"
-            f"{', in turn' * stage.round_robin}{', recomputed' * stage.recompute}, {stage.figures}"
+            f"{', in turn' * stage.round_robin}{', recomputed' * stage.recompute}"
+            f"{', offloaded' * stage.offload}, {stage.figures}"
             for i, stage in enumerate(plan.stages)
         )
         edges = "\n".join(f"  {edge}" for edge in plan.edges)
@@ -76,6 +77,8 @@ def case_of(number: int, limits: Limits | None = None) -> Case:
     other_draw = random.Random(f"slices of {number}")
     if other_draw.random() < limits.sliced:
         plan = in_slices(other_draw, plan)
+    else:
+        plan = _offloading(random.Random(f"offload of {number}"), plan)
     other = draw.random() < 0.2
     return Case(
         number=number,
@@ -211,6 +214,15 @@ def _with_extras(draw: random.Random, plan: Plan, limits: Limits) -> Plan:
     plan = replace(plan, stages=stages, edges=tuple(_edges(draw, plan, timed, cut)))
     plan = replace(plan, sharding=draw.choice(SHARDINGS), memory_bytes=_memory(draw, plan))
     return plan.chained() if draw.random() < 0.1 else plan
+
+
+def _offloading(draw: random.Random, plan: Plan) -> Plan:
+    """The plan with some of the stages offloaded that are not recomputed."""
+    share = draw.choice((0.0, 0.0, 0.5, 1.0))
+    chosen = [not stage.reruns and draw.random() < share for stage in plan.stages]
+    return replace(
+        plan, stages=tuple(replace(stage, offload=moved) for stage, moved in zip(plan.stages, chosen, strict=True))
+    )
 
 
 def _figures(draw: random.Random) -> Figures:

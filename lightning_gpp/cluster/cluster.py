@@ -32,8 +32,9 @@ class Device:
         peak_flops: FLOP/s by the name of the data type ("float32", "bfloat16", ...); at least one.
         peak_bytes_per_second: bandwidth of its memory.
         flops_efficiency: fraction of `peak_flops` that large matrix products reach, above 0 and at most 1.
-        bytes_efficiency: fraction of `peak_bytes_per_second` that large copies reach, above 0 and at most 1.
+        bytes_efficiency: fraction of both peaks of bytes per second that large copies reach, above 0 and at most 1.
         seconds_per_operator: cost of calling an operator, however small its tensors.
+        peak_host_bytes_per_second: bandwidth of its link to its host, in one direction; 0 if unknown.
         source: where the peaks come from.
 
     Raises:
@@ -47,6 +48,7 @@ class Device:
     flops_efficiency: float = 0.5
     bytes_efficiency: float = 0.7
     seconds_per_operator: float = 6e-6
+    peak_host_bytes_per_second: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -59,7 +61,8 @@ class Device:
         self._require(self.peak_bytes_per_second > 0, "peak_bytes_per_second", self.peak_bytes_per_second, "above 0")
         for name in ("flops_efficiency", "bytes_efficiency"):
             self._require(0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0 and at most 1")
-        self._require(self.seconds_per_operator >= 0, "seconds_per_operator", self.seconds_per_operator, "0 or above")
+        for name in ("seconds_per_operator", "peak_host_bytes_per_second"):
+            self._require(getattr(self, name) >= 0, name, getattr(self, name), "0 or above")
 
     def _require(self, holds: bool, name: str, value: float, must: str) -> None:
         if not holds:
@@ -74,6 +77,12 @@ class Device:
     def bytes_per_second(self) -> float:
         """Sustained bandwidth of the memory, reading and writing together."""
         return self.peak_bytes_per_second * self.bytes_efficiency
+
+    @property
+    def host_bytes_per_second(self) -> float:
+        """Sustained bandwidth of copies between the device and pinned memory of its host, in one direction; 0 if
+        unknown."""
+        return self.peak_host_bytes_per_second * self.bytes_efficiency
 
 
 SHARED: Final = ("pair", "device", "node")

@@ -5,8 +5,8 @@ without tensor cores, as PyTorch multiplies by default; where TF32 is allowed, "
 tensor cores. Data types without hardware support are left out. Memory is the nominal decimal size, a few per cent
 below what the driver reports, which leaves some for the CUDA context and fragmentation.
 
-Assumptions, not published figures: the efficiencies (half of the arithmetic, 70 % of the memory bandwidth) and 6
-microseconds to call an operator, which are the defaults of `Device`; and the latencies below. Measurements
+Assumptions, not published figures: the efficiencies (half of the arithmetic, 70 % of the bandwidths to memory and host)
+and 6 microseconds to call an operator, which are the defaults of `Device`; and the latencies below. Measurements
 (`lightning_gpp.measure.calibrate`) replace the efficiencies and the call.
 """
 
@@ -24,6 +24,11 @@ _A100_PEAKS: Final = {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "fl
 # the data sheet gives 1,979 and 989 TFLOP/s with sparsity, which is twice the dense figure
 _HOPPER_PEAKS: Final = {"bfloat16": 989.5e12, "float16": 989.5e12, "tf32": 494.5e12, "float32": 67e12, "float64": 34e12}
 
+# PCIe x16 to the host, one direction: 8, 16 and 32 GT/s on 16 lanes, 128 of 130 bits payload (PCI Express Base
+# Specifications 3.0, 4.0 and 5.0); the data sheets name the generation. The V100 of Summit have NVLink to their hosts,
+# which is faster. GPUs behind one switch share its bandwidth, which a `Device` does not say.
+_PCIE_3, _PCIE_4, _PCIE_5 = 15.75e9, 31.5e9, 63e9
+
 _V100_SHEET: Final = "NVIDIA V100 Tensor Core GPU datasheet (January 2020), SXM2"
 _A100_SHEET: Final = "NVIDIA A100 Tensor Core GPU datasheet"
 
@@ -33,6 +38,7 @@ _DEVICES: Final = (
         memory_bytes=16e9,
         peak_flops=_V100_PEAKS,
         peak_bytes_per_second=900e9,
+        peak_host_bytes_per_second=_PCIE_3,
         source=_V100_SHEET,
     ),
     Device(
@@ -40,6 +46,7 @@ _DEVICES: Final = (
         memory_bytes=32e9,
         peak_flops=_V100_PEAKS,
         peak_bytes_per_second=900e9,
+        peak_host_bytes_per_second=_PCIE_3,
         source=_V100_SHEET,
     ),
     Device(
@@ -47,6 +54,7 @@ _DEVICES: Final = (
         memory_bytes=40e9,
         peak_flops=_A100_PEAKS,
         peak_bytes_per_second=1555e9,
+        peak_host_bytes_per_second=_PCIE_4,
         source=f"{_A100_SHEET}, 40GB SXM",
     ),
     Device(
@@ -54,6 +62,7 @@ _DEVICES: Final = (
         memory_bytes=80e9,
         peak_flops=_A100_PEAKS,
         peak_bytes_per_second=2039e9,
+        peak_host_bytes_per_second=_PCIE_4,
         source=f"{_A100_SHEET}, 80GB SXM",
     ),
     Device(
@@ -61,6 +70,7 @@ _DEVICES: Final = (
         memory_bytes=80e9,
         peak_flops=_A100_PEAKS,
         peak_bytes_per_second=1935e9,
+        peak_host_bytes_per_second=_PCIE_4,
         source=f"{_A100_SHEET}, 80GB PCIe",
     ),
     Device(
@@ -68,6 +78,7 @@ _DEVICES: Final = (
         memory_bytes=80e9,
         peak_flops=_HOPPER_PEAKS,
         peak_bytes_per_second=3.35e12,
+        peak_host_bytes_per_second=_PCIE_5,
         source="NVIDIA H100 Tensor Core GPU datasheet, SXM",
     ),
     Device(
@@ -75,6 +86,7 @@ _DEVICES: Final = (
         memory_bytes=141e9,
         peak_flops=_HOPPER_PEAKS,
         peak_bytes_per_second=4.8e12,
+        peak_host_bytes_per_second=_PCIE_5,
         source="NVIDIA H200 Tensor Core GPU datasheet, SXM",
     ),
     Device(
@@ -83,6 +95,7 @@ _DEVICES: Final = (
         # float64 at 1/32 of float32: Turing architecture whitepaper
         peak_flops={"float16": 65e12, "float32": 8.1e12, "float64": 8.1e12 / 32},
         peak_bytes_per_second=300e9,
+        peak_host_bytes_per_second=_PCIE_3,
         source="NVIDIA T4 Tensor Core GPU datasheet",
     ),
     Device(
@@ -97,6 +110,7 @@ _DEVICES: Final = (
             "float64": 30.3e12 / 64,
         },
         peak_bytes_per_second=300e9,
+        peak_host_bytes_per_second=_PCIE_4,
         source="NVIDIA L4 Tensor Core GPU datasheet",
     ),
     Device(

@@ -71,7 +71,8 @@ def described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
         f"{_gb(lacks[worst])} too much. {_gb(static)} are weights, gradients and the state of the optimizer "
         f"({problem.footprint.optimizer}), {older}{_gb(peak - static - copied)} activations of "
         f"{_batches(evaluation.in_flight[worst])} of {stage.share} samples in flight"
-        f"{' (recomputed)' if evaluation.recompute[worst] else ''}."
+        f"{' (recomputed)' if evaluation.recompute[worst] else ''}"
+        f"{' (offloaded)' if evaluation.offload[worst] else ''}."
     )
 
 

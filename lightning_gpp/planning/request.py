@@ -103,6 +103,8 @@ class Request(SearchOptions):
         footprint: what a device keeps per byte of parameters; without training, only forwards are planned.
         recompute: whether stages recompute their activations, or names of the stages that do; None leaves it to the
             partitioner.
+        offload: whether stages keep activations in host memory, or names of the stages that do; "auto": those that
+            would not fit otherwise, where this takes less time than recomputation. None: none.
         slicing: how micro-batches are cut along the sequence; None for unsliced stages.
         num_pieces: modules are divided until none costs more than 1 / `num_pieces` of the model.
         chained: run the stages one after the other, even if they do not need each other.
@@ -123,6 +125,7 @@ class Request(SearchOptions):
     costs: CostModel | None = None
     footprint: Footprint = field(default_factory=Footprint)
     recompute: bool | tuple[str, ...] | None = None
+    offload: bool | tuple[str, ...] | str | None = None
     slicing: Slicing | None = None
     num_pieces: float = inf
     chained: bool = False
@@ -178,6 +181,7 @@ class Request(SearchOptions):
             schedules=self.schedules,
             footprint=self.footprint,
             recompute=self.recompute if self.recompute is None or isinstance(self.recompute, bool) else False,
+            offload=None if self.offload == "auto" else self.offload is True,
             sharding=self.sharding,
             num_pipelines=self.num_copies,
             max_replicas=inf if self.max_replicas is None else self.max_replicas,

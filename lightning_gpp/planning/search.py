@@ -180,6 +180,7 @@ class PlanSearch:
             with_batch_size(plan, plan.batch_size // problem.num_slices),
             self.graph,
             recompute=request.recompute,
+            offload=None if request.offload == "auto" else request.offload,
             sharding=request.sharding,
             chained=request.chained,
             slicing=request.slicing,
@@ -256,14 +257,14 @@ class PlanSearch:
 
 
 def refitted(problem: Problem, answer: Answer) -> Answer:
-    """The answer with as little recomputation as its draft needs, if the partitioner chose more.
+    """The answer with the cheapest measures that its draft needs, if the partitioner chose others.
 
-    Partitioners of the literature choose it for whole stages, or for all.
+    Partitioners of the literature recompute whole stages, or all.
     """
     if answer.draft is None or problem.recompute is not None:
         return answer
     evaluate = Evaluator(problem)
-    stages = tuple(replace(stage, recompute=None) for stage in answer.draft.stages)
+    stages = tuple(replace(stage, recompute=None, offload=False) for stage in answer.draft.stages)
     draft = evaluate.fitted(replace(answer.draft, stages=stages))
     return replace(answer, draft=draft) if evaluate(draft).rank <= evaluate(answer.draft).rank else answer
 

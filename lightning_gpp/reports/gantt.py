@@ -1,7 +1,8 @@
 """A timeline as an SVG picture: one row per device, one colour per stage, an axis of time below.
 
 Forwards are light, backwards and input gradients in full colour, weight gradients in full colour and hatched,
-recomputations light and hatched. Collectives are in a strip below their devices.
+recomputations light and hatched. Collectives are in a strip below their devices, with copies to the host in its upper
+half and those back in its lower one.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_gpp.reports import svg
-from lightning_gpp.reports.lanes import MEANINGS, PLAIN, CollectiveSpan, collectives, computes, kinds_of
+from lightning_gpp.reports.lanes import BESIDE, MEANINGS, PLAIN, StripSpan, computes, kinds_of, lanes
 from lightning_gpp.reports.palette import HATCHED, NEUTRAL, action_color, stage_color, tint
 from lightning_gpp.reports.timeline import summary
 from lightning_gpp.reports.units import duration, ticks
 from lightning_gpp.schedules import Kind
-from lightning_gpp.schedules.actions import COLLECTIVES
+from lightning_gpp.schedules.actions import COPIES
 from lightning_gpp.simulation import Span, Timeline
 
 ROW, GAP, LEFT, MARGIN = 26, 6, 80, 16
 
 STRIP = 8
-"""Height of the strip of collectives below each device, if there are any."""
+"""Height of the strip of collectives and host copies below each device, if there are any."""
 
 TICK = 90
 """Least distance of two ticks of the axis."""
@@ -61,9 +62,9 @@ class DeviceRows:
 
     def __init__(self, timeline: Timeline, axis: Axis, bar: float = ROW, gap: float = GAP) -> None:
         self.timeline, self.axis, self.kinds, self.bar = timeline, axis, kinds_of(timeline), bar
-        self.row = bar + gap + (STRIP if any(kind in COLLECTIVES for kind in self.kinds) else 0)
+        self.row = bar + gap + (STRIP if any(kind in BESIDE for kind in self.kinds) else 0)
         seen = {span.action.kind for spans in timeline.devices for span in spans if self._pixels(span) >= MARK}
-        self.shown = [kind for kind in self.kinds if kind in seen or kind in COLLECTIVES]
+        self.shown = [kind for kind in self.kinds if kind in seen or kind in BESIDE]
         self.lettered = not set(self.kinds) <= set(PLAIN)
 
     @property
@@ -84,8 +85,8 @@ class DeviceRows:
         for span in self.timeline.devices[device]:
             if computes(span.action):
                 yield from self._box(span, top)
-        for entry in collectives(self.timeline, device):
-            yield self._mark(entry, top + self.bar)
+        for lane in lanes(self.timeline, device):
+            yield from (self._mark(entry, top + self.bar) for entry in lane)
 
     def _box(self, span: Span, top: float) -> Iterator[str]:
         action, x, width = span.action, self._x(span.start), self._pixels(span)
@@ -97,10 +98,12 @@ class DeviceRows:
         if width >= NARROWEST_LABEL:
             yield svg.text(x + width / 2, self._baseline(top), f"{letter}{action.micro_batch}", "middle", "on")
 
-    def _mark(self, entry: CollectiveSpan, top: float) -> str:
+    def _mark(self, entry: StripSpan, top: float) -> str:
         title = f"{MEANINGS[entry.kind]}, {self._title(entry.stage, entry.start, entry.stop)}"
         width = max(MARK, self._x(entry.stop) - self._x(entry.start))
-        return svg.rectangle(self._x(entry.start), top, width, STRIP, action_color(entry.stage, entry.kind), title)
+        height = STRIP / 2 if entry.kind in COPIES else STRIP
+        top = top + height if entry.kind is Kind.LOAD else top
+        return svg.rectangle(self._x(entry.start), top, width, height, action_color(entry.stage, entry.kind), title)
 
     def _baseline(self, top: float) -> float:
         return top + self.bar / 2 + 4

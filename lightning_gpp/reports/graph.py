@@ -12,7 +12,7 @@ from lightning_gpp.plan import SOURCE, Edge, Plan, Stage
 from lightning_gpp.reports import svg
 from lightning_gpp.reports.layers import GridPlace, Layers, layers
 from lightning_gpp.reports.palette import stage_color, tint
-from lightning_gpp.reports.table import recomputed
+from lightning_gpp.reports.table import measures
 from lightning_gpp.reports.terminal import together, wrapped
 from lightning_gpp.reports.units import count, size
 
@@ -62,7 +62,7 @@ def _load(plan: Plan, edge: Edge) -> str:
 def graph_svg(plan: Plan) -> str:
     """The stage graph from left to right, in the colours of the stages; no edge crosses a box.
 
-    A box shows name, devices, replicas, recomputation, parameters and FLOPs, an edge its bytes per micro-batch.
+    A box shows name, devices, replicas, what it recomputes, parameters and FLOPs, an edge its bytes per micro-batch.
     """
     return svg.document(*_detailed(plan), label=graph_text(plan))
 
@@ -193,9 +193,9 @@ def _ports(plan: Plan, placed: Layers) -> dict[tuple[GridPlace, int, int], float
 
 
 def where(stage: Stage) -> str:
-    """Devices as ranges, the number of replicas if there are several, and whether the stage is recomputed."""
+    """Devices as ranges, the number of replicas if there are several, and whether the stage recomputes or offloads."""
     shared = f", {len(stage.devices)} replicas" if len(stage.devices) > 1 else ""
-    return f"device {_ranges(stage.devices)}{shared}{f', {recomputed(stage)}' if stage.recompute else ''}"
+    return f"device {_ranges(stage.devices)}{shared}{f', {text}' if (text := measures(stage)) else ''}"
 
 
 def _ranges(devices: Sequence[int]) -> str:

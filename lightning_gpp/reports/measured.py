@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from lightning_gpp.errors import ScheduleError
+from lightning_gpp.reports.lanes import computes
 from lightning_gpp.reports.table import markdown
 from lightning_gpp.reports.units import duration, percent
 from lightning_gpp.schedules import Kind
-from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.simulation import Span, Timeline
 
 
@@ -32,7 +32,7 @@ class FigurePair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Mean times of computing actions over mini-batches. Collectives are left out on both sides.
+    """Mean times of computing actions over mini-batches. Collectives and host copies are left out.
 
     Args:
         stages: names of the stages, by index.
@@ -85,8 +85,8 @@ _ORDER = list(Kind)
 
 
 def _computing(timeline: Timeline) -> Timeline:
-    """The timeline without collectives."""
-    kept = (tuple(span for span in device if span.action.kind not in COLLECTIVES) for device in timeline.devices)
+    """The timeline without collectives and host copies."""
+    kept = (tuple(span for span in device if computes(span.action)) for device in timeline.devices)
     return Timeline(stages=timeline.stages, devices=tuple(kept))
 
 

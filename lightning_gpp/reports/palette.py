@@ -34,7 +34,7 @@ DARK: Final = {
     "good": "#3fb950",
 }
 
-FAINT: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.UNSHARD)
+FAINT: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.OFFLOAD, Kind.UNSHARD)
 """Kinds in a lighter tint of the stage's colour."""
 
 HATCHED: Final = (Kind.RECOMPUTE, Kind.WEIGHT)

@@ -8,7 +8,10 @@ from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.reports.units import distance, duration, percent
 
-LEGEND: Final = "u: units of a stage, x: its devices, r: recomputed, r3: 3 blocks of it, +: slack, b: micro-batch size"
+LEGEND: Final = (
+    "u: units of a stage, x: its devices, r: recomputed, r3: 3 blocks of it, o: offloaded, +: slack, "
+    "b: micro-batch size"
+)
 """The letters in the descriptions of runners-up."""
 
 

@@ -23,7 +23,8 @@ HEADER = (
     "in flight",
 )
 """Samples, FLOPs (of a forward), activations and bytes of edges are those of one micro-batch. Activations are what a
-stage keeps for its backward; where it is "recomputed", or blocks of it are, it keeps their inputs.
+stage keeps for its backward; where it is "recomputed", or blocks of it are, it keeps their inputs; where it is
+"offloaded", all but its inputs lie in host memory in between.
 """
 
 IMPORTANCE = (
@@ -111,11 +112,15 @@ def _row(plan: Plan, index: int, flight: int, modules_width: int) -> list[str]:
         str(samples),
         count(figures.num_parameters),
         count(figures.flops.at(samples)),
-        size(figures.activation_bytes.at(samples)) + (f" ({recomputed(stage)})" if stage.recompute else ""),
+        size((figures.activation_bytes + figures.offloaded_bytes).at(samples)) + _in_brackets(measures(stage)),
         _ends(((edge.src, edge) for edge in plan.edges if edge.dst == index), samples),
         _ends(((edge.dst, edge) for edge in plan.edges if edge.src == index), samples),
         str(flight),
     ]
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
 def _ends(edges: Iterable[tuple[int, Edge]], num_samples: int) -> str:
@@ -127,10 +132,11 @@ def _end(other: int, edge: Edge, num_samples: int) -> str:
     return f"{name} ({'order' if edge.artificial else size(edge.bytes.at(num_samples))})"
 
 
-def recomputed(stage: Stage) -> str:
-    """The blocks that a stage recomputes, or that it does as a whole, in words."""
+def measures(stage: Stage) -> str:
+    """The blocks that a stage recomputes, or that it does as a whole, and whether it offloads, in words."""
     number = len(stage.recomputed_blocks)
-    return f"{number} block{'s' * (number > 1)} recomputed" if number else "recomputed" * stage.reruns
+    again = f"{number} block{'s' * (number > 1)} recomputed" if number else "recomputed" * stage.reruns
+    return ", ".join(filter(None, [again, "offloaded" * stage.offload]))
 
 
 def kept_columns(

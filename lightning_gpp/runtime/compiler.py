@@ -12,6 +12,7 @@ from lightning_gpp.plan import SOURCE
 from lightning_gpp.runtime.boundary import EdgeTensors, borders, carried, promises
 from lightning_gpp.runtime.device_gradients import DeviceGradients
 from lightning_gpp.runtime.module_state import ModuleState
+from lightning_gpp.runtime.offload import HostLink, Offloaded, offloading
 from lightning_gpp.runtime.operations import (
     ComputeBackward,
     ComputeForward,
@@ -22,6 +23,7 @@ from lightning_gpp.runtime.operations import (
     Saved,
     StageForward,
     State,
+    after,
     arming,
     drawing,
     gathering,
@@ -39,7 +41,7 @@ from lightning_gpp.runtime.split import SplitBackward, Splitter
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
 from lightning_gpp.runtime.transfers import DynamicReceive, DynamicSend, Inbox, Receive, Send, TransferLink
 from lightning_gpp.runtime.weights.interface import WeightPolicy
-from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES, Action, Kind
+from lightning_gpp.schedules.actions import COLLECTIVES, COMPUTING, RELEASES, Action, Kind
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 
 
@@ -59,11 +61,12 @@ class Lane:
     saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
     recomputed: dict[tuple[int, int], RecomputedForward] = field(default_factory=dict)
     splits: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
+    offloaded: dict[tuple[int, int], Offloaded] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Drop all tensors."""
         self.state.clear()
-        for kept in (self.saved, self.recomputed, self.splits):
+        for kept in (self.saved, self.recomputed, self.splits, self.offloaded):
             for entry in kept.values():
                 entry.clear()
 
@@ -96,6 +99,8 @@ class Compiler:
         self._module_states: dict[int, ModuleState] = {}
         self.inboxes: dict[int, Inbox] = {peer: Inbox() for peer in _dynamic_peers(program, device)}
         self._receipts = receipts(program)[device]
+        offloads = any(self._plan.stages[stage].offload for stage in self._plan.stages_on(device))
+        self.host = HostLink(lanes[0].state.device.token.device) if offloads and program.training else None
 
     def operation(self, position: int, instruction: Instruction, phase: int, *, hollow: bool = False) -> Operation:
         """The operation of instruction `position` in a period whose mini-batch takes lane `phase`.
@@ -153,6 +158,8 @@ class Compiler:
         if action.kind in COLLECTIVES:
             return self._meeting(action)
         operation = self._share(action)
+        if self.host is not None and action.kind in COMPUTING:
+            operation = after(self.host.compute, operation)
         if self._gradients is not None and action.kind in _WITH_GRADIENTS:
             operation = kept_apart(self._gradients, action.stage, self._program.origins[action].device, operation)
         if self._weights is not None and action.kind in _COMPUTED_WITH:
@@ -174,6 +181,8 @@ class Compiler:
             Kind.BACKWARD: self._backward,
             Kind.INPUT: self._input_gradients,
             Kind.WEIGHT: self._weight_gradients,
+            Kind.OFFLOAD: self._offload,
+            Kind.LOAD: self._load,
         }[action.kind]
         return make(action, MicroBatch(action.micro_batch, start, stop, self._program.batch_size, self._lane.number))
 
@@ -221,12 +230,31 @@ class Compiler:
         common = self._common(action, micro_batch)
         training = self._program.training
         return common | {
-            "forward": self._with_stream(action),
+            "forward": self._offloading(action, self._with_stream(action)),
             "promised": promises(common["outgoing"], micro_batch.num_samples),
             "saved": self._saved(action) if training else None,
             "differentiable": _differentiable(common["outgoing"]),
             "has_loss": training and action.stage == self._plan.step_stage,
         }
+
+    def _offloading(self, action: Action, forward: StageForward) -> StageForward:
+        if self.host is None or not self._plan.stages[action.stage].offload:
+            return forward
+        return offloading(forward, self._offloaded(action), self._stages[action.stage].parts)
+
+    def _offload(self, action: Action, micro_batch: MicroBatch) -> Operation:
+        return self._offloaded(action).start
+
+    def _load(self, action: Action, micro_batch: MicroBatch) -> Operation:
+        return self._offloaded(action).load
+
+    def _loaded(self, action: Action, backward: Operation) -> Operation:
+        is_offloaded = self.host is not None and self._plan.stages[action.stage].offload
+        return after(self._offloaded(action).wait, backward) if is_offloaded else backward
+
+    def _offloaded(self, action: Action) -> Offloaded:
+        assert self.host is not None
+        return self._lane.offloaded.setdefault((action.stage, action.micro_batch), Offloaded(self.host))
 
     def _recompute(self, action: Action, micro_batch: MicroBatch) -> Operation:
         return self._recomputed(action._replace(kind=Kind.FORWARD), micro_batch).run_again
@@ -239,11 +267,11 @@ class Compiler:
         return made[key]
 
     def _backward(self, action: Action, micro_batch: MicroBatch) -> Operation:
-        return ComputeBackward(**self._common(action, micro_batch), saved=self._saved(action)).run
+        return self._loaded(action, ComputeBackward(**self._common(action, micro_batch), saved=self._saved(action)).run)
 
     def _input_gradients(self, action: Action, micro_batch: MicroBatch) -> Operation:
         common, split = self._common(action, micro_batch), self._split(action)
-        return ComputeInput(**common, saved=self._saved(action), split=split).run
+        return self._loaded(action, ComputeInput(**common, saved=self._saved(action), split=split).run)
 
     def _weight_gradients(self, action: Action, micro_batch: MicroBatch) -> Operation:
         return ComputeWeight(**self._common(action, micro_batch), split=self._split(action)).run

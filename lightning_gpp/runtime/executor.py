@@ -332,5 +332,7 @@ class Executor:
         self._unfinished.clear()
         for inbox in self._compiler.inboxes.values():
             inbox.clear()
+        if self._compiler.host is not None:
+            self._compiler.host.clear()
         for lane in self._lanes:
             lane.clear()

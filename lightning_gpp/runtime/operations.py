@@ -305,6 +305,16 @@ def nothing() -> None:
     """Do nothing: the share of a replica without samples."""
 
 
+def after(before: Operation, operation: Operation) -> Operation:
+    """An operation, and what has to come before it."""
+
+    def run() -> None:
+        before()
+        operation()
+
+    return run
+
+
 def gathering(sync: StageSync, stage: int, operation: Operation) -> Operation:
     """An operation on unsharded parameters; a replica without samples waits for them, too."""
 

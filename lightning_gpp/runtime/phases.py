@@ -10,7 +10,7 @@ none of the others, so they run first; what they keep for the backwards moves ou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,11 +20,15 @@ from lightning_gpp.errors import add_note
 from lightning_gpp.runtime.compiler import message_of
 from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.module_state import Snapshot
+from lightning_gpp.runtime.offload import Kept
 from lightning_gpp.schedules.actions import Kind
 from lightning_gpp.schedules.program import Instruction, Op
 
 Graphs = tuple[dict[str, Tensor], dict[str, GradientEdge], tuple[GradientEdge, Tensor] | None]
 """The content of `Saved`."""
+
+_FORWARDS: Final = (Kind.DATA, Kind.FORWARD, Kind.OFFLOAD)
+"""Kinds of the actions that run in a forward."""
 
 Recomputed = tuple[dict[str, Tensor], dict[str, int], Snapshot]
 """The inputs of a recomputed forward, their versions, and the state of its modules."""
@@ -36,6 +40,7 @@ class KeptForwards:
 
     graphs: dict[tuple[int, int], Graphs]
     recomputed: dict[tuple[int, int], Recomputed]
+    offloaded: dict[tuple[int, int], Kept]
 
     def leaves(self) -> list[Tensor]:
         """The tensors that collect gradients."""
@@ -54,7 +59,7 @@ class PhasedExecutor(Executor):
 
     def _is_backward(self, instruction: Instruction) -> bool:
         if instruction.op is Op.COMPUTE:
-            return instruction.action is not None and instruction.action.kind not in (Kind.DATA, Kind.FORWARD)
+            return instruction.action is not None and instruction.action.kind not in _FORWARDS
         return message_of(self.program, instruction).gradient
 
     def forward(self, step: int) -> KeptForwards:
@@ -96,12 +101,14 @@ class PhasedExecutor(Executor):
 
     def _taken(self) -> KeptForwards:
         lane = self._kept_lane
+        if self._compiler.host is not None:
+            self._compiler.host.settle()
         graphs = {key: (saved.leaves, saved.outputs, saved.loss) for key, saved in lane.saved.items()}
         inputs = {key: (each.inputs, each.versions, each.snapshot) for key, each in lane.recomputed.items()}
         for kept in (lane.saved, lane.recomputed):
             for entry in kept.values():
                 entry.clear()
-        return KeptForwards(graphs, inputs)
+        return KeptForwards(graphs, inputs, {key: each.take() for key, each in lane.offloaded.items()})
 
     def _put(self, kept: KeptForwards) -> None:
         for key, (leaves, outputs, loss) in kept.graphs.items():
@@ -110,3 +117,5 @@ class PhasedExecutor(Executor):
         for key, (inputs, versions, snapshot) in kept.recomputed.items():
             again = self._kept_lane.recomputed[key]
             again.inputs, again.versions, again.snapshot = dict(inputs), dict(versions), snapshot
+        for key, tensors in kept.offloaded.items():
+            self._kept_lane.offloaded[key].put(tensors)

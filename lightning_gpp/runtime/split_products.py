@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from lightning_gpp._compat.torch import saved, saved_unread, version
-from lightning_gpp.errors import GPPError
+from lightning_gpp.runtime.offload import SavedTensor, changed_in_place
 
 Formula = Callable[["Operand", Tensor], Tensor]
 """A function from an operand and the gradient of the product to the gradient of the other operand."""
@@ -37,11 +37,8 @@ class Operand:
     def get(self) -> Tensor:
         """The tensor. Raises GPPError if it was changed in place since then, like autograd."""
         if version(self.tensor) != self.version:
-            raise GPPError(
-                "One of the variables needed for gradient computation has been modified by an inplace operation: an "
-                f"operand of shape {tuple(self.tensor.shape)} is at version {version(self.tensor)}; expected version "
-                f"{self.version} instead. It is needed until the weight gradients are computed: change a clone() of it."
-            )
+            until = "the weight gradients are computed"
+            raise changed_in_place(self.tensor.shape, version(self.tensor), self.version, until)
         return self.tensor
 
 
@@ -144,10 +141,11 @@ PRODUCTS: Final[Mapping[str, Matrices | Convolution]] = {
 def is_open(node: Node) -> bool:
     """True if the saved tensors of a product can be read without computing.
 
-    Hooks of an activation checkpoint would compute them, and allow this only once.
+    Hooks of an activation checkpoint would compute them, and allow this only once; those of an offload have
+    loaded them.
     """
     values = [saved_unread(node, name) for name in PRODUCTS[type(node).__name__].operands]
-    return all(value is None or isinstance(value, Tensor) for value in values)
+    return all(value is None or isinstance(value, Tensor | SavedTensor) for value in values)
 
 
 class Later:

@@ -28,6 +28,10 @@ class Kind(Enum):
     """Input gradients: those of a stage's inputs, which other stages wait for."""
     WEIGHT = "W"
     """Weight gradients: those of a stage's parameters, which can wait until the end of the step."""
+    OFFLOAD = "O"
+    """Start to copy what a forward keeps for the backward to host memory."""
+    LOAD = "L"
+    """Start to copy it back."""
     UNSHARD = "U"
     """Start the all-gather of a stage's parameters."""
     RESHARD = "S"
@@ -41,6 +45,12 @@ class Kind(Enum):
 
 COLLECTIVES: Final = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)
 """Kinds in which all replicas of a stage take part, outside of micro-batches."""
+
+COPIES: Final = (Kind.OFFLOAD, Kind.LOAD)
+"""Kinds that start a copy between a device and its host, and do not occupy the device."""
+
+COMPUTING: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+"""Kinds that compute with a stage's parameters."""
 
 RELEASES: Final = (Kind.BACKWARD, Kind.WEIGHT)
 """Kinds after which a micro-batch is no longer in flight on its stage."""

@@ -157,6 +157,8 @@ FIRST: Final = {
     Kind.BACKWARD: (Kind.FORWARD, "forward"),
     Kind.INPUT: (Kind.FORWARD, "forward"),
     Kind.WEIGHT: (Kind.INPUT, "input gradients"),
+    Kind.OFFLOAD: (Kind.FORWARD, "forward"),
+    Kind.LOAD: (Kind.OFFLOAD, "offload"),
 }
 """The kind of the same micro-batch's action that must precede one of a kind, and its name."""
 

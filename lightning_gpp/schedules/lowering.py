@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lightning_gpp.errors import PlanError, ScheduleError
 from lightning_gpp.plan import SOURCE, Edge, Plan
-from lightning_gpp.schedules.actions import COLLECTIVES, Action, Kind, Schedule
+from lightning_gpp.schedules.actions import COLLECTIVES, COPIES, Action, Kind, Schedule
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 
 Split = frozenset[tuple[int, int]]
@@ -207,8 +207,9 @@ def split_of(schedule: Schedule) -> Split:
 
 
 def _backward_kinds(plan: Plan, stage: int, split: bool) -> tuple[Kind, ...]:
+    copies = COPIES if plan.stages[stage].offload else ()
     again = (Kind.RECOMPUTE,) if plan.stages[stage].reruns else ()
-    return (*again, Kind.INPUT, Kind.WEIGHT) if split else (*again, Kind.BACKWARD)
+    return (*copies, *again, *((Kind.INPUT, Kind.WEIGHT) if split else (Kind.BACKWARD,)))
 
 
 def difference(required: Iterable[Action], present: Iterable[Action]) -> str:

@@ -1,4 +1,9 @@
-"""Passes that every schedule gets: recomputation, data actions just in time, and the collectives of stage replicas.
+"""Passes that every schedule gets: recomputation, offload, data actions just in time, and the collectives of replicas.
+
+Offload: a copy of what a forward keeps has the time of one computing action. An OFFLOAD follows its forward; its
+tensors leave the device before the second computing action after it, which waits for the end of the copy. A LOAD comes
+one computing action before the backward that waits for it, into memory that what leaves by then has freed. If its own
+tensors are still on the device, they stay there.
 
 Sharded parameters (fsdp): a device keeps the unsharded parameters of two stages, the one that it computes and the next
 one, which is unsharded meanwhile, and the unsharded gradients of one. A device that visits its stages in sequence
@@ -24,9 +29,11 @@ import networkx as nx
 
 from lightning_gpp.errors import VerificationError
 from lightning_gpp.plan import SOURCE, Plan
-from lightning_gpp.schedules.actions import Action, Kind, Schedule
+from lightning_gpp.schedules.actions import COMPUTING, Action, Kind, Schedule
 from lightning_gpp.schedules.list_scheduling import Task
 from lightning_gpp.schedules.lowering import derive_messages, reads_data
+
+_Actions = list[Action]
 
 LEAD: Final = 2
 """Micro-batches by which data actions are ahead of the first stage that reads them."""
@@ -48,6 +55,36 @@ def with_recomputation(plan: Plan, schedule: Schedule) -> Schedule:
     if not again:
         return schedule
     return Schedule(tuple(tuple(new for old in actions for new in expanded(old)) for actions in schedule.devices))
+
+
+def with_offload(plan: Plan, schedule: Schedule) -> Schedule:
+    """Insert the copies of stages that offload: each OFFLOAD right after its forward, each LOAD one computing action
+    before the backward, but after its OFFLOAD."""
+    stages = {index for index, stage in enumerate(plan.stages) if stage.offload}
+    if not stages:
+        return schedule
+    return Schedule(tuple(tuple(_with_copies(actions, stages)) for actions in schedule.devices))
+
+
+_BACKWARDS: Final = (Kind.BACKWARD, Kind.INPUT)
+"""Kinds that read what a forward has kept."""
+
+
+def _with_copies(actions: Sequence[Action], stages: Collection[int]) -> _Actions:
+    kept = {action[::2] for action in actions if action.kind in _BACKWARDS and action.stage in stages}
+    result: list[Action] = []
+    latest = 0  # position of the latest computing action
+    for action in actions:
+        moved = action[::2] in kept
+        if moved and action.kind in _BACKWARDS:
+            is_own = result[latest] == action._replace(kind=Kind.FORWARD)
+            result.insert(latest + 2 if is_own else latest, action._replace(kind=Kind.LOAD))
+        if action.kind in COMPUTING:
+            latest = len(result)
+        result.append(action)
+        if moved and action.kind is Kind.FORWARD:
+            result.append(action._replace(kind=Kind.OFFLOAD))
+    return result
 
 
 def with_data(
@@ -104,14 +141,11 @@ def _woven(
     return (*result, *waiting)
 
 
-_Actions = list[Action]
 _Pass = Callable[[_Actions, Collection[int]], _Actions]
 
 BUFFERS: Final = 2
 """Number of stages whose unsharded parameters a device keeps: the one that it computes, and the next."""
 
-_READ_PARAMETERS: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-"""Weight gradients read parameters, too: they are computed through the module's own use of them."""
 _MAKE_GRADIENTS: Final = (Kind.BACKWARD, Kind.WEIGHT)
 
 
@@ -202,7 +236,7 @@ def _check_unsharded(device: int, actions: Sequence[Action]) -> None:
             unsharded.add(action.stage)
         elif action.kind is Kind.RESHARD:
             unsharded.discard(action.stage)
-        elif action.kind in _READ_PARAMETERS and action.stage in sharded - unsharded:
+        elif action.kind in COMPUTING and action.stage in sharded - unsharded:
             raise VerificationError(f"Device {device} runs {action} while the stage's parameters are sharded.")
 
 
@@ -222,12 +256,12 @@ def _check_complete(device: int, actions: Sequence[Action]) -> None:
 
 def _gathered(actions: _Actions, sharded: Collection[int]) -> _Actions:
     """Unshard each stage one visit ahead; reshard the stage that is needed again last."""
-    readers = [action.stage for action in actions if action.kind in _READ_PARAMETERS and action.stage in sharded]
+    readers = [action.stage for action in actions if action.kind in COMPUTING and action.stage in sharded]
     visits = [stage for stage, _ in groupby(readers)]
     result: list[Action] = []
     parameters, current = _Parameters(result), -1
     for action in actions:
-        reads = action.kind in _READ_PARAMETERS and action.stage in sharded
+        reads = action.kind in COMPUTING and action.stage in sharded
         if reads and (current < 0 or visits[current] != action.stage):
             current += 1
             parameters.provide(visits[current:])

@@ -16,7 +16,7 @@ from lightning_gpp.registry import Registry
 from lightning_gpp.schedules.actions import RELEASES, Action, Kind, Schedule
 from lightning_gpp.schedules.device_orders import Orders, check_orders, device_orders
 from lightning_gpp.schedules.lowering import lower
-from lightning_gpp.schedules.passes import with_collectives, with_data, with_recomputation
+from lightning_gpp.schedules.passes import with_collectives, with_data, with_offload, with_recomputation
 from lightning_gpp.schedules.program import Program
 from lightning_gpp.schedules.verifier import collective_deadlock, verify
 
@@ -108,7 +108,8 @@ def make_schedule(
     orders = orders_of(plan, batch_size)
     schedule, started = device_orders(plan, orders if training else _forwards(orders), total, training)
     schedule = with_data(plan, schedule, started, total, training)
-    return with_collectives(plan, with_recomputation(plan, schedule), replicated, training, apart=apart)
+    schedule = with_offload(plan, with_recomputation(plan, schedule))
+    return with_collectives(plan, schedule, replicated, training, apart=apart)
 
 
 def compile_program(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lightning_gpp.errors import VerificationError
-from lightning_gpp.plan import Plan
+from lightning_gpp.plan import Plan, Stage
 from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES, Action, Kind
 from lightning_gpp.schedules.device_orders import FIRST
 from lightning_gpp.schedules.lowering import (
@@ -153,11 +153,18 @@ def _check_sequence(plan: Plan, device: int, actions: list[Action]) -> None:
     done: set[Action] = set()
     for action in actions:
         before, name = FIRST.get(action.kind, (None, ""))
-        if before is Kind.FORWARD and action.kind is not Kind.RECOMPUTE and plan.stages[action.stage].reruns:
-            before, name = Kind.RECOMPUTE, "recomputation"
+        if action.kind in (Kind.BACKWARD, Kind.INPUT):
+            before, name = _prepares_backward(plan.stages[action.stage])
         if before is not None and action._replace(kind=before) not in done:
             raise VerificationError(f"Device {device} runs {action} before the {name} of the same micro-batch.")
         done.add(action)
+
+
+def _prepares_backward(stage: Stage) -> tuple[Kind, str]:
+    """The kind of action before a stage's backward, and its name."""
+    if stage.offload:
+        return Kind.LOAD, "load"
+    return (Kind.RECOMPUTE, "recomputation") if stage.reruns else (Kind.FORWARD, "forward")
 
 
 def _check_use(program: Program) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
@@ -27,11 +27,13 @@ class HeldBytes:
 
     Args:
         kept: bytes from the forward on: the tensors that autograd saves, or the inputs of a recomputed stage.
+        offloaded: further bytes from the forward on, which lie in host memory between OFFLOAD and LOAD.
         working: additional bytes from the recomputation on.
-        pending: the part of both that is kept from the input gradients to the weight gradients; None: all of it.
+        pending: the part of these that is kept from the input gradients to the weight gradients; None: all of it.
     """
 
     kept: Affine
+    offloaded: Affine = Affine()
     working: Affine = Affine()
     pending: Affine | None = None
 
@@ -42,11 +44,14 @@ class HeldBytes:
             num_samples: samples of the micro-batch.
             recomputes: whether recomputations are actions of their own; otherwise they are part of the backwards.
         """
-        kept, working = self.kept.at(num_samples), self.working.at(num_samples)
+        offloaded, working = self.offloaded.at(num_samples), self.working.at(num_samples)
+        kept = self.kept.at(num_samples) + offloaded
         held = kept + working if recomputes else kept
         left = kept + working if self.pending is None else min(kept + working, self.pending.at(num_samples))
         return {
             Kind.FORWARD: kept,
+            Kind.OFFLOAD: -offloaded,
+            Kind.LOAD: offloaded,
             Kind.RECOMPUTE: working,
             Kind.INPUT: left - held,
             Kind.WEIGHT: -left,
@@ -59,7 +64,45 @@ def peak(changes: Iterable[float]) -> float:
     return max(accumulate(changes, initial=0.0))
 
 
-def warm_up_peak(static: float, kept: float, working: float, in_flight: int) -> float:
+MOST_COPIED: Final = 3
+"""The most micro-batches whose offloaded tensors are on a device at a time: one computes, one leaves, one returns."""
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class Leaving(Generic[_Key, _Value]):
+    """The offloaded tensors that are still on a device.
+
+    They leave it before the second computing action after their OFFLOAD, or before others are loaded for that action,
+    unless their own LOAD comes first.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[_Key, _Value] = {}
+        self._earlier: dict[_Key, _Value] = {}
+
+    def add(self, key: _Key, value: _Value) -> None:
+        """Note the tensors of an OFFLOAD."""
+        self._latest[key] = value
+
+    def keep(self, key: _Key) -> bool:
+        """Note a LOAD. True if its tensors are still on the device, and so stay there; otherwise call `release`."""
+        return any(entries.pop(key, None) is not None for entries in (self._latest, self._earlier))
+
+    def release(self) -> list[_Value]:
+        """Note that memory is needed: the tensors that leave now, those from before the latest computing action."""
+        left, self._earlier = self._earlier, {}
+        return list(left.values())
+
+    def compute(self) -> list[_Value]:
+        """Note a computing action: the tensors that leave before it."""
+        left = self.release()
+        self._earlier, self._latest = self._latest, {}
+        return left
+
+
+def warm_up_peak(static: float, kept: float, working: float, in_flight: int, offloaded: float = 0.0) -> float:
     """Peak memory of a device with one stage and full backwards: `peak` after the warm-up and a recomputation.
 
     Args:
@@ -67,8 +110,9 @@ def warm_up_peak(static: float, kept: float, working: float, in_flight: int) -> 
         kept: bytes per micro-batch in flight.
         working: bytes of a recomputation.
         in_flight: micro-batches in flight.
+        offloaded: further bytes per micro-batch, which lie in host memory while it waits.
     """
-    return static + in_flight * kept + working
+    return static + in_flight * kept + min(in_flight, MOST_COPIED) * offloaded + working
 
 
 _PREDECESSORS: Final = {Kind.INPUT: Kind.FORWARD, Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}
@@ -259,6 +303,7 @@ def _cost(plan: Plan, index: int, timed: bool, sized: bool, halves: bool) -> _Co
         forward, inputs, weight = figures.forward_seconds, figures.input_seconds, figures.weight_seconds
         inputs = forward + inputs if stage.reruns else inputs
     if sized:
-        kept, working, pending = figures.activation_bytes, figures.working_bytes, figures.pending_bytes
+        kept, pending = figures.activation_bytes, figures.pending_bytes
+        working = figures.working_bytes + figures.offloaded_bytes * MOST_COPIED
     held = HeldBytes(kept=kept, working=working, pending=pending if halves else Affine())
     return _Cost(forward=forward, inputs=inputs, weight=weight, held=held)

@@ -11,11 +11,12 @@ from lightning_gpp.simulation.period import (
 )
 from lightning_gpp.simulation.simulator import simulate
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
-from lightning_gpp.simulation.timeline import Collective, Span, Timeline, Transfer
+from lightning_gpp.simulation.timeline import Collective, HostCopy, Span, Timeline, Transfer
 from lightning_gpp.simulation.trace_events import TraceEvents, trace_of
 
 __all__ = [
     "Collective",
+    "HostCopy",
     "Link",
     "Period",
     "Span",

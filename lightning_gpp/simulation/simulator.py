@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -14,10 +14,11 @@ from lightning_gpp.cluster import Port
 from lightning_gpp.costs.model import held_copies
 from lightning_gpp.errors import PlanError, VerificationError
 from lightning_gpp.schedules import Action, Instruction, Kind, Op, Program
-from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES
+from lightning_gpp.schedules.actions import COLLECTIVES, COMPUTING, COPIES, RELEASES
 from lightning_gpp.schedules.lowering import samples_of
 from lightning_gpp.schedules.verifier import replay
-from lightning_gpp.schedules.work import peak
+from lightning_gpp.schedules.work import Leaving, peak
+from lightning_gpp.simulation.host_copies import HostCopies
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
 from lightning_gpp.simulation.timeline import Collective, Span, Timeline, Transfer
 
@@ -77,8 +78,9 @@ def peak_bytes(program: Program, costs: StageCosts, device: int) -> float:
 
     Parameters, gradients and optimizer states of its stages count at all times: with ZeRO-1 only its share of the
     states, with fsdp only its shares of all three. With fsdp, a stage's unsharded parameters count from UNSHARD to
-    RESHARD, and its unsharded gradients until REDUCE. In training, micro-batches in flight count as in `HeldBytes`; in
-    inference, activations count during the forward.
+    RESHARD, and its unsharded gradients until REDUCE. In training, micro-batches in flight count as in `HeldBytes`,
+    offloaded tensors until the second computing action after their OFFLOAD, whenever their copy ends; in inference,
+    activations count during the forward.
     """
     return _static(program, costs, device) + peak(change for _, change in changes(program, costs, device))
 
@@ -102,16 +104,32 @@ def changes(program: Program, costs: StageCosts, device: int) -> Iterator[tuple[
     replicas = {stage: costs.replica(stage, device) for stage in plan.stages_on(device)}
     samples = {stage: samples_of(plan, stage, device, program.batch_size) for stage in replicas}
     unreduced: set[int] = set()
+    leaving: Leaving[Action, tuple[Action, float]] = Leaving()
     for instruction in program.devices[device]:
         action = instruction.action
         if action is None or action.kind is Kind.DATA:
             continue
+        if action.kind in COMPUTING:
+            yield from leaving.compute()
         cost = replicas[action.stage]
         if plan.sharding == "fsdp":
             yield action, _sharded_change(program, action, cost, unreduced)
         if action.micro_batch < len(samples[action.stage]):
             num_samples = samples[action.stage][action.micro_batch]
-            yield from ((action, change) for change in _activations(program, action, cost, num_samples))
+            entries = [(action, change) for change in _activations(program, action, cost, num_samples)]
+            yield from entries if action.kind not in COPIES else _copied(leaving, entries)
+
+
+def _copied(
+    leaving: Leaving[Action, tuple[Action, float]], entries: Iterable[tuple[Action, float]]
+) -> Iterator[tuple[Action, float]]:
+    """Bytes of a LOAD, unless they are still on the device. Those of an OFFLOAD come later, see `Leaving`."""
+    for action, change in entries:
+        if action.kind is Kind.OFFLOAD:
+            leaving.add(action, (action, change))
+        elif not leaving.keep(action._replace(kind=Kind.OFFLOAD)):
+            yield from leaving.release()
+            yield action, change
 
 
 def _sharded_change(program: Program, action: Action, cost: StageCost, unreduced: set[int]) -> float:
@@ -152,7 +170,8 @@ def simulate(program: Program, costs: StageCosts) -> Timeline:
     A device runs its instructions in order; only WAIT makes it wait. A transfer starts when it has been sent, its
     buffer has been posted, the previous transfer between the same two devices in the same direction has ended, and the
     ports that it shares with others are free while its bytes flow. Transfers overlap with computing, and so do
-    all-gathers of parameters, until their stage computes, and reductions of gradients. For memory see `peak_bytes`.
+    all-gathers of parameters, until their stage computes, and reductions of gradients, and copies to and from the host,
+    for whose ends later actions wait (`schedules.passes`). For memory see `peak_bytes`.
 
     Args:
         program: a verified program.
@@ -174,6 +193,7 @@ def simulate(program: Program, costs: StageCosts) -> Timeline:
         transfers=tuple(sorted(run.transfers, key=lambda transfer: (transfer.start, transfer.message))),
         reductions=tuple(_reductions(run)),
         all_gathers=tuple(run.all_gathers),
+        host_copies=tuple(copy for host in run.hosts.values() for copy in host.copies),
         peak_bytes=tuple(peak_bytes(program, costs, device) for device in range(len(devices))),
         held_bytes=tuple(held_bytes(program, costs, device, run.times[device]) for device in range(len(devices))),
     )
@@ -193,10 +213,13 @@ def held_bytes(
     """
     held = _static(program, costs, device)
     curve = [(begin, held)]
-    for action, change in changes(program, costs, device):
-        if change and action in times:
+    found = [
+        (times[action][change < 0], change) for action, change in changes(program, costs, device) if action in times
+    ]
+    for time, change in sorted(found, key=lambda entry: entry[0]):  # copies may end earlier than the program counts on
+        if change:
             held += change
-            curve.append((times[action][change < 0], held))
+            curve.append((time, held))
     return tuple(curve)
 
 
@@ -215,7 +238,7 @@ class _Simulation:
     ports: dict[Port, Bookings] = field(default_factory=lambda: defaultdict(Bookings))
     transfers: list[Transfer] = field(default_factory=list)
     times: list[dict[Action, tuple[float, float]]] = field(init=False)
-    """Start and end of every action on every device; a collective is started at both."""
+    """Start and end of every action on every device; a collective is started at both, a copy starts and ends."""
     reached: list[dict[Action, float]] = field(init=False)
     """Times at which every device reached its reductions."""
     gathered: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -223,6 +246,8 @@ class _Simulation:
     unsharded: dict[tuple[int, int], float] = field(default_factory=dict)
     """Time from which a stage's parameters are unsharded on a device."""
     all_gathers: list[Collective] = field(default_factory=list)
+    hosts: dict[int, HostCopies] = field(default_factory=dict)
+    """The copies of every device that has any."""
 
     def __post_init__(self) -> None:
         plan, devices = self.program.plan, range(len(self.program.devices))
@@ -238,17 +263,29 @@ class _Simulation:
         if instruction.action is not None and instruction.action.kind in COLLECTIVES:
             self.times[device][instruction.action] = (self.time[device], self.time[device])
             self._start_collective(device, instruction.action)
+        elif instruction.action is not None and instruction.action.kind in COPIES:
+            self._start_copy(device, instruction.action)
         elif instruction.action is not None:
-            self._wait_for_parameters(device, instruction.action.stage)
-            samples = self.samples[device, instruction.action.stage][instruction.action.micro_batch]
-            start = self.time[device]
-            self.time[device] += self.costs.seconds(instruction.action, device, samples)
-            self.spans[device].append(Span(instruction.action, start, self.time[device]))
-            self.times[device][instruction.action] = (start, self.time[device])
+            self._compute(device, instruction.action)
         elif instruction.message is not None and instruction.op is Op.WAIT:
             self.time[device] = max(self.time[device], self.arrived[instruction.message])
         elif instruction.message is not None:
             self._offer(instruction.message, self.time[device])
+
+    def _compute(self, device: int, action: Action) -> None:
+        self._wait_for_parameters(device, action.stage)
+        if device in self.hosts and action.kind in COMPUTING:
+            self.time[device] = max(self.time[device], self.hosts[device].ready(action))
+        start = self.time[device]
+        self.time[device] += self.costs.seconds(action, device, self.samples[device, action.stage][action.micro_batch])
+        self.spans[device].append(Span(action, start, self.time[device]))
+        self.times[device][action] = (start, self.time[device])
+
+    def _start_copy(self, device: int, action: Action) -> None:
+        host = self.hosts.setdefault(device, HostCopies(device))
+        samples = self.samples[device, action.stage][action.micro_batch]
+        copy = self.costs.host_copy(action, device, samples)
+        self.times[device][action] = host.start(action, self.time[device], *copy)
 
     def _start_collective(self, device: int, action: Action) -> None:
         if action.kind is Kind.REDUCE:

@@ -21,8 +21,9 @@ class StageCost:
         backward: seconds of a full backward, with recomputed blocks, but without a recomputation of the whole stage.
         weight: seconds of the weight gradients; input gradients take the rest of `backward`.
         activation_bytes: bytes of a micro-batch in flight.
+        offloaded_bytes: further bytes, which lie in host memory between OFFLOAD and LOAD.
         working_bytes: additional bytes from its recomputation on.
-        pending_bytes: the part of both that is kept from the input gradients to the weight gradients; None: all.
+        pending_bytes: the part of these that is kept from the input gradients to the weight gradients; None: all.
         parameter_bytes: bytes of the stage's parameters.
     """
 
@@ -30,6 +31,7 @@ class StageCost:
     backward: Affine = Affine(0, 1)
     weight: Affine = Affine()
     activation_bytes: Affine = Affine()
+    offloaded_bytes: Affine = Affine()
     working_bytes: Affine = Affine()
     pending_bytes: Affine | None = None
     parameter_bytes: float = 0
@@ -37,7 +39,12 @@ class StageCost:
     @property
     def held(self) -> HeldBytes:
         """Memory of a micro-batch in flight."""
-        return HeldBytes(kept=self.activation_bytes, working=self.working_bytes, pending=self.pending_bytes)
+        return HeldBytes(
+            kept=self.activation_bytes,
+            offloaded=self.offloaded_bytes,
+            working=self.working_bytes,
+            pending=self.pending_bytes,
+        )
 
     def seconds(self, kind: Kind, num_samples: int) -> float:
         """Duration of an action of the stage."""
@@ -55,7 +62,8 @@ class StageCosts:
     Args:
         stages: costs of each stage of the plan.
         replicas: costs of replicas that differ from the others of their stage, by (stage, device).
-        cluster: links between the plan's devices; None: `default_link` between any two.
+        cluster: links between the plan's devices and to their hosts; None: `default_link` between any two, and copies
+            to and from hosts take no time.
         default_link: link between any two devices without a cluster.
         all_reduce: seconds of the all-reduce of every stage's gradients over all replicas, in this and in other
             pipelines; empty if there are none. An all-gather or reduce-scatter takes half of it.
@@ -111,6 +119,7 @@ class StageCosts:
                 backward=stage.figures.flops * (second * backward_ratio) + Affine(0, overhead),
                 weight=stage.figures.flops * (second * backward_ratio / 2),
                 activation_bytes=stage.figures.activation_bytes,
+                offloaded_bytes=stage.figures.offloaded_bytes,
                 pending_bytes=stage.figures.pending_bytes,
                 parameter_bytes=stage.figures.parameter_bytes,
             )
@@ -129,6 +138,14 @@ class StageCosts:
         if action.kind is Kind.DATA:
             return self.data.at(num_samples)
         return self.replica(action.stage, device).seconds(action.kind, num_samples)
+
+    def host_copy(self, action: Action, device: int, num_samples: int) -> tuple[float, float]:
+        """Seconds and bytes of an OFFLOAD or LOAD of a micro-batch share; no seconds if the host link is unknown."""
+        if not num_samples:
+            return 0.0, 0.0
+        num_bytes = self.replica(action.stage, device).offloaded_bytes.at(num_samples)
+        link = self.cluster.devices[device].host_bytes_per_second if self.cluster else 0.0
+        return (num_bytes / link if link else 0.0), num_bytes
 
     def collective_seconds(self, action: Action, sharded: bool) -> float:
         """Seconds of an UNSHARD or REDUCE."""

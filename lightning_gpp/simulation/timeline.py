@@ -39,6 +39,17 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCopy:
+    """An OFFLOAD or LOAD of `num_bytes` between a device and its host, from `start` to `stop`, in seconds."""
+
+    device: int
+    action: Action
+    start: float
+    stop: float
+    num_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Collective:
     """A collective of a stage's replicas on `devices`, from `start` to `stop`, in seconds."""
 
@@ -58,6 +69,7 @@ class Timeline:
         transfers: messages between devices.
         reductions: reductions of gradients.
         all_gathers: all-gathers of parameters, each with the one device that waits for it.
+        host_copies: copies between devices and their hosts.
         peak_bytes: peak memory of every device.
         held_bytes: for every device, times with the bytes that it holds from then on; empty if unknown.
         num_batches: number of mini-batches.
@@ -68,6 +80,7 @@ class Timeline:
     transfers: tuple[Transfer, ...] = ()
     reductions: tuple[Collective, ...] = ()
     all_gathers: tuple[Collective, ...] = ()
+    host_copies: tuple[HostCopy, ...] = ()
     peak_bytes: tuple[float, ...] = ()
     held_bytes: tuple[tuple[tuple[float, float], ...], ...] = ()
     num_batches: int = 1
@@ -166,6 +179,10 @@ def _content(timeline: Timeline) -> dict[str, Any]:
         ],
         "reductions": [[entry.stage, entry.devices, entry.start, entry.stop] for entry in timeline.reductions],
         "all_gathers": [[entry.stage, entry.devices, entry.start, entry.stop] for entry in timeline.all_gathers],
+        "host_copies": [
+            [entry.device, str(entry.action), entry.start, entry.stop, entry.num_bytes]
+            for entry in timeline.host_copies
+        ],
         "peak_bytes": timeline.peak_bytes,
         "held_bytes": timeline.held_bytes,
         "num_batches": timeline.num_batches,
@@ -185,6 +202,10 @@ def _timeline(content: dict[str, Any]) -> Timeline:
         ),
         reductions=_collectives_from(content["reductions"]),
         all_gathers=_collectives_from(content["all_gathers"]),
+        host_copies=tuple(
+            HostCopy(device, Action.parse(action), start, stop, num_bytes)
+            for device, action, start, stop, num_bytes in content.get("host_copies", ())
+        ),
         peak_bytes=tuple(content["peak_bytes"]),
         held_bytes=tuple(tuple((time, held) for time, held in device) for device in content.get("held_bytes", ())),
         num_batches=content.get("num_batches", 1),

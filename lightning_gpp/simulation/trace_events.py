@@ -1,8 +1,8 @@
 """Timelines as events of the Trace Event Format, for ui.perfetto.dev: one file for all devices, with their messages.
 
-Every device is a process with the threads `compute`, `receive from device n` and `collectives`, and a counter of
-memory. What a device waits for is an event in `compute`; an arrow (flow) leads from the action that sends to that which
-reads.
+Every device is a process with the threads `compute`, `receive from device n`, `collectives`, `copies to the host` and
+`copies from the host`, and a counter of memory. What a device waits for is an event in `compute`; an arrow (flow) leads
+from the action that sends to that which reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_gpp.schedules import Action, Kind, Program
-from lightning_gpp.simulation.timeline import Collective, Span, Timeline, Transfer
+from lightning_gpp.simulation.timeline import Collective, HostCopy, Span, Timeline, Transfer
 
 Event = dict[str, Any]
 
@@ -30,6 +30,8 @@ COLORS: Final = {
     Kind.BACKWARD: "rail_animation",
     Kind.INPUT: "rail_load",
     Kind.WEIGHT: "good",
+    Kind.OFFLOAD: "thread_state_iowait",
+    Kind.LOAD: "thread_state_runnable",
     Kind.UNSHARD: "yellow",
     Kind.RESHARD: "white",
     Kind.REDUCE: "olive",
@@ -76,6 +78,7 @@ class TraceEvents:
             ends = placed[transfer.src, transfer.producer], placed[transfer.dst, transfer.consumer]
             self._transfer(transfer, *ends, first, timed_transfers)
         self._collectives(timeline, first)
+        self._host_copies(timeline, first)
 
     @property
     def events(self) -> list[Event]:
@@ -121,6 +124,15 @@ class TraceEvents:
                     event = _event(name, entry, first + device, thread, {"stage": entry.stage})
                     self._events.append({**event, **_style(kind)})
 
+    def _host_copies(self, timeline: Timeline, first: int) -> None:
+        """Events of copies between devices and hosts, in a thread for each direction after that of the collectives."""
+        for entry in timeline.host_copies:
+            leaves, process = entry.action.kind is Kind.OFFLOAD, first + entry.device
+            thread = len(timeline.devices) + (2 if leaves else 3)
+            self._label(process, thread, f"copies {'to' if leaves else 'from'} the host")
+            event = _event(str(entry.action), entry, process, thread, {"bytes": entry.num_bytes})
+            self._events.append({**event, **_style(entry.action.kind)})
+
 
 def trace_of(timeline: Timeline) -> TraceEvents:
     """The trace of a simulated timeline."""
@@ -161,7 +173,7 @@ def _counter(process: int, time: float, num_bytes: float) -> Event:
 
 
 def _event(
-    name: str, span: Span | Transfer | Collective, process: int, thread: int, details: Mapping[str, Any]
+    name: str, span: Span | Transfer | Collective | HostCopy, process: int, thread: int, details: Mapping[str, Any]
 ) -> Event:
     times = {"ts": span.start * 1e6, "dur": (span.stop - span.start) * 1e6}
     return {"name": name, "ph": "X", "pid": process, "tid": thread, "args": dict(details), **times}

@@ -109,7 +109,7 @@ def _stage_with(names: Sequence[str], stages: Sequence[Stage], held: Held) -> in
 
 def _beside(stage: Stage, modules: Sequence[str]) -> Stage:
     """A stage of other modules on the same devices."""
-    return replace(stage, name=f"{stage.name}, copies", modules=tuple(modules), recompute=False, slack=0)
+    return replace(stage, name=f"{stage.name}, copies", modules=tuple(modules), recompute=False, offload=False, slack=0)
 
 
 def _whole_micro_batches(stages: Sequence[Stage], graph: OperatorGraph) -> list[Stage]:

@@ -46,6 +46,7 @@ def _check_members(options: Any) -> None:
         "step": (options.step == "whole", "runs the user's step apart from the stages. Use micro_batches"),
         "streaming": (options.streaming is True, "reads data ahead, on one process. Use auto, which then flushes"),
         "eight_bit_edges": (bool(options.eight_bit_edges), "is not checked for several members. Leave it out"),
+        "offload": (bool(options.offload), "is not checked for several members. Leave it out"),
         "costs": (options.costs == "measured", "times undivided blocks on one process. Use roofline"),
         "trace": (options.trace, "draws one process per device. Leave it out"),
     }
@@ -63,6 +64,11 @@ def _check_slices(options: Any) -> None:
     if options.slicing is None:
         return
     check_sharded_slices(options.sharding, is_sliced=True)
+    if options.offload:
+        raise ConfigError(
+            f"strategy.slices={options.slices} cannot be combined with strategy.offload={options.offload!r}: slices "
+            "hand on tensors that stay on the device. Use strategy.recompute, or remove strategy.slices."
+        )
     listed = [] if isinstance(options.stages, Mapping) else options.stages or []
     if any("inputs" in entry for entry in listed):
         raise ConfigError(

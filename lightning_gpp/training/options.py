@@ -67,7 +67,7 @@ class Options(SearchOptions):
         None,
         "stages by hand, instead of a plan: a mapping from module path to stage number, for example {image_tower: 0, "
         "text_tower: 1, head: 2}, or a list of stages. A stage in the list has the key modules (paths) and, if wanted, "
-        "name, devices (numbers inside one pipeline), micro_batch_size, recompute, round_robin (replicas take "
+        "name, devices (numbers inside one pipeline), micro_batch_size, recompute, offload, round_robin (replicas take "
         "micro-batches in turn instead of a share of each) and slack (micro-batches in flight beyond 1f1b's rule). "
         'The path "@step" is the training step itself (the '
         "loss); without it the step joins the last stage.",
@@ -191,6 +191,15 @@ class Options(SearchOptions):
         "or the stages say; a search recomputes the blocks that make its plan fit in the least time.",
         section="Memory for time",
         allowed="true, false, a list of names of stages and paths of modules, or null for what the plan says",
+    )
+    offload: bool | Literal["auto"] | Sequence[str] | None = option(
+        None,
+        "stages that keep their activations in host memory between forward and backward; they are copied there and "
+        "back while the device computes. A list of names of stages, true for all stages but the one that runs the "
+        "training step, false for none. Default: what the plan or the stages say; with auto, a search also offloads "
+        "stages that would not fit otherwise, where the cluster gives the speed of the link to the host and this takes "
+        "less time than recomputation.",
+        allowed="true, false, auto, a list of names of stages, or null for what the plan says",
     )
 
     slices: Count | Annotated[Sequence[Count], MinLen(1)] | None = option(

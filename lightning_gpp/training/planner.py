@@ -166,7 +166,7 @@ def evaluated(
     """A step without a backward, for a run that only evaluates, with the options and the machine that apply to it."""
     graph = captured.graph.for_inference()
     subject = Inference(graph=graph, batch_size=captured.batch_size, fingerprint=captured.fingerprint)
-    return subject, replace(options, recompute=False, slices=1), lambda: machine().for_inference(graph)
+    return subject, replace(options, recompute=False, offload=False, slices=1), lambda: machine().for_inference(graph)
 
 
 def planned(
@@ -213,6 +213,7 @@ def planned(
         plan,
         captured.graph,
         recompute=options.recompute,
+        offload=None if options.offload == AUTO else options.offload,
         sharding=options.sharding,
         chained=options.chain_baseline,
         slicing=options.slicing,
@@ -287,7 +288,7 @@ def request_of(
     progress: Progress | None = None,
 ) -> Request:
     """The request of the settings, for all devices of the machine."""
-    recompute, copies = options.recompute, weight_copies_of(options.weights)
+    copies = weight_copies_of(options.weights)
     limits = {field.name: getattr(options, field.name) for field in fields(SearchOptions)}
     return Request(
         **{**limits, "bound_seconds": bound_seconds},
@@ -297,7 +298,8 @@ def request_of(
         model=captured.fingerprint,
         costs=machine.costs,
         footprint=machine.footprint,
-        recompute=recompute if recompute is None or isinstance(recompute, bool) else tuple(recompute),
+        recompute=_listed(options.recompute),
+        offload=options.offload if isinstance(options.offload, str) else _listed(options.offload),
         slicing=options.slicing,
         chained=options.chain_baseline,
         weight_copies=copies if machine.footprint.training else streaming_copies(options),
@@ -305,6 +307,10 @@ def request_of(
         seconds=options.search_seconds,
         progress=progress,
     )
+
+
+def _listed(names: bool | Sequence[str] | None) -> bool | tuple[str, ...] | None:
+    return names if names is None or isinstance(names, bool) else tuple(names)
 
 
 def streaming_copies(options: Options) -> WeightCopies | None:

@@ -54,6 +54,7 @@ def test_an_unknown_data_type_falls_back_to_float32_then_to_the_lowest_peak() ->
         ({"flops_efficiency": 1.5}, "flops_efficiency=1.5 must be above 0 and at most 1"),
         ({"bytes_efficiency": 0}, "bytes_efficiency=0 must be above 0 and at most 1"),
         ({"seconds_per_operator": -1}, "seconds_per_operator=-1 must be 0 or above"),
+        ({"peak_host_bytes_per_second": -1}, "peak_host_bytes_per_second=-1 must be 0 or above"),
     ],
 )
 def test_figures_of_a_device_are_checked(changes: dict[str, object], message: str) -> None:

@@ -49,6 +49,7 @@ class Variant:
     num_replicas: int = 1
     num_pipelines: int = 1
     recompute: bool = False
+    offload: bool = False
     bfloat16: bool = False
     sharding: str = "none"
     slices: int | tuple[int, ...] | None = None
@@ -66,11 +67,14 @@ VARIANTS = {
     "replicas": Variant(num_replicas=2),
     "pipelines": Variant(num_pipelines=2),
     "recomputed": Variant(recompute=True),
+    "offloaded": Variant(offload=True),
     "bfloat16": Variant(bfloat16=True, tolerance=2**-20),
     "zero1": Variant(num_replicas=2, sharding="zero1"),
     "fsdp": Variant(num_replicas=2, sharding="fsdp"),
     "pipelines, fsdp": Variant(num_pipelines=2, sharding="fsdp", schedules=SOME),
     "fsdp, recomputed": Variant(num_replicas=2, sharding="fsdp", recompute=True, schedules=SOME),
+    "fsdp, offloaded": Variant(num_replicas=2, sharding="fsdp", offload=True, schedules=SOME),
+    "offloaded, bfloat16": Variant(offload=True, bfloat16=True, tolerance=2**-20, schedules=SOME),
 }
 
 IN_SLICES = {
@@ -113,6 +117,7 @@ def plan_of(captured: Capture, run: Run) -> Plan:
             devices=(0,),
             micro_batch_size=SIZE,
             recompute=variant.recompute and STEP not in modules,
+            offload=variant.offload,
         )
         for i, modules in enumerate(parts)
     ]

@@ -67,7 +67,10 @@ class Mixer(nn.Module):
     """A stage: mixes whatever comes in, and returns every kind of tensor. The step's stage adds a loss."""
 
     uses_random = False
-    parts = ()
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        return (self,)
 
     def __init__(self, plan: Plan, index: int) -> None:
         super().__init__()

@@ -84,11 +84,12 @@ def test_split_backward(schedule: str) -> None:
         assert_same(case, outcomes)
 
 
-def test_recomputation() -> None:
-    stages = tuple(replace(stage, recompute=index < 2) for index, stage in enumerate(CHAIN_OF_TWO.stages))
-    cases = [
-        AsyncCase(plan=replace(CHAIN_OF_TWO, stages=stages), policy=policy) for policy in ("stash", "double_buffer")
-    ]
+@pytest.mark.parametrize("measure", ["recompute", "offload"])
+def test_recomputation_and_offload(measure: str) -> None:
+    chosen = (replace(stage, **{measure: index < 2}) for index, stage in enumerate(CHAIN_OF_TWO.stages))
+    plan = replace(CHAIN_OF_TWO, stages=tuple(chosen))
+    policies = ("stash", "double_buffer", *(("latest", "corrected", "predicted") if measure == "offload" else ()))
+    cases = [AsyncCase(plan=plan, policy=policy) for policy in policies]
     for case, outcomes in zip(cases, run_all(cases), strict=True):
         assert_same(case, outcomes)
         kept = run_like(case, CHAIN_OF_TWO)

@@ -9,7 +9,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import in_flight
 from tests.runtime.cases import Case, run_cases
 from tests.runtime.stages import make_data, reference
-from tests.strategies import plans, rerunning
+from tests.strategies import offloading, plans, rerunning
 
 PER_WORLD_SIZE = 4
 
@@ -38,10 +38,10 @@ def sample() -> dict[int, list[Plan]]:
 
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
 def test_random_plans_equal_one_process(num_devices: int) -> None:
-    """With activations kept, and recomputed."""
-    chosen = sample()[num_devices]
-    assert len(chosen) == PER_WORLD_SIZE
-    chosen += [rerunning(plan, True) for plan in chosen]
+    """With activations kept, recomputed and offloaded."""
+    kept = sample()[num_devices]
+    assert len(kept) == PER_WORLD_SIZE
+    chosen = [*kept, *map(rerunning, kept), *map(offloading, kept)]
     run_cases([Case(plan, plan.batch_size) for plan in chosen])
 
 

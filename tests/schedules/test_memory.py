@@ -46,6 +46,8 @@ def test_half_a_backward_leaves_what_is_pending() -> None:
     changes = held.changes(2, recomputes=True)
     assert changes == {
         Kind.FORWARD: 4.0,
+        Kind.OFFLOAD: 0.0,
+        Kind.LOAD: 0.0,
         Kind.RECOMPUTE: 6.0,
         Kind.INPUT: -8.0,
         Kind.WEIGHT: -2.0,

@@ -239,8 +239,9 @@ def test_manual_optimization(kind: str, stages: Any) -> None:
     compare(kind, stages=stages)
 
 
-def test_recomputed_stages() -> None:
-    compare("Retaining", stages=CROSSED, recompute=True)
+@pytest.mark.parametrize("measure", ["recompute", "offload"])
+def test_recomputed_and_offloaded_stages(measure: str) -> None:
+    compare("Retaining", stages=CROSSED, **{measure: True})
 
 
 def test_replicated_stage() -> None:

@@ -1,4 +1,6 @@
-"""The last changes of a plan, however its stages were chosen: recomputation, sharding, the chain baseline, slices."""
+"""The last changes of a plan, however its stages were chosen: recomputation, offload, sharding, the chain baseline,
+slices.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +69,7 @@ def completed(
     graph: OperatorGraph,
     *,
     recompute: bool | Sequence[str] | None = None,
+    offload: bool | Sequence[str] | None = None,
     sharding: str = "none",
     chained: bool = False,
     slicing: Slicing | None = None,
@@ -77,6 +80,7 @@ def completed(
         plan: stages on devices, perhaps sliced already.
         graph: the operator graph that the plan was made from.
         recompute: stages or blocks that run their forward again; None keeps the plan's.
+        offload: stages that keep activations in host memory; None keeps the plan's.
         sharding: what the replicas of a stage split; "none" and "auto" keep the plan's.
         chained: run the stages one after the other, even if they do not need each other.
         slicing: how to slice sequences; None keeps the plan's.
@@ -85,11 +89,12 @@ def completed(
         ConfigError, PlanError: the plan does not support a setting.
     """
     slicing = slicing or slicing_of(plan)
-    plan = with_recomputed(unslice(plan, graph), graph, recompute)
+    plan = with_offloaded(with_recomputed(unslice(plan, graph), graph, recompute), graph, offload)
     if sharding not in ("none", "auto"):
         plan = replace(plan, sharding=sharding)
     plan = plan.chained() if chained else plan
     check_sliced_blocks(plan, slicing)
+    _check_sliced_offload(plan, slicing)
     plan = plan if slicing is None else slice_plan(plan, graph, slicing)
     check_sharding(plan, graph)
     return plan
@@ -106,6 +111,15 @@ def check_sliced_blocks(plan: Plan, slicing: Slicing | None) -> None:
         raise ConfigError(
             f"strategy.slices cannot be combined with recomputed blocks, which the stages {names} have. Recompute "
             "whole stages (strategy.recompute=true), or remove strategy.slices."
+        )
+
+
+def _check_sliced_offload(plan: Plan, slicing: Slicing | None) -> None:
+    names = [stage.name for stage in plan.stages if stage.offload]
+    if names and slicing is not None:
+        raise ConfigError(
+            f"strategy.slices cannot be combined with offloaded stages, which {names} are: slices hand on tensors that "
+            "stay on the device. Recompute stages instead (strategy.recompute), or remove strategy.slices."
         )
 
 
@@ -160,13 +174,43 @@ def with_recomputed(plan: Plan, graph: OperatorGraph, recompute: bool | Sequence
     if recompute is not None:
         plan = replace(plan, stages=_recomputing(plan, graph, assignment, recompute))
     _check_blocks(plan, graph, assignment)
+    return _sized(plan, graph, assignment)
+
+
+def with_offloaded(plan: Plan, graph: OperatorGraph, offload: bool | Sequence[str] | None) -> Plan:
+    """The plan with the given stages offloaded, and its figures.
+
+    Args:
+        plan: an unsliced plan.
+        graph: the operator graph that it was made from.
+        offload: no stage (False), all except the one of the user's step (True), or names of stages; None leaves the
+            plan's.
+
+    Raises:
+        ConfigError: an entry is not a stage.
+        PlanError: a stage is recomputed as a whole.
+    """
+    if offload is None:
+        return plan
+    names = [stage.name for stage in plan.stages]
+    wanted = [name for name in names if name != names[plan.step_stage]] if offload is True else offload or []
+    unknown = sorted(set(wanted) - set(names))
+    if unknown:
+        raise ConfigError(f"strategy.offload lists {unknown}; the stages of the plan are {names}.")
+    plan = replace(plan, stages=tuple(replace(stage, offload=stage.name in wanted) for stage in plan.stages))
+    return _sized(plan, graph, assign(graph, [stage.modules for stage in plan.stages]))
+
+
+def _sized(plan: Plan, graph: OperatorGraph, assignment: Assignment) -> Plan:
+    """The plan with the bytes that its stages keep."""
     figures = zip(plan.stages, figures_of(graph, assignment, plan.stages, plan.edges), strict=True)
     stages = tuple(replace(stage, figures=_with_bytes(stage.figures, fresh)) for stage, fresh in figures)
     return replace(plan, stages=stages)
 
 
 def _with_bytes(figures: Figures, fresh: Figures) -> Figures:
-    return replace(figures, activation_bytes=fresh.activation_bytes, working_bytes=fresh.working_bytes)
+    names = ("activation_bytes", "offloaded_bytes", "working_bytes")
+    return replace(figures, **{name: getattr(fresh, name) for name in names})
 
 
 def _recomputing(

@@ -195,6 +195,7 @@ def _stage_cost(
         backward=backward,
         weight=weight,
         activation_bytes=stage.figures.activation_bytes,
+        offloaded_bytes=stage.figures.offloaded_bytes,
         working_bytes=stage.figures.working_bytes,
         pending_bytes=stage.figures.pending_bytes,
         parameter_bytes=stage.figures.parameter_bytes,

@@ -84,7 +84,9 @@ def both_ways(graph: OperatorGraph, plan: Plan) -> Plan:
             stages.append(replace(stage, modules=modules, devices=devices, round_robin=twofold))
         if STEP in stage.modules:
             name = _free_name(plan, modules)
-            step = replace(stage, name=name, modules=(STEP,), devices=(0,), round_robin=False, recompute=False)
+            step = replace(
+                stage, name=name, modules=(STEP,), devices=(0,), round_robin=False, recompute=False, offload=False
+            )
             stages.append(step)
     return make_plan(graph, stages, batch_size=plan.batch_size, schedule=plan.schedule, model=plan.model)
 

@@ -33,8 +33,8 @@ def manual(
     Args:
         graph: the captured operators.
         spec: `{module path: stage number}`, `{stage name: keys}`, or a list of keys: `name`, `modules`, `devices`,
-            `micro_batch_size`, `recompute`, `round_robin`, `slack`; all but `modules` may be left out. The module
-            "@step" is the user's step; without it the step joins the stage that makes most of what it reads.
+            `micro_batch_size`, `recompute`, `offload`, `round_robin`, `slack`; all but `modules` may be left out. The
+            module "@step" is the user's step; without it the step joins the stage that makes most of what it reads.
         batch_size: samples of the mini-batch of one pipeline replica.
         num_devices: devices of the job, if known; a plan that needs more is refused.
         num_micro_batches: for stages without a `micro_batch_size`, as is the argument `micro_batch_size`; by default
@@ -56,6 +56,7 @@ def manual(
             devices=entry.devices or (index,),
             micro_batch_size=entry.micro_batch_size or batch_size,
             recompute=entry.recompute,
+            offload=entry.offload,
             round_robin=entry.round_robin,
             slack=entry.slack,
         )

@@ -6,11 +6,12 @@ A block that is recomputed keeps only what it receives. So what it frees is what
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Stage
+from lightning_gpp.schedules.lowering import carries_gradient
 
 LOSS: Final = 0.1
 """A module is divided into smaller blocks unless they would free this share less: they need less memory at a time."""
@@ -124,10 +125,22 @@ def figures_of(
         for stage in assignment[operator.name]:
             if stage != SOURCE:
                 operators[stage].append(operator)
-    received = [Affine() for _ in stages]
+    received, leaves = ([Affine() for _ in stages] for _ in range(2))
     for edge in edges:
         received[edge.dst] += edge.bytes
-    return [_figures(graph, *entry) for entry in zip(stages, operators, received, strict=True)]
+        leaves[edge.dst] += edge.bytes if carries_gradient(edge) else Affine()
+    figures = [_figures(graph, *entry) for entry in zip(stages, operators, received, strict=True)]
+    return [
+        _offloaded(stage, entry, staying) if stage.offload else entry
+        for stage, entry, staying in zip(stages, figures, leaves, strict=True)
+    ]
+
+
+def _offloaded(stage: Stage, figures: Figures, leaves: Affine) -> Figures:
+    """The figures if all that the stage keeps lies in host memory, but for the inputs that collect gradients."""
+    rest, share = figures.activation_bytes - leaves, -(-stage.micro_batch_size // len(stage.devices))
+    offloaded = rest if rest.at(share) > 0 else Affine()
+    return replace(figures, activation_bytes=leaves, offloaded_bytes=offloaded)
 
 
 def _figures(graph: OperatorGraph, stage: Stage, operators: Sequence[Operator], received: Affine) -> Figures:

@@ -14,7 +14,7 @@ from lightning_gpp.validation import validated
 StagesSpec = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """One of: module path -> stage number; stage name -> its keys (or its list of modules); a list of stages' keys."""
 
-KEYS: Final = ("name", "modules", "devices", "micro_batch_size", "recompute", "round_robin", "slack")
+KEYS: Final = ("name", "modules", "devices", "micro_batch_size", "recompute", "offload", "round_robin", "slack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class Entry:
     devices: tuple[Annotated[int, Ge(0)], ...] | None = None
     micro_batch_size: Annotated[int, Ge(1)] | None = None
     recompute: bool | tuple[str, ...] = False
+    offload: bool = False
     round_robin: bool = False
     slack: Annotated[int, Ge(0)] = 0
 
@@ -77,6 +78,6 @@ def _entry(where: str, keys: Any) -> Entry:
 
 
 _REMEDY: Final = (
-    "A stage has `modules` (paths of modules), and may have name, devices, micro_batch_size, recompute, round_robin, "
-    "slack."
+    "A stage has `modules` (paths of modules), and may have name, devices, micro_batch_size, recompute, offload, "
+    "round_robin, slack."
 )

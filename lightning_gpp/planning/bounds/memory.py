@@ -13,7 +13,8 @@ then one over each unit and each block, without any other condition:
 
     K T >= sum_u min_r [ cost_u(r) + v (r c(r) p_u + a_u) ] + sum_B min(0, M e_B - v d_B) - v C.
 
-A stage that runs again as a whole has a_u when it does. What several units hold or save in common counts once.
+A stage that runs again as a whole has a_u when it does, one that offloads at the end of its forward. What several units
+hold or save in common counts once.
 """
 
 from __future__ import annotations

@@ -26,13 +26,15 @@ from lightning_gpp.wording import counted
 class DraftStage:
     """Units on devices; each device takes an equal share of every micro-batch of `micro_batch_size` samples.
 
-    `recompute`, `slack`: see `plan.Stage`; None: the problem decides what is recomputed (`Evaluator.fitted`).
+    `recompute`, `offload`, `slack`: see `plan.Stage`; `recompute` None: the problem decides about both of them
+    (`Evaluator.fitted`).
     """
 
     units: tuple[int, ...]
     devices: tuple[int, ...]
     micro_batch_size: int
     recompute: Recompute | None = None
+    offload: bool = False
     slack: int = 0
 
     @property
@@ -57,7 +59,8 @@ class Draft:
 
     def __str__(self) -> str:
         stages = [
-            f"{len(stage.units)}u x{len(stage.devices)}{_again(stage.recompute)}{f'+{stage.slack}' * (stage.slack > 0)}"
+            f"{len(stage.units)}u x{len(stage.devices)}{_again(stage.recompute)}{'o' * stage.offload}"
+            f"{f'+{stage.slack}' * (stage.slack > 0)}"
             for stage in self.stages
         ]
         sizes = sorted({stage.micro_batch_size for stage in self.stages})
@@ -214,6 +217,7 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
             devices=stage.devices,
             micro_batch_size=stage.micro_batch_size,
             recompute=_recompute(stage.recompute, STEP in paths[index]),
+            offload=stage.offload,
             slack=stage.slack if draft.schedule == "1f1b" and STEP not in paths[index] else 0,
         )
         for index, (name, stage) in enumerate(zip(stage_names(paths), draft.stages, strict=True))
@@ -267,7 +271,8 @@ def _with_one_step(drafts: Sequence[Stage]) -> Iterator[Stage]:
             yield draft
         else:
             yield replace(draft, modules=rest)
-            yield replace(draft, name="step", modules=(STEP,), devices=(min(draft.devices),), recompute=False)
+            step = replace(draft, name="step", modules=(STEP,), devices=(min(draft.devices),))
+            yield replace(step, recompute=False, offload=False)
 
 
 def compress(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
@@ -297,7 +302,8 @@ def _collect(node: ModuleNode, assignment: dict[str, set[int]], found: list[list
 class StageFigures:
     """Figures of a stage replica: seconds and bytes per micro-batch, permanent bytes, seconds of its all-reduce.
 
-    `again`: seconds of running the forward again before the backward.
+    `again`: seconds before the backward, of running the forward again, or of copies to and from the host that neither
+    the forward nor the backward hides. `offloaded_bytes`: bytes besides `kept_bytes`, in host memory in between.
     """
 
     forward: float
@@ -307,10 +313,13 @@ class StageFigures:
     working_bytes: float
     static_bytes: float
     all_reduce: float
+    offloaded_bytes: float = 0.0
 
     def peak(self, in_flight: int) -> float:
         """The most bytes that the replica holds at a time."""
-        return warm_up_peak(self.static_bytes, self.kept_bytes, self.working_bytes, in_flight)
+        return warm_up_peak(
+            self.static_bytes, self.kept_bytes, self.working_bytes, in_flight, offloaded=self.offloaded_bytes
+        )
 
 
 def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:
@@ -321,20 +330,32 @@ def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:
     forward = max(float(entry.forward[units].sum()) for entry in seconds)
     backward = max(float((entry.input_gradient + entry.weight_gradient)[units].sum()) for entry in seconds)
     saved = float(problem.saved_bytes(stage.share)[units].sum())
-    late, kept, working = 0.0, saved, 0.0
-    if stage.recompute is True:
+    late, kept, working, offloaded = 0.0, saved, 0.0, 0.0
+    again = forward if stage.recompute is True else 0.0
+    if stage.offload:
+        kept = input_bytes(problem, stage, trained=True)
+        offloaded = max(0.0, saved - kept)
+        again = max(_not_hidden(problem, kind, offloaded, (forward, backward)) for kind in kinds)
+    elif stage.recompute is True:
         kept, working = input_bytes(problem, stage), saved
     elif stage.recompute:
         late, kept, working = _with_blocks(problem, stage, stage.recompute, kinds, saved)
     return StageFigures(
         forward=forward,
-        again=forward if stage.recompute is True else 0.0,
+        again=again,
         backward=backward + late,
         kept_bytes=kept,
         working_bytes=working,
         static_bytes=static_bytes(problem, stage, "none"),
         all_reduce=all_reduce_seconds(problem, stage),
+        offloaded_bytes=offloaded,
     )
+
+
+def _not_hidden(problem: Problem, kind: int, num_bytes: float, computing: Iterable[float]) -> float:
+    """Seconds by which copies of these bytes to the host and back take longer than the computing that hides them."""
+    link = problem.cluster.kinds[kind].host_bytes_per_second
+    return sum(max(0.0, num_bytes / link - seconds) for seconds in computing) if link else 0.0
 
 
 def _with_blocks(
@@ -361,10 +382,11 @@ def all_reduce_seconds(problem: Problem, stage: DraftStage) -> float:
     return problem.cluster.all_reduce_seconds(stage.devices, float(problem.parameter_bytes[list(stage.units)].sum()))
 
 
-def input_bytes(problem: Problem, stage: DraftStage) -> float:
-    """Bytes, data included, that a replica of a stage receives per micro-batch."""
+def input_bytes(problem: Problem, stage: DraftStage, *, trained: bool = False) -> float:
+    """Bytes, data included, that a replica of a stage receives per micro-batch. `trained`: those that get gradients."""
     inside = set(stage.units)
-    values = (*problem.units.values, *problem.units.data)
+    values = [value for value in problem.units.values if value.num_directions == 2 or not trained]
+    values += problem.units.data if not trained else ()
     read = (value for value in values if value.src not in inside and read_by(value, inside))
     return sum(value.bytes.at(stage.share) for value in read)
 

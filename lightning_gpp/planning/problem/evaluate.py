@@ -26,11 +26,14 @@ from lightning_gpp.planning.problem.draft import (
     unreplicated,
     with_chain,
 )
-from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, end_times, least_seconds
+from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, period_seconds, step_seconds
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.recomputation import Recomputation, Recompute, StageMemory
 from lightning_gpp.planning.problem.units import Value
 from lightning_gpp.schedules.one_f_one_b import samples_in_flight
+
+_Anywhere = tuple[tuple[int, ...], int, Recompute, bool, frozenset[int]]
+"""Units, samples of a share, what is recomputed, whether the rest is offloaded, and kinds of devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,7 @@ class Evaluation:
         copied_bytes: the part of it for weights that are kept besides the newest.
         in_flight: micro-batches in flight on each stage.
         recompute: what each stage recomputes.
+        offload: whether each stage keeps activations in host memory.
         sharding: what replicas split.
     """
 
@@ -53,6 +57,7 @@ class Evaluation:
     copied_bytes: tuple[float, ...] = ()
     in_flight: tuple[int, ...] = ()
     recompute: tuple[Recompute, ...] = ()
+    offload: tuple[bool, ...] = ()
     sharding: str = "none"
 
     @property
@@ -80,13 +85,13 @@ class Evaluator:
     """Evaluates drafts of one problem, and caches the costs of stages.
 
     Where a draft leaves it open, replicas split the optimizer's state only if stages would not fit otherwise, and
-    stages then recompute as little as makes them fit.
+    stages then recompute as little as makes them fit, or keep activations in host memory if that takes less time.
     """
 
     problem: Problem
     evaluations: int = 0
     _figures: dict[tuple[DraftStage, str], StageFigures] = field(default_factory=dict)
-    _anywhere: dict[tuple[tuple[int, ...], int, Recompute, frozenset[int]], StageFigures] = field(default_factory=dict)
+    _anywhere: dict[_Anywhere, StageFigures] = field(default_factory=dict)
     _chosen: dict[tuple[DraftStage, StageMemory], Recompute] = field(default_factory=dict)
     _transfers: dict[tuple[tuple[int, ...], tuple[int, ...], Affine, int], DraftTransfer] = field(default_factory=dict)
     _routes: dict[tuple[int, int], tuple[Link, tuple[Port, ...]]] = field(default_factory=dict)
@@ -113,10 +118,12 @@ class Evaluator:
         return self._of(draft, limit, simulated=True)
 
     def fitted(self, draft: Draft) -> Draft:
-        """The draft with what it leaves open: what its stages recompute, and what replicas split."""
+        """The draft with what it leaves open: what its stages recompute or offload, and what replicas split."""
         found = self._of(draft, inf, simulated=False)
-        flags = found.recompute or [stage.recompute for stage in draft.stages]
-        stages = tuple(replace(stage, recompute=flag) for stage, flag in zip(draft.stages, flags, strict=True))
+        stages = draft.stages
+        if found.recompute:
+            measures = zip(stages, found.recompute, found.offload, strict=True)
+            stages = tuple(replace(stage, recompute=again, offload=moved) for stage, again, moved in measures)
         return replace(draft, stages=stages, sharding=found.sharding)
 
     def _of(self, draft: Draft, limit: float, *, simulated: bool) -> Evaluation:
@@ -186,6 +193,7 @@ class Evaluator:
             copied_bytes=tuple(copied[index] for index in place),
             in_flight=tuple(counts[index] for index in place),
             recompute=tuple(fitted.stages[index].recompute or False for index in place),
+            offload=tuple(fitted.stages[index].offload for index in place),
             sharding=fitted.sharding,
         )
 
@@ -199,25 +207,51 @@ class Evaluator:
         if wanted == "auto" and any(excess):
             found = self._sharded(stages, counts, "zero1")
             excess = [peak > room for peak, room in zip(found.peaks, rooms, strict=True)]
-        if self.problem.recompute is None and any(excess):
+        if any(excess) and None in (self.problem.recompute, self.problem.offload):
             for index, room in enumerate(rooms):
                 if excess[index] and found.stages[index].recompute is None:
-                    self._recompute(found, index, counts[index], room)
+                    self._reduce(found, index, counts[index], room)
         return found
 
     def _sharded(self, stages: Sequence[DraftStage], counts: Sequence[int], sharding: str) -> _Fitted:
-        """Stages that recompute only what drafts or the problem demand."""
+        """Stages that recompute and offload only what drafts or the problem demand."""
         if self.problem.recompute is True:
             last = self.problem.num_units - 1
             stages = [
                 replace(stage, recompute=last not in stage.units) if stage.recompute is None else stage
                 for stage in stages
             ]
+        if self.problem.offload is True:
+            stages = [replace(stage, offload=True) if self._may_offload(stage) else stage for stage in stages]
         figures = [self.figures(stage, sharding) for stage in stages]
         peaks = [entry.peak(count) for entry, count in zip(figures, counts, strict=True)]
         return _Fitted([*stages], figures, peaks, sharding)
 
-    def _recompute(self, fitted: _Fitted, index: int, in_flight: int, room: float) -> None:
+    def _may_offload(self, stage: DraftStage) -> bool:
+        """True if a stage neither runs the user's step nor runs again, and the links to its hosts are known."""
+        devices = (self.problem.cluster.devices[device] for device in stage.devices)
+        known = self.problem.offload is True or all(device.host_bytes_per_second for device in devices)
+        return known and not stage.recompute and self.problem.num_units - 1 not in stage.units
+
+    def _reduce(self, fitted: _Fitted, index: int, in_flight: int, room: float) -> None:
+        """Let a stage that does not fit recompute or offload, whichever makes it fit in less time."""
+        stage = fitted.stages[index]
+        ways = []
+        if self.problem.recompute is None and not stage.offload:
+            ways.append(self._recomputing(fitted, index, in_flight, room))
+        if self.problem.offload is None and self._may_offload(stage):
+            ways.append(replace(stage, recompute=False, offload=True))
+
+        def rank(way: DraftStage) -> tuple[float, float]:
+            figures = self.figures(way, fitted.sharding)
+            return max(0.0, figures.peak(in_flight) - room), figures.again + figures.backward
+
+        stage = fitted.stages[index] = min(ways, key=rank, default=stage)
+        figures = fitted.figures[index] = self.figures(stage, fitted.sharding)
+        fitted.peaks[index] = figures.peak(in_flight)
+
+    def _recomputing(self, fitted: _Fitted, index: int, in_flight: int, room: float) -> DraftStage:
+        """The stage with as little recomputation as makes it fit."""
         stage, figures = fitted.stages[index], fitted.figures[index]
         memory = StageMemory(
             saved=figures.kept_bytes,
@@ -231,9 +265,7 @@ class Evaluator:
             kind = self.problem.cluster.kind(stage.devices[0])
             blocks = self.problem.block_figures(stage.share, kind)
             self._chosen[key] = self._recomputation.cheapest(stage.units, memory, blocks)
-        stage = fitted.stages[index] = replace(stage, recompute=self._chosen[key])
-        figures = fitted.figures[index] = self.figures(stage, fitted.sharding)
-        fitted.peaks[index] = figures.peak(in_flight)
+        return replace(stage, recompute=self._chosen[key])
 
     def _in_flight(
         self, slack: Sequence[int], edges: Mapping[tuple[int, int], Flow], schedule: str, number: int, apart: bool
@@ -263,8 +295,8 @@ class Evaluator:
         """Seconds of a mini-batch: without a flush those of the busiest stage or link, else of the whole step."""
         all_reduce = [entry.all_reduce for entry in figures] + [0.0] * (len(counts) - len(figures))
         if self.problem.continuous:
-            return _period_seconds(pipeline, number, all_reduce)
-        return _step_seconds(pipeline, counts, number, all_reduce, limit)
+            return period_seconds(pipeline, number, all_reduce)
+        return step_seconds(pipeline, counts, number, all_reduce, limit)
 
     def _pipeline(
         self,
@@ -336,7 +368,7 @@ class Evaluator:
         key = stage, sharding
         if key not in self._figures:
             kinds = frozenset(map(self.problem.cluster.kind, stage.devices))
-            place = stage.units, stage.share, stage.recompute or False, kinds
+            place = stage.units, stage.share, stage.recompute or False, stage.offload, kinds
             if place not in self._anywhere:
                 self._anywhere[place] = stage_figures(self.problem, stage)
             self._figures[key] = replace(
@@ -365,22 +397,6 @@ def _contend(ways: Iterable[tuple[Mapping[tuple[int, int], DraftTransfer], dict[
             waits = [together[dst, port] - busy for port, busy in ports.items()]
             seconds[pair] += max(waits, default=0.0)
     return max(total.values(), default=0.0)
-
-
-def _step_seconds(
-    pipeline: ClockedStages, counts: Sequence[int], number: int, all_reduce: Sequence[float], limit: float
-) -> float:
-    least = least_seconds(pipeline, number, all_reduce)
-    if least >= limit:
-        return least
-    return max(end + last for end, last in zip(end_times(pipeline, counts, number), all_reduce, strict=True))
-
-
-def _period_seconds(pipeline: ClockedStages, number: int, all_reduce: Sequence[float]) -> float:
-    links = (*pipeline.sent.values(), *pipeline.returned.values(), *pipeline.data)
-    stages = zip(pipeline.forward, pipeline.again, pipeline.backward, strict=True)
-    computing = (number * sum(stage) + last for stage, last in zip(stages, all_reduce, strict=True))
-    return max(*computing, number * max(links, default=0.0))
 
 
 def topological_order(edges: Iterable[tuple[int, int]], num_stages: int) -> list[int]:

@@ -64,6 +64,32 @@ def least_seconds(pipeline: ClockedStages, num_micro_batches: int, all_reduce: S
     return least
 
 
+def step_seconds(
+    pipeline: ClockedStages, counts: Sequence[int], number: int, all_reduce: Sequence[float], limit: float
+) -> float:
+    """Seconds of a step with a flush; a lower bound of them if it is `limit` or more.
+
+    Args:
+        pipeline: the stages.
+        counts: forwards of every stage before its first backward.
+        number: number of micro-batches.
+        all_reduce: seconds that every stage needs after its last backward.
+        limit: the seconds from which on a step is not simulated.
+    """
+    least = least_seconds(pipeline, number, all_reduce)
+    if least >= limit:
+        return least
+    return max(end + last for end, last in zip(end_times(pipeline, counts, number), all_reduce, strict=True))
+
+
+def period_seconds(pipeline: ClockedStages, number: int, all_reduce: Sequence[float]) -> float:
+    """Seconds from one mini-batch to the next without a flush: those of the busiest stage or link."""
+    links = (*pipeline.sent.values(), *pipeline.returned.values(), *pipeline.data)
+    stages = zip(pipeline.forward, pipeline.again, pipeline.backward, strict=True)
+    computing = (number * sum(stage) + last for stage, last in zip(stages, all_reduce, strict=True))
+    return max(*computing, number * max(links, default=0.0))
+
+
 def _ways(pipeline: ClockedStages) -> tuple[list[float], list[float], list[float]]:
     """Seconds of a micro-batch from the sources to every stage, back to them, and to the sinks and back."""
     numbers = range(len(pipeline.forward))

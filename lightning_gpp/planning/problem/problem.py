@@ -65,6 +65,8 @@ class Problem:
         schedules: names of schedules to choose from.
         footprint: what a device keeps per byte of parameters.
         recompute: whether stages recompute their activations: None means as little as their memory requires.
+        offload: whether stages keep activations in host memory: None means those that would not fit otherwise, where it
+            takes less time than recomputation and the link to the host is known.
         sharding: what the replicas of a stage split: "auto" means as little as their memory requires.
         num_pipelines: pipelines like this one whose stages hold the same parameters.
         max_replicas: the most devices that a stage may have.
@@ -90,6 +92,7 @@ class Problem:
     schedules: tuple[str, ...] = ("1f1b",)
     footprint: Footprint = field(default_factory=Footprint)
     recompute: bool | None = None
+    offload: bool | None = False
     sharding: str = "none"
     num_pipelines: int = 1
     max_replicas: float = inf

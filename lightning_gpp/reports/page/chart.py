@@ -1,11 +1,11 @@
-"""The data that the page's script draws: actions, messages, collectives and memory of timelines."""
+"""The data that the page's script draws: actions, messages, collectives, host copies and memory of timelines."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from lightning_gpp.planning import Prediction
-from lightning_gpp.reports.lanes import MEANINGS, collectives, computes
+from lightning_gpp.reports.lanes import MEANINGS, computes, lanes
 from lightning_gpp.reports.palette import HATCHED, action_color
 from lightning_gpp.schedules import Action, Kind
 from lightning_gpp.simulation import Timeline
@@ -15,7 +15,7 @@ def chart_data(prediction: Prediction, measured: Timeline | None = None) -> dict
     """Both timelines, with times in seconds from their first action, and what their letters mean.
 
     A span is [stage, kind, micro-batch, start, stop], a message [sender, its span, receiver, its span, start, stop,
-    bytes] with indices of devices and of spans on them, a collective [stage, kind, start, stop].
+    bytes] with indices of devices and of spans on them, a collective or host copy [stage, kind, start, stop].
     """
     plan, timelines = prediction.plan, {"simulated": prediction.drawn, "measured": measured}
     return {
@@ -40,8 +40,12 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
             [[*_named(span.action), span.start - origin, span.stop - origin] for span in spans] for spans in drawn
         ],
         "collectives": [
-            [[entry.stage, entry.kind.value, entry.start - origin, entry.stop - origin] for entry in lane]
-            for lane in (collectives(timeline, device) for device in range(len(drawn)))
+            [
+                [entry.stage, entry.kind.value, entry.start - origin, entry.stop - origin]
+                for lane in lanes(timeline, device)
+                for entry in lane
+            ]
+            for device in range(len(drawn))
         ],
         "messages": [
             [

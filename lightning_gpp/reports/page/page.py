@@ -167,7 +167,7 @@ def _stage_row(prediction: Prediction, index: int) -> dict[str, Any]:
         "samples": samples,
         "parameters": count(figures.num_parameters),
         "flops": count(figures.flops.at(samples)),
-        "activations": size(figures.activation_bytes.at(samples)),
+        "activations": size((figures.activation_bytes + figures.offloaded_bytes).at(samples)),
         "seconds": f"{duration(figures.forward_seconds.at(samples))} + {duration(backward)}" if backward else "-",
         "flight": prediction.in_flight[index],
     }

@@ -128,7 +128,9 @@
   function strip(device, width) {
     for (const [stage, kind, start, stop] of main.collectives[device]) {
       if (x(stop) < -2 || x(start) > width) continue;
-      const box = { x: x(start), y: rowTop(device) + bars, width: Math.max(2, x(stop) - x(start)), height: STRIP - 2 };
+      // copies to the host (O) in the upper half, those back (L) in the lower one: both directions at the same time
+      const height = (STRIP - 2) / ("OL".includes(kind) ? 2 : 1), y = rowTop(device) + bars + (kind === "L" ? height : 0);
+      const box = { x: x(start), y, width: Math.max(2, x(stop) - x(start)), height };
       const node = element("rect", { ...box, fill: data.colors[stage][kind] }, svg);
       element("title", {}, node).textContent =
         `${data.kinds[kind]}, ${data.stages[stage].name}: ${duration(start)} to ${duration(stop)}`;
