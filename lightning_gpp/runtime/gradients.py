@@ -46,6 +46,7 @@ class GradientSync:
 
     Attributes:
         last: whether an optimizer step follows this mini-batch. If not, gradients are only accumulated.
+        reduces: whether this rank holds parameters that others hold, too.
 
     Raises:
         GPPError: `holders` disagrees with `parameters`.
@@ -72,6 +73,7 @@ class GradientSync:
         here = sorted({self._stage_of[name] for name in self._parameters}, reverse=True)
         buckets = {stage: list(self._buckets(stage, groups)) for stage in here}
         self._queues = {stage: BucketQueue(of_stage) for stage, of_stage in buckets.items() if of_stage}
+        self.reduces = bool(self._queues)
 
     def arm(self, stage: int) -> None:
         """Announce that the next backward of the stage is its last one; all-reduces may start while it runs."""

@@ -183,7 +183,8 @@ class Replicas:
 
     def finish(self) -> None:
         """Make gradients sums over the replicas, after the last mini-batch before a step."""
-        self._sync.sync()
+        if self._sync.reduces:
+            self._sync.sync()
         added = self.follow()
         if added:  # given to an optimizer since the mini-batch began
             self._sum(added)

@@ -35,12 +35,15 @@ class ShardedStages:
         stages: stages that use each parameter; the same on all ranks. Frozen parameters are sharded, too.
 
     Attributes:
+        reduces: true; shards are always reduced.
         last: whether an optimizer step follows this mini-batch. Shards are reduced after every mini-batch; otherwise
             every replica would have to keep the unsharded gradients of all its stages.
 
     Raises:
         PlanError: a parameter is used by several stages.
     """
+
+    reduces = True
 
     def __init__(
         self,
