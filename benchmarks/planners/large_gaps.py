@@ -1,6 +1,6 @@
 """Models of 13 and 50 billion parameters: plans of `auto`, and their distance from the lower bound.
 
-    python -m benchmarks.planners.large_gaps [seconds of each search]
+    python -m benchmarks.planners.large_gaps [seconds of each search] [schedule]
 
 Without tensor parallelism, in bfloat16 with AdamW, and a tenth of the memory left free.
 """
@@ -22,14 +22,14 @@ GAPS: Final = ((40, 5120, 1, 64), (40, 5120, 1, 256), (64, 8192, 128, 2048), (64
 """Layers, width, nodes of eight H100, and mini-batch."""
 
 
-def gaps(seconds: float) -> str:
+def gaps(seconds: float, schedule: str = "1f1b") -> str:
     """Plans of `auto` without tensor parallelism, and their distance from the bound, with and without memory in it."""
     rows = []
     for layers, width, nodes, batch_size in GAPS:
         graph, cluster = gpt(layers, width, whole=False), preset_cluster("dgx_h100", num_nodes=nodes)
         footprint = Footprint(optimizer="adamw", precision="bf16-true")
         request = Request(cluster=cluster.with_headroom(0.1), batch_size=batch_size, footprint=footprint)
-        request = replace(request, sharding="auto", seconds=seconds, bound_seconds=10.0)
+        request = replace(request, sharding="auto", seconds=seconds, bound_seconds=10.0, schedules=(schedule,))
         found = best_plan("auto", graph, request)
         flops = 3 * batch_size * sum(operator.flops.at(1) for operator in graph)
         peak = cluster.kinds[0].peak_flops["bfloat16"] * cluster.num_devices
@@ -58,4 +58,4 @@ def _with_ample_memory(problem: Problem) -> Problem:
 
 
 if __name__ == "__main__":
-    print(gaps(float(sys.argv[1]) if len(sys.argv) > 1 else 10.0))
+    print(gaps(float(sys.argv[1]) if len(sys.argv) > 1 else 10.0, *sys.argv[2:3]))
