@@ -36,6 +36,8 @@ def check_nodes(trainer: DictConfig) -> None:
     Raises:
         ConfigError: `trainer.num_nodes` is not a whole number, or below 1.
     """
+    if OmegaConf.is_interpolation(trainer, "num_nodes"):  # from a launcher, which may not be here
+        return
     number = trainer.get("num_nodes", 1)
     if type(number) is not int or number < 1:
         raise ConfigError(f"trainer.num_nodes={number} must be a whole number of 1 or more.")

@@ -287,7 +287,7 @@ class NoLoss(Base):
 
 
 def test_a_step_without_loss_is_refused() -> None:
-    with pytest.raises(CaptureError, match="training_step returns None instead of a loss"):
+    with pytest.raises(CaptureError, match="training_step returned None instead of a loss"):
         capture_step(NoLoss().double(), zoo.batch())
 
 
