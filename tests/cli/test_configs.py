@@ -62,8 +62,11 @@ def test_without_data_the_choices_are_listed() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("strategy.shedule=gpipe", r"(?s)no key 'strategy.shedule'. Did you mean strategy.schedule.*schedule, .*search_seconds"),
-        ("trainer.max_epoch=1", r"(?s)no key 'trainer.max_epoch'. Did you mean trainer.max_epochs.*There are: .*max_epochs"),
+        (
+            "strategy.shedule=gpipe",
+            r"(?s)key .strategy.shedule.. Did you mean strategy.schedule.*schedule, .*search_seconds",
+        ),
+        ("trainer.max_epoch=1", r"(?s)key .trainer.max_epoch.. Did you mean trainer.max_epochs.*are: .*max_epochs"),
         ("model.widht=1", r"(?s)no key 'model.widht'. Did you mean model.width.*There are: .*width"),
         ("strategy.num_micro_batches=many", "'many'.*could not be converted to Integer"),
         ("strategy.chain_baseline=perhaps", "'perhaps'.*is not a valid bool"),
