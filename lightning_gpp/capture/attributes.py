@@ -19,7 +19,7 @@ _MOST_ITEMS: Final = 64
 """Items of a container whose values are noted."""
 
 
-class Observer(Protocol):
+class AttributeObserver(Protocol):
     """Is told of the attributes of modules that are read and set."""
 
     def read(self, path: str, name: str, value: Any) -> None:
@@ -29,7 +29,7 @@ class Observer(Protocol):
         """A number, flag or text is changed for the first time, by code that may have read it."""
 
 
-def observe(module: nn.Module, observer: Observer) -> None:
+def observe(module: nn.Module, observer: AttributeObserver) -> None:
     """Tell the observer of reads and changes of the attributes that users may change.
 
     Args:
@@ -65,7 +65,7 @@ def _is_called_as_it_is(part: nn.Module) -> bool:
     return type(part).__module__.startswith("torch.nn") and not any(True for _ in part.children())
 
 
-def _observe(part: nn.Module, names: set[str], path: str, observer: Observer) -> None:
+def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObserver) -> None:
     kind = type(part)
 
     def read(self: nn.Module, name: str) -> Any:

@@ -106,7 +106,7 @@ def record(
     if step != "training_step":
         replica.eval()
     with torch.set_grad_enabled(step == "training_step"), context():
-        recorder = Recorder(num_samples, opened, refuted, number=2 if run_time.global_step else 1)
+        recorder = Recorder(num_samples, opened, refuted, number=2 if run_time.global_step else 1, uncut=uncut)
         recorder.watch(replica)
         keep_uncut(replica, module, uncut, recorder)
         observe(replica, recorder)

@@ -55,6 +55,7 @@ class Recorder(TorchFunctionMode):
         opened: paths of modules whose forward counts as a part of the step.
         refuted: numbers of truth values, read by the step, that are false; it cannot go on with others.
         number: what it reads from other tensors; recordings with different numbers show what depends on them.
+        uncut: paths of modules that are recorded as one call.
 
     Attributes:
         reads_between_calls: whether the step may read values that the network computed, and call modules after it.
@@ -65,9 +66,15 @@ class Recorder(TorchFunctionMode):
     runs_rest = True
 
     def __init__(
-        self, num_samples: int, opened: Collection[str] = (), refuted: Collection[int] = (), number: int = 1
+        self,
+        num_samples: int,
+        opened: Collection[str] = (),
+        refuted: Collection[int] = (),
+        number: int = 1,
+        uncut: Collection[str] = (),
     ) -> None:
         super().__init__()
+        self._uncut = uncut
         self._opened, self._refuted, self._number = opened, refuted, number
         self.recording = Recording(num_samples, current_context())
         self.current: Recorded | None = None
@@ -285,6 +292,9 @@ class Recorder(TorchFunctionMode):
     def changed(self, path: str, name: str) -> None:
         """Refuse a forward that reads an attribute and changes it: it keeps state, which would be lost if it is cut."""
         if self._paused or self.scope == -1 or (path, name) not in self.recording.attributes.get(self.scope, {}):
+            return
+        own = self.recording.modules[self.scope].path
+        if own in self._uncut or not (own == "" or f"{path}.".startswith(f"{own}.")):
             return
         raise refusal(
             user_line(),

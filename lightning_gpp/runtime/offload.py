@@ -1,6 +1,6 @@
 """Offload: what a stage's forward keeps for its backward lies in host memory in between.
 
-    F    autograd saves tensors through hooks, which note them (`SavedTensor`) and their storages (`Block`)
+    F    autograd saves tensors through hooks, which note them (`SavedTensor`) and their storages (`SavedBlock`)
     O    the blocks are copied to pinned host memory, on a stream of their own
     ...  before the second computing action after O, the device's stream waits for the copies, and the device forgets
          the blocks; so their memory is used again in the order of the stream, although the host runs ahead
@@ -48,7 +48,7 @@ def changed_in_place(shape: Sequence[int], found: int, expected: int, until: str
     )
 
 
-class Block:
+class SavedBlock:
     """The bytes of a storage that autograd saved: on the device, on the host, or on both while a copy is under way."""
 
     __slots__ = ("__weakref__", "on_device", "on_host")
@@ -69,7 +69,7 @@ class SavedTensor:
 
     __slots__ = ("__weakref__", "_expected", "_found", "_place", "_tensor", "block")
 
-    def __init__(self, tensor: Tensor, block: Block | None) -> None:
+    def __init__(self, tensor: Tensor, block: SavedBlock | None) -> None:
         self._tensor: Tensor | None = tensor.detach()  # its history may lead to the node that saves it: a cycle
         self._expected = self._found = version(tensor)
         self._place: tuple[torch.dtype, int, Sequence[int], Sequence[int]] | None = None
@@ -106,7 +106,7 @@ class HostLink:
         self._there, self._back = there, back
         self.leaving: Leaving[Offloaded, Offloaded] = Leaving()
 
-    def to_host(self, blocks: Iterable[Block]) -> torch.cuda.Event | None:
+    def to_host(self, blocks: Iterable[SavedBlock]) -> torch.cuda.Event | None:
         """Start to copy blocks to the host; returns the event of the end."""
         with _on(self._there, self.device):
             for block in blocks:
@@ -116,7 +116,7 @@ class HostLink:
                 block.on_host.copy_(block.on_device, non_blocking=pinned)
         return self._there.record_event() if self._there is not None else None
 
-    def to_device(self, blocks: Sequence[Block], copied: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def to_device(self, blocks: Sequence[SavedBlock], copied: torch.cuda.Event | None) -> torch.cuda.Event | None:
         """Start to copy blocks back after their copies to the host have ended; returns the event of the end."""
         for block in blocks:  # in memory of the device's own stream, in whose order it is freed
             assert block.on_host is not None
@@ -170,7 +170,7 @@ def _on(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[None
         yield
 
 
-Kept = tuple[list["ref[SavedTensor]"], Any]
+KeptTensors = tuple[list["ref[SavedTensor]"], Any]
 """The tensors that a forward keeps, and the end of their copy to the host."""
 
 
@@ -192,7 +192,7 @@ class Offloaded:
         """Inside, autograd's saved tensors are noted. `staying`: tensors in whose memory nothing is copied."""
         self.clear()
         left_out = {storage_id(tensor) for tensor in staying}
-        blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()
+        blocks: WeakValueDictionary[int, SavedBlock] = WeakValueDictionary()
         noted = self._saved
 
         def pack(tensor: Tensor) -> SavedTensor:
@@ -201,7 +201,7 @@ class Offloaded:
             key = storage_id(tensor)
             block = None if key in left_out else blocks.get(key)
             if block is None and key not in left_out:
-                block = blocks[key] = Block(tensor)
+                block = blocks[key] = SavedBlock(tensor)
             saved = SavedTensor(tensor, block)
             noted.append(ref(saved))
             return saved
@@ -233,13 +233,13 @@ class Offloaded:
         """Let the device wait until they are back."""
         self._link.wait(self._loaded)
 
-    def take(self) -> Kept:
+    def take(self) -> KeptTensors:
         """Hand over the tensors of this micro-batch."""
         kept = self._saved, self._copied
         self.clear()
         return kept
 
-    def put(self, kept: Kept) -> None:
+    def put(self, kept: KeptTensors) -> None:
         """Take back what `take` handed over."""
         self.clear()
         self._saved, self._copied = kept
@@ -248,7 +248,7 @@ class Offloaded:
         """The tensors that autograd still has and that do not stay on the device."""
         return [saved for one in self._saved if (saved := one()) is not None and saved.block is not None]
 
-    def _blocks(self) -> list[Block]:
+    def _blocks(self) -> list[SavedBlock]:
         return list(dict.fromkeys(saved.block for saved in self._present() if saved.block is not None))
 
 

@@ -20,7 +20,7 @@ from lightning_gpp.errors import add_note
 from lightning_gpp.runtime.compiler import message_of
 from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.module_state import Snapshot
-from lightning_gpp.runtime.offload import Kept
+from lightning_gpp.runtime.offload import KeptTensors
 from lightning_gpp.schedules.actions import Kind
 from lightning_gpp.schedules.program import Instruction, Op
 
@@ -40,7 +40,7 @@ class KeptForwards:
 
     graphs: dict[tuple[int, int], Graphs]
     recomputed: dict[tuple[int, int], Recomputed]
-    offloaded: dict[tuple[int, int], Kept]
+    offloaded: dict[tuple[int, int], KeptTensors]
 
     def leaves(self) -> list[Tensor]:
         """The tensors that collect gradients."""

@@ -67,11 +67,11 @@ def peak(changes: Iterable[float]) -> float:
 MOST_COPIED: Final = 3
 """The most micro-batches whose offloaded tensors are on a device at a time: one computes, one leaves, one returns."""
 
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
-class Leaving(Generic[_Key, _Value]):
+class Leaving(Generic[_K, _V]):
     """The offloaded tensors that are still on a device.
 
     They leave it before the second computing action after their OFFLOAD, or before others are loaded for that action,
@@ -79,23 +79,23 @@ class Leaving(Generic[_Key, _Value]):
     """
 
     def __init__(self) -> None:
-        self._latest: dict[_Key, _Value] = {}
-        self._earlier: dict[_Key, _Value] = {}
+        self._latest: dict[_K, _V] = {}
+        self._earlier: dict[_K, _V] = {}
 
-    def add(self, key: _Key, value: _Value) -> None:
+    def add(self, key: _K, value: _V) -> None:
         """Note the tensors of an OFFLOAD."""
         self._latest[key] = value
 
-    def keep(self, key: _Key) -> bool:
+    def keep(self, key: _K) -> bool:
         """Note a LOAD. True if its tensors are still on the device, and so stay there; otherwise call `release`."""
         return any(entries.pop(key, None) is not None for entries in (self._latest, self._earlier))
 
-    def release(self) -> list[_Value]:
+    def release(self) -> list[_V]:
         """Note that memory is needed: the tensors that leave now, those from before the latest computing action."""
         left, self._earlier = self._earlier, {}
         return list(left.values())
 
-    def compute(self) -> list[_Value]:
+    def compute(self) -> list[_V]:
         """Note a computing action: the tensors that leave before it."""
         left = self.release()
         self._earlier, self._latest = self._latest, {}

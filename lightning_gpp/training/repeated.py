@@ -51,7 +51,7 @@ MOST_BYTES: Final = 1 << 27
 _NO_MINI_BATCH: Final = -1
 """The number under which the host records these runs of the step, which are forgotten."""
 
-Parts = tuple[range, range]
+TwoParts = tuple[range, range]
 """Samples of two micro-batches, counted in the mini-batch."""
 
 
@@ -77,7 +77,7 @@ class RepeatedComparison:
         self._turn += 1
         if parts is None or not isinstance(step, UserStep):
             return run()
-        step.watcher = kept = Kept(read_by(step), parts)
+        step.watcher = kept = KeptResults(read_by(step), parts)
         try:
             result = run()
         finally:
@@ -91,7 +91,7 @@ class RepeatedComparison:
         self,
         session: Session,
         step: UserStep,
-        kept: Kept,
+        kept: KeptResults,
         batch: Any,
         rest: Sequence[Any],
         batch_size: int,
@@ -109,7 +109,7 @@ class RepeatedComparison:
         return losses.warning(number, tolerance, job.options.loss_reduction == "sum")
 
 
-def chosen_parts(session: Session, batch_size: int, turn: int) -> Parts | None:
+def chosen_parts(session: Session, batch_size: int, turn: int) -> TwoParts | None:
     """Samples of two neighbouring micro-batches, others in each turn; None if there are none to compare."""
     plan, step = session.plan, session.pipeline.step
     size = plan.stages[plan.step_stage].micro_batch_size
@@ -147,7 +147,7 @@ def _most_samples(specs: Mapping[str, TensorSpec]) -> int:
     return 0 if sample > MOST_BYTES else max(1, min(MOST_SAMPLES, FEW_BYTES // max(sample, 1)))
 
 
-class Kept:
+class KeptResults:
     """The results of network calls on the samples of two parts. Results without samples are those of the first one.
 
     Args:
@@ -158,7 +158,7 @@ class Kept:
         with_constants: whether results without samples depend on those of the micro-batch.
     """
 
-    def __init__(self, specs: Mapping[str, TensorSpec], parts: Parts) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec], parts: TwoParts) -> None:
         self.parts, self._specs = parts, specs
         self.with_constants = any(spec.mixes_samples for spec in specs.values())
         self._values: dict[range, dict[str, Tensor]] = {}
@@ -251,7 +251,7 @@ class StepAgain:
 
     job: Job
     step: UserStep
-    kept: Kept
+    kept: KeptResults
     batch: Any
     rest: Sequence[Any]
     batch_size: int

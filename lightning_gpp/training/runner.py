@@ -31,7 +31,7 @@ Outputs = Sequence[tuple[MicroBatch, Any]]
 """The results of the user's step for each micro-batch, in order."""
 
 
-class Turns:
+class ComparisonTurns:
     """Counts the mini-batches of a run, and says at which the loss is compared.
 
     These are number 0, 1, 2, 4, 8, ..., and the first ones of epochs, as long as not many were compared.
@@ -81,7 +81,7 @@ class Runner:
         self._sessions = SessionCache[Session](self._job.control.warn)
         self._trained: Session | None = None
         self._running: dict[str, Session] = {}
-        self._comparison, self._turns = comparison, Turns()
+        self._comparison, self._turns = comparison, ComparisonTurns()
 
     def session(self, step: str, arguments: Sequence[Any]) -> Session:
         """The session for a mini-batch, which becomes the current one."""

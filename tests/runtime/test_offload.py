@@ -18,7 +18,7 @@ from lightning_gpp.plan import STEP
 from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.runtime import LOSS, Executor
 from lightning_gpp.runtime import offload as offload_module
-from lightning_gpp.runtime.offload import Block, HostLink, Offloaded
+from lightning_gpp.runtime.offload import HostLink, Offloaded, SavedBlock
 from lightning_gpp.schedules import Kind, compile_program
 from lightning_gpp.stages import build
 from tests.runtime.stages import Mixer
@@ -77,7 +77,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.storages: list[StorageWeakRef] = []
-        self.blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+        self.blocks: weakref.WeakSet[SavedBlock] = weakref.WeakSet()
         self.alive: list[int] = []
         self.on_host: list[int] = []
         self.made = 0
@@ -124,13 +124,13 @@ class Model(nn.Module):
 def notes(monkeypatch: pytest.MonkeyPatch) -> Notes:
     found = Notes()
 
-    class Watched(Block):
+    class Watched(SavedBlock):
         def __init__(self, tensor: Tensor) -> None:
             super().__init__(tensor)
             found.blocks.add(self)
             found.made += 1
 
-    monkeypatch.setattr(offload_module, "Block", Watched)
+    monkeypatch.setattr(offload_module, "SavedBlock", Watched)
     return found
 
 
@@ -206,7 +206,7 @@ class Recorded:
         self.offloaded.wait()
 
 
-def blocks_of(offloaded: Offloaded) -> list[Block]:
+def blocks_of(offloaded: Offloaded) -> list[SavedBlock]:
     return offloaded._blocks()
 
 

@@ -348,7 +348,7 @@ def test_refused(name: str) -> None:
 
 
 def test_batch_norm_is_told() -> None:
-    assert all("BatchNorm, which normalises each micro-batch" in told for told in run(2, warned)[:1])
+    assert all("normalises each micro-batch by itself, and updates" in told for told in run(2, warned)[:1])
 
 
 def warned(rank: int) -> str:

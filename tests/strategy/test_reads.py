@@ -20,7 +20,7 @@ from tests.strategy import harness
 
 STAGES_OF_LOOP = {"left": 0, "right": 1, "head": 1}
 STAGES = {"network.left": 0, "network.right": 1, "network.head": 1}
-WARM_UP, STEPS = 3, 4
+WARM_UP, STEPS = 9, 4  # between mini-batches whose losses are compared: 0, 1, 2, 4, 8, 16
 
 
 class Counting(pl.Callback):

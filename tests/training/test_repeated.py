@@ -16,17 +16,17 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_gpp.graph import Affine, TensorSpec
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.training.copies import step_copy
-from lightning_gpp.training.repeated import Alone, Kept, Losses, _most_samples, _some, samples_of_parts
-from lightning_gpp.training.runner import Turns
+from lightning_gpp.training.repeated import Alone, KeptResults, Losses, _most_samples, _some, samples_of_parts
+from lightning_gpp.training.runner import ComparisonTurns
 
 SAMPLES = TensorSpec(shape=(Affine(1, 0), Affine(0, 3)), dtype="float64")
 SCALAR = TensorSpec(shape=(), dtype="float64")
 
 
 def test_powers_of_two_are_compared_and_starts_of_epochs_while_these_are_few() -> None:
-    turns = Turns()
+    turns = ComparisonTurns()
     assert [number for number in range(40) if turns.next(epoch=0)] == [0, 1, 2, 4, 8, 16, 32]
-    turns = Turns()
+    turns = ComparisonTurns()
     compared = [number for number in range(400) if turns.next(epoch=number // 5)]
     assert {5, 10, 15} <= set(compared)
     assert len(compared) <= 9 + 400 / 16 + math.log2(400)
@@ -65,7 +65,7 @@ def test_a_number_of_samples_that_stays_constant_makes_no_sum() -> None:
 
 def test_results_on_parts_are_kept_before_the_step_changes_them() -> None:
     parts = range(1, 3), range(4, 5)
-    kept, results = Kept({"v0_0": SAMPLES, "v1_0": SCALAR}, parts), torch.arange(18.0).reshape(6, 3)
+    kept, results = KeptResults({"v0_0": SAMPLES, "v1_0": SCALAR}, parts), torch.arange(18.0).reshape(6, 3)
     for number in (0, 1):
         values = {"v0_0": results[3 * number : 3 * number + 3].clone(), "v1_0": torch.tensor(float(number))}
         kept(MicroBatch(number, 3 * number, 3 * number + 3, 6), values)
