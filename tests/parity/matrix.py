@@ -67,14 +67,13 @@ VARIANTS = {
     "replicas": Variant(num_replicas=2),
     "pipelines": Variant(num_pipelines=2),
     "recomputed": Variant(recompute=True),
-    "offloaded": Variant(offload=True),
+    "offloaded": Variant(offload=True, schedules=SOME),
     "bfloat16": Variant(bfloat16=True, tolerance=2**-20),
     "zero1": Variant(num_replicas=2, sharding="zero1"),
     "fsdp": Variant(num_replicas=2, sharding="fsdp"),
     "pipelines, fsdp": Variant(num_pipelines=2, sharding="fsdp", schedules=SOME),
     "fsdp, recomputed": Variant(num_replicas=2, sharding="fsdp", recompute=True, schedules=SOME),
     "fsdp, offloaded": Variant(num_replicas=2, sharding="fsdp", offload=True, schedules=SOME),
-    "offloaded, bfloat16": Variant(offload=True, bfloat16=True, tolerance=2**-20, schedules=SOME),
 }
 
 IN_SLICES = {
