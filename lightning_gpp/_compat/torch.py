@@ -85,6 +85,10 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+CHILDREN: Final = "_modules"
+"""The attribute in which a module keeps its parts."""
+
+
 def buffers_of(module: nn.Module) -> dict[str, Any]:
     """The dictionary of a module's own buffers, for writing."""
     return module._buffers

@@ -1,93 +1,197 @@
-"""Attributes of modules that forwards read: numbers, flags, texts and tensors that are no parameters or buffers.
+"""Attributes of modules that forwards read: numbers, flags, texts, functions, and tensors that are no parameters.
 
-A forward that is cut into stages runs with the values that it had when it was captured, so these are noted.
+Those inside of objects that modules keep, such as configurations, have the path to them as their name:
+`config.temperature` is in the object that the module has as `config`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol
+import argparse
+import copy
+import enum
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
 
+import numpy as np
 import torch
-import torchmetrics
-from torch import nn
+from torch import Tensor, nn
+
+from lightning_gpp._compat.torch import CHILDREN
 
 Attribute = tuple[str, str]
 """The path of a module, and the name of its attribute."""
 
-_OF_ALL_MODULES: Final = frozenset(vars(nn.Module()))
-_MOST_ITEMS: Final = 64
+OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
+"""Names of attributes that every module has: parameters, hooks and the like."""
+MOST_ITEMS: Final = 64
 """Items of a container whose values are noted."""
-
-
-class AttributeObserver(Protocol):
-    """Is told of the attributes of modules that are read and set."""
-
-    def read(self, path: str, name: str, value: Any) -> None:
-        """An attribute of a module is read that the run has not set."""
-
-    def changed(self, path: str, name: str) -> None:
-        """A number, flag or text is changed for the first time, by code that may have read it."""
-
-
-def observe(module: nn.Module, observer: AttributeObserver) -> None:
-    """Tell the observer of reads and changes of the attributes that users may change.
-
-    Args:
-        module: a copy of the user's module, whose parts get classes of their own.
-        observer: is told.
-    """
-    for path, part in module.named_modules():
-        if not _is_called_as_it_is(part):
-            _observe(part, set(_names(part)), path, observer)
+MOST_NUMBERS: Final = 1 << 14
+"""Numbers of an array that are compared."""
+_SCALARS: Final = (bool, int, float, complex, str, type(None))
+TOLD: Final = (*_SCALARS, bytes, range, slice, enum.Enum, np.generic, torch.dtype, torch.device, torch.Size)
+"""Types of values that `repr` tells apart."""
+_CHANGING: Final = (list, dict, set, deque)
+CONTAINERS: Final = (*_CHANGING, tuple, frozenset)
+_FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+_NO_SETTINGS: Final = (Tensor, nn.Module, type, types.ModuleType, *_FUNCTIONS)
+_LIGHTNING: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
+LIBRARIES: Final = {"torch", "torchmetrics", "numpy", *_LIGHTNING, "lightning_gpp", *sys.stdlib_module_names}
+_NAMESPACES: Final = (types.SimpleNamespace, argparse.Namespace)
+_OMEGACONF: Final = ("_content", "_val")
+"""Attributes of OmegaConf's nodes that have their values; the others change when they are read."""
+_BETWEEN: Final = (*_OMEGACONF, CHILDREN, "forward", "__globals__")
+"""Parts of names that people do not write."""
+_MOST_SETTINGS: Final = 512
+"""Values of an object; larger ones are data, and not compared."""
+_DEEPEST: Final = 6
 
 
 def is_plain(value: Any) -> bool:
     """True for values that can be compared: numbers, texts, None, tensors, and containers of a few of the former."""
     if isinstance(value, list | tuple | set | frozenset | dict):
         items = [*value, *value.values()] if isinstance(value, dict) else value
-        return len(items) <= _MOST_ITEMS and all(isinstance(item, _SCALARS) for item in items)
-    return isinstance(value, (*_SCALARS, torch.Tensor))
+        return len(items) <= MOST_ITEMS and all(isinstance(item, _SCALARS) for item in items)
+    return isinstance(value, (*_SCALARS, Tensor))
 
 
-_SCALARS: Final = (bool, int, float, complex, str, type(None))
+def copy_of(value: Any) -> Any:
+    """A copy of a container or array that may change without being replaced; None for other and for large values."""
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.size <= MOST_NUMBERS else None
+    return copy.copy(value) if isinstance(value, _CHANGING) and len(value) <= MOST_ITEMS else None
 
 
-def _names(part: nn.Module) -> list[str]:
-    hidden = hasattr(part, "log_dict")  # the state of a LightningModule, which Lightning changes
-    own = (name for name in vars(part) if name not in _OF_ALL_MODULES and not (hidden and name.startswith("_")))
-    return ["training", *(name for name in own if is_plain(vars(part)[name]))]
-
-
-def _is_called_as_it_is(part: nn.Module) -> bool:
-    """True for metrics, which the step calls, and for layers of torch, which stages call."""
-    if isinstance(part, torchmetrics.Metric | torchmetrics.MetricCollection):
-        return True
-    return type(part).__module__.startswith("torch.nn") and not any(True for _ in part.children())
-
-
-def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObserver) -> None:
-    kind = type(part)
-
-    def read(self: nn.Module, name: str) -> Any:
-        value = kind.__getattribute__(self, name)
-        if name in names:
-            observer.read(path, name, value)
-        return value
-
-    def write(self: nn.Module, name: str, value: Any) -> None:
-        before = vars(self).get(name)
-        if name in names and isinstance(before, bool | int | float | str) and not _equals(before, value):
-            observer.changed(path, name)
-        names.discard(name)
-        kind.__setattr__(self, name, value)
-
-    about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    about |= {"__getattribute__": read, "__setattr__": write}  # type: ignore[dict-item]
+def same_contents(before: Any, now: Any) -> bool:
+    """True if a container or array has the items of its copy; tensors and arrays inside have to be the same objects."""
     try:
-        object.__setattr__(part, "__class__", type(kind.__name__, (kind,), about))
-    except TypeError:  # a class that allows no other layout, as those of torch.jit
-        return
+        return np.array_equal(before, now) if isinstance(now, np.ndarray) else bool(before == now)
+    except (RuntimeError, ValueError):  # the truth value of several numbers
+        return False
 
 
-def _equals(before: bool | float | str, value: Any) -> bool:
-    return type(value) is type(before) and bool(value == before)
+def same_value(one: Any, other: Any) -> bool:
+    """True for equal values of one type; tensors may be on different devices."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and bool((one == other.to(one.device)).all())
+    return one is other or (type(one) is type(other) and same_contents(one, other))
+
+
+def dotted(attribute: Attribute) -> str:
+    """The path of a module with the name of its attribute: `encoder.temperature`."""
+    names = (name for name in attribute[1].split(".") if name not in _BETWEEN)
+    return ".".join(filter(None, (attribute[0], *names)))
+
+
+def has_settings(value: Any) -> bool:
+    """True for objects, except those of libraries, and for dictionaries that are not plain."""
+    if is_plain(value) or isinstance(value, dict):
+        return not is_plain(value)
+    if isinstance(value, (*_NO_SETTINGS, *TOLD)):
+        return False
+    of_library = type(value).__module__.partition(".")[0] in LIBRARIES
+    return isinstance(value, _NAMESPACES) or (not of_library and bool(_contents(value)))
+
+
+def settings(name: str, value: Any) -> dict[str, Any]:
+    """The plain values in an object with settings, and the objects between, by name; those of large ones are left out.
+
+    Args:
+        name: the name of the attribute that has the object.
+        value: the object.
+    """
+    found: dict[str, Any] = {}
+    for inner, content in _collected(name, value, set(), 0):
+        found[inner] = content
+        if len(found) > _MOST_SETTINGS:
+            return {name: value}
+    return found
+
+
+def _collected(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    yield name, value
+    seen.add(id(value))
+    hidden = type(value).__module__.startswith("omegaconf")
+    for key, inner in _contents(value).items():
+        if not isinstance(key, str) or "." in key or id(inner) in seen or (hidden and key not in _OMEGACONF):
+            continue
+        if is_plain(inner):
+            yield f"{name}.{key}", inner
+        elif depth < _DEEPEST and has_settings(inner):
+            yield from _collected(f"{name}.{key}", inner, seen, depth + 1)
+
+
+def _contents(value: Any) -> dict[Any, Any]:
+    if isinstance(value, dict):
+        return value
+    slots = (name for kind in type(value).__mro__ for name in _slots(kind))
+    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _own(owner: Any) -> dict[Any, Any]:
+    own: dict[Any, Any] = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+    return own
+
+
+class AttributePlace:
+    """The place of an attribute's value: an object or dictionary, and the name there.
+
+    Args:
+        module: the module that paths begin at.
+        attribute: the attribute.
+    """
+
+    def __init__(self, module: nn.Module, attribute: Attribute) -> None:
+        path, name = attribute
+        *outer, self.name = name.split(".")
+        owner: Any = module.get_submodule(path)
+        for part in outer:
+            own = _own(owner)
+            owner = own[part] if part in own else getattr(owner, part, None)
+        own = _own(owner)
+        self.owner = own if isinstance(owner, dict) or self.name in own else owner
+
+    @property
+    def id(self) -> tuple[int, str]:
+        """Equal for attributes of one object."""
+        return id(self.owner), self.name
+
+    def read(self) -> Any:
+        """The value, or None if there is none."""
+        if isinstance(self.owner, dict):
+            return self.owner.get(self.name)
+        return getattr(self.owner, self.name, None)
+
+    @property
+    def reader(self) -> Callable[[], Any]:
+        """Reads the value, faster than `read`."""
+        if isinstance(self.owner, dict):
+            return functools.partial(self.owner.get, self.name)
+        return functools.partial(getattr, self.owner, self.name, None)
+
+    def write(self, value: Any) -> None:
+        """Set the value."""
+        if isinstance(self.owner, dict):
+            self.owner[self.name] = value
+        else:
+            setattr(self.owner, self.name, value)
+
+
+def restore_settings(module: nn.Module, noted: Mapping[Attribute, Any]) -> list[Attribute]:
+    """Give values inside of objects the noted ones again. Returns those that have changed since they were noted."""
+    changed = []
+    for attribute, value in noted.items():
+        if "." in attribute[1] and is_plain(value):
+            place = AttributePlace(module, attribute)
+            if not same_value(place.read(), value):
+                place.write(value)
+                changed.append(attribute)
+    return changed

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
 from lightning_gpp.capture.isolate import add_sizes, caches_of_functions, forgotten
-from lightning_gpp.capture.loss import trained_loss
+from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.mixing import mark_mixing
 from lightning_gpp.capture.network import Network, extract
@@ -23,7 +23,7 @@ from lightning_gpp.capture.recording import Ref
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP
-from lightning_gpp.wording import counted, named, sentence
+from lightning_gpp.wording import counted, named, sentence, some
 
 T = TypeVar("T")
 
@@ -86,10 +86,9 @@ class Capture:
         recording = self.network.recording
         if not recording.left:
             return []
-        names = ", ".join(recording.left[:5]) + (" and others" if len(recording.left) > 5 else "")
         return [
-            f"The step cannot be recorded to its end. The rest runs on its device, with {names}. "
-            f"{sentence(recording.stopped)}"
+            f"The step cannot be recorded to its end. The rest runs on its device, with "
+            f"{some(recording.left, most=5)}. {sentence(recording.stopped)}"
         ]
 
     @property
@@ -225,7 +224,8 @@ def _capture(
                 function=function,
             )
         if step == "training_step" and function is None and recording.complete:
-            trained_loss(recording.returned, num_samples)
+            is_trained = any(parameter.requires_grad for parameter in module.parameters())  # later, perhaps
+            (trained_loss if is_trained else loss_of)(recording.returned, num_samples)
         return extract(recording, recorder)
 
     base, other_size = run(SIZES[0], RunTime(batch_idx=batch_idx)), run(SIZES[1], RunTime(batch_idx=batch_idx))

@@ -25,10 +25,11 @@ from lightning_gpp._compat.torch import (
     fake_mode,
     pytree,
 )
-from lightning_gpp.capture.attributes import observe
+from lightning_gpp.capture.attributes import restore_settings
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
 from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.meter import Meter
+from lightning_gpp.capture.observed_attributes import observe
 from lightning_gpp.capture.recorder import Recorder, refusal
 from lightning_gpp.capture.recording import Recording
 from lightning_gpp.capture.uncut import keep_uncut
@@ -135,7 +136,9 @@ def _run(replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder:
     try:
         with recorder:
             result = called(batch)
+        _refuse_state_in_objects(replica, recorder)
         recorder.use(result)
+        recorder.use_kept([replica, *map(replica.get_submodule, recorder.opened)])
         recording.result = recorder.refs(result)
         recording.returned = result
     except CaptureError as error:
@@ -150,6 +153,15 @@ def _run(replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder:
             refused = refusal(line_of(error), reason, _remedy(error), modules, declare=not _is_raised_here(error))
             refused.refuted = refuted
             raise refused from error
+
+
+def _refuse_state_in_objects(replica: nn.Module, recorder: Recorder) -> None:
+    """Refuse forwards that change values inside of objects, as they count in them, and undo the changes."""
+    noted = list(recorder.recording.attributes.items())
+    changed = [(scope, restore_settings(replica, values)) for scope, values in noted if scope != -1]
+    for scope, attributes in changed:
+        for attribute in attributes:
+            recorder.refuse_change(scope, attribute)
 
 
 def _is_raised_here(error: Exception) -> bool:

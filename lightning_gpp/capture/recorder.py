@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ import torchmetrics
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_gpp._compat.torch import FakeTensor, pytree, storage_id, version
+from lightning_gpp._compat.torch import CHILDREN, FakeTensor, buffers_of, pytree, storage_id, version
+from lightning_gpp.capture.attributes import OF_EVERY_MODULE, Attribute, dotted, has_settings, settings
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import CallModes, ModuleCall, ModuleRef, Recorded, Recording, Ref, StateRef
 from lightning_gpp.errors import CaptureError, NoNetworkError
@@ -75,7 +76,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._uncut = uncut
-        self._opened, self._refuted, self._number = opened, refuted, number
+        self.opened, self._refuted, self._number = opened, refuted, number
         self.recording = Recording(num_samples, current_context())
         self.current: Recorded | None = None
         self._values: dict[int, Ref] = {}
@@ -141,7 +142,7 @@ class Recorder(TorchFunctionMode):
         if self.paused:
             self._scopes.append(None)
             return
-        if self.scope == -1 and (path in self._opened or not _has_state(module)):
+        if self.scope == -1 and (path in self.opened or not _has_state(module)):
             self._scopes.append(None)
             return
         if self.scope == -1 and not self.reads_between_calls:
@@ -285,21 +286,30 @@ class Recorder(TorchFunctionMode):
         self._values[id(tensor)] = Ref(call.index, number)
 
     def read(self, path: str, name: str, value: Any) -> None:
-        """Note that a forward, or the step, reads an attribute of a module."""
-        if not self._paused:
-            self.recording.attributes.setdefault(self.scope, {}).setdefault((path, name), value)
+        """Note that a forward, or the step, reads an attribute of a module, with what is in an object that it reads."""
+        noted = self.recording.attributes.setdefault(self.scope, {})
+        if self._paused or (path, name) in noted or (self.scope == -1 and name.startswith(CHILDREN)):
+            return
+        inside = settings(name, value) if self.scope != -1 and has_settings(value) else {name: value}
+        noted.update({(path, inner): content for inner, content in inside.items()})
 
     def changed(self, path: str, name: str) -> None:
         """Refuse a forward that reads an attribute and changes it: it keeps state, which would be lost if it is cut."""
-        if self._paused or self.scope == -1 or (path, name) not in self.recording.attributes.get(self.scope, {}):
-            return
-        own = self.recording.modules[self.scope].path
-        if own in self._uncut or not (own == "" or f"{path}.".startswith(f"{own}.")):
+        if not self._paused and (path, name) in self.recording.attributes.get(self.scope, {}):
+            self.refuse_change(self.scope, (path, name), user_line())
+
+    def refuse_change(self, scope: int, attribute: Attribute, line: str = "") -> None:
+        """Refuse the change of an attribute by a forward that reads it, unless the forward is not cut."""
+        own = self.recording.modules[scope].path if scope != -1 else None
+        path, name = attribute
+        if own is None or own in self._uncut or not (own == "" or f"{path}.".startswith(f"{own}.")):
             return
         raise refusal(
-            user_line(),
-            f"the forward changes {name!r}, which it reads, from call to call; each micro-batch is a call",
+            line or self.recording.modules[scope].line,
+            f"the forward changes {dotted(('', name))!r}, which it reads, from call to call; "
+            "each micro-batch is a call",
             "count mini-batches in a hook such as on_train_batch_start",
+            self.recording.called(scope),
         )
 
     def batch_tensor(self, tensor: torch.Tensor) -> None:
@@ -349,6 +359,16 @@ class Recorder(TorchFunctionMode):
     def use(self, tree: Any) -> None:
         """Note values that the step uses outside calls of torch: it logs or returns them."""
         self.uses.extend(leaf for leaf in pytree.tree_leaves(self.refs(tree)) if isinstance(leaf, Ref))
+
+    def use_kept(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Note values of the network that the step has put into buffers and attributes of these modules."""
+        answers = {ref for call in self.recording.network_calls() for ref in pytree.tree_leaves(call.result)}
+        for module in modules:
+            own = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
+            kept = [value for value in own.values() if isinstance(value, torch.Tensor | list | tuple | dict)]
+            refs = pytree.tree_leaves(self.refs([kept, buffers_of(module)]))
+            found = [ref for ref in refs if isinstance(ref, Ref) and self.network[ref.call]]
+            self.uses.extend(ref for ref in found if ref in answers or self.recording.calls[ref.call].scope == -1)
 
     def _read(self, name: str, tensor: torch.Tensor) -> Any:
         line = user_line()

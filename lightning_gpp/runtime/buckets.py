@@ -99,8 +99,9 @@ class BucketQueue:
         """The next backward is the last one: start every bucket as soon as it and those before it are complete."""
         if self._hooks or self._next:
             return
-        self._missing = [{id(parameter) for parameter in bucket.named.values()} for bucket in self.buckets]
-        parameters = [parameter for bucket in self.buckets for parameter in bucket.named.values()]
+        trained = [[p for p in bucket.named.values() if p.requires_grad] for bucket in self.buckets]
+        self._missing = [set(map(id, parameters)) for parameters in trained]
+        parameters = [parameter for of_bucket in trained for parameter in of_bucket]
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]
 
     def start(self) -> None:

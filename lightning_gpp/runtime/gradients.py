@@ -36,13 +36,15 @@ class GradientSync:
     It is the `StageSync` of replicas with unsharded parameters.
 
     Args:
-        parameters: this rank's parameters, by canonical name; those that do not require grad are ignored.
+        parameters: this rank's parameters, by canonical name; those that are not trained are ignored.
         holders: global ranks that hold each parameter of the model; the same on all ranks. Buckets are filled from the
             end, so that with parameters in the order of their registration those that get their gradients first travel
             first.
         mesh: the mesh of the ranks.
         stages: stages that use each parameter, the same on all ranks; without it every all-reduce waits for `sync`.
         parted: parameters of which every member of a device has a part; the others have all of them.
+        frozen_since: parameters that were trained in an earlier mini-batch of this optimizer step, and no longer are;
+            the same on all ranks.
 
     Attributes:
         last: whether an optimizer step follows this mini-batch. If not, gradients are only accumulated.
@@ -60,10 +62,11 @@ class GradientSync:
         *,
         stages: Mapping[str, Sequence[int]] | None = None,
         parted: Collection[str] = (),
+        frozen_since: Collection[str] = (),
     ) -> None:
         self._holders = {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
         self._parameters = dict(parameters)
-        self._mesh, self._parted = mesh, frozenset(parted)
+        self._mesh, self._parted, self._frozen_since = mesh, frozenset(parted), frozenset(frozen_since)
         self._check()
         self.gathers, self.last = False, True
         stage_of = {name: used[0] for name, used in (stages or {}).items() if len(used) == 1}
@@ -151,7 +154,8 @@ class GradientSync:
     def _buckets(self, stage: int, groups: Mapping[Holders, dist.ProcessGroup]) -> Iterator[Bucket]:
         """Parameters of the same stage, holders and dtype, in parts of at most BUCKET_BYTES."""
         of_stage = [name for name, known in self._stage_of.items() if known == stage and name in self._parameters]
-        trained = [name for name in of_stage if self._parameters[name].requires_grad]
+        since = self._frozen_since
+        trained = [name for name in of_stage if self._parameters[name].requires_grad or name in since]
         for ranks in sorted(groups):
             named = {name: self._parameters[name] for name in trained if self._holders[name] == ranks}
             for dtype in sorted({parameter.dtype for parameter in named.values()}, key=str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -12,7 +12,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lightning_gpp._compat.torch import pytree
+from lightning_gpp._compat.torch import buffers_of, pytree
+from lightning_gpp.capture.attributes import OF_EVERY_MODULE
 from lightning_gpp.capture.batch import BatchDims, device_of, samples_in, sliceable
 from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.capture.network import InputKey, Network
@@ -158,6 +159,7 @@ class UserStep(StepRunner):
         self._modules = {call.path: self.module.get_submodule(call.path) for call in self._calls}
         self._paths = {id(module): path for path, module in self._modules.items()}
         self._mixes = len(self._calls) > 1
+        self._changed = {name for name, scope, _ in self.network.recording.state_changes if scope == -1}
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
         self._results = {id(call): pytree.tree_flatten(call.result) for call in self._calls}
         known: list[ModuleCall | Recorded] = [*self._calls, *self._glue.values()]
@@ -189,7 +191,7 @@ class UserStep(StepRunner):
 
         self.start_streams(micro_batch)
         changing = [self.module, *map(self.module.get_submodule, self.opened)]
-        with without_effects(changing), answered(self._modules, answer), torch.no_grad():
+        with without_effects(changing, self._changed), answered(self._modules, answer), torch.no_grad():
             try:
                 with holes or nullcontext():
                     self.call(micro_batch)
@@ -389,28 +391,39 @@ def answered(modules: Mapping[str, nn.Module], answer: CallHandler) -> Iterator[
         detach(kinds)
 
 
-_NOT_ITS_OWN = frozenset(vars(nn.Module()))
-"""Attributes that every module has: parameters, hooks and the like."""
-
-
 @contextmanager
-def without_effects(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore attributes that were set, and lists that grew, when the context ends.
+def without_effects(modules: Sequence[nn.Module], changed: Collection[str] = ()) -> Iterator[None]:
+    """Restore attributes and buffers that were set, and lists that grew, when the context ends.
 
     Changes inside other objects stay.
+
+    Args:
+        modules: their attributes are restored.
+        changed: names of parameters and buffers of the first module that change in place.
     """
-    before = [(module, dict(vars(module)), _lists(module)) for module in modules]
+    states = [tensor for name, tensor in _states(modules[0]) if name in changed] if changed else []
+    values = [tensor.detach().clone() for tensor in states]
+    before = [(module, dict(vars(module)), buffers_of(module).copy(), _lists(module)) for module in modules]
     try:
         yield
     finally:
-        for module, attributes, lists in before:
+        for module, attributes, buffers, lists in before:
             for name in vars(module).keys() - attributes.keys():
                 del vars(module)[name]
             vars(module).update(attributes)
+            buffers_of(module).update(buffers)
             for items, length in lists:
                 del items[length:]
+        with torch.no_grad():
+            for tensor, value in zip(states, values, strict=True):
+                tensor.copy_(value)
+
+
+def _states(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def _lists(module: nn.Module) -> list[tuple[list[Any], int]]:
-    own = (value for name, value in vars(module).items() if name not in _NOT_ITS_OWN)
+    own = (value for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
     return [(value, len(value)) for value in own if type(value) is list]

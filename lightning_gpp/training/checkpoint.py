@@ -17,7 +17,7 @@ from lightning_gpp.training.foreign import Foreign
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, materialise, replace_tensors, tensors_of, with_values
 from lightning_gpp.training.shards import is_shard, loadable, outline, state_shard, whole_states, whole_values
-from lightning_gpp.wording import few
+from lightning_gpp.wording import some
 
 
 def whole_state(module: nn.Module, placement: Placement, control: Control) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def _differences(own: Mapping[str, Any], state: Mapping[str, Any]) -> str:
             f"{name} {stored}, in the model {shape}" for name, shape, stored in shapes if shape != stored
         ],
     }
-    return " ".join(f"{told} {few(names)}." for told, names in found.items() if names)
+    return " ".join(f"{told} {some(names, most=3)}." for told, names in found.items() if names)
 
 
 def _shape(value: Any) -> tuple[int, ...]:

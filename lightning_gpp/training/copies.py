@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
+from lightning_gpp.capture.attributes import OF_EVERY_MODULE
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.training.foreign import Foreign, Whereabouts, foreign_like
 from lightning_gpp.training.parameters import tensors_of, with_values
@@ -21,7 +23,6 @@ from lightning_gpp.training.parameters import tensors_of, with_values
 SMALL: Final = 1 << 24
 """Bytes of a tensor or array that is copied, although it is not known that a step changes it."""
 
-_OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 _CONTAINERS: Final = (list, tuple, set, dict)
 _DUPLICATED: Final = (deque, random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -100,7 +101,7 @@ def _add_belongings(modules: Iterator[nn.Module], memo: dict[int, Any]) -> None:
     """Add copies of what a step may change in the attributes of modules; other objects are shared by copies."""
     for part in modules:
         for name, value in vars(part).items():
-            if name not in _OF_EVERY_MODULE:
+            if name not in OF_EVERY_MODULE:
                 _add(value, memo, 0)
 
 
@@ -114,7 +115,8 @@ def _add(value: Any, memo: dict[int, Any], depth: int) -> None:
         if _is_small(value) and not _is_foreign(value) and not isinstance(value, nn.Parameter):
             memo[id(value)] = value.detach().clone()
     elif _is_light(value, depth):
-        _try(lambda: memo.setdefault(id(value), copy.deepcopy(value)))
+        with suppress(Exception):  # objects that refuse to be copied are shared
+            memo[id(value)] = copy.deepcopy(value)
 
 
 def _is_light(value: Any, depth: int) -> bool:
@@ -129,11 +131,3 @@ def _is_light(value: Any, depth: int) -> bool:
     users = type(value).__module__.split(".")[0] not in _NOT_USERS
     is_object = users and hasattr(value, "__dict__") and not callable(value)
     return is_object and depth < _DEPTH and _is_light(vars(value), depth + 1)
-
-
-def _try(action: Callable[[], Any]) -> None:
-    """Objects that refuse to be copied are shared."""
-    try:
-        action()
-    except Exception:
-        return

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import pytree, schema_arguments, without_torch_function, wrapper
 from lightning_gpp.errors import ForeignTensorError
 from lightning_gpp.training import gradient_norms
+from lightning_gpp.wording import some
 
 alone: ContextVar[bool] = ContextVar("alone", default=False)
 """True where user code runs that the other ranks do not run: they would not do what is left to them."""
@@ -279,7 +280,7 @@ def _is_count(tensor: Tensor) -> bool:
 
 def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
     origins = dict.fromkeys(origin for tensor in tensors for origin in tensor.origins)
-    named = ", ".join(map(str, [*origins][:2])) + (f" and {len(origins) - 2} more" if len(origins) > 2 else "")
+    named = some([*map(str, origins)], most=2)
     where = "The step runs on this rank only" if alone.get() else "Hooks run on every rank, each on what it holds"
     return ForeignTensorError(
         f"`{name}` needs values of {named}, which this rank does not hold. {where}. Keep parameters that meet "

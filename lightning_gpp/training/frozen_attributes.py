@@ -12,37 +12,48 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Final
 
+import numpy as np
 from torch import Tensor, nn
 
-from lightning_gpp.capture.attributes import Attribute, is_plain
+from lightning_gpp._compat.torch import wraps_compiled
+from lightning_gpp.capture.attributes import (
+    CONTAINERS,
+    MOST_ITEMS,
+    TOLD,
+    Attribute,
+    AttributePlace,
+    copy_of,
+    dotted,
+    has_settings,
+    is_plain,
+    same_contents,
+    same_value,
+)
 
-_MOST_TENSORS: Final = 64
-"""Tensors that are known again; those that were replaced long ago are new ones."""
+_MOST_KNOWN: Final = 8
+"""Tensors and objects of an attribute that are known again; those that were replaced long ago are new ones."""
 
 
 class FrozenAttributes:
-    """The attributes that the captures of a module's steps depend on.
-
-    Attributes:
-        some: whether there are any.
-    """
-
-    some = False
+    """The attributes that the captures of a module's steps depend on; false if there are none."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._owners: dict[Attribute, dict[str, Any]] = {}
+        self._places: dict[Attribute, AttributePlace] = {}
+        self._readers: dict[Attribute, Callable[[], Any]] = {}
         self._values: dict[Attribute, Any] = {}
+        self._contents: dict[Attribute, Any] = {}
+        """Copies of values that may change without being replaced."""
         self._words: dict[Attribute, str] = {}
         self._first: dict[Attribute, str] = {}
         self._announced: dict[Attribute, str] = {}
         self._live: set[Attribute] = set()
-        self._inside: set[Attribute] = set()
-        """Attributes whose values may change without being replaced."""
-        self._tensors: deque[tuple[int, Tensor]] = deque(maxlen=_MOST_TENSORS)
+        self._objects: set[Attribute] = set()
+        """Attributes with other values inside, which have places of their own."""
+        self._known: dict[Attribute, deque[tuple[int, Any]]] = {}
         self._changes = 0
 
     def add(self, frozen: Mapping[Attribute, Any], live: Mapping[Attribute, Any]) -> None:
@@ -53,16 +64,44 @@ class FrozenAttributes:
             live: those that the step reads, of which a number or the values of a tensor may change.
         """
         values = {**live, **frozen}
-        new = values.keys() - self._first.keys()
-        self.some = self.some or bool(new)
+        new = self._placed(values.keys() - self._first.keys())
         self._live |= new - frozen.keys()
-        self._owners |= {key: vars(self._module.get_submodule(key[0])) for key in new}
-        self._values |= {key: values[key] for key in new}
-        self._inside |= {key for key in new - self._live if isinstance(values[key], list | dict | set)}
-        described = {key: self._described(key, values[key]) for key in new}
+        self._objects |= {key for key in new if has_settings(values[key])}
+        self._note({key: self._own(key, values[key]) for key in new})
+        described = {key: self._described(key, self._values[key]) for key in new}
         self._words = {**self._words, **described}
         self._first |= described
         self._announced = {**self._announced, **described}
+
+    def _placed(self, keys: Set[Attribute]) -> set[Attribute]:
+        """Note where these attributes are. Returns those that no other names, as modules may share an object."""
+        known = {place.id for place in self._places.values()}
+        new = set[Attribute]()
+        for key in sorted(keys):
+            place = AttributePlace(self._module, key)
+            if place.id not in known:
+                known.add(place.id)
+                new.add(key)
+                self._places[key] = place
+        self._readers |= {key: self._places[key].reader for key in new}
+        return new
+
+    def _own(self, key: Attribute, captured: Any) -> Any:
+        """The module's own value, where the capture had a copy, perhaps of another class (a compiled module)."""
+        own = self._places[key].read()
+        if callable(own) and not isinstance(own, nn.Module):  # compiled functions are not in the copy
+            return own
+        kinds = {(type(value).__module__, type(value).__qualname__) for value in (own, captured)}
+        is_copy = len(kinds) == 1 or (isinstance(own, nn.Module) and wraps_compiled(own))
+        return own if is_copy and not is_plain(captured) else captured
+
+    def _note(self, values: Mapping[Attribute, Any]) -> None:
+        self._values |= values
+        containers = {key: copy_of(value) for key, value in values.items() if key not in self._live | self._objects}
+        self._contents |= {key: value for key, value in containers.items() if value is not None}
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
 
     def announce(self) -> int:
         """0 if all have the values of the first capture, otherwise a number for their values; notes the values."""
@@ -80,37 +119,52 @@ class FrozenAttributes:
 
     def names(self) -> str:
         """The attributes that have other values than in the first capture."""
-        return ", ".join(".".join(filter(None, key)) for key in sorted(self.changes())) or "An attribute"
+        return ", ".join(map(dotted, sorted(self.changes()))) or "An attribute"
 
     def changes(self) -> dict[Attribute, Any]:
-        """These attributes, with their values."""
-        now = self._now().items()
-        return {key: self._owners[key].get(key[1]) for key, value in now if value != self._first[key]}
+        """These attributes, with their values; with None for functions, modules and other objects."""
+        changed = [key for key, value in self._now().items() if value != self._first[key]]
+        values = {key: self._places[key].read() for key in changed}
+        return {key: value if is_plain(value) else None for key, value in values.items()}
 
     def _now(self) -> dict[Attribute, str]:
         """All values in words; the same dictionary until one changes. This runs twice in every step."""
-        values, owners = self._values, self._owners
-        changed = [key for key, own in owners.items() if own.get(key[1]) is not values[key] or key in self._inside]
-        words = {key: self._described(key, owners[key].get(key[1])) for key in changed}
-        self._values |= {key: owners[key].get(key[1]) for key in changed}
+        changed = self._replaced()
+        if not self._objects.isdisjoint(changed):
+            self._places = {key: AttributePlace(self._module, key) for key in self._places}
+            self._readers = {key: place.reader for key, place in self._places.items()}
+            changed = self._replaced()
+        if not changed:
+            return self._words
+        self._note({key: self._places[key].read() for key in changed})
+        words = {key: self._described(key, self._values[key]) for key in changed}
         if any(self._words[key] != word for key, word in words.items()):
             self._words = {**self._words, **words}
         return self._words
 
-    def _described(self, key: Attribute, value: Any) -> str:
-        if isinstance(value, Tensor):
-            return "tensor" if key in self._live else f"tensor {self._number(value)}"
-        if value is None or isinstance(value, bool) or (key not in self._live and is_plain(value)):
-            return repr(value)
-        return type(value).__qualname__
+    def _replaced(self) -> list[Attribute]:
+        values = self._values
+        replaced = [key for key, read in self._readers.items() if read() is not values[key]]
+        return replaced + [key for key, before in self._contents.items() if not same_contents(before, values[key])]
 
-    def _number(self, tensor: Tensor) -> int:
-        """The number of a tensor in the order in which tensors appear; stages read its values, whatever they are."""
-        for number, known in self._tensors:
-            if known is tensor:
+    def _described(self, key: Attribute, value: Any) -> str:
+        if key in self._live and not isinstance(value, bool | None):
+            return "tensor" if isinstance(value, Tensor) else type(value).__qualname__
+        if isinstance(value, CONTAINERS) and len(value) <= MOST_ITEMS:
+            items = value.items() if isinstance(value, dict) else value
+            return f"{type(value).__qualname__} {[self._described(key, item) for item in items]}"
+        if isinstance(value, np.ndarray):
+            return f"array {value.shape} {zlib.crc32(value.tobytes())}"
+        return repr(value) if isinstance(value, TOLD) else f"{type(value).__qualname__} {self._number(key, value)}"
+
+    def _number(self, key: Attribute, value: Any) -> int:
+        """The number of a tensor or object in the order in which the attribute has had them."""
+        seen = self._known.setdefault(key, deque(maxlen=_MOST_KNOWN))
+        for number, known in seen:
+            if known is value:
                 return number
-        number = 1 + self._tensors[-1][0] if self._tensors else 0
-        self._tensors.append((number, tensor))
+        number = 1 + seen[-1][0] if seen else 0
+        seen.append((number, value))
         return number
 
 
@@ -119,22 +173,10 @@ def _fingerprint(now: Mapping[Attribute, str], before: Mapping[Attribute, str]) 
     return zlib.crc32(repr(changed).encode()) if changed else 0
 
 
-def differing(module: nn.Module, captured: Mapping[Attribute, Any], live: bool = False) -> dict[Attribute, Any]:
-    """The attributes of a module that have other values than in a capture. `live`: they are those of the step."""
-    found = FrozenAttributes(module)
-    found.add(*(({}, captured) if live else (captured, {})))
-    return found.changes()
-
-
 def adopt(module: nn.Module, values: Mapping[Attribute, Any]) -> None:
     """Give attributes the values of the rank that runs the step, where they are others."""
-    for (path, name), value in values.items():
-        owner = vars(module.get_submodule(path))
-        if not _equal(owner.get(name), value):
-            owner[name] = value
-
-
-def _equal(own: Any, value: Any) -> bool:
-    if isinstance(own, Tensor) and isinstance(value, Tensor):
-        return own.shape == value.shape and own.dtype == value.dtype and bool((own == value.to(own.device)).all())
-    return type(own) is type(value) and bool(own == value)
+    for attribute, value in values.items():
+        place = AttributePlace(module, attribute)
+        own = place.read()
+        if not same_value(own, value) and (value is not None or is_plain(own)):
+            place.write(value)

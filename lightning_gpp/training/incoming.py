@@ -15,6 +15,7 @@ from lightning_gpp.training.batches import signature
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.frozen_attributes import FrozenAttributes
+from lightning_gpp.training.parameters import trained_flags
 from lightning_gpp.training.segments import Facts
 
 
@@ -23,7 +24,7 @@ class Incoming:
 
     Attributes:
         batch_size: samples of the latest mini-batch announced.
-        form: a fingerprint of its structure and of the set of trained parameters.
+        form: a fingerprint of its structure and of the set of trained parameters, see `follow_hooks`.
         frozen: the attributes that captures depend on.
         frozen_values: stands for their values, 0 for those of the first capture.
         facts: its facts, and those of the known mini-batches after it.
@@ -44,6 +45,7 @@ class Incoming:
     def follow(self) -> None:
         """Take up the module's parameters again after they were replaced."""
         self.parameters = list(self.module.parameters())
+        self._announced = self.trained()
 
     @contextmanager
     def fed_by(self, feed: Feed) -> Iterator[None]:
@@ -63,7 +65,8 @@ class Incoming:
         """
         ahead = self.feed.ahead()
         numbers = torch.full((2 + ahead, 2), -1, dtype=torch.int64)
-        values = self.frozen.announce() if self.frozen.some else 0
+        values = self.frozen.announce() if self.frozen else 0
+        self._announced = self.trained()
         if self.control.runs_step and batch is not None:
             known = self._facts_of([batch, *self.feed.upcoming[:ahead]])
             numbers[: len(known)] = torch.tensor(known)
@@ -74,31 +77,43 @@ class Incoming:
         self.batch_size, self.form = rows[0]
         return bool(self.facts)
 
+    def follow_hooks(self) -> None:
+        """Note in the form which parameters hooks have frozen or unfrozen since the announcement, on all ranks.
+
+        The form differs by what they changed alone: ranks may not know yet what the step has changed where it runs.
+        """
+        trained = self.trained()
+        if trained != self._announced:
+            self.form ^= _fingerprint(trained) ^ _fingerprint(self._announced)
+            self._announced = trained
+
     def _described(self, batch: Any) -> tuple[int, int]:
         total = samples_in(batch, self._dims)
         return total, signature(batch, self._dims, total)
 
     def form_of(self, batch: Any) -> int:
         """Fingerprint of all that a capture depends on: the batch's structure, and the set of trained parameters."""
-        return signature(batch, self._dims) ^ self._trained()
+        return signature(batch, self._dims) ^ _fingerprint(self.trained())
 
     def _facts_of(self, batches: Sequence[Any]) -> list[tuple[int, int]]:
         """Samples and form of consecutive mini-batches; each is looked at once, when it is announced first."""
         seen = {id(batch): described for batch, described in self._upcoming}
         described = [seen.get(id(batch)) or self._described(batch) for batch in batches]
         self._upcoming = list(zip(batches[1:], described[1:], strict=True))
-        trained = self._trained()
+        trained = _fingerprint(self._announced)
         return [(size, form ^ trained) for size, form in described]
-
-    def _trained(self) -> int:
-        return zlib.crc32(self.trained()) << 16
 
     def trained(self) -> bytes:
         """A byte per parameter of the module: 1 if it requires a gradient, otherwise 0."""
-        return bytes([parameter.requires_grad for parameter in self.parameters])
+        return trained_flags(self.parameters)
 
     def train_as(self, trained: bytes) -> None:
         """Make the marked parameters, and no others, require a gradient."""
         for parameter, flag in zip(self.parameters, trained, strict=True):
             if parameter.requires_grad != bool(flag):
                 parameter.requires_grad_(bool(flag))
+        self._announced = trained
+
+
+def _fingerprint(trained: bytes) -> int:
+    return zlib.crc32(trained) << 16

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_gpp._compat.torch import without_torch_function
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.sharding.shards import local
@@ -243,3 +244,9 @@ def move(module: nn.Module, device: torch.device) -> None:
 def bytes_of(module: nn.Module) -> int:
     """Memory of the parameters and buffers that this rank holds, in bytes."""
     return sum(local(tensor.detach()).nbytes for tensor in tensors_of(module).values() if not tensor.is_meta)
+
+
+def trained_flags(parameters: Iterable[Tensor]) -> bytes:
+    """A byte per parameter: 1 if it requires a gradient, otherwise 0; quick for foreign ones, too."""
+    with without_torch_function():
+        return bytes(parameter.requires_grad for parameter in parameters)

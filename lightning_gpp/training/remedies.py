@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import BatchNorm, buffers_of
+from lightning_gpp.capture.attributes import same_value
+from lightning_gpp.wording import some
 
 UNLIKE_ONE_DEVICE: Final = "So training in micro-batches is not training on one device."
 OFF: Final = "strategy.self_check=false ends this comparison."
@@ -35,7 +36,7 @@ def other_reduction(sums: bool) -> str:
 
 def kept_state(names: Sequence[str]) -> str:
     """The cause of a loss that differs when the same samples come again. `names`: attributes that changed then."""
-    named = f" ({', '.join(names[:3])}{' and others' if len(names) > 3 else ''})" if names else ""
+    named = f" ({some(names, most=3)})" if names else ""
     of_step = bool(names) and not any("." in name for name in names)
     return (
         f"{'The step' if of_step else 'The forward of a module, or the step,'} keeps state between its calls{named}, "
@@ -58,10 +59,4 @@ def small_state(module: nn.Module) -> dict[str, Any]:
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """The names of values that are not the same."""
-    return [name for name, value in after.items() if name in before and not _equal(before[name], value)]
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one is other or one == other)
+    return [name for name, value in after.items() if name in before and not same_value(before[name], value)]

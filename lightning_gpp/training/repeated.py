@@ -37,7 +37,7 @@ from lightning_gpp.training.host import Job
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.remedies import DEPENDENT, OFF, UNLIKE_ONE_DEVICE, other_reduction
 from lightning_gpp.training.session import Session
-from lightning_gpp.training.tolerances import least_precise, tolerance_of
+from lightning_gpp.training.tolerances import TOLERANCES, least_precise
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class RepeatedComparison:
         except Exception as error:  # user code on fewer samples than it is written for, or draws that mix samples
             log.info("The step was not compared with itself in mini-batch %d: %s", number, error)
             return ""
-        tolerance = tolerance_of(least_precise(job, capture, losses.dtype))
+        tolerance = TOLERANCES[least_precise(job, capture, losses.dtype)]
         return losses.warning(number, tolerance, job.options.loss_reduction == "sum")
 
 

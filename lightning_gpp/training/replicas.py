@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
@@ -26,7 +26,6 @@ from torch.optim import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gpp._compat.torch import without_torch_function
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.gradients import GradientSync
@@ -35,7 +34,7 @@ from lightning_gpp.training.checkpoint import saved_here
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.gradient_norms import KnownNorms, exchanged
 from lightning_gpp.training.optimizers import OptimizerIndex
-from lightning_gpp.training.parameters import Placement, tensors_of
+from lightning_gpp.training.parameters import Placement, tensors_of, trained_flags
 from lightning_gpp.training.shards import whole_states
 from lightning_gpp.training.tensor_parallel import TensorParallel
 
@@ -116,6 +115,7 @@ class Replicas:
                 "the parameters. Use strategy.sharding=zero1, which splits the optimizer's state."
             )
         self._facts = self._current_facts()
+        self._pending, self._trained, self._frozen_since = False, self._names_trained(), set[str]()
         self._owned: OwnedParameters | None = None
         self._hooks: list[RemovableHandle] = []
         if self.sharding == "zero1":
@@ -147,7 +147,7 @@ class Replicas:
     def begin(self, last: bool) -> None:
         """Begin a mini-batch. `last`: an optimizer step follows."""
         self.follow()
-        self._sync.last = last
+        self._sync.last, self._pending = last, True
 
     def agree(self, digest: int) -> bool:
         """True if this mini-batch may use the program's collectives: all pipelines issue them in the same order.
@@ -185,6 +185,8 @@ class Replicas:
         """Make gradients sums over the replicas, after the last mini-batch before a step."""
         if self._sync.reduces:
             self._sync.sync()
+        self._pending = False
+        self._frozen_since.clear()
         added = self.follow()
         if added:  # given to an optimizer since the mini-batch began
             self._sum(added)
@@ -247,8 +249,11 @@ class Replicas:
         for index in self._indices:
             index.refresh(self.module, self._stepped_here(), self._stepped())
         self._facts = facts
+        before, self._trained = self._trained, self._names_trained()
+        if self._pending:  # the optimizers step these once more
+            self._frozen_since |= before - self._trained
         if isinstance(self._sync, ShardedStages):
-            self._sync.refresh(*self._summed())
+            self._sync.refresh(*self._summed(), self._frozen_since)
         else:
             self._sync = self._made()
         return self._names() - known
@@ -263,7 +268,10 @@ class Replicas:
 
     def _current_facts(self) -> tuple[object, ...]:
         groups = (tuple(map(id, index.optimizer.param_groups)) for index in self._indices)
-        return _trained(self.module.parameters()), *groups
+        return trained_flags(self.module.parameters()), *groups
+
+    def _names_trained(self) -> set[str]:
+        return {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
     def _made(self) -> GradientSync | ShardedStages:
         mesh, uses = self.control.mesh, self.layout.uses
@@ -271,7 +279,7 @@ class Replicas:
         if self.sharding == "fsdp":
             return ShardedStages(self.module, parameters, holders, mesh, stages=uses)
         parted = () if self._parallel is None else self._parallel.cut
-        return GradientSync(parameters, holders, mesh, stages=uses, parted=parted)
+        return GradientSync(parameters, holders, mesh, stages=uses, parted=parted, frozen_since=self._frozen_since)
 
     def _summed(self) -> tuple[dict[str, Parameter], dict[str, list[int]]]:
         """This rank's parameters, and the holders of all, in the order of registration.
@@ -395,9 +403,3 @@ def idle_sharding(plan: Plan, num_pipelines: int) -> str:
         f"strategy.sharding={plan.sharding} has nothing to split: every stage is on one process. It is for stages on "
         "several devices, or strategy.num_pipelines > 1."
     )
-
-
-def _trained(parameters: Iterable[Tensor]) -> bytes:
-    """Which of the parameters require gradients, a byte for each; quick for foreign ones, too."""
-    with without_torch_function():
-        return bytes(parameter.requires_grad for parameter in parameters)

@@ -80,13 +80,15 @@ class Runner:
         self.current: Session | None = None
         self._sessions = SessionCache[Session](self._job.control.warn)
         self._trained: Session | None = None
-        self._running: dict[str, Session] = {}
+        self._running: dict[str, tuple[Session, int]] = {}
         self._comparison, self._turns = comparison, ComparisonTurns()
 
     def session(self, step: str, arguments: Sequence[Any]) -> Session:
         """The session for a mini-batch, which becomes the current one."""
         incoming, frozen = self._incoming, self._incoming.frozen
-        values = incoming.frozen_values, frozen.since() if frozen.some else 0
+        if step == TRAINING:  # evaluation has no gradients
+            incoming.follow_hooks()
+        values = incoming.frozen_values, frozen.since() if frozen else 0
         key = (step, incoming.form), values
         make = partial(self._new, step, arguments[0], anew=any(values))
         self.current = session = self._sessions.get(key) or self._sessions.make(key, make, frozen.names)
@@ -136,13 +138,10 @@ class Runner:
         `segment`: the mini-batches between two flushes, by number.
         """
         step = session.capture.step
-        if number != segment.start and session is not self._running[step]:
-            raise GPPError(
-                f"{self._incoming.frozen.names()} changed while mini-batches are in the pipeline, which "
-                "does not flush, and a module that is cut into stages reads it. Pass it to the module as a tensor, or "
-                "keep the module in one stage (strategy.stages)."
-            )
-        self._running[step] = session
+        running = session, self._incoming.form
+        if number != segment.start and running != self._running[step]:
+            raise GPPError(self._changed_under_way(self._running[step][1]))
+        self._running[step] = running
         batch, *rest = arguments
         incoming, size = self._incoming, self._incoming.batch_size
         batches = [batch, *incoming.feed.upcoming] if self._job.control.runs_step else []
@@ -152,6 +151,18 @@ class Runner:
 
         with on_one_rank():
             return session.run_ahead(batches, invocation, size, loss_weight=weight, step=number, segment=segment)
+
+    def _changed_under_way(self, form: int) -> str:
+        if form != self._incoming.form:
+            return (
+                "Parameters were frozen or unfrozen while mini-batches are in the pipeline, which does not flush. Let "
+                "it flush before (strategy.flush_every), or after each mini-batch (strategy.weights=synchronous)."
+            )
+        return (
+            f"{self._incoming.frozen.names()} changed while mini-batches are in the pipeline, which "
+            "does not flush, and a module that is cut into stages reads it. Pass it to the module as a tensor, or "
+            "keep the module in one stage (strategy.stages)."
+        )
 
     def give_up(self, number: int) -> None:
         """Drop the mini-batches in a pipeline that does not flush; the next one, of this number, fills it again."""

@@ -43,7 +43,7 @@ from lightning_gpp.training.parameters import Placement, bytes_of, equalise, pla
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.projections import differing, norms, projections
 from lightning_gpp.training.session import DATA_STREAM, Session
-from lightning_gpp.training.tolerances import least_precise, tolerance_of
+from lightning_gpp.training.tolerances import TOLERANCES, least_precise
 from lightning_gpp.training.undivided import CutComparison, difference, few_samples
 from lightning_gpp.user_code import line_of
 
@@ -157,7 +157,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         if failure := _anywhere(control, failure):
             raise IndivisibleError(failure)
         actual, stages = _split(job, captured, plan, transport, part, samples)
-    difference = _compare(job, stages, expected, actual, tolerance_of(least_precise(job, captured, expected.dtype)))
+    difference = _compare(job, stages, expected, actual, TOLERANCES[least_precise(job, captured, expected.dtype)])
     if warning and not difference:
         control.warn(warning)
     if verdict := _anywhere(control, difference):
@@ -228,7 +228,7 @@ def _undivided(
         total=total,
         size=size,
         sums=job.options.loss_reduction == "sum" and not job.whole,
-        tolerance=tolerance_of(precision),
+        tolerance=TOLERANCES[precision],
         epsilon=torch.finfo(precision).eps,
     )
     inform = job.host.inform if job.control.first else log.info

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from lightning_gpp.capture import Capture
-from lightning_gpp.capture.attributes import Attribute
+from lightning_gpp.capture.attributes import Attribute, dotted
 from lightning_gpp.capture.batch import samples_in
-from lightning_gpp.errors import CaptureError, NoNetworkError, ScheduleError, ShapeError
+from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, ScheduleError, ShapeError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.continuous import check_continuous
@@ -20,7 +22,7 @@ from lightning_gpp.training.batches import outline
 from lightning_gpp.training.eight_bit import patterns_of
 from lightning_gpp.training.eight_bit_error import tell_error
 from lightning_gpp.training.evaluation_plan import evaluation_plan
-from lightning_gpp.training.frozen_attributes import adopt, differing
+from lightning_gpp.training.frozen_attributes import FrozenAttributes, adopt
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.parallel_regions import captured_apart
@@ -128,9 +130,11 @@ class Sessions:
         control, incoming, module = self.job.control, self.incoming, self.job.module
         changed = incoming.frozen.changes()
         if (self.captured.step, self._form) == (step, incoming.form) and not anew:
-            changed = control.share_object(changed_since(module, self.captured) if control.runs_step else None)
-            if not changed:
+            changed = changed_since(module, self.captured) if control.runs_step else {}
+            if not control.share_flag(bool(changed)):
                 return self.captured
+        if control.runs_step and control.num_devices > 1:
+            check_shared(changed)
         facts = (outline(batch), incoming.trained(), changed) if control.runs_step else None
         example, trained, changed = control.share_object(facts)
         incoming.train_as(trained)  # user code may have changed it only where the step runs
@@ -141,7 +145,7 @@ class Sessions:
             except CaptureError as error:
                 if not changed:
                     raise
-                names = ", ".join(".".join(filter(None, key)) for key in sorted(changed))
+                names = ", ".join(map(dotted, sorted(changed)))
                 raise CaptureError(
                     f"{names} changed, and with the new values the step cannot run on micro-batches: {error.reason}. "
                     "Let it run as a whole (strategy.step=whole), in which modules may be called in another way in "
@@ -152,8 +156,22 @@ class Sessions:
 def changed_since(module: nn.Module, captured: Captured) -> dict[Attribute, Any]:
     """The attributes that have other values than when the step was captured."""
     scopes = captured.network.recording.attributes if isinstance(captured, Capture) else {}
-    found = (differing(module, read, live=scope == -1) for scope, read in scopes.items())
-    return {key: value for changed in found for key, value in changed.items()}
+    now = FrozenAttributes(module)
+    cut = {key: value for scope, read in scopes.items() if scope != -1 for key, value in read.items()}
+    now.add(cut, scopes.get(-1, {}))
+    return now.changes()
+
+
+def check_shared(changed: Mapping[Attribute, Any]) -> None:
+    """Raise GPPError if a value cannot be sent to other ranks."""
+    for attribute, value in changed.items():
+        try:
+            pickle.dumps(value)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise GPPError(
+                f"{dotted(attribute)} changed, and modules that are cut into stages read it, but its new value cannot "
+                f"be sent to other ranks ({error}). Define its class at the top of a file, or keep numbers in it."
+            ) from error
 
 
 def capture_of(job: Job, step: str, example: Any, known: Plan | None) -> Captured:

@@ -13,11 +13,6 @@ TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-3, torch.bfloat16: 0
 """Tolerances relative to the gradient's norm; wide for low precision, as wrong models are sought, not rounding."""
 
 
-def tolerance_of(precision: torch.dtype) -> float:
-    """The relative difference that a type explains, see `TOLERANCES`."""
-    return TOLERANCES[precision]
-
-
 def least_precise(job: Job, captured: Captured, loss: torch.dtype) -> torch.dtype:
     """The least precise type that gradients pass through, with that of the loss; modules may compute in another type
     than that of their parameters.

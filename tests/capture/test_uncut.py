@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +156,30 @@ def test_modules_without_memory() -> None:
     assert list(capture_step(module, zoo.batch()).uncut) == ["middle"]
 
 
+class Counter(nn.Module):
+    """Counts its calls, in an attribute or in an object, and computes with the number."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.layer, self.calls, self.config = linear(), 0, SimpleNamespace(inner={"calls": 0, "act": torch.tanh})
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inside:
+            self.config.inner["calls"] += 1
+        else:
+            self.calls += 1
+        return self.config.inner["act"](self.layer(x)) * (self.config.inner["calls"] + self.calls)
+
+
+@pytest.mark.parametrize(("inside", "name"), [(False, "calls"), (True, "config.inner.calls")])
+def test_a_module_that_counts_its_calls_is_not_cut(inside: bool, name: str) -> None:
+    module = Chain(Counter(inside)).double()
+    uncut = capture_step(module, zoo.batch()).uncut
+    assert list(uncut) == ["middle"]
+    assert f"the forward changes '{name}', which it reads, from call to call" in uncut["middle"]
+
+
 class Everything(Base):
     """All parameters are in the module that cannot be cut."""
 
@@ -184,3 +209,9 @@ class Broken(nn.Module):
 def test_an_error_of_the_module_stays_one() -> None:
     with pytest.raises(CaptureError, match="same reduction dim|shapes cannot be multiplied"):
         capture_step(Chain(Broken()).double(), zoo.batch())
+
+
+def test_a_model_may_be_frozen_when_it_is_captured() -> None:
+    """A callback unfreezes it when training begins."""
+    module = Chain(Dropped()).double().requires_grad_(False)
+    assert [operator.module for operator in capture_step(module, zoo.batch()).graph][-1] == "@step"

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from lightning_gpp._compat.torch import (
+    CHILDREN,
     FLASH_ATTENTION_FOR_CPU,
     BatchNorm,
     FakeTensor,
@@ -192,6 +193,10 @@ def test_storage_id() -> None:
     with FakeTensorMode():
         for tensor in (torch.zeros(4), torch.zeros(4, device="meta")):
             assert storage_id(tensor[1:]) == storage_id(tensor) != storage_id(tensor.clone())
+
+
+def test_children() -> None:
+    assert vars(nn.Sequential(nn.ReLU()))[CHILDREN].keys() == {"0"}
 
 
 def test_buffers_of() -> None:

@@ -1,6 +1,7 @@
 import pytest
 
-from lightning_gpp.planning.assignment.modules import around, module_tree, some, stage_names
+from lightning_gpp.planning.assignment.modules import around, module_tree, stage_names
+from lightning_gpp.wording import some
 from tests.planning import graphs
 
 

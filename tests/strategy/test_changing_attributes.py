@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lightning_gpp.errors import GPPError
 from lightning_gpp.training.captured_anew import SessionCache
 from tests.strategy import harness
 
+SETTINGS = SimpleNamespace(scale=1.0)
+
+
+class Slots:
+    __slots__ = ("scale",)
+
 
 class Body(nn.Module):
     """A module that the stages cut between its two layers."""
+
+    factor = 1.0
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
         self.temperature, self.squared, self.calls = 1.0, False, 0
         self.bias = torch.zeros(6, dtype=torch.float64)
+        self.config = SimpleNamespace(scale=1.0, inner={"shift": 0.0, "loss": F.mse_loss})
+        self.inner = nn.Sequential(nn.Identity())
+        self.act, self.function, self.slots = nn.Identity(), torch.abs, Slots()
+        self.numbers, self.tensors, self.slots.scale = np.ones(2), [torch.ones(6, dtype=torch.float64)], 1.0
+        self.hydra = OmegaConf.create({"head": {"scale": 1.0}})
 
     def forward(self, x: Tensor, prior: Tensor | None = None) -> Tensor:
         h = self.a(x) / self.temperature + self.bias
+        h = h * self.config.scale * self.hydra.head.scale + self.config.inner["shift"]
+        h = self.act(self.inner(h)) + self.function(h) * self.tensors[0] * float(self.numbers[0])
+        h = h * SETTINGS.scale * type(self).factor * self.slots.scale
         h = h if prior is None else h * prior
         h = h.square() if self.squared else h.tanh()
         return self.b(h if self.training else 2 * h)
@@ -76,6 +96,45 @@ class Shifted(Changing):
         self.body.bias = torch.full((6,), float(self.current_epoch), dtype=torch.float64)
 
 
+class Configured(Changing):
+    """Values inside of an object and of a dictionary in it, which an epoch replaces."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.body.config = SimpleNamespace(scale=0.5, inner={"shift": 0.25, "loss": F.mse_loss})
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.body.config.inner["shift"] += 0.5
+
+
+class ConfiguredByHydra(Changing):
+    def on_train_epoch_start(self) -> None:
+        self.body.hydra.head.scale = 1.0 + self.current_epoch
+
+
+class Sundry(Changing):
+    """Another thing in front of every mini-batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.changes()[self.global_step]()
+
+    def changes(self) -> list[Callable[[], Any]]:
+        body = self.body
+        return [
+            lambda: setattr(body, "act", nn.Tanh()),
+            lambda: setattr(body, "function", torch.sin),
+            lambda: body.numbers.fill(0.5),
+            lambda: body.tensors.__setitem__(0, torch.linspace(0, 1, 6, dtype=torch.float64)),
+            lambda: setattr(SETTINGS, "scale", 2.0),
+            lambda: setattr(Body, "factor", 0.5),
+            lambda: setattr(body.slots, "scale", 3.0),
+            lambda: setattr(body, "act", nn.ReLU()),
+        ]
+
+    def on_fit_end(self) -> None:
+        SETTINGS.scale = Body.factor = 1.0
+
+
 class Frozen(Changing):
     """`training` of a part is an attribute as well."""
 
@@ -122,12 +181,42 @@ class Truncated(Changing):
         self.losses.append(0.0)
 
 
+class Running(Changing):
+    """The step keeps state in buffers in front of its last network call, up to which it runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count.add_(1)
+        hidden = self.body.a(batch[0])
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        return F.cross_entropy(self.body.b((hidden - self.mean).tanh()), batch[2]) + 0.1 * self.count
+
+
 KINDS = {
     kind.__name__: kind
-    for kind in (Annealed, AnnealedByEpoch, Flagged, Shifted, Frozen, Optional, Replaced, Masked, Truncated, Changing)
+    for kind in (
+        Annealed,
+        AnnealedByEpoch,
+        Flagged,
+        Shifted,
+        Configured,
+        ConfiguredByHydra,
+        Sundry,
+        Frozen,
+        Optional,
+        Replaced,
+        Masked,
+        Truncated,
+        Running,
+        Changing,
+    )
 }
 STAGES = {"body.a": 1, "body.b": 0}
-ONLY_WHOLE = ("Masked", "Truncated")
+ONLY_WHOLE = ("Masked", "Truncated", "Running")
 
 
 def losses(name: str, strategy: Any = "auto", devices: int = 1) -> list[float]:
@@ -139,7 +228,7 @@ def losses(name: str, strategy: Any = "auto", devices: int = 1) -> list[float]:
 
 def in_stages(rank: int, name: str, **options: Any) -> list[float]:
     stages = {"cell": 1, "head": 0} if name == "Truncated" else STAGES
-    return losses(name, harness.strategy(stages=stages, num_micro_batches=2, **options), 2)
+    return losses(name, harness.strategy(**{"stages": stages, "num_micro_batches": 2, **options}), 2)
 
 
 def every_kind(rank: int, names: list[str], options: dict[str, Any]) -> dict[str, list[float]]:
@@ -153,6 +242,11 @@ def test_losses_are_those_of_one_process(options: dict[str, Any]) -> None:
     for name in names:
         assert found[name] == pytest.approx(losses(name), rel=1e-12), name
     assert all(losses(name) != losses("Changing") for name in names if name != "Changing")
+
+
+def test_a_step_changes_its_buffers_once() -> None:
+    found, _ = harness.run(2, every_kind, ["Running"], {"num_micro_batches": 1})
+    assert found["Running"] == pytest.approx(losses("Running"), rel=1e-12)
 
 
 def without_flush(rank: int) -> str:

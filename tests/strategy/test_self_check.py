@@ -51,7 +51,18 @@ class WrongSingle(Single):
     rate = 0.01
 
 
-MIDDLES = {"wrong": Wrong, "float32": Single, "wrong in float32": WrongSingle}
+class Complex(nn.Module):
+    """Scales the frequencies of each sample by complex parameters."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weights, n=6)
+
+
+MIDDLES = {"complex": Complex, "wrong": Wrong, "float32": Single, "wrong in float32": WrongSingle}
 
 
 class Module(pl.LightningModule):
@@ -88,7 +99,7 @@ def warnings_of(rank: int, kind: str, stages: Any, **options: Any) -> list[str]:
 
 
 def warnings_of_all(rank: int) -> dict[str, list[str]]:
-    kinds = {"mean": {}, "sum": {"loss_reduction": "sum"}, "masked": {}}
+    kinds = {"mean": {}, "complex": {}, "sum": {"loss_reduction": "sum"}, "masked": {}}
     found = {kind: warnings_of(rank, kind, TWO, **options) for kind, options in kinds.items()}
     found["unfit"] = warnings_of(rank, "sum", TWO)
     return found
@@ -97,7 +108,7 @@ def warnings_of_all(rank: int) -> dict[str, list[str]]:
 @pytest.mark.timeout(120)
 def test_losses_in_a_pipeline() -> None:
     first, second = harness.run(2, warnings_of_all, timeout=110.0)
-    assert first["mean"] == first["sum"] == second["masked"] == []
+    assert first["mean"] == first["complex"] == first["sum"] == second["masked"] == []
     assert "do not count the same" in first["masked"][0]
     assert "set strategy.loss_reduction" in first["unfit"][0]
 

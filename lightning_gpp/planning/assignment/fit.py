@@ -8,8 +8,9 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assignment.assign import assign, crossing, owner_of
-from lightning_gpp.planning.assignment.modules import around, module_tree, some
+from lightning_gpp.planning.assignment.modules import around, module_tree
 from lightning_gpp.slices import unsliced
+from lightning_gpp.wording import some
 
 REMEDY = "Make a new plan with `gpp-plan ... output=plan.yaml`, or remove strategy.plan."
 

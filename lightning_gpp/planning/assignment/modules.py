@@ -60,11 +60,6 @@ def around(paths: Iterable[str]) -> set[str]:
     return {path[:end] for path in paths for end, letter in enumerate(path) if letter == "."} | {""}
 
 
-def some(names: Sequence[str], most: int = 8) -> str:
-    """Names for an error message: the first few, and the number of the others."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 LONGEST_NAME = 20
 """Characters; a stage whose modules take more is named as a numbered part of what contains them."""
 

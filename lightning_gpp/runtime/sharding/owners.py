@@ -101,7 +101,8 @@ class OwnedParameters:
 
     def _broadcasts(self, wanted: set[str]) -> Iterator[_Broadcast]:
         """Broadcasts, started one by one, in the same order on all holders."""
-        trained = {name: p for name, p in self._parameters.items() if p.requires_grad and name in wanted}
+        held = {name: p for name, p in self._parameters.items() if name in wanted}
+        trained = {name: p for name, p in held.items() if p.requires_grad or p.grad is not None}  # frozen since then
         keys = sorted({(self._holders[name], self._owners[name], str(p.dtype)) for name, p in trained.items()})
         for ranks, owner, dtype in keys:
             if ranks in self._groups:

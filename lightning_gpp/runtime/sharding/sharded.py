@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,12 @@ class ShardedStages:
         for shards in self._stages.values():
             shards.begin()
 
-    def refresh(self, parameters: Mapping[str, Parameter], holders: Mapping[str, Sequence[int]]) -> None:
+    def refresh(
+        self,
+        parameters: Mapping[str, Parameter],
+        holders: Mapping[str, Sequence[int]],
+        frozen_since: Collection[str] = (),
+    ) -> None:
         """Update the unsharded parameters that count in the norm.
 
         Called after parameters were frozen, unfrozen or given to an optimizer.
@@ -90,16 +95,23 @@ class ShardedStages:
         Args:
             parameters: this rank's parameters, by canonical name.
             holders: as at construction; the same on all ranks.
+            frozen_since: see `GradientSync`.
         """
         last = self._whole.last
         self._counts = set(holders)
-        self._whole = self._summed(parameters, holders)
+        self._whole = self._summed(parameters, holders, frozen_since)
         self._whole.last = last
 
-    def _summed(self, parameters: Mapping[str, Parameter], holders: Mapping[str, Sequence[int]]) -> GradientSync:
+    def _summed(
+        self,
+        parameters: Mapping[str, Parameter],
+        holders: Mapping[str, Sequence[int]],
+        frozen_since: Collection[str] = (),
+    ) -> GradientSync:
         rest = {name: ranks for name, ranks in holders.items() if name not in self._cut}
         mine = {name: parameter for name, parameter in parameters.items() if name in rest}
-        return GradientSync(mine, rest, self._mesh, stages=self._uses)
+        since = [name for name in frozen_since if name in rest]
+        return GradientSync(mine, rest, self._mesh, stages=self._uses, frozen_since=since)
 
     @property
     def sharded(self) -> set[str]:

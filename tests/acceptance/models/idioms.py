@@ -311,6 +311,19 @@ class Hyper(nn.Module):
         return self.body(torch.bmm(x[:, None], weights)[:, 0].tanh())
 
 
+class Spectral(nn.Module):
+    """A layer of a neural operator: complex parameters between a Fourier transform and its inverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.weights = nn.Parameter(torch.randn(5, 5, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        modes = torch.fft.rfft(self.before(x), dim=1)
+        return self.after(torch.fft.irfft(modes @ self.weights, n=8, dim=1).tanh())
+
+
 class Reparametrised(nn.Module):
     """Spectral norm (with its state), weight norm, and a parametrisation of one's own."""
 
@@ -482,6 +495,7 @@ def _entries() -> dict[str, Entry]:
         "point_net": lambda: classifier(PointNet(), numbers(9, 3)),
         "ode": lambda: classifier(Ode(), _X),
         "hyper_network": lambda: classifier(Hyper(), _X),
+        "spectral": lambda: classifier(Spectral(), _X),
         "reparametrised": lambda: classifier(Reparametrised(), _X),
         "stateful": lambda: classifier(Stateful(), _X),
         "multitask": lambda: (Multitask(), _XY),

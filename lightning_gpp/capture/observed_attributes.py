@@ -1,0 +1,113 @@
+"""Notes what forwards read and change of the attributes of their modules.
+
+A forward that is cut into stages runs with the values that it had when it was captured.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import torchmetrics
+from torch import nn
+
+from lightning_gpp._compat.torch import CHILDREN
+from lightning_gpp.capture.attributes import LIBRARIES, OF_EVERY_MODULE, has_settings, is_plain, same_value
+
+_CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class AttributeObserver(Protocol):
+    """Is told of the attributes of modules that are read and set."""
+
+    def read(self, path: str, name: str, value: Any) -> None:
+        """An attribute of a module is read that the run has not set."""
+
+    def changed(self, path: str, name: str) -> None:
+        """A number, flag or text is changed for the first time, by code that may have read it."""
+
+
+def observe(module: nn.Module, observer: AttributeObserver) -> None:
+    """Tell the observer of reads and changes of the attributes that users may change.
+
+    Args:
+        module: a copy of the user's module, whose parts get classes of their own.
+        observer: is told.
+    """
+    for path, part in module.named_modules():
+        if not _is_called_as_it_is(part):
+            _observe(part, _names(part), path, observer)
+
+
+_HPARAMS: Final = "_hparams"
+"""The attribute in which Lightning keeps the arguments of save_hyperparameters()."""
+
+
+def _names(part: nn.Module) -> set[str]:
+    hidden = hasattr(part, "log_dict")  # the state of a LightningModule, which Lightning changes
+    own = vars(part).keys() - OF_EVERY_MODULE
+    users = {name for name in own if name == _HPARAMS or not (hidden and name.startswith("_"))}
+    return {"training", "forward", CHILDREN, *users}
+
+
+def _shared(kind: type) -> dict[str, Any]:
+    """Values of the user's classes, and global variables of the code of the forward, by their names as attributes."""
+    users = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in LIBRARIES]
+    values = {name: value for base in reversed(users) for name, value in vars(base).items()}
+    forward = getattr(kind, "forward", None)
+    if isinstance(forward, types.FunctionType) and not hasattr(forward, "__wrapped__"):
+        known = {name: value for name, value in forward.__globals__.items() if name in forward.__code__.co_names}
+        values |= {f"forward.__globals__.{name}": value for name, value in known.items()}
+    return {name: value for name, value in values.items() if name[:2] != "__" and _is_setting(value)}
+
+
+def _is_setting(value: Any) -> bool:
+    return is_plain(value) or has_settings(value)
+
+
+def _is_called_as_it_is(part: nn.Module) -> bool:
+    """True for metrics, which the step calls, and for layers of torch, which stages call."""
+    if isinstance(part, torchmetrics.Metric | torchmetrics.MetricCollection):
+        return True
+    return type(part).__module__.startswith("torch.nn") and not any(True for _ in part.children())
+
+
+def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObserver) -> None:
+    kind = type(part)
+
+    def read(self: nn.Module, name: str) -> Any:
+        value = kind.__getattribute__(self, name)
+        if name == CHILDREN and isinstance(self, _CONTAINERS):
+            read_parts(value)
+        elif name == "forward":
+            for known, shared in _shared(kind).items():
+                observer.read(path, known, vars(part).get(known, shared))
+        elif name in names and name != CHILDREN:
+            observer.read(path, name, value)
+        return value
+
+    def read_part(self: nn.Module, name: str) -> Any:
+        value = kind.__getattr__(self, name)
+        if isinstance(value, nn.Module):
+            read_parts({name: value})
+        return value
+
+    def read_parts(parts: Mapping[str, nn.Module]) -> None:
+        for name, value in parts.items():
+            if "." not in name:
+                observer.read(path, f"{CHILDREN}.{name}", value)
+
+    def write(self: nn.Module, name: str, value: Any) -> None:
+        before = vars(self).get(name)
+        if name in names and isinstance(before, bool | int | float | str) and not same_value(before, value):
+            observer.changed(path, name)
+        names.discard(name)
+        kind.__setattr__(self, name, value)
+
+    about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    about |= {"__getattribute__": read, "__getattr__": read_part, "__setattr__": write}  # type: ignore[dict-item]
+    try:
+        object.__setattr__(part, "__class__", type(kind.__name__, (kind,), about))
+    except TypeError:  # a class that allows no other layout, as those of torch.jit
+        return
