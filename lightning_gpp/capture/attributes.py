@@ -80,6 +80,11 @@ def same_value(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and same_contents(one, other))
 
 
+def keeps_state(before: Any, now: Any) -> bool:
+    """True if a change of this kind goes on from call to call, as counters do; what is None is filled in once."""
+    return isinstance(before, bool | int | float | str) and not same_value(before, now)
+
+
 def dotted(attribute: Attribute) -> str:
     """The path of a module with the name of its attribute: `encoder.temperature`."""
     names = (name for name in attribute[1].split(".") if name not in _BETWEEN)
@@ -186,12 +191,13 @@ class AttributePlace:
 
 
 def restore_settings(module: nn.Module, noted: Mapping[Attribute, Any]) -> list[Attribute]:
-    """Give values inside of objects the noted ones again. Returns those that have changed since they were noted."""
-    changed = []
+    """Give values inside of objects the noted ones again. Returns those that count calls."""
+    counters = []
     for attribute, value in noted.items():
         if "." in attribute[1] and is_plain(value):
             place = AttributePlace(module, attribute)
-            if not same_value(place.read(), value):
+            now = place.read()
+            if not same_value(now, value):
                 place.write(value)
-                changed.append(attribute)
-    return changed
+                counters += [attribute] if keeps_state(value, now) else []
+    return counters

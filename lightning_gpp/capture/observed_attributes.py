@@ -13,7 +13,7 @@ import torchmetrics
 from torch import nn
 
 from lightning_gpp._compat.torch import CHILDREN
-from lightning_gpp.capture.attributes import LIBRARIES, OF_EVERY_MODULE, has_settings, is_plain, same_value
+from lightning_gpp.capture.attributes import LIBRARIES, OF_EVERY_MODULE, has_settings, is_plain, keeps_state
 
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -100,7 +100,7 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
 
     def write(self: nn.Module, name: str, value: Any) -> None:
         before = vars(self).get(name)
-        if name in names and isinstance(before, bool | int | float | str) and not same_value(before, value):
+        if name in names and keeps_state(before, value):
             observer.changed(path, name)
         names.discard(name)
         kind.__setattr__(self, name, value)

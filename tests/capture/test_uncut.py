@@ -180,6 +180,25 @@ def test_a_module_that_counts_its_calls_is_not_cut(inside: bool, name: str) -> N
     assert f"the forward changes '{name}', which it reads, from call to call" in uncut["middle"]
 
 
+class Deciding(nn.Module):
+    """Fills in an option of its configuration at its first call, as the classifiers of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.config = linear(), SimpleNamespace(kind=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.config.kind is None:
+            self.config.kind = "relu"
+        return self.layer(x).relu() if self.config.kind == "relu" else self.layer(x)
+
+
+def test_an_option_that_a_module_fills_in_once_is_no_state() -> None:
+    module = Chain(Deciding()).double()
+    assert capture_step(module, zoo.batch()).uncut == {}
+    assert module.middle.config.kind is None
+
+
 class Everything(Base):
     """All parameters are in the module that cannot be cut."""
 
