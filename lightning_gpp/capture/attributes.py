@@ -52,10 +52,12 @@ _DEEPEST: Final = 6
 
 def is_plain(value: Any) -> bool:
     """True for values that can be compared: numbers, texts, None, tensors, and containers of a few of the former."""
-    if isinstance(value, list | tuple | set | frozenset | dict):
-        items = [*value, *value.values()] if isinstance(value, dict) else value
-        return len(items) <= MOST_ITEMS and all(isinstance(item, _SCALARS) for item in items)
-    return isinstance(value, (*_SCALARS, Tensor))
+    if not isinstance(value, list | tuple | set | frozenset | dict):
+        return isinstance(value, (*_SCALARS, Tensor))
+    if len(value) > MOST_ITEMS:
+        return False
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    return all(isinstance(item, _SCALARS) for item in items)
 
 
 def copy_of(value: Any) -> Any:
@@ -69,7 +71,7 @@ def same_contents(before: Any, now: Any) -> bool:
     """True if a container or array has the items of its copy; tensors and arrays inside have to be the same objects."""
     try:
         return np.array_equal(before, now) if isinstance(now, np.ndarray) else bool(before == now)
-    except (RuntimeError, ValueError):  # the truth value of several numbers
+    except Exception:  # whatever users' objects raise, and several numbers, which have no truth value
         return False
 
 
@@ -93,10 +95,10 @@ def dotted(attribute: Attribute) -> str:
 
 def has_settings(value: Any) -> bool:
     """True for objects, except those of libraries, and for dictionaries that are not plain."""
-    if is_plain(value) or isinstance(value, dict):
-        return not is_plain(value)
-    if isinstance(value, (*_NO_SETTINGS, *TOLD)):
+    if is_plain(value) or isinstance(value, (*_NO_SETTINGS, *TOLD)):
         return False
+    if isinstance(value, dict):
+        return True
     of_library = type(value).__module__.partition(".")[0] in LIBRARIES
     return isinstance(value, _NAMESPACES) or (not of_library and bool(_contents(value)))
 
@@ -188,6 +190,11 @@ class AttributePlace:
             self.owner[self.name] = value
         else:
             setattr(self.owner, self.name, value)
+
+
+def originals(module: nn.Module, noted: Mapping[Attribute, Any]) -> dict[Attribute, Any]:
+    """Values that were noted in a copy of the module, with the module's own functions, parts and objects in them."""
+    return {key: value if is_plain(value) else AttributePlace(module, key).read() for key, value in noted.items()}
 
 
 def restore_settings(module: nn.Module, noted: Mapping[Attribute, Any]) -> list[Attribute]:

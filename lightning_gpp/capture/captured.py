@@ -224,8 +224,9 @@ def _capture(
                 function=function,
             )
         if step == "training_step" and function is None and recording.complete:
-            is_trained = any(parameter.requires_grad for parameter in module.parameters())  # later, perhaps
-            (trained_loss if is_trained else loss_of)(recording.returned, num_samples)
+            trains = any(parameter.requires_grad for parameter in module.parameters())
+            check = trained_loss if trains else loss_of  # a callback may unfreeze a module that is frozen as a whole
+            check(recording.returned, num_samples)
         return extract(recording, recorder)
 
     base, other_size = run(SIZES[0], RunTime(batch_idx=batch_idx)), run(SIZES[1], RunTime(batch_idx=batch_idx))

@@ -25,7 +25,7 @@ from lightning_gpp._compat.torch import (
     fake_mode,
     pytree,
 )
-from lightning_gpp.capture.attributes import restore_settings
+from lightning_gpp.capture.attributes import originals, restore_settings
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
 from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.meter import Meter
@@ -120,7 +120,9 @@ def record(
                 if isinstance(leaf, torch.Tensor):
                     recorder.batch_tensor(leaf)
             _run(replica, _called(replica, step, run_time, function), fake, recorder)
-    return recorder.recording, recorder
+    recording = recorder.recording
+    recording.attributes = {scope: originals(module, read) for scope, read in recording.attributes.items()}
+    return recording, recorder
 
 
 def _called(replica: nn.Module, step: str, run_time: RunTime, function: StepFunction | None) -> Callable[[Any], Any]:
@@ -136,7 +138,7 @@ def _run(replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder:
     try:
         with recorder:
             result = called(batch)
-        _refuse_state_in_objects(replica, recorder)
+        _refuse_counters(replica, recorder)
         recorder.use(result)
         recorder.use_kept([replica, *map(replica.get_submodule, recorder.opened)])
         recording.result = recorder.refs(result)
@@ -155,8 +157,8 @@ def _run(replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder:
             raise refused from error
 
 
-def _refuse_state_in_objects(replica: nn.Module, recorder: Recorder) -> None:
-    """Refuse forwards that change values inside of objects, as they count in them, and undo the changes."""
+def _refuse_counters(replica: nn.Module, recorder: Recorder) -> None:
+    """Refuse forwards that count their calls in an object, which the module shares with its copy, and undo that."""
     noted = list(recorder.recording.attributes.items())
     changed = [(scope, restore_settings(replica, values)) for scope, values in noted if scope != -1]
     for scope, attributes in changed:

@@ -18,7 +18,6 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_gpp._compat.torch import wraps_compiled
 from lightning_gpp.capture.attributes import (
     CONTAINERS,
     MOST_ITEMS,
@@ -67,7 +66,7 @@ class FrozenAttributes:
         new = self._placed(values.keys() - self._first.keys())
         self._live |= new - frozen.keys()
         self._objects |= {key for key in new if has_settings(values[key])}
-        self._note({key: self._own(key, values[key]) for key in new})
+        self._note({key: values[key] for key in new})
         described = {key: self._described(key, self._values[key]) for key in new}
         self._words = {**self._words, **described}
         self._first |= described
@@ -85,15 +84,6 @@ class FrozenAttributes:
                 self._places[key] = place
         self._readers |= {key: self._places[key].reader for key in new}
         return new
-
-    def _own(self, key: Attribute, captured: Any) -> Any:
-        """The module's own value, where the capture had a copy, perhaps of another class (a compiled module)."""
-        own = self._places[key].read()
-        if callable(own) and not isinstance(own, nn.Module):  # compiled functions are not in the copy
-            return own
-        kinds = {(type(value).__module__, type(value).__qualname__) for value in (own, captured)}
-        is_copy = len(kinds) == 1 or (isinstance(own, nn.Module) and wraps_compiled(own))
-        return own if is_copy and not is_plain(captured) else captured
 
     def _note(self, values: Mapping[Attribute, Any]) -> None:
         self._values |= values

@@ -135,6 +135,13 @@ class Sundry(Changing):
         SETTINGS.scale = Body.factor = 1.0
 
 
+class Swapped(Changing):
+    """A function that is another one before the first mini-batch, and after the capture."""
+
+    def on_train_start(self) -> None:
+        self.body.function = torch.sin
+
+
 class Frozen(Changing):
     """`training` of a part is an attribute as well."""
 
@@ -206,6 +213,7 @@ KINDS = {
         Configured,
         ConfiguredByHydra,
         Sundry,
+        Swapped,
         Frozen,
         Optional,
         Replaced,

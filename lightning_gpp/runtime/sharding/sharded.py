@@ -61,6 +61,7 @@ class ShardedStages:
         self._cut, self._uses = set(cut), stages
         self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         self._counts = set(holders)
+        self._frozen_since: Collection[str] = ()
         self._whole = self._summed(parameters, holders)
         ranks_of = {name: tuple(sorted(holders[name])) for name in cut}
         self._stages = dict(self._sharded(module, parameters, ranks_of, stages))
@@ -98,19 +99,14 @@ class ShardedStages:
             frozen_since: see `GradientSync`.
         """
         last = self._whole.last
-        self._counts = set(holders)
-        self._whole = self._summed(parameters, holders, frozen_since)
+        self._counts, self._frozen_since = set(holders), frozen_since
+        self._whole = self._summed(parameters, holders)
         self._whole.last = last
 
-    def _summed(
-        self,
-        parameters: Mapping[str, Parameter],
-        holders: Mapping[str, Sequence[int]],
-        frozen_since: Collection[str] = (),
-    ) -> GradientSync:
+    def _summed(self, parameters: Mapping[str, Parameter], holders: Mapping[str, Sequence[int]]) -> GradientSync:
         rest = {name: ranks for name, ranks in holders.items() if name not in self._cut}
         mine = {name: parameter for name, parameter in parameters.items() if name in rest}
-        since = [name for name in frozen_since if name in rest]
+        since = [name for name in self._frozen_since if name in rest]
         return GradientSync(mine, rest, self._mesh, stages=self._uses, frozen_since=since)
 
     @property
