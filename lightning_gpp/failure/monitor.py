@@ -19,7 +19,7 @@ import threading
 import traceback
 from datetime import timedelta
 from types import TracebackType
-from typing import Final
+from typing import ClassVar, Final
 
 import torch.distributed as dist
 
@@ -63,6 +63,9 @@ class FailureMonitor:
     seconds for all ranks to connect at the start. `hang`: seconds in one activity after which all ranks report where
     they are.
     """
+
+    _ended_by: ClassVar[Cause | None] = None
+    """The failure of an earlier run, which this process has caught; the other ranks have ended."""
 
     def __init__(
         self,
@@ -111,12 +114,21 @@ class FailureMonitor:
         )
 
     def start(self, exchange: Exchange | None = None) -> FailureMonitor:
-        """Connect and watch. All ranks call it at the same point. Raises PeerFailure if a rank cannot be reached.
+        """Connect and watch. All ranks call it at the same point.
 
         `exchange` makes rank 0's address known to all; default: a broadcast in the default process group.
+
+        Raises:
+            PeerFailure: a rank cannot be reached.
+            GPPError: the other ranks have ended after a failure of this one.
         """
         if self.world_size == 1:
             return self
+        if cause := FailureMonitor._ended_by:
+            raise GPPError(
+                f"The other ranks of this job have ended. First cause: {cause}. This process has caught its exception, "
+                "and cannot go on alone: start the script again."
+            )
         self._process, exchange = ProcessIdentity.current(), exchange or exchange_through()
         links = {} if self.rank == 0 else connect(exchange(None), self.rank, self.patience)
         self._watcher = self._watch(links)
@@ -148,6 +160,8 @@ class FailureMonitor:
         verdict = self._reported[1]
         if verdict is Verdict.ENDS and watcher.cause is not None and watcher.cause.rank != self.rank:
             self._wait_for_the_end()
+        if verdict is Verdict.ENDS:
+            FailureMonitor._ended_by = watcher.cause
         torchrun.record(error)
         if isinstance(error, SystemExit) and not error.code:
             exit_now(EXIT_CODE)

@@ -12,6 +12,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
+from lightning_gpp.errors import GPPError
+from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import say
 from tests.failure.pipeline_rank import Rank, job
 from tests.strategy import harness
@@ -73,6 +75,28 @@ def test_a_rank_that_does_not_raise_soon_is_ended(tmp_path: Path) -> None:
         running.wait(30)
     assert running.codes == [1, 1, 1]
     assert "First cause: rank" in running.output(0)
+
+
+def raising_alone_and_starting_again(rank: Rank) -> None:
+    rank.exchange()
+    try:
+        if rank.rank == 0:
+            raise ValueError("alone")
+        rank.exchange()
+    except ValueError as error:
+        rank.monitor.report(error)
+    try:
+        FailureMonitor(rank=rank.rank, world_size=rank.world_size).start()
+    except GPPError as error:
+        print(error, flush=True)
+
+
+def test_a_rank_that_has_ended_the_others_cannot_start_again(tmp_path: Path) -> None:
+    with job(tmp_path, raising_alone_and_starting_again) as running:
+        running.wait(30)
+    assert running.codes == [0, 1, 1]
+    assert "The other ranks of this job have ended. First cause: rank 0" in running.output(0)
+    assert "start the script again" in running.output(0)
 
 
 # --- runs of a trainer
