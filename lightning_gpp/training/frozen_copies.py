@@ -1,4 +1,4 @@
-"""Frozen copies of modules that training does not call: averages of weights, which hooks update and validation calls.
+"""Frozen copies of modules: averages of weights, which hooks update (momentum encoders, target networks).
 
 They are placed where their originals are, so that a hook on every rank has both:
 
@@ -6,46 +6,99 @@ They are placed where their originals are, so that a hook on every rank has both
     ...
     for mean, weight in zip(self.average.parameters(), self.net.parameters()):
         mean.lerp_(weight, 0.01)
+
+A copy that the training step calls, too, is planned together with its original if a hook mentions it. Others, such as
+the teacher of a distillation, are branches of their own.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from itertools import cycle
 
+import networkx as nx
 from torch import Tensor, nn
+
+from lightning_gpp._compat.lightning_module import trainer_of
+from lightning_gpp.capture.calls import tied
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.training.hook_code import names_in_hooks
+
+Part = tuple[str, nn.Module]
+"""A module with its path."""
 
 
 def originals(module: nn.Module, used: Set[str]) -> dict[str, str]:
-    """The tensor that each one of a frozen copy is a copy of, by name.
-
-    A copy is of the same class and has tensors of the same names and shapes. Where several modules are alike, copies
-    belong to them in order, if there are as many, or a multiple.
+    """The tensor that each one of a frozen copy, which training does not use, is a copy of, by name.
 
     Args:
         module: the user's module.
         used: the names of the parameters and buffers that training uses.
     """
     names = {id(tensor): name for name, tensor in _tensors(module)}
-    parts = [(path, part, {names[id(tensor)] for _, tensor in _tensors(part)}) for path, part in module.named_modules()]
-    called, copies = defaultdict[Hashable, list[nn.Module]](list), defaultdict[Hashable, list[nn.Module]](list)
-    paths = list[str]()
-    for _, part, held in parts:
-        if held & used:
-            called[_form(part)].append(part)
-    for path, part, held in parts:
-        inside = any(path.startswith(f"{around}.") for around in paths)
-        if held and not held & used and not inside and _is_frozen(part) and _form(part) in called:
-            paths.append(path)
-            copies[_form(part)].append(part)
+
+    def is_used(part: nn.Module) -> bool:
+        return any(names[id(tensor)] in used for _, tensor in _tensors(part))
+
+    pairs = _pairs(module, is_used, lambda part: not is_used(part))
     return {
         names[id(copy)]: names[id(original)]
-        for form, found in copies.items()
-        if len(found) % len(called[form]) == 0
-        for pair in zip(found, cycle(called[form]), strict=False)
-        for (_, copy), (_, original) in zip(*map(_tensors, pair), strict=True)
+        for (_, copied), (_, known) in pairs
+        for (_, copy), (_, original) in zip(_tensors(copied), _tensors(known), strict=True)
     }
+
+
+def kept_with_originals(graph: OperatorGraph, module: nn.Module) -> OperatorGraph:
+    """The graph with the operators of frozen copies that hooks update tied to those of their originals.
+
+    A copy that computes from results of its original, or the reverse, is left alone: it is a layer like others.
+
+    Args:
+        graph: the captured step.
+        module: the user's module; hooks of its trainer's callbacks count, too.
+    """
+    callbacks: Sequence[object] = getattr(trainer_of(module), "callbacks", ())
+    mentioned = names_in_hooks([module, *callbacks], [*module.modules()])
+    groups = list[frozenset[str]]()
+    for (path, copy), (origin, original) in _pairs(module, _is_trained, lambda part: not _is_trained(part)):
+        own = {name for name in path.split(".") if not name.isdigit()}
+        if (own - {*origin.split(".")} or own) & mentioned:
+            held = [{f"{at}.{name}" for name, _ in _tensors(part)} for at, part in ((path, copy), (origin, original))]
+            if not _are_connected(graph, *held):
+                groups += [frozenset(f"{at}.{name}" for at in (path, origin)) for name, _ in _tensors(copy)]
+    return tied(graph, groups)
+
+
+def _are_connected(graph: OperatorGraph, one: Set[str], other: Set[str]) -> bool:
+    """True if operators with parameters and buffers of one set follow from operators with those of the other."""
+    users = [{op.name for op in graph if names & {*op.parameters, *op.buffers}} for names in (one, other)]
+    return any(
+        nx.descendants(graph.nx, name) & users[1 - side] for side, operators in enumerate(users) for name in operators
+    )
+
+
+def _pairs(
+    module: nn.Module, is_original: Callable[[nn.Module], bool], is_copy: Callable[[nn.Module], bool]
+) -> Iterator[tuple[Part, Part]]:
+    """The largest frozen copies, each with its original.
+
+    A copy is of the same class and has tensors of the same names and shapes. Where several modules are alike, those
+    that are trained are the originals, and copies belong to them in order, if there are as many, or a multiple.
+    """
+    known, copies = defaultdict[Hashable, list[Part]](list), defaultdict[Hashable, list[Part]](list)
+    parts = [(path, part) for path, part in module.named_modules() if any(True for _ in _tensors(part))]
+    for path, part in parts:
+        if is_original(part):
+            known[_form(part)].append((path, part))
+    for path, part in parts:
+        inside = any(path.startswith(f"{around}.") for found in copies.values() for around, _ in found)
+        if not inside and is_copy(part) and not _is_trained(part) and _form(part) in known:
+            copies[_form(part)].append((path, part))
+    for form, found in copies.items():
+        trained = [part for part in known[form] if _is_trained(part[1])] or known[form]
+        if len(found) % len(trained) == 0:
+            yield from zip(found, cycle(trained), strict=False)
 
 
 def _tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -57,5 +110,5 @@ def _form(part: nn.Module) -> Hashable:
     return type(part), tuple((name, tensor.shape, tensor.dtype) for name, tensor in _tensors(part))
 
 
-def _is_frozen(part: nn.Module) -> bool:
-    return not any(parameter.requires_grad for parameter in part.parameters())
+def _is_trained(part: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in part.parameters())

@@ -35,6 +35,7 @@ from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import Pipeline
 from lightning_gpp.stages.declared import is_declared
+from lightning_gpp.training.frozen_copies import kept_with_originals
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.network_calls import NetworkCalls
@@ -171,8 +172,9 @@ def capture_found(
 ) -> Capture:
     """Capture the network calls that were found in a step, together; see `capture_whole`."""
     captured = capture_joint(module, joint_batch(found, samples_in(example)), context=context, device=device)
-    coupled = found.coupled if options.stages is None else ()  # stages by hand are checked afterwards
-    return replace(captured, graph=tied(captured.graph, coupled))
+    if options.stages is not None:  # they are checked afterwards
+        return captured
+    return replace(captured, graph=kept_with_originals(tied(captured.graph, found.coupled), module))
 
 
 def comparison(job: Job, found: StepCalls, num_samples: int) -> Any:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_gpp.training.frozen_copies import originals
+from lightning_gpp.capture import capture_step
+from lightning_gpp.training.frozen_copies import kept_with_originals, originals
+from lightning_gpp.training.hook_code import names_in_hooks
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader
 
@@ -94,3 +97,105 @@ def test_copies_that_could_be_of_several_modules_are_left() -> None:
     assert originals(module, used_by(module, "blocks.")) == {}
     module.copies.append(nn.Linear(2, 2).requires_grad_(False))
     assert originals(module, used_by(module, "blocks.1"))["copies.1.weight"] == "blocks.1.weight"
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+
+
+class Distilled(pl.LightningModule):
+    """A frozen teacher of the student's class, which no hook mentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.online, self.head = mlp(), nn.Linear(8, 8)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.head(self.online(batch[0])), self.target(batch[0].flip(1)))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Momentum(Distilled):
+    """BYOL: the target is an average of the online network's weights."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.average()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        for mean, weight in zip(self.target.parameters(), self.online.parameters(), strict=True):
+            mean.mul_(0.9).add_(weight, alpha=0.1)
+
+
+class UpdatesTarget(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        new = pl_module.online.state_dict()
+        pl_module.target.load_state_dict({k: 0.9 * v + 0.1 * new[k] for k, v in pl_module.target.state_dict().items()})
+
+
+class Stacked(Momentum):
+    """The frozen module is a layer in front of the trained one of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target, self.online = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.target.requires_grad_(False)
+        self.head = nn.Linear(4, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head(self.online(self.target(batch[0]))).square().mean()
+
+
+def losses_with(kind: type[Distilled], strategy: Any, devices: int) -> list[float]:
+    module = (Distilled if kind is UpdatesTarget else kind)().double()
+    callbacks = [UpdatesTarget()] if kind is UpdatesTarget else []
+    harness.trainer(strategy, devices, callbacks=callbacks, max_epochs=1).fit(module, loader())
+    return module.losses
+
+
+def in_stages(rank: int, settings: dict[str, Any]) -> list[list[float]]:
+    options = {"stages": None, "num_micro_batches": 2, "search_seconds": 0.2, **settings}
+    return [losses_with(kind, harness.strategy(**options), 2) for kind in (Momentum, UpdatesTarget)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"step": "whole"}], ids=["micro-batches", "whole"])
+def test_momentum_encoders_train_in_the_stages_of_the_planner(settings: dict[str, Any]) -> None:
+    found, _ = harness.run(2, in_stages, settings)
+    for kind, losses in zip((Momentum, UpdatesTarget), found, strict=True):
+        assert losses == pytest.approx(losses_with(kind, "auto", 1), rel=1e-12)
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+    assert found[0] != pytest.approx(losses_with(Distilled, "auto", 1), rel=1e-6)
+
+
+def clusters(kind: type[Distilled]) -> dict[str, str]:
+    module = kind().double()
+    graph = kept_with_originals(capture_step(module, next(iter(loader()))).graph, module)
+    return {name: operator.cluster for operator in graph for name in operator.parameters}
+
+
+def test_copies_that_hooks_update_are_tied_layer_by_layer() -> None:
+    found = clusters(Momentum)
+    assert found["target.0.weight"] == found["online.0.weight"] != found["online.2.weight"] == found["target.2.weight"]
+    assert found["head.weight"] == ""
+
+
+@pytest.mark.parametrize("kind", [Distilled, Stacked])
+def test_teachers_and_layers_are_no_copies(kind: type[Distilled]) -> None:
+    assert set(clusters(kind).values()) == {""}
+
+
+def test_names_in_hooks_are_those_of_the_methods_that_they_call() -> None:
+    names = names_in_hooks([Momentum()], [])
+    assert {"average", "target", "online", "mul_"} <= names
+    assert "head" not in names
+    assert "target" not in names_in_hooks([Distilled()], [])
+    assert "target" in names_in_hooks([Distilled(), UpdatesTarget()], [])
