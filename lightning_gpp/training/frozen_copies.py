@@ -25,7 +25,7 @@ from lightning_gpp.capture.calls import tied
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.training.hook_code import names_in_hooks
 
-Part = tuple[str, nn.Module]
+NamedPart = tuple[str, nn.Module]
 """A module with its path."""
 
 
@@ -80,13 +80,13 @@ def _are_connected(graph: OperatorGraph, one: Set[str], other: Set[str]) -> bool
 
 def _pairs(
     module: nn.Module, is_original: Callable[[nn.Module], bool], is_copy: Callable[[nn.Module], bool]
-) -> Iterator[tuple[Part, Part]]:
+) -> Iterator[tuple[NamedPart, NamedPart]]:
     """The largest frozen copies, each with its original.
 
     A copy is of the same class and has tensors of the same names and shapes. Where several modules are alike, those
     that are trained are the originals, and copies belong to them in order, if there are as many, or a multiple.
     """
-    known, copies = defaultdict[Hashable, list[Part]](list), defaultdict[Hashable, list[Part]](list)
+    known, copies = defaultdict[Hashable, list[NamedPart]](list), defaultdict[Hashable, list[NamedPart]](list)
     parts = [(path, part) for path, part in module.named_modules() if any(True for _ in _tensors(part))]
     for path, part in parts:
         if is_original(part):
