@@ -7,7 +7,7 @@ They are placed where their originals are, so that a hook on every rank has both
     for mean, weight in zip(self.average.parameters(), self.net.parameters()):
         mean.lerp_(weight, 0.01)
 
-A copy that the training step calls, too, is planned together with its original if a hook mentions it. Others, such as
+A copy that the training step calls, too, is planned together with its original if hooks mention both. Others, such as
 the teacher of a distillation, are branches of their own.
 """
 
@@ -58,23 +58,39 @@ def kept_with_originals(graph: OperatorGraph, module: nn.Module) -> OperatorGrap
         graph: the captured step.
         module: the user's module; hooks of its trainer's callbacks count, too.
     """
+    pairs = [*_pairs(module, _is_trained, lambda part: not _is_trained(part))]
+    mentioned = _mentioned(module) if pairs else set()
+    groups = [
+        frozenset(f"{path}.{name}" for path in (copy, original))
+        for (copy, part), (original, _) in pairs
+        if _distinct(copy, original) & mentioned
+        and _distinct(original, copy) & mentioned
+        and not _are_connected(graph, copy, original)
+        for name, _ in _tensors(part)
+    ]
+    return tied(graph, groups) if groups else graph
+
+
+def _mentioned(module: nn.Module) -> set[str]:
     callbacks: Sequence[object] = getattr(trainer_of(module), "callbacks", ())
-    mentioned = names_in_hooks([module, *callbacks], [*module.modules()])
-    groups = list[frozenset[str]]()
-    for (path, copy), (origin, original) in _pairs(module, _is_trained, lambda part: not _is_trained(part)):
-        own = {name for name in path.split(".") if not name.isdigit()}
-        if (own - {*origin.split(".")} or own) & mentioned:
-            held = [{f"{at}.{name}" for name, _ in _tensors(part)} for at, part in ((path, copy), (origin, original))]
-            if not _are_connected(graph, *held):
-                groups += [frozenset(f"{at}.{name}" for at in (path, origin)) for name, _ in _tensors(copy)]
-    return tied(graph, groups)
+    return names_in_hooks([module, *callbacks], [*module.modules()])
 
 
-def _are_connected(graph: OperatorGraph, one: Set[str], other: Set[str]) -> bool:
-    """True if operators with parameters and buffers of one set follow from operators with those of the other."""
-    users = [{op.name for op in graph if names & {*op.parameters, *op.buffers}} for names in (one, other)]
+def _distinct(path: str, other: str) -> set[str]:
+    """The names in a path that are not in the other one, or all if there are none."""
+    names = {name for name in path.split(".") if not name.isdigit()}
+    return names - {*other.split(".")} or names
+
+
+def _are_connected(graph: OperatorGraph, one: str, other: str) -> bool:
+    """True if operators with parameters or buffers of one module follow from operators with those of the other."""
+    first, second = (
+        {each.name for each in graph if any(name.startswith(f"{path}.") for name in (*each.parameters, *each.buffers))}
+        for path in (one, other)
+    )
     return any(
-        nx.descendants(graph.nx, name) & users[1 - side] for side, operators in enumerate(users) for name in operators
+        to & {name for layer in nx.bfs_layers(graph.nx, start) for name in layer}
+        for start, to in ((first, second), (second, first))
     )
 
 

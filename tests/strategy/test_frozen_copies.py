@@ -142,6 +142,13 @@ class UpdatesTarget(pl.Callback):
         pl_module.target.load_state_dict({k: 0.9 * v + 0.1 * new[k] for k, v in pl_module.target.state_dict().items()})
 
 
+class Thawed(Distilled):
+    """A hook unfreezes the module, and does not mention the other one."""
+
+    def on_train_epoch_start(self) -> None:
+        self.target.requires_grad_(self.current_epoch > 0)
+
+
 class Stacked(Momentum):
     """The frozen module is a layer in front of the trained one of its class."""
 
@@ -188,7 +195,7 @@ def test_copies_that_hooks_update_are_tied_layer_by_layer() -> None:
     assert found["head.weight"] == ""
 
 
-@pytest.mark.parametrize("kind", [Distilled, Stacked])
+@pytest.mark.parametrize("kind", [Distilled, Thawed, Stacked])
 def test_teachers_and_layers_are_no_copies(kind: type[Distilled]) -> None:
     assert set(clusters(kind).values()) == {""}
 
