@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_gpp.errors import ConfigError
 
 
 class PipelinedClosure(Closure):
-    """Zeroes gradients before the step, and runs once."""
+    """Runs once, and zeroes gradients before the step, which computes new ones.
+
+    Args:
+        plain: Lightning's own.
+        zeroed: a context for the step.
+    """
 
     calls = 0
+
+    def __init__(self, plain: Closure, zeroed: AbstractContextManager[None]) -> None:
+        super().__init__(plain._step_fn, plain._backward_fn, plain._zero_grad_fn)
+        self._zeroed = zeroed
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         self.calls += 1
         if self.calls > 1:
             raise closure_repeated()
-        if self._zero_grad_fn is not None:
-            self._zero_grad_fn()
-        output = self._step_fn()
+        with nullcontext() if self._zero_grad_fn is None else self._zeroed:
+            output = self._step_fn()
         if self._backward_fn is not None and output.closure_loss is not None:
             self._backward_fn(output.closure_loss)
         return output
@@ -34,7 +46,32 @@ class PipelinedOptimization(_AutomaticOptimization):
 
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
         plain = super()._make_closure(kwargs, optimizer, batch_idx)
-        return PipelinedClosure(plain._step_fn, plain._backward_fn, plain._zero_grad_fn)
+        return PipelinedClosure(plain, self._zeroed(optimizer, batch_idx))
+
+    @contextmanager
+    def _zeroed(self, optimizer: Any, batch_idx: int) -> Iterator[None]:
+        """Zero the gradients; at the end, where Lightning would, call the hooks on those from before."""
+        watched = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = watched if self._is_watched() else []
+        before = [parameter.grad for parameter in parameters]
+        self._optimizer_zero_grad(batch_idx, optimizer)
+        yield
+        after = [parameter.grad for parameter in parameters]
+        _set_gradients(parameters, before)
+        self._on_before_zero_grad(optimizer)
+        _set_gradients(parameters, after)
+
+    def _is_watched(self) -> bool:
+        """True if a hook is called before gradients are zeroed; otherwise those from before need no memory."""
+        trainer: Any = self.trainer
+        hook, callbacks = "on_before_zero_grad", trainer.callbacks
+        by_callbacks = any(is_overridden(hook, callback, parent=Callback) for callback in callbacks)
+        return by_callbacks or is_overridden(hook, trainer.lightning_module)
+
+
+def _set_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 class SkippingOptimization(_AutomaticOptimization):

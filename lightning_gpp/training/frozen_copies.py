@@ -1,4 +1,4 @@
-"""Frozen copies of modules: averages of weights, which hooks update (momentum encoders, target networks).
+"""Copies of modules that are not trained: averages of weights, which hooks update (momentum encoders, target networks).
 
 They are placed where their originals are, so that a hook on every rank has both:
 
@@ -14,7 +14,7 @@ the teacher of a distillation, are branches of their own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterator, Sequence, Set
 from itertools import cycle
 
 import networkx as nx
@@ -30,35 +30,39 @@ NamedPart = tuple[str, nn.Module]
 
 
 def originals(module: nn.Module, used: Set[str]) -> dict[str, str]:
-    """The tensor that each one of a frozen copy, which training does not use, is a copy of, by name.
+    """The tensor that each one of a copy, which training does not use, is a copy of, by name.
 
     Args:
         module: the user's module.
         used: the names of the parameters and buffers that training uses.
     """
     names = {id(tensor): name for name, tensor in _tensors(module)}
-
-    def is_used(part: nn.Module) -> bool:
-        return any(names[id(tensor)] in used for _, tensor in _tensors(part))
-
-    pairs = _pairs(module, is_used, lambda part: not is_used(part))
+    trained = used & {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     return {
         names[id(copy)]: names[id(original)]
-        for (_, copied), (_, known) in pairs
+        for (_, copied), (_, known) in _pairs(module, used, trained)
         for (_, copy), (_, original) in zip(_tensors(copied), _tensors(known), strict=True)
     }
 
 
 def kept_with_originals(graph: OperatorGraph, module: nn.Module) -> OperatorGraph:
-    """The graph with the operators of frozen copies that hooks update tied to those of their originals.
+    """The graph with the operators of copies that hooks update tied to those of their originals.
 
-    A copy that computes from results of its original, or the reverse, is left alone: it is a layer like others.
+    A copy gets no gradient from the step. One that computes from results of its original, or the reverse, is left
+    alone: it is a layer like others.
 
     Args:
         graph: the captured step.
         module: the user's module; hooks of its trainer's callbacks count, too.
     """
-    pairs = [*_pairs(module, _is_trained, lambda part: not _is_trained(part))]
+    learning = {
+        name
+        for operator in graph
+        for name in operator.parameters
+        if any(spec.requires_grad for spec in operator.outputs)
+    }
+    trained = learning & {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    pairs = [*_pairs(module, trained, trained)]
     mentioned = _mentioned(module) if pairs else set()
     groups = [
         frozenset(f"{path}.{name}" for path in (copy, original))
@@ -94,27 +98,27 @@ def _are_connected(graph: OperatorGraph, one: str, other: str) -> bool:
     )
 
 
-def _pairs(
-    module: nn.Module, is_original: Callable[[nn.Module], bool], is_copy: Callable[[nn.Module], bool]
-) -> Iterator[tuple[NamedPart, NamedPart]]:
-    """The largest frozen copies, each with its original.
+def _pairs(module: nn.Module, used: Set[str], trained: Set[str]) -> Iterator[tuple[NamedPart, NamedPart]]:
+    """The largest copies, which have none of the used tensors, each with its original, which has some.
 
     A copy is of the same class and has tensors of the same names and shapes. Where several modules are alike, those
     that are trained are the originals, and copies belong to them in order, if there are as many, or a multiple.
     """
+    names = {id(tensor): name for name, tensor in _tensors(module)}
     known, copies = defaultdict[Hashable, list[NamedPart]](list), defaultdict[Hashable, list[NamedPart]](list)
-    parts = [(path, part) for path, part in module.named_modules() if any(True for _ in _tensors(part))]
+    held = {path: {names[id(tensor)] for _, tensor in _tensors(part)} for path, part in module.named_modules()}
+    parts = [(path, part) for path, part in module.named_modules() if held[path]]
     for path, part in parts:
-        if is_original(part):
+        if held[path] & used:
             known[_form(part)].append((path, part))
     for path, part in parts:
         inside = any(path.startswith(f"{around}.") for found in copies.values() for around, _ in found)
-        if not inside and is_copy(part) and not _is_trained(part) and _form(part) in known:
+        if not inside and not held[path] & used and _form(part) in known:
             copies[_form(part)].append((path, part))
     for form, found in copies.items():
-        trained = [part for part in known[form] if _is_trained(part[1])] or known[form]
-        if len(found) % len(trained) == 0:
-            yield from zip(found, cycle(trained), strict=False)
+        updated = [part for part in known[form] if held[part[0]] & trained] or known[form]
+        if len(found) % len(updated) == 0:
+            yield from zip(found, cycle(updated), strict=False)
 
 
 def _tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -124,7 +128,3 @@ def _tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _form(part: nn.Module) -> Hashable:
     return type(part), tuple((name, tensor.shape, tensor.dtype) for name, tensor in _tensors(part))
-
-
-def _is_trained(part: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in part.parameters())

@@ -84,10 +84,10 @@ def test_copies_are_found_by_class_names_and_shapes() -> None:
     module.fast = copy.deepcopy(module.net).requires_grad_(False)
     module.slow = copy.deepcopy(module.net).requires_grad_(False)
     module.other = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)).requires_grad_(False)
-    module.trained = copy.deepcopy(module.net)
+    module.unused = copy.deepcopy(module.net)
     found = originals(module, used_by(module, "net."))
     names = [*dict(module.net.named_parameters()), *dict(module.net.named_buffers())]
-    assert found == {f"{kind}.{name}": f"net.{name}" for kind in ("fast", "slow") for name in names}
+    assert found == {f"{kind}.{name}": f"net.{name}" for kind in ("fast", "slow", "unused") for name in names}
 
 
 def test_copies_that_could_be_of_several_modules_are_left() -> None:
