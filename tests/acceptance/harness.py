@@ -10,6 +10,7 @@ import copy
 import faulthandler
 import json
 import os
+import random
 import tempfile
 import time
 import traceback
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -201,6 +203,7 @@ def _compared(
     engine, search = _engine(module, batch, options)
     dims = options.batch_dims or GUESSED
     size = engine.plan.stages[engine.plan.step_stage].micro_batch_size
+    _same_draws()
     loss = float(engine.train_step(batch))
     found = {n: p.grad for n, p in module.named_parameters() if not p.is_meta}
     undivided = error = _difference(copy.deepcopy(alone), batch, dims, [(0, batch_size_of(batch, dims))], loss, found)
@@ -225,6 +228,12 @@ def _compared(
         search=search,
         stages=stages,
     )
+
+
+def _same_draws() -> None:
+    """Models that mask by NumPy draw the same masks wherever they run as a whole."""
+    random.seed(0)
+    np.random.seed(0)
 
 
 def _rounds(engine: Any) -> bool:
@@ -265,6 +274,7 @@ def _difference(
 ) -> float:
     """The largest relative difference of loss and gradients from those of one process over parts of the mini-batch."""
     total, expected = batch_size_of(batch, dims), 0.0
+    _same_draws()
     for start, stop in parts:
         part = batch if len(parts) == 1 else slice_batch(batch, start, stop, total, dims)
         result = alone.training_step(part) * ((stop - start) / total)
