@@ -43,7 +43,7 @@ LIBRARIES: Final = {"torch", "torchmetrics", "numpy", *_LIGHTNING, "lightning_gp
 _NAMESPACES: Final = (types.SimpleNamespace, argparse.Namespace)
 _OMEGACONF: Final = ("_content", "_val")
 """Attributes of OmegaConf's nodes that have their values; the others change when they are read."""
-_BETWEEN: Final = (*_OMEGACONF, CHILDREN, "forward", "__globals__")
+_BETWEEN: Final = (*_OMEGACONF, CHILDREN, "forward", "__wrapped__", "__globals__")
 """Parts of names that people do not write."""
 _MOST_SETTINGS: Final = 512
 """Values of an object; larger ones are data, and not compared."""
@@ -83,8 +83,17 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def keeps_state(before: Any, now: Any) -> bool:
-    """True if a change of this kind goes on from call to call, as counters do; what is None is filled in once."""
+    """True if a change of this kind goes on from call to call, as counters do; what is missing is filled in once."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return any(keeps_state(value, now[key]) for key, value in before.items() if key in now)
+    if isinstance(before, list) and isinstance(now, list):
+        return any(map(keeps_state, before, now))
     return isinstance(before, bool | int | float | str) and not same_value(before, now)
+
+
+def as_it_is(value: Any) -> Any:
+    """The value, or a copy of a plain container, which may change without being replaced."""
+    return copy.copy(value) if isinstance(value, _CHANGING) and is_plain(value) else value
 
 
 def dotted(attribute: Attribute) -> str:
@@ -148,6 +157,14 @@ def _own(owner: Any) -> dict[Any, Any]:
     return own
 
 
+def _part(module: nn.Module, path: str) -> Any:
+    """A part of the module; an empty dictionary if there is none, as that around it was replaced."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return {}
+
+
 class AttributePlace:
     """The place of an attribute's value: an object or dictionary, and the name there.
 
@@ -159,7 +176,7 @@ class AttributePlace:
     def __init__(self, module: nn.Module, attribute: Attribute) -> None:
         path, name = attribute
         *outer, self.name = name.split(".")
-        owner: Any = module.get_submodule(path)
+        owner: Any = _part(module, path)
         for part in outer:
             own = _own(owner)
             owner = own[part] if part in own else getattr(owner, part, None)
@@ -171,18 +188,16 @@ class AttributePlace:
         """Equal for attributes of one object."""
         return id(self.owner), self.name
 
-    def read(self) -> Any:
-        """The value, or None if there is none."""
-        if isinstance(self.owner, dict):
-            return self.owner.get(self.name)
-        return getattr(self.owner, self.name, None)
-
     @property
     def reader(self) -> Callable[[], Any]:
-        """Reads the value, faster than `read`."""
+        """Reads the value, or None if there is none."""
         if isinstance(self.owner, dict):
             return functools.partial(self.owner.get, self.name)
         return functools.partial(getattr, self.owner, self.name, None)
+
+    def read(self) -> Any:
+        """The value, or None if there is none."""
+        return self.reader()
 
     def write(self, value: Any) -> None:
         """Set the value."""
@@ -197,14 +212,14 @@ def originals(module: nn.Module, noted: Mapping[Attribute, Any]) -> dict[Attribu
     return {key: value if is_plain(value) else AttributePlace(module, key).read() for key, value in noted.items()}
 
 
-def restore_settings(module: nn.Module, noted: Mapping[Attribute, Any]) -> list[Attribute]:
-    """Give values inside of objects the noted ones again. Returns those that count calls."""
-    counters = []
+def restore(module: nn.Module, noted: Mapping[Attribute, Any]) -> set[Attribute]:
+    """Give values inside of objects and containers the noted ones again. Returns those that count calls."""
+    counters = set[Attribute]()
     for attribute, value in noted.items():
-        if "." in attribute[1] and is_plain(value):
+        if is_plain(value) and ("." in attribute[1] or isinstance(value, _CHANGING)):
             place = AttributePlace(module, attribute)
             now = place.read()
             if not same_value(now, value):
                 place.write(value)
-                counters += [attribute] if keeps_state(value, now) else []
+                counters |= {attribute} if keeps_state(value, now) else set()
     return counters

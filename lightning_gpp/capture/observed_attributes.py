@@ -5,6 +5,7 @@ A forward that is cut into stages runs with the values that it had when it was c
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
@@ -47,19 +48,43 @@ _HPARAMS: Final = "_hparams"
 def _names(part: nn.Module) -> set[str]:
     hidden = hasattr(part, "log_dict")  # the state of a LightningModule, which Lightning changes
     own = vars(part).keys() - OF_EVERY_MODULE
-    users = {name for name in own if name == _HPARAMS or not (hidden and name.startswith("_"))}
-    return {"training", "forward", CHILDREN, *users}
+    return {"training"} | {name for name in own if name == _HPARAMS or not (hidden and name.startswith("_"))}
 
 
 def _shared(kind: type) -> dict[str, Any]:
     """Values of the user's classes, and global variables of the code of the forward, by their names as attributes."""
     users = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in LIBRARIES]
     values = {name: value for base in reversed(users) for name, value in vars(base).items()}
+    return {
+        name: value for name, value in {**values, **_globals(kind)}.items() if name[:2] != "__" and _is_setting(value)
+    }
+
+
+def _globals(kind: type) -> dict[str, Any]:
+    """Global variables that the forward reads, or methods that it calls, in the file of the forward."""
     forward = getattr(kind, "forward", None)
-    if isinstance(forward, types.FunctionType) and not hasattr(forward, "__wrapped__"):
-        known = {name: value for name, value in forward.__globals__.items() if name in forward.__code__.co_names}
-        values |= {f"forward.__globals__.{name}": value for name, value in known.items()}
-    return {name: value for name, value in values.items() if name[:2] != "__" and _is_setting(value)}
+    depth, plain = "", inspect.unwrap(forward)  # type: ignore[arg-type]
+    while forward is not plain:
+        depth, forward = f"{depth}__wrapped__.", forward.__wrapped__  # type: ignore[union-attr]
+    if not isinstance(plain, types.FunctionType):
+        return {}
+    names = _names_in(kind, plain)
+    found = {name: value for name, value in plain.__globals__.items() if name in names}
+    return {f"forward.{depth}__globals__.{name}": value for name, value in found.items()}
+
+
+def _names_in(kind: type, function: types.FunctionType) -> set[str]:
+    """Names in the code of a method, and in that of the methods that it calls."""
+    open_codes, names = [function.__code__], set[str]()
+    while open_codes:
+        code = open_codes.pop()
+        new = {*code.co_names} - names
+        names |= new
+        called = (inspect.unwrap(getattr(kind, name, None)) for name in new)  # type: ignore[arg-type]
+        users = [each for each in called if isinstance(each, types.FunctionType)]
+        open_codes += [each.__code__ for each in users if each.__globals__ is function.__globals__]
+        open_codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return names
 
 
 def _is_setting(value: Any) -> bool:
@@ -75,17 +100,21 @@ def _is_called_as_it_is(part: nn.Module) -> bool:
 
 def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObserver) -> None:
     kind = type(part)
+    shared = {name: value for name, value in _shared(kind).items() if name not in vars(part)}
 
     def read(self: nn.Module, name: str) -> Any:
         value = kind.__getattribute__(self, name)
         if name == CHILDREN and isinstance(self, _CONTAINERS):
             read_parts(value)
-        elif name == "forward":
-            for known, shared in _shared(kind).items():
-                observer.read(path, known, vars(part).get(known, shared))
-        elif name in names and name != CHILDREN:
+        elif name == "forward":  # perhaps it is called without the hooks of modules
+            read_shared()
+        elif name in names:
             observer.read(path, name, value)
         return value
+
+    def read_shared(*_: Any) -> None:
+        for name, value in shared.items():
+            observer.read(path, name, value)
 
     def read_part(self: nn.Module, name: str) -> Any:
         value = kind.__getattr__(self, name)
@@ -99,10 +128,11 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
                 observer.read(path, f"{CHILDREN}.{name}", value)
 
     def write(self: nn.Module, name: str, value: Any) -> None:
-        before = vars(self).get(name)
-        if name in names and keeps_state(before, value):
+        before = vars(self).get(name, shared.get(name))
+        if (name in names or name in shared) and keeps_state(before, value):
             observer.changed(path, name)
         names.discard(name)
+        shared.pop(name, None)
         kind.__setattr__(self, name, value)
 
     about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -111,3 +141,4 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
         object.__setattr__(part, "__class__", type(kind.__name__, (kind,), about))
     except TypeError:  # a class that allows no other layout, as those of torch.jit
         return
+    part.register_forward_pre_hook(read_shared)

@@ -25,7 +25,7 @@ from lightning_gpp._compat.torch import (
     fake_mode,
     pytree,
 )
-from lightning_gpp.capture.attributes import originals, restore_settings
+from lightning_gpp.capture.attributes import originals
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
 from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.meter import Meter
@@ -136,9 +136,12 @@ def _called(replica: nn.Module, step: str, run_time: RunTime, function: StepFunc
 def _run(replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder: Recorder) -> None:
     recording = recorder.recording
     try:
-        with recorder:
-            result = called(batch)
-        _refuse_counters(replica, recorder)
+        try:
+            with recorder:
+                result = called(batch)
+        finally:
+            recorder.restore(replica)
+        recorder.refuse_counters()
         recorder.use(result)
         recorder.use_kept([replica, *map(replica.get_submodule, recorder.opened)])
         recording.result = recorder.refs(result)
@@ -155,15 +158,6 @@ def _run(replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder:
             refused = refusal(line_of(error), reason, _remedy(error), modules, declare=not _is_raised_here(error))
             refused.refuted = refuted
             raise refused from error
-
-
-def _refuse_counters(replica: nn.Module, recorder: Recorder) -> None:
-    """Refuse forwards that count their calls in an object, which the module shares with its copy, and undo that."""
-    noted = list(recorder.recording.attributes.items())
-    changed = [(scope, restore_settings(replica, values)) for scope, values in noted if scope != -1]
-    for scope, attributes in changed:
-        for attribute in attributes:
-            recorder.refuse_change(scope, attribute)
 
 
 def _is_raised_here(error: Exception) -> bool:

@@ -19,7 +19,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_gpp._compat.torch import CHILDREN, FakeTensor, buffers_of, pytree, storage_id, version
-from lightning_gpp.capture.attributes import OF_EVERY_MODULE, Attribute, dotted, has_settings, settings
+from lightning_gpp.capture.attributes import (
+    OF_EVERY_MODULE,
+    Attribute,
+    as_it_is,
+    dotted,
+    has_settings,
+    restore,
+    settings,
+)
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import CallModes, ModuleCall, ModuleRef, Recorded, Recording, Ref, StateRef
 from lightning_gpp.errors import CaptureError, NoNetworkError
@@ -85,6 +93,9 @@ class Recorder(TorchFunctionMode):
         self._alive: list[torch.Tensor] = []
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._scopes: list[int | None] = []
+        self._inside: dict[Attribute, dict[Attribute, Any]] = {}
+        """Attributes that were read, each with what was in it at that time."""
+        self._counters = set[Attribute]()
         self._drawn: list[tuple[int, int]] = []
         self._regions: list[int] = []
         self._num_regions = 0
@@ -287,11 +298,24 @@ class Recorder(TorchFunctionMode):
 
     def read(self, path: str, name: str, value: Any) -> None:
         """Note that a forward, or the step, reads an attribute of a module, with what is in an object that it reads."""
+        if (path, name) not in self._inside:
+            inside = settings(name, value) if has_settings(value) else {name: value}
+            self._inside[path, name] = {(path, inner): as_it_is(content) for inner, content in inside.items()}
         noted = self.recording.attributes.setdefault(self.scope, {})
         if self._paused or (path, name) in noted or (self.scope == -1 and name.startswith(CHILDREN)):
             return
-        inside = settings(name, value) if self.scope != -1 and has_settings(value) else {name: value}
-        noted.update({(path, inner): content for inner, content in inside.items()})
+        noted.update(self._inside[path, name] if self.scope != -1 else {(path, name): value})
+
+    def restore(self, replica: nn.Module) -> None:
+        """Undo what forwards have changed inside of objects, which the module shares with its copy."""
+        found = [restore(replica, values) for values in self._inside.values()]
+        self._counters = set[Attribute]().union(*found)
+
+    def refuse_counters(self) -> None:
+        """Refuse forwards that count their calls inside of objects and containers."""
+        for scope, noted in list(self.recording.attributes.items()):
+            for attribute in sorted(self._counters & noted.keys()):
+                self.refuse_change(scope, attribute)
 
     def changed(self, path: str, name: str) -> None:
         """Refuse a forward that reads an attribute and changes it: it keeps state, which would be lost if it is cut."""

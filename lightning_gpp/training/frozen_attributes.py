@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Set
+from enum import Enum
 from typing import Any, Final
 
 import numpy as np
@@ -34,6 +35,19 @@ from lightning_gpp.capture.attributes import (
 
 _MOST_KNOWN: Final = 8
 """Tensors and objects of an attribute that are known again; those that were replaced long ago are new ones."""
+
+
+_SENT: Final = (*TOLD, np.ndarray)
+"""Types of values that are given to other ranks, besides plain ones."""
+
+
+class Kept(Enum):
+    """Stands for a value that each rank keeps as it has it."""
+
+    KEPT = "kept"
+
+
+KEPT: Final = Kept.KEPT
 
 
 class FrozenAttributes:
@@ -65,7 +79,7 @@ class FrozenAttributes:
         values = {**live, **frozen}
         new = self._placed(values.keys() - self._first.keys())
         self._live |= new - frozen.keys()
-        self._objects |= {key for key in new if has_settings(values[key])}
+        self._objects |= {key for key in new if has_settings(values[key]) or isinstance(values[key], nn.Module)}
         self._note({key: values[key] for key in new})
         described = {key: self._described(key, self._values[key]) for key in new}
         self._words = {**self._words, **described}
@@ -88,7 +102,8 @@ class FrozenAttributes:
     def _note(self, values: Mapping[Attribute, Any]) -> None:
         self._values |= values
         containers = {key: copy_of(value) for key, value in values.items() if key not in self._live | self._objects}
-        self._contents |= {key: value for key, value in containers.items() if value is not None}
+        kept = {key: value for key, value in self._contents.items() if key not in values}
+        self._contents = {**kept, **{key: value for key, value in containers.items() if value is not None}}
 
     def __bool__(self) -> bool:
         return bool(self._places)
@@ -112,10 +127,10 @@ class FrozenAttributes:
         return ", ".join(map(dotted, sorted(self.changes()))) or "An attribute"
 
     def changes(self) -> dict[Attribute, Any]:
-        """These attributes, with their values; with None for functions, modules and other objects."""
+        """These attributes, with their values; with KEPT for functions, modules and other objects."""
         changed = [key for key, value in self._now().items() if value != self._first[key]]
         values = {key: self._places[key].read() for key in changed}
-        return {key: value if is_plain(value) else None for key, value in values.items()}
+        return {key: value if is_plain(value) or isinstance(value, _SENT) else KEPT for key, value in values.items()}
 
     def _now(self) -> dict[Attribute, str]:
         """All values in words; the same dictionary until one changes. This runs twice in every step."""
@@ -141,15 +156,17 @@ class FrozenAttributes:
         if key in self._live and not isinstance(value, bool | None):
             return "tensor" if isinstance(value, Tensor) else type(value).__qualname__
         if isinstance(value, CONTAINERS) and len(value) <= MOST_ITEMS:
-            items = value.items() if isinstance(value, dict) else value
-            return f"{type(value).__qualname__} {[self._described(key, item) for item in items]}"
+            items = [self._described(key, item) for item in (value.items() if isinstance(value, dict) else value)]
+            in_order = sorted(items) if isinstance(value, set | frozenset) else items
+            return f"{type(value).__qualname__} {in_order}"
         if isinstance(value, np.ndarray):
             return f"array {value.shape} {zlib.crc32(value.tobytes())}"
         return repr(value) if isinstance(value, TOLD) else f"{type(value).__qualname__} {self._number(key, value)}"
 
     def _number(self, key: Attribute, value: Any) -> int:
         """The number of a tensor or object in the order in which the attribute has had them."""
-        seen = self._known.setdefault(key, deque(maxlen=_MOST_KNOWN))
+        most = MOST_ITEMS if isinstance(self._values[key], CONTAINERS) else _MOST_KNOWN
+        seen = self._known.setdefault(key, deque(maxlen=most))
         for number, known in seen:
             if known is value:
                 return number
@@ -167,6 +184,5 @@ def adopt(module: nn.Module, values: Mapping[Attribute, Any]) -> None:
     """Give attributes the values of the rank that runs the step, where they are others."""
     for attribute, value in values.items():
         place = AttributePlace(module, attribute)
-        own = place.read()
-        if not same_value(own, value) and (value is not None or is_plain(own)):
+        if value is not KEPT and not same_value(place.read(), value):
             place.write(value)

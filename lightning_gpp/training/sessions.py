@@ -65,6 +65,7 @@ class Sessions:
         self.captured, self._form = captured, form
         self._transport, self._replicas = transport, replicas
         self._asynchronous, self._evaluating = asynchronous, evaluating or transport
+        self._at_capture = _frozen_in(job.module, captured)
 
     def new(self, step: str, batch: Any, *, anew: bool = False) -> Session:
         """A session for the form of the announced mini-batch, which is used only on the rank that runs the step.
@@ -130,7 +131,7 @@ class Sessions:
         control, incoming, module = self.job.control, self.incoming, self.job.module
         changed = incoming.frozen.changes()
         if (self.captured.step, self._form) == (step, incoming.form) and not anew:
-            changed = changed_since(module, self.captured) if control.runs_step else {}
+            changed = self._at_capture.changes() if control.runs_step else {}
             if not control.share_flag(bool(changed)):
                 return self.captured
         if control.runs_step and control.num_devices > 1:
@@ -153,13 +154,13 @@ class Sessions:
                 ) from error
 
 
-def changed_since(module: nn.Module, captured: Captured) -> dict[Attribute, Any]:
-    """The attributes that have other values than when the step was captured."""
+def _frozen_in(module: nn.Module, captured: Captured) -> FrozenAttributes:
+    """The attributes that a capture depends on, with their present values."""
     scopes = captured.network.recording.attributes if isinstance(captured, Capture) else {}
-    now = FrozenAttributes(module)
+    found = FrozenAttributes(module)
     cut = {key: value for scope, read in scopes.items() if scope != -1 for key, value in read.items()}
-    now.add(cut, scopes.get(-1, {}))
-    return now.changes()
+    found.add(cut, scopes.get(-1, {}))
+    return found
 
 
 def check_shared(changed: Mapping[Attribute, Any]) -> None:

@@ -157,27 +157,41 @@ def test_modules_without_memory() -> None:
 
 
 class Counter(nn.Module):
-    """Counts its calls, in an attribute or in an object, and computes with the number."""
+    """Counts its calls in one of several places, and computes with the number."""
 
-    def __init__(self, inside: bool) -> None:
+    by_class = 0
+
+    def __init__(self, place: str) -> None:
         super().__init__()
-        self.layer, self.calls, self.config = linear(), 0, SimpleNamespace(inner={"calls": 0, "act": torch.tanh})
-        self.inside = inside
+        self.layer, self.place, self.calls, self.table, self.items = linear(), place, 0, {"calls": 0}, [0]
+        self.config = SimpleNamespace(inner={"calls": 0, "act": torch.tanh})
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.inside:
-            self.config.inner["calls"] += 1
-        else:
+        x = self.config.inner["act"](self.layer(x))
+        if self.place == "calls":
             self.calls += 1
-        return self.config.inner["act"](self.layer(x)) * (self.config.inner["calls"] + self.calls)
+            return x * self.calls
+        if self.place == "by_class":
+            self.by_class += 1
+            return x * self.by_class
+        inner, table, items = (self.config.inner, "calls"), (self.table, "calls"), (self.items, 0)
+        counts, key = {"config.inner": inner, "table": table, "items": items}[self.place]
+        counts[key] += 1
+        return x * counts[key]
 
 
-@pytest.mark.parametrize(("inside", "name"), [(False, "calls"), (True, "config.inner.calls")])
-def test_a_module_that_counts_its_calls_is_not_cut(inside: bool, name: str) -> None:
-    module = Chain(Counter(inside)).double()
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(name, name) for name in ("calls", "by_class", "table", "items")] + [("config.inner", "config.inner.calls")],
+)
+def test_a_module_that_counts_its_calls_is_not_cut(place: str, name: str) -> None:
+    module = Chain(Counter(place)).double()
     uncut = capture_step(module, zoo.batch()).uncut
     assert list(uncut) == ["middle"]
     assert f"the forward changes '{name}', which it reads, from call to call" in uncut["middle"]
+    counts = module.middle.calls, module.middle.by_class, module.middle.table, module.middle.items
+    assert counts == (0, 0, {"calls": 0}, [0])
+    assert module.middle.config.inner["calls"] == 0
 
 
 class Deciding(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +20,15 @@ from lightning_gpp.errors import GPPError
 from lightning_gpp.training.captured_anew import SessionCache
 from tests.strategy import harness
 
-SETTINGS = SimpleNamespace(scale=1.0)
+SETTINGS, OFFSET = SimpleNamespace(scale=1.0), 0.0
 
 
 class Slots:
     __slots__ = ("scale",)
+
+
+class Mode(Enum):
+    PLAIN, HALVED = 1.0, 0.5
 
 
 class Body(nn.Module):
@@ -41,15 +46,19 @@ class Body(nn.Module):
         self.act, self.function, self.slots = nn.Identity(), torch.abs, Slots()
         self.numbers, self.tensors, self.slots.scale = np.ones(2), [torch.ones(6, dtype=torch.float64)], 1.0
         self.hydra = OmegaConf.create({"head": {"scale": 1.0}})
+        self.mode, self.options = Mode.PLAIN, {"a", "b", "c"}
 
     def forward(self, x: Tensor, prior: Tensor | None = None) -> Tensor:
         h = self.a(x) / self.temperature + self.bias
         h = h * self.config.scale * self.hydra.head.scale + self.config.inner["shift"]
         h = self.act(self.inner(h)) + self.function(h) * self.tensors[0] * float(self.numbers[0])
-        h = h * SETTINGS.scale * type(self).factor * self.slots.scale
+        h = h * SETTINGS.scale * type(self).factor * self.slots.scale * self.mode.value + self.offset()
         h = h if prior is None else h * prior
         h = h.square() if self.squared else h.tanh()
         return self.b(h if self.training else 2 * h)
+
+    def offset(self) -> float:
+        return OFFSET + len(self.options)
 
 
 class Changing(pl.LightningModule):
@@ -113,33 +122,48 @@ class ConfiguredByHydra(Changing):
 
 
 class Sundry(Changing):
-    """Another thing in front of every mini-batch."""
+    """Another thing in front of every mini-batch, except for the number `left_out`."""
+
+    WHAT: tuple[Callable[[Body], Any], ...] = (
+        lambda body: setattr(body, "act", nn.Tanh()),
+        lambda body: setattr(body, "function", torch.sin),
+        lambda body: body.numbers.fill(0.5),
+        lambda body: body.tensors.__setitem__(0, torch.linspace(0, 1, 6, dtype=torch.float64)),
+        lambda body: setattr(SETTINGS, "scale", 2.0),
+        lambda body: setattr(Body, "factor", 0.5),
+        lambda body: setattr(body.slots, "scale", 3.0),
+        lambda body: setattr(body, "act", nn.ReLU()),
+        lambda body: globals().update(OFFSET=0.5),
+        lambda body: body.options.clear(),
+    )
+    left_out: int | None = None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.changes()[self.global_step]()
-
-    def changes(self) -> list[Callable[[], Any]]:
-        body = self.body
-        return [
-            lambda: setattr(body, "act", nn.Tanh()),
-            lambda: setattr(body, "function", torch.sin),
-            lambda: body.numbers.fill(0.5),
-            lambda: body.tensors.__setitem__(0, torch.linspace(0, 1, 6, dtype=torch.float64)),
-            lambda: setattr(SETTINGS, "scale", 2.0),
-            lambda: setattr(Body, "factor", 0.5),
-            lambda: setattr(body.slots, "scale", 3.0),
-            lambda: setattr(body, "act", nn.ReLU()),
-        ]
+        if self.global_step != self.left_out:
+            self.WHAT[self.global_step](self.body)
 
     def on_fit_end(self) -> None:
         SETTINGS.scale = Body.factor = 1.0
+        globals().update(OFFSET=0.0)
+
+
+class ByStep(Changing):
+    """The step itself changes what the rank that runs it knows first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_step == 1:
+            self.body.mode, self.body.numbers = Mode.HALVED, np.zeros(2)
+        return loss
 
 
 class Swapped(Changing):
-    """A function that is another one before the first mini-batch, and after the capture."""
+    """What is another one before the first mini-batch, and after the capture."""
 
     def on_train_start(self) -> None:
         self.body.function = torch.sin
+        self.body.numbers.fill(0.5)
+        self.body.tensors[0] = torch.linspace(0, 1, 6, dtype=torch.float64)
 
 
 class Frozen(Changing):
@@ -213,6 +237,7 @@ KINDS = {
         Configured,
         ConfiguredByHydra,
         Sundry,
+        ByStep,
         Swapped,
         Frozen,
         Optional,
@@ -227,10 +252,11 @@ STAGES = {"body.a": 1, "body.b": 0}
 ONLY_WHOLE = ("Masked", "Truncated", "Running")
 
 
-def losses(name: str, strategy: Any = "auto", devices: int = 1) -> list[float]:
+def losses(name: str, strategy: Any = "auto", devices: int = 1, **attributes: Any) -> list[float]:
     module = KINDS[name]().double()
+    vars(module).update(attributes)
     trainer = harness.trainer(strategy, devices, max_epochs=2, num_sanity_val_steps=0)
-    trainer.fit(module, harness.loader(16), harness.loader(16))
+    trainer.fit(module, harness.loader(8 * len(Sundry.WHAT) // 2 if name == "Sundry" else 16), harness.loader(16))
     return module.losses
 
 
@@ -250,6 +276,11 @@ def test_losses_are_those_of_one_process(options: dict[str, Any]) -> None:
     for name in names:
         assert found[name] == pytest.approx(losses(name), rel=1e-12), name
     assert all(losses(name) != losses("Changing") for name in names if name != "Changing")
+
+
+def test_each_of_the_sundry_changes_counts() -> None:
+    runs = [losses("Sundry", left_out=number) for number in (*range(len(Sundry.WHAT)), None)]
+    assert len({tuple(run) for run in runs}) == len(runs)
 
 
 def test_a_step_changes_its_buffers_once() -> None:
