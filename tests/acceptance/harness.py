@@ -10,7 +10,6 @@ import copy
 import faulthandler
 import json
 import os
-import random
 import tempfile
 import time
 import traceback
@@ -20,7 +19,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 from lightning_gpp.capture import batch_size_of, slice_batch
 from lightning_gpp.capture.batch import GUESSED, BatchDims
 from lightning_gpp.errors import GPPError
-from lightning_gpp.training.host import Job
+from lightning_gpp.training.host import Host, Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.machine import footprint_of
 from lightning_gpp.training.options import Options
@@ -55,8 +53,8 @@ class Outcome:
     Attributes:
         kind: "passed", "micro-batches" (equal to one process over the same micro-batches, and warned of it if more than
             rounding explains the difference), "rounding" (equal but for the rounding of code in float32 inside of a
-            model in float64, in a stage whose replicas compute fewer samples at once), "refused", "wrong", "crashed" or
-            "missing" (a library).
+            model in float64, in a stage whose replicas compute fewer samples at once), "draws" (other random
+            numbers than one process, which a message says), "refused", "wrong", "crashed" or "missing" (a library).
         message: the refusal, or the error.
         error: largest relative difference of loss and gradients from those of one process over the same micro-batches.
         undivided: the same from those of one process over the undivided mini-batch.
@@ -100,7 +98,7 @@ def run_zoo(world_size: int, names: Sequence[str], max_replicas: int | None = 1,
     return [outcomes[name] for name in names]
 
 
-_ORDER: Final = ("crashed", "wrong", "refused", "missing", "left alone", "rounding", "micro-batches", "passed")
+_ORDER: Final = ("crashed", "wrong", "refused", "missing", "left alone", "draws", "rounding", "micro-batches", "passed")
 
 
 def _worst(reports: Sequence[Outcome]) -> Outcome:
@@ -187,6 +185,17 @@ def without_dropout(module: nn.Module) -> nn.Module:
     return module
 
 
+_UNLIKE: Final = "is not training on one device"
+_DRAWS: Final = "draws random numbers that mix its samples"
+
+
+class _Telling(Host):
+    """Keeps messages among the warnings."""
+
+    def inform(self, text: str) -> None:
+        warnings.warn(text, stacklevel=2)
+
+
 def _compared(
     name: str,
     module: nn.Module,
@@ -203,16 +212,15 @@ def _compared(
     engine, search = _engine(module, batch, options)
     dims = options.batch_dims or GUESSED
     size = engine.plan.stages[engine.plan.step_stage].micro_batch_size
-    _same_draws()
     loss = float(engine.train_step(batch))
     found = {n: p.grad for n, p in module.named_parameters() if not p.is_meta}
     undivided = error = _difference(copy.deepcopy(alone), batch, dims, [(0, batch_size_of(batch, dims))], loss, found)
     kind, message = "passed", ""
-    warned = any("is not training on one device" in str(warning.message) for warning in caught)
+    warned, draws = (any(sign in str(warning.message) for warning in caught) for sign in (_UNLIKE, _DRAWS))
     if undivided > tolerance:
         kind, error = "micro-batches", _difference(alone, batch, dims, _parts(batch, dims, size), loss, found)
         if error > tolerance or not (warned or undivided < ROUNDING or dist.get_rank()):
-            kind = "rounding" if error < ROUNDING and _rounds(engine) else "wrong"
+            kind = "draws" if draws else "rounding" if error < ROUNDING and _rounds(engine) else "wrong"
             message = f"{undivided:.3g} from one process, without a warning"
     elif warned:
         kind, message = "wrong", "warned of a difference from one process that is none"
@@ -230,12 +238,6 @@ def _compared(
     )
 
 
-def _same_draws() -> None:
-    """Models that mask by NumPy draw the same masks wherever they run as a whole."""
-    random.seed(0)
-    np.random.seed(0)
-
-
 def _rounds(engine: Any) -> bool:
     """True if a stage has replicas, and gradients pass through float32."""
     specs = (spec for operator in engine.graph for spec in operator.outputs)
@@ -246,7 +248,7 @@ def _rounds(engine: Any) -> bool:
 def _engine(module: nn.Module, batch: Any, options: Options) -> tuple[Any, float]:
     """The engine, and the CPU seconds of its set-up."""
     control = join(options, dist.get_rank(), dist.get_world_size())
-    job = Job(module=module, control=control, options=options, device=torch.device("cpu"), seed=1)
+    job = Job(module=module, control=control, options=options, device=torch.device("cpu"), seed=1, host=_Telling())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     start = time.process_time()
     engine = set_up(
@@ -274,7 +276,6 @@ def _difference(
 ) -> float:
     """The largest relative difference of loss and gradients from those of one process over parts of the mini-batch."""
     total, expected = batch_size_of(batch, dims), 0.0
-    _same_draws()
     for start, stop in parts:
         part = batch if len(parts) == 1 else slice_batch(batch, start, stop, total, dims)
         result = alone.training_step(part) * ((stop - start) / total)
