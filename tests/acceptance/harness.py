@@ -189,6 +189,13 @@ _UNLIKE: Final = "is not training on one device"
 _DRAWS: Final = "draws random numbers that mix its samples"
 
 
+def _told(sign: str, caught: Sequence[warnings.WarningMessage]) -> bool:
+    """True if rank 0 was told something."""
+    found = [any(sign in str(warning.message) for warning in caught)]
+    dist.broadcast_object_list(found, 0)
+    return found[0]
+
+
 class _Telling(Host):
     """Keeps messages among the warnings."""
 
@@ -216,10 +223,10 @@ def _compared(
     found = {n: p.grad for n, p in module.named_parameters() if not p.is_meta}
     undivided = error = _difference(copy.deepcopy(alone), batch, dims, [(0, batch_size_of(batch, dims))], loss, found)
     kind, message = "passed", ""
-    warned, draws = (any(sign in str(warning.message) for warning in caught) for sign in (_UNLIKE, _DRAWS))
+    warned, draws = (_told(sign, caught) for sign in (_UNLIKE, _DRAWS))
     if undivided > tolerance:
         kind, error = "micro-batches", _difference(alone, batch, dims, _parts(batch, dims, size), loss, found)
-        if error > tolerance or not (warned or undivided < ROUNDING or dist.get_rank()):
+        if error > tolerance or not (warned or undivided < ROUNDING):
             kind = "draws" if draws else "rounding" if error < ROUNDING and _rounds(engine) else "wrong"
             message = f"{undivided:.3g} from one process, without a warning"
     elif warned:
