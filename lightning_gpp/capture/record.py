@@ -155,7 +155,8 @@ def _run(replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder:
         if recorder.scope != -1 or refuted is not None or not _ends_here(replica, recorder):
             modules = recording.called(recorder.scope)
             reason = f"{type(error).__name__}: {error}"
-            refused = refusal(line_of(error), reason, _remedy(error), modules, declare=not _is_raised_here(error))
+            remedy, declare = _remedy(error, in_step=recorder.scope == -1), not _is_raised_here(error)
+            refused = refusal(line_of(error), reason, remedy, modules, declare=declare)
             refused.refuted = refuted
             raise refused from error
 
@@ -166,7 +167,7 @@ def _is_raised_here(error: Exception) -> bool:
     return type(error).__module__ == "builtins" and is_user_code(frames[-1].f_code.co_filename)
 
 
-def _remedy(error: Exception) -> str:
+def _remedy(error: Exception, in_step: bool) -> str:
     if isinstance(error, AttributeError):
         return (
             "the step is captured at set-up, before hooks such as on_train_start: create the attribute in __init__ or "
@@ -174,6 +175,8 @@ def _remedy(error: Exception) -> str:
         )
     if type(error).__module__ == "builtins":  # and not torch's, for what it cannot do without values
         return "correct this line, if the step fails on one device as well; otherwise write it in another way"
+    if in_step:
+        return "move this line behind the step's last call of a module, where it runs as plain Python; or change it"
     return "change this line"
 
 
