@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import map_samples, samples_in
 from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_step
+from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.network import ESCAPED
 from lightning_gpp.capture.record import RunTime, record
 from lightning_gpp.capture.recorder import Recorder, no_network, refusal
@@ -176,19 +177,13 @@ def _outlined(module: nn.Module, recording: Recording, call: ModuleCall) -> Call
             shape, dtype, grad = recording.calls[leaf.call].outputs[leaf.output]
             return torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=grad)
         if isinstance(leaf, StateRef):
-            leaf = _state(module, leaf.name)
+            leaf = tensor_named(module, leaf.name)
         if isinstance(leaf, ModuleRef):
             raise refusal(call.line, "a network call gets a module as an argument", "pass tensors")
         return leaf.detach().to("meta").requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
     args, kwargs = pytree.tree_map(outline, (call.args, call.kwargs))
     return args, kwargs
-
-
-def _state(module: nn.Module, name: str) -> Tensor:
-    path, _, attribute = name.rpartition(".")
-    state: Tensor = getattr(module.get_submodule(path), attribute)
-    return state
 
 
 def samples_of_call(arguments: CallArguments) -> int:

@@ -168,6 +168,13 @@ def names_of(module: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
         yield buffer, name
 
 
+def tensor_named(module: nn.Module, name: str) -> torch.Tensor:
+    """The parameter or buffer of that name."""
+    path, _, attribute = name.rpartition(".")
+    tensor: torch.Tensor = getattr(module.get_submodule(path), attribute)
+    return tensor
+
+
 def add_sizes(graph: OperatorGraph, module: nn.Module) -> None:
     """Add the sizes of the module's parameters and buffers to its graph."""
     for tensor, name in names_of(module):

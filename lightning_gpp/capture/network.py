@@ -240,11 +240,11 @@ class _Extraction:
     def _check_changes(self) -> None:
         """The step runs once per micro-batch, on one rank, and its beginning twice."""
         used = {name for call in self.recording.calls if call.scope != -1 for name in call.states()}
-        for name, scope, line in self.recording.state_changes:
-            if scope == -1 and name in used:
+        for change in self.recording.state_changes:
+            if change.scope == -1 and change.name in used:
                 raise refusal(
-                    line,
-                    f"the step changes {name!r}, which a module reads, and would do so once per micro-batch",
+                    change.line,
+                    f"the step changes {change.name!r}, which a module reads, and would do so once per micro-batch",
                     "change it in a hook such as on_train_batch_end, or in the forward of the module that reads it",
                 )
 

@@ -29,7 +29,16 @@ from lightning_gpp.capture.attributes import (
     settings,
 )
 from lightning_gpp.capture.isolate import names_of
-from lightning_gpp.capture.recording import CallModes, ModuleCall, ModuleRef, Recorded, Recording, Ref, StateRef
+from lightning_gpp.capture.recording import (
+    CallModes,
+    ChangeInPlace,
+    ModuleCall,
+    ModuleRef,
+    Recorded,
+    Recording,
+    Ref,
+    StateRef,
+)
 from lightning_gpp.errors import CaptureError, NoNetworkError
 from lightning_gpp.user_code import user_line
 from lightning_gpp.wording import named
@@ -266,7 +275,8 @@ class Recorder(TorchFunctionMode):
         aliases = [*self._aliases(changed, outputs), *(t for t in flagged if id(t) in self._values)]
         changed = [*changed, *flagged]
         states = [self.state_storages[storage_id(t)] for t in changed if storage_id(t) in self.state_storages]
-        self.recording.state_changes.extend((name, call.scope, call.line) for name in states)
+        num_modules = len(self.recording.modules)
+        self.recording.state_changes += [ChangeInPlace(name, call.scope, call.line, num_modules) for name in states]
         if not outputs and not changed:
             return
         call.mutated = [self._values[id(alias)] for alias in aliases]

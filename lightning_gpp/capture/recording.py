@@ -113,6 +113,16 @@ class ModuleCall:
     result: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class ChangeInPlace:
+    """A change in place of a parameter or buffer, by a call in `scope`; `num_modules`: calls of modules before it."""
+
+    name: str
+    scope: int
+    line: str
+    num_modules: int
+
+
 @dataclass(slots=True)
 class Recording:
     """One run of the user's step on fake tensors of `num_samples` samples."""
@@ -138,12 +148,20 @@ class Recording:
     """Reads of truth values at the level of the step: (number of calls before, line)."""
     state_reads: list[tuple[str, int, str]] = field(default_factory=list)
     """Reads of run-time values such as `current_epoch`: (attribute, scope, line)."""
-    state_changes: list[tuple[str, int, str]] = field(default_factory=list)
-    """Parameters and buffers that a call changes in place: (name, scope, line)."""
+    state_changes: list[ChangeInPlace] = field(default_factory=list)
     logged: list[tuple[int, str]] = field(default_factory=list)
     """Calls of `self.log`: (scope, line)."""
     attributes: dict[int, dict[Attribute, Any]] = field(default_factory=dict)
     """Attributes of modules that a forward or the step reads, with their values, by its scope."""
+
+    def changed_by_step(self) -> set[str]:
+        """Names of the parameters and buffers that the step itself changes in place."""
+        return {change.name for change in self.state_changes if change.scope == -1}
+
+    def changed_before_the_end(self) -> set[str]:
+        """The same, up to the step's last call of a module."""
+        last = max((call.number for call in self.modules if call.parent == -1), default=-1)
+        return {each.name for each in self.state_changes if each.scope == -1 and each.num_modules <= last}
 
     def called(self, scope: int) -> list[str]:
         """Paths of a module call and of those around it, the innermost first."""

@@ -158,13 +158,13 @@ def _check_edges(plan: Plan, flows: Mapping[tuple[int, int], object]) -> None:
 
 def _check_changes(capture: Capture, plan: Plan, stages: Sequence[CapturedStage]) -> None:
     """A tensor that changes in place has to be the same one for all stages that use it."""
-    for name, _, line in capture.network.recording.state_changes:
-        users = [stage for stage, part in zip(plan.stages, stages, strict=True) if name in part.states]
+    for change in capture.network.recording.state_changes:
+        users = [stage for stage, part in zip(plan.stages, stages, strict=True) if change.name in part.states]
         if len({stage.devices for stage in users}) > 1:
             names = " and ".join(repr(stage.name) for stage in users)
             raise PlanError(
-                f"{line} changes {name!r} in place, and the stages {names} use it on different devices, each of which "
-                "would have a copy of its own. Put the modules that use it into one stage (strategy.stages)."
+                f"{change.line} changes {change.name!r} in place, and the stages {names} use it on different devices, "
+                "each of which would have a copy of its own. Put the modules that use it into one stage (strategy.stages)."
             )
 
 

@@ -12,9 +12,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lightning_gpp._compat.torch import buffers_of, pytree
+from lightning_gpp._compat.torch import buffers_of, pytree, version
 from lightning_gpp.capture.attributes import OF_EVERY_MODULE
 from lightning_gpp.capture.batch import BatchDims, device_of, samples_in, sliceable
+from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.recorder import refusal
@@ -159,7 +160,7 @@ class UserStep(StepRunner):
         self._modules = {call.path: self.module.get_submodule(call.path) for call in self._calls}
         self._paths = {id(module): path for path, module in self._modules.items()}
         self._mixes = len(self._calls) > 1
-        self._changed = {name for name, scope, _ in self.network.recording.state_changes if scope == -1}
+        self._changed = self.network.recording.changed_before_the_end()
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
         self._results = {id(call): pytree.tree_flatten(call.result) for call in self._calls}
         known: list[ModuleCall | Recorded] = [*self._calls, *self._glue.values()]
@@ -243,7 +244,7 @@ class UserStep(StepRunner):
                 self._calls[-1].line,
                 f"between its module calls the step called {self.network.step_targets} when it was captured, and "
                 f"{holes.targets} now",
-                "let the step compute the same for every batch, or decide inside a module's forward",
+                f"let the step compute the same for every batch, or decide inside a module's forward; or {_WHOLE}",
             )
         for number, call in self._glue.items():
             leaves = holes.calls[number]
@@ -324,9 +325,9 @@ class UserStep(StepRunner):
         return hole
 
 
+_WHOLE: Final = "let the step run as a whole (strategy.step=whole), in which calls may differ from step to step"
 _STEADY: Final = (
-    "pass values that change as tensors, in every step (a mask that hides nothing instead of None); or let the step "
-    "run as a whole (strategy.step=whole), in which calls may differ from step to step"
+    "pass values that change as tensors, in every step (a mask that hides nothing instead of None); or " + _WHOLE
 )
 
 
@@ -401,8 +402,8 @@ def without_effects(modules: Sequence[nn.Module], changed: Collection[str] = ())
         modules: their attributes are restored.
         changed: names of parameters and buffers of the first module that change in place.
     """
-    states = [tensor for name, tensor in _states(modules[0]) if name in changed] if changed else []
-    values = [tensor.detach().clone() for tensor in states]
+    states = [tensor_named(modules[0], name) for name in changed]
+    values = [(tensor, version(tensor), tensor.detach().clone()) for tensor in states]
     before = [(module, dict(vars(module)), buffers_of(module).copy(), _lists(module)) for module in modules]
     try:
         yield
@@ -415,13 +416,9 @@ def without_effects(modules: Sequence[nn.Module], changed: Collection[str] = ())
             for items, length in lists:
                 del items[length:]
         with torch.no_grad():
-            for tensor, value in zip(states, values, strict=True):
-                tensor.copy_(value)
-
-
-def _states(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+            for tensor, number, value in values:
+                if version(tensor) != number:
+                    tensor.copy_(value)
 
 
 def _lists(module: nn.Module) -> list[tuple[list[Any], int]]:

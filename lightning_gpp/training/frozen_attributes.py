@@ -41,13 +41,13 @@ _SENT: Final = (*TOLD, np.ndarray)
 """Types of values that are given to other ranks, besides plain ones."""
 
 
-class Kept(Enum):
+class OwnValue(Enum):
     """Stands for a value that each rank keeps as it has it."""
 
     KEPT = "kept"
 
 
-KEPT: Final = Kept.KEPT
+KEPT: Final = OwnValue.KEPT
 
 
 class FrozenAttributes:

@@ -7,7 +7,7 @@ They are placed where their originals are, so that a hook on every rank has both
     for mean, weight in zip(self.average.parameters(), self.net.parameters()):
         mean.lerp_(weight, 0.01)
 
-A copy that the training step calls, too, is planned together with its original if hooks mention both. Others, such as
+A copy that the training step calls, too, is planned together with its original if a hook mentions both. Others, such as
 the teacher of a distillation, are branches of their own.
 """
 
@@ -63,19 +63,18 @@ def kept_with_originals(graph: OperatorGraph, module: nn.Module) -> OperatorGrap
     }
     trained = learning & {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     pairs = [*_pairs(module, trained, trained)]
-    mentioned = _mentioned(module) if pairs else set()
+    hooks = _names_in_hooks(module) if pairs else []
     groups = [
         frozenset(f"{path}.{name}" for path in (copy, original))
         for (copy, part), (original, _) in pairs
-        if _distinct(copy, original) & mentioned
-        and _distinct(original, copy) & mentioned
+        if any(_distinct(copy, original) & names and _distinct(original, copy) & names for names in hooks)
         and not _are_connected(graph, copy, original)
         for name, _ in _tensors(part)
     ]
     return tied(graph, groups) if groups else graph
 
 
-def _mentioned(module: nn.Module) -> set[str]:
+def _names_in_hooks(module: nn.Module) -> list[set[str]]:
     callbacks: Sequence[object] = getattr(trainer_of(module), "callbacks", ())
     return names_in_hooks([module, *callbacks], [*module.modules()])
 

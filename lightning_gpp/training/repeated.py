@@ -317,7 +317,7 @@ class StepAgain:
 
     def _copy(self) -> nn.Module:
         network, opened = self.step.network, set(self.step.opened)
-        changed = {name for name, scope, _ in network.recording.state_changes if scope == -1}
+        changed = network.recording.changed_by_step()
         copied = step_copy(self.job.module, changed, {call.path for call in network.modules} - opened)
         vars(copied).update(self.job.host.stand_ins(copied))
         return copied

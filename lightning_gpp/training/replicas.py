@@ -116,6 +116,8 @@ class Replicas:
             )
         self._facts = self._current_facts()
         self._pending, self._trained, self._frozen_since = False, self._names_trained(), set[str]()
+        self._once_trained = set[str]()
+        """Parameters that were trained before; optimizers step them as long as their gradients are zero, not None."""
         self._owned: OwnedParameters | None = None
         self._hooks: list[RemovableHandle] = []
         if self.sharding == "zero1":
@@ -146,6 +148,9 @@ class Replicas:
 
     def begin(self, last: bool) -> None:
         """Begin a mini-batch. `last`: an optimizer step follows."""
+        if self._frozen_since and not self._pending:  # the step that they were in is over
+            self._frozen_since = set()
+            self._renew()
         self.follow()
         self._sync.last, self._pending = last, True
 
@@ -186,7 +191,6 @@ class Replicas:
         if self._sync.reduces:
             self._sync.sync()
         self._pending = False
-        self._frozen_since.clear()
         added = self.follow()
         if added:  # given to an optimizer since the mini-batch began
             self._sum(added)
@@ -236,7 +240,7 @@ class Replicas:
         """Give all holders the parameters that the owners computed, after a step of an optimizer."""
         for index in self._indices:
             if index.optimizer is optimizer and self._owned is not None:
-                self._owned.publish(index.names)
+                self._owned.publish(index.names, self._once_trained)
 
     # -- construction -------------------------------------------------------------------------------------------------
 
@@ -250,13 +254,17 @@ class Replicas:
             index.refresh(self.module, self._stepped_here(), self._stepped())
         self._facts = facts
         before, self._trained = self._trained, self._names_trained()
+        self._once_trained |= before
         if self._pending:  # the optimizers step these once more
             self._frozen_since |= before - self._trained
+        self._renew()
+        return self._names() - known
+
+    def _renew(self) -> None:
         if isinstance(self._sync, ShardedStages):
             self._sync.refresh(*self._summed(), self._frozen_since)
         else:
             self._sync = self._made()
-        return self._names() - known
 
     def _sum(self, names: set[str]) -> None:
         parameters, holders = self._summed()

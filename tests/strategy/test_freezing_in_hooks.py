@@ -19,6 +19,7 @@ from tests.strategy import harness
 CHANGES = {
     "unfrozen": {0: (False, True), 2: (True, True)},
     "frozen": {1: (False, True)},
+    "zeroed": {1: (False, True)},
     "back_and_forth": {1: (False, True), 2: (True, False), 3: (False, True), 5: (True, True)},
 }
 """For each case the mini-batches before which the parts are frozen or unfrozen, and whether each is trained then."""
@@ -42,6 +43,9 @@ class Freezing(pl.LightningModule):
         self.number += 1
         for part, trained in zip((self.first, self.second), change or (), strict=False):
             part.requires_grad_(trained)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=self.case != "zeroed")
 
     def loss(self, batch: Any) -> Tensor:
         return F.cross_entropy(self.head(self.second(self.first(batch[0]).tanh()).tanh()), batch[2])
@@ -101,10 +105,11 @@ def test_training_is_that_of_one_process() -> None:
         assert sums == pytest.approx(parameters, rel=1e-12), (case, given)
 
 
-def accumulated(loader: Any, strategy: Any = "auto", devices: int = 1) -> list[float]:
-    """The sums of the parameters at the end."""
-    module = Freezing("frozen", 0.9).double()
-    trainer = harness.trainer(strategy, devices, num_sanity_val_steps=0, accumulate_grad_batches=2)
+def accumulated(loader: Any, strategy: Any = "auto", devices: int = 1, case: str = "frozen") -> list[float]:
+    """The sums of the parameters at the end; gradients are accumulated unless they are set to zero, not None."""
+    module = Freezing(case, 0.9).double()
+    number = 1 if case == "zeroed" else 2
+    trainer = harness.trainer(strategy, devices, num_sanity_val_steps=0, accumulate_grad_batches=number)
     trainer.fit(module, loader, harness.loader(16))
     return [float(parameter.detach().abs().sum()) for parameter in module.parameters()]
 
@@ -115,13 +120,15 @@ def in_pipelines(rank: int) -> list[list[float]]:
     data = harness.make_data(64)
     sampler = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False)
     loader = DataLoader(data, batch_size=8, sampler=sampler)
-    return [accumulated(loader, harness.strategy(**kind), 2) for kind in kinds]
+    found = [accumulated(loader, harness.strategy(**kind), 2) for kind in kinds]
+    return [*found, accumulated(loader, harness.strategy(**kinds[1]), 2, "zeroed")]
 
 
 def test_pipelines_sum_the_gradients_from_before_their_parameters_were_frozen() -> None:
-    for sums in zip(*harness.run(2, in_pipelines), strict=True):
-        for of_rank in sums:
-            assert of_rank == pytest.approx(accumulated(harness.loader(64, 16)), rel=1e-12)
+    expected = [accumulated(harness.loader(64, 16), case=case) for case in ("frozen",) * 3 + ("zeroed",)]
+    for found in harness.run(2, in_pipelines):
+        for sums, wanted in zip(found, expected, strict=True):
+            assert sums == pytest.approx(wanted, rel=1e-12)
 
 
 def without_flush(rank: int) -> str:

@@ -143,10 +143,26 @@ class UpdatesTarget(pl.Callback):
 
 
 class Thawed(Distilled):
-    """A hook unfreezes the module, and does not mention the other one."""
+    """A hook unfreezes the module; the other one is mentioned in another hook."""
 
     def on_train_epoch_start(self) -> None:
         self.target.requires_grad_(self.current_epoch > 0)
+
+    def on_train_epoch_end(self) -> None:
+        self.online.eval()
+
+
+class ByName(Distilled):
+    """The hook makes the names of the modules, in a property."""
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        return [getattr(self, name) for name in ("online", "target")]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for weight, mean in zip(*(part.parameters() for part in self.parts), strict=True):
+            mean.lerp_(weight, 0.1)
 
 
 class Stacked(Momentum):
@@ -189,8 +205,9 @@ def clusters(kind: type[Distilled]) -> dict[str, str]:
     return {name: operator.cluster for operator in graph for name in operator.parameters}
 
 
-def test_copies_that_hooks_update_are_tied_layer_by_layer() -> None:
-    found = clusters(Momentum)
+@pytest.mark.parametrize("kind", [Momentum, ByName])
+def test_copies_that_hooks_update_are_tied_layer_by_layer(kind: type[Distilled]) -> None:
+    found = clusters(kind)
     assert found["target.0.weight"] == found["online.0.weight"] != found["online.2.weight"] == found["target.2.weight"]
     assert found["head.weight"] == ""
 
@@ -201,8 +218,8 @@ def test_teachers_and_layers_are_no_copies(kind: type[Distilled]) -> None:
 
 
 def test_names_in_hooks_are_those_of_the_methods_that_they_call() -> None:
-    names = names_in_hooks([Momentum()], [])
+    (names,) = names_in_hooks([Momentum()], [])
     assert {"average", "target", "online", "mul_"} <= names
     assert "head" not in names
-    assert "target" not in names_in_hooks([Distilled()], [])
-    assert "target" in names_in_hooks([Distilled(), UpdatesTarget()], [])
+    assert all("target" not in names for names in names_in_hooks([Distilled()], []))
+    assert any("target" in names for names in names_in_hooks([Distilled(), UpdatesTarget()], []))

@@ -9,7 +9,7 @@ in the same way. The price is that a step moves 3 (n-1)/n instead of 2 (n-1)/n p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -78,7 +78,7 @@ class OwnedParameters:
         """The parameters that this rank's optimizers step, and keep state for."""
         return {name for name in self._parameters if self._owners[name] == self._mesh.rank}
 
-    def publish(self, names: Iterable[str] | None = None) -> None:
+    def publish(self, names: Iterable[str] | None = None, frozen: Collection[str] = ()) -> None:
         """Give all holders the owners' values, and drop the gradients of other parameters, after an optimizer step.
 
         All holders call it with the same names. The optimizer's `zero_grad` knows only parameters that this rank owns,
@@ -86,10 +86,11 @@ class OwnedParameters:
 
         Args:
             names: parameters of the optimizer that stepped; None for all.
+            frozen: parameters that are no longer trained, and that optimizers may still step, as they have momentum.
         """
         wanted = set(self._parameters if names is None else names)
         flight: deque[_Broadcast] = deque()
-        for broadcast in self._broadcasts(wanted):
+        for broadcast in self._broadcasts(wanted, frozen):
             if len(flight) == NUM_IN_FLIGHT:
                 flight.popleft().finish()
             flight.append(broadcast)
@@ -99,10 +100,10 @@ class OwnedParameters:
             if self._owners[name] != self._mesh.rank:
                 self._parameters[name].grad = None
 
-    def _broadcasts(self, wanted: set[str]) -> Iterator[_Broadcast]:
+    def _broadcasts(self, wanted: set[str], frozen: Collection[str]) -> Iterator[_Broadcast]:
         """Broadcasts, started one by one, in the same order on all holders."""
         held = {name: p for name, p in self._parameters.items() if name in wanted}
-        trained = {name: p for name, p in held.items() if p.requires_grad or p.grad is not None}  # frozen since then
+        trained = {name: p for name, p in held.items() if p.requires_grad or name in frozen}
         keys = sorted({(self._holders[name], self._owners[name], str(p.dtype)) for name, p in trained.items()})
         for ranks, owner, dtype in keys:
             if ranks in self._groups:
