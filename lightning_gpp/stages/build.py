@@ -164,7 +164,8 @@ def _check_changes(capture: Capture, plan: Plan, stages: Sequence[CapturedStage]
             names = " and ".join(repr(stage.name) for stage in users)
             raise PlanError(
                 f"{change.line} changes {change.name!r} in place, and the stages {names} use it on different devices, "
-                "each of which would have a copy of its own. Put the modules that use it into one stage (strategy.stages)."
+                "each of which would have a copy of its own. Put the modules that use it into one stage "
+                "(strategy.stages)."
             )
 
 
