@@ -53,12 +53,13 @@ class PipelinedOptimization(_AutomaticOptimization):
         """Zero the gradients; at the end, where Lightning would, call the hooks on those from before."""
         watched = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         parameters = watched if self._is_watched() else []
-        before = [parameter.grad for parameter in parameters]
-        self._optimizer_zero_grad(batch_idx, optimizer)
+        before, trainer = [parameter.grad for parameter in parameters], self.trainer
+        call._call_lightning_module_hook(trainer, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
         yield
         after = [parameter.grad for parameter in parameters]
         _set_gradients(parameters, before)
         self._on_before_zero_grad(optimizer)
+        self.optim_progress.optimizer.zero_grad.increment_completed()
         _set_gradients(parameters, after)
 
     def _is_watched(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lightning_gpp._compat.torch import buffers_of, pytree, version
+from lightning_gpp._compat.torch import buffers_of, pytree
 from lightning_gpp.capture.attributes import OF_EVERY_MODULE
 from lightning_gpp.capture.batch import BatchDims, device_of, samples_in, sliceable
 from lightning_gpp.capture.isolate import tensor_named
@@ -403,7 +403,7 @@ def without_effects(modules: Sequence[nn.Module], changed: Collection[str] = ())
         changed: names of parameters and buffers of the first module that change in place.
     """
     states = [tensor_named(modules[0], name) for name in changed]
-    values = [(tensor, version(tensor), tensor.detach().clone()) for tensor in states]
+    values = [(tensor, tensor.detach().clone()) for tensor in states]
     before = [(module, dict(vars(module)), buffers_of(module).copy(), _lists(module)) for module in modules]
     try:
         yield
@@ -415,10 +415,8 @@ def without_effects(modules: Sequence[nn.Module], changed: Collection[str] = ())
             buffers_of(module).update(buffers)
             for items, length in lists:
                 del items[length:]
-        with torch.no_grad():
-            for tensor, number, value in values:
-                if version(tensor) != number:
-                    tensor.copy_(value)
+        for tensor, value in values:
+            tensor.data.copy_(value)  # a graph that has saved the tensor finds it unchanged
 
 
 def _lists(module: nn.Module) -> list[tuple[list[Any], int]]:

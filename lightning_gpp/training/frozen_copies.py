@@ -18,10 +18,11 @@ from collections.abc import Hashable, Iterator, Sequence, Set
 from itertools import cycle
 
 import networkx as nx
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_gpp._compat.lightning_module import trainer_of
 from lightning_gpp.capture.calls import tied
+from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.training.hook_code import names_in_hooks
 
@@ -36,12 +37,12 @@ def originals(module: nn.Module, used: Set[str]) -> dict[str, str]:
         module: the user's module.
         used: the names of the parameters and buffers that training uses.
     """
-    names = {id(tensor): name for name, tensor in _tensors(module)}
+    names = {id(tensor): name for tensor, name in names_of(module)}
     trained = used & {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     return {
         names[id(copy)]: names[id(original)]
         for (_, copied), (_, known) in _pairs(module, used, trained)
-        for (_, copy), (_, original) in zip(_tensors(copied), _tensors(known), strict=True)
+        for (copy, _), (original, _) in zip(names_of(copied), names_of(known), strict=True)
     }
 
 
@@ -69,7 +70,7 @@ def kept_with_originals(graph: OperatorGraph, module: nn.Module) -> OperatorGrap
         for (copy, part), (original, _) in pairs
         if any(_distinct(copy, original) & names and _distinct(original, copy) & names for names in hooks)
         and not _are_connected(graph, copy, original)
-        for name, _ in _tensors(part)
+        for _, name in names_of(part)
     ]
     return tied(graph, groups) if groups else graph
 
@@ -103,9 +104,9 @@ def _pairs(module: nn.Module, used: Set[str], trained: Set[str]) -> Iterator[tup
     A copy is of the same class and has tensors of the same names and shapes. Where several modules are alike, those
     that are trained are the originals, and copies belong to them in order, if there are as many, or a multiple.
     """
-    names = {id(tensor): name for name, tensor in _tensors(module)}
+    names = {id(tensor): name for tensor, name in names_of(module)}
     known, copies = defaultdict[Hashable, list[NamedPart]](list), defaultdict[Hashable, list[NamedPart]](list)
-    held = {path: {names[id(tensor)] for _, tensor in _tensors(part)} for path, part in module.named_modules()}
+    held = {path: {names[id(tensor)] for tensor, _ in names_of(part)} for path, part in module.named_modules()}
     parts = [(path, part) for path, part in module.named_modules() if held[path]]
     for path, part in parts:
         if held[path] & used:
@@ -120,10 +121,5 @@ def _pairs(module: nn.Module, used: Set[str], trained: Set[str]) -> Iterator[tup
             yield from zip(found, cycle(updated), strict=False)
 
 
-def _tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from part.named_parameters()
-    yield from part.named_buffers()
-
-
 def _form(part: nn.Module) -> Hashable:
-    return type(part), tuple((name, tensor.shape, tensor.dtype) for name, tensor in _tensors(part))
+    return type(part), tuple((name, tensor.shape, tensor.dtype) for tensor, name in names_of(part))

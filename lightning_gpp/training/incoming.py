@@ -18,6 +18,9 @@ from lightning_gpp.training.frozen_attributes import FrozenAttributes
 from lightning_gpp.training.parameters import trained_flags
 from lightning_gpp.training.segments import Facts
 
+_ANEW, _THAWED = 1, 2
+"""Flags of an announcement: it replaces earlier ones; parameters were frozen or unfrozen since the last one."""
+
 
 class Incoming:
     """Announces the next mini-batch to the ranks of a pipeline.
@@ -66,13 +69,16 @@ class Incoming:
         ahead = self.feed.ahead()
         numbers = torch.full((2 + ahead, 2), -1, dtype=torch.int64)
         values = self.frozen.announce() if self.frozen else 0
-        self._announced = self.trained()
+        trained = self.trained()
+        thawed, self._announced = trained != self._announced, trained  # by hooks, or where the step runs
         if self.control.runs_step and batch is not None:
             known = self._facts_of([batch, *self.feed.upcoming[:ahead]])
             numbers[: len(known)] = torch.tensor(known)
-            numbers[-1] = torch.tensor([anew, values])
-        *rows, last = self.control.share(numbers).tolist()
-        self.anew, self.frozen_values = last[0] == 1, last[1]
+            numbers[-1] = torch.tensor([_ANEW * anew + _THAWED * thawed, values])
+        *rows, (flags, self.frozen_values) = self.control.share(numbers).tolist()
+        self.anew = flags > 0 and bool(flags & _ANEW)
+        if flags > 0 and flags & _THAWED:
+            self.train_as(self.control.share_object(trained))
         self.facts = [Facts(size, form) for size, form in rows if size >= 0]
         self.batch_size, self.form = rows[0]
         return bool(self.facts)

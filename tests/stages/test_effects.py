@@ -1,0 +1,37 @@
+"""What the first run of a step changes is undone, and graphs that saved it stay valid."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_gpp.stages.step import without_effects
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("mean", torch.zeros(3))
+        self.calls, self.seen = 0, [1]
+
+
+def test_attributes_lists_and_buffers_are_as_before() -> None:
+    module = Keeping()
+    with without_effects([module], ["count"]):
+        module.count.add_(1)
+        module.count.data.add_(1)
+        module.mean = module.mean + 1
+        module.calls, module.new = 1, 2
+        module.seen.append(2)
+    assert not module.count.any()
+    assert not module.mean.any()
+    assert (module.calls, module.seen, hasattr(module, "new")) == (0, [1], False)
+
+
+def test_a_graph_that_has_saved_a_buffer_stays_valid() -> None:
+    module, weight = Keeping(), torch.ones(3, requires_grad=True)
+    result = (weight * module.count).sum()
+    with without_effects([module], ["count"]):
+        pass
+    result.backward()
