@@ -18,7 +18,7 @@ pytest.importorskip("jsonargparse")
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("strategy", ["with arguments", "gpp"])
+@pytest.mark.parametrize("strategy", ["with arguments", pytest.param("gpp", marks=pytest.mark.acceptance)])
 def test_it_trains(strategy: str, tmp_path: Path) -> None:
     line = LINE.replace("\\\n", " ")
     if strategy == "gpp":

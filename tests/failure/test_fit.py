@@ -112,10 +112,10 @@ LAUNCHERS = {
     [
         ("lightning", "kill", 0, "steady"),
         ("lightning", "stop", 0, "validation"),
-        ("lightning", "exit", 1, "warm-up"),
+        pytest.param("lightning", "exit", 1, "warm-up", marks=pytest.mark.acceptance),
         ("torchrun", "raise", 1, "steady"),
-        ("torchrun", "stop", 0, "warm-up"),
-        ("torchrun", "kill", 1, "steady"),
+        pytest.param("torchrun", "stop", 0, "warm-up", marks=pytest.mark.acceptance),
+        pytest.param("torchrun", "kill", 1, "steady", marks=pytest.mark.acceptance),
     ],
 )
 def test_launchers_leave_nothing_behind(tmp_path: Path, launcher: str, kind: str, rank: int, phase: str) -> None:
