@@ -209,17 +209,22 @@ class AttributePlace:
 
 def originals(module: nn.Module, noted: Mapping[Attribute, Any]) -> dict[Attribute, Any]:
     """Values that were noted in a copy of the module, with the module's own functions, parts and objects in them."""
-    return {key: value if is_plain(value) else AttributePlace(module, key).read() for key, value in noted.items()}
+    parts = dict(module.named_modules())  # a look-up by path takes longer
+
+    def own(path: str, name: str) -> Any:
+        return AttributePlace(parts[path], ("", name)).read() if path in parts else None
+
+    return {key: value if is_plain(value) else own(*key) for key, value in noted.items()}
 
 
 def restore(module: nn.Module, noted: Mapping[Attribute, Any]) -> set[Attribute]:
     """Give values inside of objects and containers the noted ones again. Returns those that count calls."""
-    counters = set[Attribute]()
-    for attribute, value in noted.items():
-        if is_plain(value) and ("." in attribute[1] or isinstance(value, _CHANGING)):
-            place = AttributePlace(module, attribute)
+    counters, parts = set[Attribute](), dict(module.named_modules())
+    for (path, name), value in noted.items():
+        if path in parts and is_plain(value) and ("." in name or isinstance(value, _CHANGING)):
+            place = AttributePlace(parts[path], ("", name))
             now = place.read()
             if not same_value(now, value):
                 place.write(value)
-                counters |= {attribute} if keeps_state(value, now) else set()
+                counters |= {(path, name)} if keeps_state(value, now) else set()
     return counters

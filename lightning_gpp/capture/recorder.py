@@ -318,8 +318,8 @@ class Recorder(TorchFunctionMode):
 
     def restore(self, replica: nn.Module) -> None:
         """Undo what forwards have changed inside of objects, which the module shares with its copy."""
-        found = [restore(replica, values) for values in self._inside.values()]
-        self._counters = set[Attribute]().union(*found)
+        noted = {key: value for values in self._inside.values() for key, value in values.items()}
+        self._counters = restore(replica, noted)
 
     def refuse_counters(self) -> None:
         """Refuse forwards that count their calls inside of objects and containers."""
