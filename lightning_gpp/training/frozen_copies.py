@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence, Set
+from fnmatch import fnmatchcase
 from itertools import cycle
 
 import networkx as nx
@@ -68,7 +69,7 @@ def kept_with_originals(graph: OperatorGraph, module: nn.Module) -> OperatorGrap
     groups = [
         frozenset(f"{path}.{name}" for path in (copy, original))
         for (copy, part), (original, _) in pairs
-        if any(_distinct(copy, original) & names and _distinct(original, copy) & names for names in hooks)
+        if any(_mentions(names, copy, original) and _mentions(names, original, copy) for names in hooks)
         and not _are_connected(graph, copy, original)
         for _, name in names_of(part)
     ]
@@ -78,6 +79,11 @@ def kept_with_originals(graph: OperatorGraph, module: nn.Module) -> OperatorGrap
 def _names_in_hooks(module: nn.Module) -> list[set[str]]:
     callbacks: Sequence[object] = getattr(trainer_of(module), "callbacks", ())
     return names_in_hooks([module, *callbacks], [*module.modules()])
+
+
+def _mentions(names: Set[str], path: str, other: str) -> bool:
+    """True if one of the names, or patterns of names, is in the path only."""
+    return any(fnmatchcase(part, name) for part in _distinct(path, other) for name in names)
 
 
 def _distinct(path: str, other: str) -> set[str]:

@@ -15,6 +15,9 @@ _HOOKS = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backwar
 def names_in_hooks(owners: Sequence[object], helpers: Sequence[object]) -> list[set[str]]:
     """For each hook, the names of attributes and functions in it, and in the methods that it calls.
 
+    Names in texts count, too. A text that begins or ends with "_" is part of a name that the hook puts together
+    (`getattr(self, "teacher_" + name)`), and gives the pattern of such names: `teacher_*`.
+
     Args:
         owners: a module and callbacks, whose hooks count.
         helpers: objects whose methods may be called there.
@@ -42,12 +45,21 @@ def _names(hook: types.CodeType, kinds: Sequence[type]) -> set[str]:
 
 
 def _texts(constants: Iterable[object]) -> Iterator[str]:
-    """Texts among constants, and in tuples there: names for `getattr`."""
+    """Names and patterns of names in the texts among constants, and in tuples and sets there."""
     for each in constants:
         if isinstance(each, str):
-            yield each
-        elif isinstance(each, tuple):
+            yield from (found for part in each.split(".") if part.isidentifier() for found in _patterns(part))
+        elif isinstance(each, tuple | frozenset):
             yield from _texts(each)
+
+
+def _patterns(text: str) -> Iterator[str]:
+    yield text
+    if text.strip("_"):  # "_" alone would be part of all private names
+        if text.endswith("_"):
+            yield f"{text}*"
+        if text.startswith("_"):
+            yield f"*{text}"
 
 
 def _codes(kind: type, name: str) -> Iterator[types.CodeType]:

@@ -165,6 +165,25 @@ class ByName(Distilled):
             mean.lerp_(weight, 0.1)
 
 
+class ByPrefix(Distilled):
+    """The hook puts the names of the modules together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student_net, self.teacher_net = self.online, self.target
+        del self.online, self.target
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.head(self.student_net(batch[0])), self.teacher_net(batch[0].flip(1)))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for part in ("net",):
+            student, teacher = (getattr(self, prefix + part) for prefix in ("student_", "teacher_"))
+            for mean, weight in zip(teacher.parameters(), student.parameters(), strict=True):
+                mean.lerp_(weight, 0.1)
+
+
 class Stacked(Momentum):
     """The frozen module is a layer in front of the trained one of its class."""
 
@@ -212,6 +231,11 @@ def test_copies_that_hooks_update_are_tied_layer_by_layer(kind: type[Distilled])
     assert found["head.weight"] == ""
 
 
+def test_copies_are_tied_if_hooks_put_their_names_together() -> None:
+    found = clusters(ByPrefix)
+    assert found["teacher_net.0.weight"] == found["student_net.0.weight"] != found["student_net.2.weight"]
+
+
 @pytest.mark.parametrize("kind", [Distilled, Thawed, Stacked])
 def test_teachers_and_layers_are_no_copies(kind: type[Distilled]) -> None:
     assert set(clusters(kind).values()) == {""}
@@ -223,3 +247,16 @@ def test_names_in_hooks_are_those_of_the_methods_that_they_call() -> None:
     assert "head" not in names
     assert all("target" not in names for names in names_in_hooks([Distilled()], []))
     assert any("target" in names for names in names_in_hooks([Distilled(), UpdatesTarget()], []))
+
+
+class Texts(pl.Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.get_submodule(f"encoders.{trainer.name}_momentum")
+        "_".join(name for name in trainer.names if name in {"left", "right"})
+        pl_module.weight.mul_(2)
+
+
+def test_texts_in_hooks_are_names_and_patterns_of_names() -> None:
+    (names,) = names_in_hooks([Texts()], [])
+    assert {"encoders", "*_momentum", "left", "right"} <= names
+    assert not {"*_", "_*", "mul_*"} & names
