@@ -51,8 +51,8 @@ class PipelinedOptimization(_AutomaticOptimization):
     @contextmanager
     def _zeroed(self, optimizer: Any, batch_idx: int) -> Iterator[None]:
         """Zero the gradients; at the end, where Lightning would, call the hooks on those from before."""
-        watched = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        parameters = watched if self._is_watched() else []
+        groups = optimizer.param_groups if self._is_watched() else []
+        parameters = [parameter for group in groups for parameter in group["params"]]
         before, trainer = [parameter.grad for parameter in parameters], self.trainer
         call._call_lightning_module_hook(trainer, "optimizer_zero_grad", trainer.current_epoch, batch_idx, optimizer)
         yield

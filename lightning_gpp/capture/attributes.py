@@ -38,8 +38,9 @@ _CHANGING: Final = (list, dict, set, deque)
 CONTAINERS: Final = (*_CHANGING, tuple, frozenset)
 _FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 _NO_SETTINGS: Final = (Tensor, nn.Module, type, types.ModuleType, *_FUNCTIONS)
-_LIGHTNING: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
-LIBRARIES: Final = {"torch", "torchmetrics", "numpy", *_LIGHTNING, "lightning_gpp", *sys.stdlib_module_names}
+FRAMEWORKS: Final = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_gpp")
+"""Packages whose objects run the training, and are no settings of the user's."""
+LIBRARIES: Final = {*FRAMEWORKS, "numpy", *sys.stdlib_module_names}
 _NAMESPACES: Final = (types.SimpleNamespace, argparse.Namespace)
 _OMEGACONF: Final = ("_content", "_val")
 """Attributes of OmegaConf's nodes that have their values; the others change when they are read."""

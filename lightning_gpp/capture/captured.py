@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
+from lightning_gpp.capture.decisive import decisive, set_values
 from lightning_gpp.capture.isolate import add_sizes, caches_of_functions, forgotten
 from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
@@ -206,7 +208,7 @@ def _capture(
 ) -> Capture:
     total = batch_size_of(batch, dims)
 
-    def run(num_samples: int, run_time: RunTime) -> Network:
+    def run(num_samples: int, run_time: RunTime, values: Mapping[Attribute, Any] = {}) -> Network:
         with forgotten(changes.caches):
             recording, recorder = record(
                 module,
@@ -222,6 +224,7 @@ def _capture(
                 opened=changes.opened,
                 refuted=changes.refuted,
                 function=function,
+                prepare=lambda replica, recorder: set_values(replica, values),
             )
         if step == "training_step" and function is None and recording.complete:
             trains = any(parameter.requires_grad for parameter in module.parameters())
@@ -229,8 +232,10 @@ def _capture(
             check(recording.returned, num_samples)
         return extract(recording, recorder)
 
-    base, other_size = run(SIZES[0], RunTime(batch_idx=batch_idx)), run(SIZES[1], RunTime(batch_idx=batch_idx))
+    now = RunTime(batch_idx=batch_idx)
+    base, other_size = run(SIZES[0], now), run(SIZES[1], now)
     network, specs = merge(base, run(SIZES[0], OTHER_RUN_TIME), other_size)
+    network.recording.decisive = decisive(base, partial(run, SIZES[0], now))
     inputs = input_specs(base, other_size)
     specs = mark_mixing(network, specs, inputs)
     graph = _graph(module, network, specs, inputs)

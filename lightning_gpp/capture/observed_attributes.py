@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, Protocol
 
 import torchmetrics
@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_gpp._compat.torch import CHILDREN
 from lightning_gpp.capture.attributes import LIBRARIES, OF_EVERY_MODULE, has_settings, is_plain, keeps_state
+from lightning_gpp.user_code import names_reached
 
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -74,17 +75,14 @@ def _globals(kind: type) -> dict[str, Any]:
 
 
 def _names_in(kind: type, function: types.FunctionType) -> set[str]:
-    """Names in the code of a method, and in that of the methods that it calls."""
-    open_codes, names = [function.__code__], set[str]()
-    while open_codes:
-        code = open_codes.pop()
-        new = {*code.co_names} - names
-        names |= new
-        called = (inspect.unwrap(getattr(kind, name, None)) for name in new)  # type: ignore[arg-type]
-        users = [each for each in called if isinstance(each, types.FunctionType)]
-        open_codes += [each.__code__ for each in users if each.__globals__ is function.__globals__]
-        open_codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return names
+    """Names in the code of a method, and in that of the methods in the same file that it calls."""
+
+    def called(name: str) -> Iterator[types.CodeType]:
+        method = inspect.unwrap(getattr(kind, name, None))  # type: ignore[arg-type]
+        if isinstance(method, types.FunctionType) and method.__globals__ is function.__globals__:
+            yield method.__code__
+
+    return names_reached(function.__code__, lambda code: code.co_names, called)
 
 
 def _is_setting(value: Any) -> bool:
@@ -108,7 +106,7 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
             read_parts(value)
         elif name == "forward":  # perhaps it is called without the hooks of modules
             read_shared()
-        elif name in names:
+        elif name in names or name in shared:
             observer.read(path, name, value)
         return value
 

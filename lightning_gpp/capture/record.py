@@ -29,6 +29,7 @@ from lightning_gpp.capture.attributes import originals
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
 from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.meter import Meter
+from lightning_gpp.capture.noted_attributes import NotedAttributes
 from lightning_gpp.capture.observed_attributes import observe
 from lightning_gpp.capture.recorder import Recorder, refusal
 from lightning_gpp.capture.recording import Recording
@@ -107,10 +108,11 @@ def record(
     if step != "training_step":
         replica.eval()
     with torch.set_grad_enabled(step == "training_step"), context():
-        recorder = Recorder(num_samples, opened, refuted, number=2 if run_time.global_step else 1, uncut=uncut)
+        recorder = Recorder(num_samples, opened, refuted, number=2 if run_time.global_step else 1)
         recorder.watch(replica)
         keep_uncut(replica, module, uncut, recorder)
-        observe(replica, recorder)
+        notes = NotedAttributes(recorder, uncut)
+        observe(replica, notes)
         _observe(replica, trainer_of(module), run_time, recorder)
         recorder.runs_rest = function is None
         prepare(replica, recorder)
@@ -119,7 +121,7 @@ def record(
             for leaf in pytree.tree_leaves(fake):
                 if isinstance(leaf, torch.Tensor):
                     recorder.batch_tensor(leaf)
-            _run(replica, _called(replica, step, run_time, function), fake, recorder)
+            _run(replica, _called(replica, step, run_time, function), fake, recorder, notes)
     recording = recorder.recording
     recording.attributes = {scope: originals(module, read) for scope, read in recording.attributes.items()}
     return recording, recorder
@@ -133,15 +135,13 @@ def _called(replica: nn.Module, step: str, run_time: RunTime, function: StepFunc
     return lambda batch: method(batch, *step_arguments(method, run_time.batch_idx))
 
 
-def _run(replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder: Recorder) -> None:
+def _run(
+    replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder: Recorder, notes: NotedAttributes
+) -> None:
     recording = recorder.recording
     try:
-        try:
-            with recorder:
-                result = called(batch)
-        finally:
-            recorder.restore(replica)
-        recorder.refuse_counters()
+        with notes.restored(replica), recorder:
+            result = called(batch)
         recorder.use(result)
         recorder.use_kept([replica, *map(replica.get_submodule, recorder.opened)])
         recording.result = recorder.refs(result)

@@ -18,16 +18,8 @@ import torchmetrics
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_gpp._compat.torch import CHILDREN, FakeTensor, buffers_of, pytree, storage_id, version
-from lightning_gpp.capture.attributes import (
-    OF_EVERY_MODULE,
-    Attribute,
-    as_it_is,
-    dotted,
-    has_settings,
-    restore,
-    settings,
-)
+from lightning_gpp._compat.torch import FakeTensor, buffers_of, pytree, storage_id, version
+from lightning_gpp.capture.attributes import OF_EVERY_MODULE
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import (
     CallModes,
@@ -73,7 +65,6 @@ class Recorder(TorchFunctionMode):
         opened: paths of modules whose forward counts as a part of the step.
         refuted: numbers of truth values, read by the step, that are false; it cannot go on with others.
         number: what it reads from other tensors; recordings with different numbers show what depends on them.
-        uncut: paths of modules that are recorded as one call.
 
     Attributes:
         reads_between_calls: whether the step may read values that the network computed, and call modules after it.
@@ -89,10 +80,8 @@ class Recorder(TorchFunctionMode):
         opened: Collection[str] = (),
         refuted: Collection[int] = (),
         number: int = 1,
-        uncut: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self._uncut = uncut
         self.opened, self._refuted, self._number = opened, refuted, number
         self.recording = Recording(num_samples, current_context())
         self.current: Recorded | None = None
@@ -102,9 +91,6 @@ class Recorder(TorchFunctionMode):
         self._alive: list[torch.Tensor] = []
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._scopes: list[int | None] = []
-        self._inside: dict[Attribute, dict[Attribute, Any]] = {}
-        """Attributes that were read, each with what was in it at that time."""
-        self._counters = set[Attribute]()
         self._drawn: list[tuple[int, int]] = []
         self._regions: list[int] = []
         self._num_regions = 0
@@ -305,46 +291,6 @@ class Recorder(TorchFunctionMode):
             self._alive.append(tensor)
             self._storages.setdefault(storage_id(tensor), []).append(tensor)
         self._values[id(tensor)] = Ref(call.index, number)
-
-    def read(self, path: str, name: str, value: Any) -> None:
-        """Note that a forward, or the step, reads an attribute of a module, with what is in an object that it reads."""
-        if (path, name) not in self._inside:
-            inside = settings(name, value) if has_settings(value) else {name: value}
-            self._inside[path, name] = {(path, inner): as_it_is(content) for inner, content in inside.items()}
-        noted = self.recording.attributes.setdefault(self.scope, {})
-        if self._paused or (path, name) in noted or (self.scope == -1 and name.startswith(CHILDREN)):
-            return
-        noted.update(self._inside[path, name] if self.scope != -1 else {(path, name): value})
-
-    def restore(self, replica: nn.Module) -> None:
-        """Undo what forwards have changed inside of objects, which the module shares with its copy."""
-        noted = {key: value for values in self._inside.values() for key, value in values.items()}
-        self._counters = restore(replica, noted)
-
-    def refuse_counters(self) -> None:
-        """Refuse forwards that count their calls inside of objects and containers."""
-        for scope, noted in list(self.recording.attributes.items()):
-            for attribute in sorted(self._counters & noted.keys()):
-                self.refuse_change(scope, attribute)
-
-    def changed(self, path: str, name: str) -> None:
-        """Refuse a forward that reads an attribute and changes it: it keeps state, which would be lost if it is cut."""
-        if not self._paused and (path, name) in self.recording.attributes.get(self.scope, {}):
-            self.refuse_change(self.scope, (path, name), user_line())
-
-    def refuse_change(self, scope: int, attribute: Attribute, line: str = "") -> None:
-        """Refuse the change of an attribute by a forward that reads it, unless the forward is not cut."""
-        own = self.recording.modules[scope].path if scope != -1 else None
-        path, name = attribute
-        if own is None or own in self._uncut or not (own == "" or f"{path}.".startswith(f"{own}.")):
-            return
-        raise refusal(
-            line or self.recording.modules[scope].line,
-            f"the forward changes {dotted(('', name))!r}, which it reads, from call to call; "
-            "each micro-batch is a call",
-            "count mini-batches in a hook such as on_train_batch_start",
-            self.recording.called(scope),
-        )
 
     def batch_tensor(self, tensor: torch.Tensor) -> None:
         call = self._begin(_no_function, BATCH, (), {})

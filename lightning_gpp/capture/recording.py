@@ -153,6 +153,8 @@ class Recording:
     """Calls of `self.log`: (scope, line)."""
     attributes: dict[int, dict[Attribute, Any]] = field(default_factory=dict)
     """Attributes of modules that a forward or the step reads, with their values, by its scope."""
+    decisive: dict[Attribute, Any] = field(default_factory=dict)
+    """Those of the step on which its network depends."""
 
     def changed_by_step(self) -> set[str]:
         """Names of the parameters and buffers that the step itself changes in place."""

@@ -57,8 +57,8 @@ class Pipeline:
     """All parts of a pipeline that run: stages, the slots of every edge, the parameters and buffers of each stage by
     name, the user's step, and the source of the stages' inputs.
 
-    `frozen`: attributes of modules that are cut, with the values with which the stages compute. `live`: those that the
-    step reads itself.
+    `frozen`: attributes of modules that are cut, and those of the step that decide what it passes to them, with the
+    values with which the stages compute. `live`: all that the step reads itself.
     """
 
     stages: tuple[StageModule, ...]
@@ -128,7 +128,10 @@ def _whole(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
         buffers=tuple(stage.buffers for stage in stages),
         step=step,
         source=step,
-        frozen={key: value for stage in stages for key, value in stage.frozen.items()},
+        frozen={
+            **capture.network.recording.decisive,
+            **{key: value for stage in stages for key, value in stage.frozen.items()},
+        },
         live=capture.network.recording.attributes.get(-1, {}),
     )
 

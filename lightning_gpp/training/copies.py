@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
-from lightning_gpp.capture.attributes import OF_EVERY_MODULE
+from lightning_gpp.capture.attributes import FRAMEWORKS, OF_EVERY_MODULE
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.training.foreign import Foreign, Whereabouts, foreign_like
 from lightning_gpp.training.parameters import tensors_of, with_values
@@ -26,7 +26,6 @@ SMALL: Final = 1 << 24
 _CONTAINERS: Final = (list, tuple, set, dict)
 _DUPLICATED: Final = (deque, random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_NOT_USERS: Final = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_gpp")
 _DEPTH: Final = 4
 
 
@@ -128,6 +127,6 @@ def _is_light(value: Any, depth: int) -> bool:
     if isinstance(value, _CONTAINERS):
         items = list(value.values() if isinstance(value, dict) else value)
         return len(items) <= 1000 and depth < _DEPTH and all(_is_light(item, depth + 1) for item in items)
-    users = type(value).__module__.split(".")[0] not in _NOT_USERS
+    users = type(value).__module__.split(".")[0] not in FRAMEWORKS
     is_object = users and hasattr(value, "__dict__") and not callable(value)
     return is_object and depth < _DEPTH and _is_light(vars(value), depth + 1)

@@ -35,8 +35,6 @@ from lightning_gpp.capture.attributes import (
 
 _MOST_KNOWN: Final = 8
 """Tensors and objects of an attribute that are known again; those that were replaced long ago are new ones."""
-
-
 _SENT: Final = (*TOLD, np.ndarray)
 """Types of values that are given to other ranks, besides plain ones."""
 
@@ -77,8 +75,8 @@ class FrozenAttributes:
             live: those that the step reads, of which a number or the values of a tensor may change.
         """
         values = {**live, **frozen}
-        new = self._placed(values.keys() - self._first.keys())
-        self._live |= new - frozen.keys()
+        new = self._placed(values.keys() - self._first.keys()) | (self._live & frozen.keys())
+        self._live = (self._live | new) - frozen.keys()
         self._objects |= {key for key in new if has_settings(values[key]) or isinstance(values[key], nn.Module)}
         self._note({key: values[key] for key in new})
         described = {key: self._described(key, self._values[key]) for key in new}

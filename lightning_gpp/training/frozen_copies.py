@@ -113,13 +113,14 @@ def _pairs(module: nn.Module, used: Set[str], trained: Set[str]) -> Iterator[tup
     names = {id(tensor): name for tensor, name in names_of(module)}
     known, copies = defaultdict[Hashable, list[NamedPart]](list), defaultdict[Hashable, list[NamedPart]](list)
     held = {path: {names[id(tensor)] for tensor, _ in names_of(part)} for path, part in module.named_modules()}
-    parts = [(path, part) for path, part in module.named_modules() if held[path]]
-    for path, part in parts:
-        if held[path] & used:
+    candidates = [(path, part) for path, part in module.named_modules() if held[path] and not held[path] & used]
+    kinds = {type(part) for _, part in candidates}
+    for path, part in module.named_modules():
+        if held[path] & used and type(part) in kinds:
             known[_form(part)].append((path, part))
-    for path, part in parts:
+    for path, part in candidates:
         inside = any(path.startswith(f"{around}.") for found in copies.values() for around, _ in found)
-        if not inside and not held[path] & used and _form(part) in known:
+        if not inside and _form(part) in known:
             copies[_form(part)].append((path, part))
     for form, found in copies.items():
         updated = [part for part in known[form] if held[part[0]] & trained] or known[form]

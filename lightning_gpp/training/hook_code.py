@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from lightning_gpp.user_code import is_user_code
+from lightning_gpp.user_code import is_user_code, names_reached
 
 _HOOKS = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward")
 
@@ -32,16 +32,11 @@ def _is_hook(name: str) -> bool:
 
 
 def _names(hook: types.CodeType, kinds: Sequence[type]) -> set[str]:
-    open_codes, names, seen = [hook], set[str](), set[types.CodeType]()
-    while open_codes:
-        code = open_codes.pop()
-        if code not in seen:
-            seen.add(code)
-            new = {*code.co_names, *_texts(code.co_consts)} - names
-            names |= new
-            open_codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-            open_codes += [found for name in new for kind in kinds for found in _codes(kind, name)]
-    return names
+    return names_reached(
+        hook,
+        names_in=lambda code: (*code.co_names, *_texts(code.co_consts)),
+        called=lambda name: (code for kind in kinds for code in _codes(kind, name)),
+    )
 
 
 def _texts(constants: Iterable[object]) -> Iterator[str]:

@@ -156,10 +156,12 @@ class Sessions:
 
 def _frozen_in(module: nn.Module, captured: Captured) -> FrozenAttributes:
     """The attributes that a capture depends on, with their present values."""
-    scopes = captured.network.recording.attributes if isinstance(captured, Capture) else {}
     found = FrozenAttributes(module)
-    cut = {key: value for scope, read in scopes.items() if scope != -1 for key, value in read.items()}
-    found.add(cut, scopes.get(-1, {}))
+    if isinstance(captured, Capture):
+        recording = captured.network.recording
+        scopes = recording.attributes
+        cut = {key: value for scope, read in scopes.items() if scope != -1 for key, value in read.items()}
+        found.add({**recording.decisive, **cut}, scopes.get(-1, {}))
     return found
 
 

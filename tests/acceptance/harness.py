@@ -228,7 +228,7 @@ def _compared(
         kind, error = "micro-batches", _difference(alone, batch, dims, _parts(batch, dims, size), loss, found)
         if error > tolerance or not (warned or undivided < ROUNDING):
             kind = "draws" if draws else "rounding" if error < ROUNDING and _rounds(engine) else "wrong"
-            message = f"{undivided:.3g} from one process, without a warning"
+            message = f"{undivided:.3g} from one process, {'as a message tells' if draws else 'without a warning'}"
     elif warned:
         kind, message = "wrong", "warned of a difference from one process that is none"
     stages = tuple(stage.modules for stage in engine.plan.stages)

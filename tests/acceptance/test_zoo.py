@@ -24,13 +24,14 @@ REFUSED = {
 }
 """Models that no pipeline of stages can train as they are, with the reason that users read."""
 
+OWN_DRAWS = "wav2vec2_masked"
+"""Draws masks by NumPy, which a message tells, wherever it is not cut (and then is not refused)."""
+
 
 def _check(outcomes: list[Outcome]) -> None:
     found = [outcome for outcome in outcomes if outcome.kind != "missing"]
-    wrong = [
-        outcome for outcome in found if outcome.kind not in ("passed", "micro-batches", "rounding", "draws", "refused")
-    ]
-    assert wrong == []
+    wrong = [outcome for outcome in found if outcome.kind not in ("passed", "micro-batches", "rounding", "refused")]
+    assert [outcome for outcome in wrong if (outcome.kind, outcome.name) != ("draws", OWN_DRAWS)] == []
     refused = {outcome.name: outcome.message for outcome in found if outcome.kind == "refused"}
     assert set(refused) <= set(REFUSED)
     for name, message in refused.items():
