@@ -75,7 +75,7 @@ def _is_same(network: Network, attempt: Try, values: Mapping[Attribute, Any]) ->
 
 
 def _calls(network: Network) -> list[Any]:
-    """What the step calls up to its last call of a module, with Python values and shapes."""
+    """The calls of the step up to its last one of a module, with Python values and shapes."""
     own = [call for call in network.calls if call.scope == -1]
     return [
         network.inputs,

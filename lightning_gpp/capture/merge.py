@@ -17,7 +17,10 @@ from lightning_gpp.capture.recording import AffineSize, ModuleCall, Recorded
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Affine, TensorSpec
 
-_CHANGING = "`batch_idx`, `current_epoch`, `global_step` or a value that the step reads from a tensor"
+_CHANGING = (
+    "`batch_idx`, `current_epoch`, `global_step`, random numbers of Python or NumPy, or a value that the step reads "
+    "from a tensor"
+)
 
 
 class Opaque:
@@ -35,7 +38,8 @@ def merge(base: Network, other_run: Network, other_size: Network) -> tuple[Netwo
 
     Args:
         base: the recording to keep.
-        other_run: a recording with the same number of samples and other `batch_idx`, `current_epoch`, `global_step`.
+        other_run: a recording with the same number of samples and other `batch_idx`, `current_epoch`, `global_step` and
+            random numbers.
         other_size: a recording with another number of samples, and the rest as in `base`.
 
     Raises:

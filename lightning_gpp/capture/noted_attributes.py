@@ -1,4 +1,4 @@
-"""What a recording notes of attributes: those that forwards and the step read, and forwards that keep state in them."""
+"""Notes of the attributes that forwards and the step read in a recording; forwards that keep state in them are refused."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from lightning_gpp.capture.recorder import Recorder, refusal
 from lightning_gpp.capture.recording import Recording
 from lightning_gpp.capture.uncut import keep_uncut
 from lightning_gpp.errors import CaptureError
-from lightning_gpp.runtime.random import undisturbed
+from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.user_code import is_user_code, line_of, user_line
 
 StepFunction = Callable[[nn.Module, Any], Any]
@@ -44,7 +44,7 @@ StepFunction = Callable[[nn.Module, Any], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTime:
-    """Values that a step may read from Python; a capture must not depend on them."""
+    """Values that a step may read from Python; a capture must not depend on them, nor on random numbers."""
 
     batch_idx: int = 0
     current_epoch: int = 0
@@ -118,6 +118,7 @@ def record(
         prepare(replica, recorder)
         fake, recorder.examples = _fake_batch(batch, total, num_samples, dims, mode, device)
         with _recording(recorder, mode):
+            seed_streams(run_time.global_step)
             for leaf in pytree.tree_leaves(fake):
                 if isinstance(leaf, torch.Tensor):
                     recorder.batch_tensor(leaf)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp.capture import capture_step
-from lightning_gpp.errors import CaptureError, ShapeError
+from lightning_gpp.errors import CaptureError, PlanError, ShapeError
 from lightning_gpp.stages import build
 from tests.capture import zoo
 from tests.capture.zoo import Base
@@ -130,6 +132,87 @@ class EarlyParameter(Base):
         return self(batch["x"] * self.scale).mean()
 
 
+class Unregistered(Base):
+    """A trained tensor that the module does not know as its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [torch.ones(8, requires_grad=True)]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.b(self.a(batch["x"]) * self.scales[0]).mean()
+
+
+class Written(Base):
+    """The step changes a buffer that a module reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.count.add_(1)
+        return self(batch["x"]).mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) + self.count)
+
+
+class Shared(Base):
+    """A forward changes a buffer in one of its parts that another one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
+        self.a, self.b = Tracking(self.mean), Centred(self.mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+class Tracking(nn.Linear):
+    def __init__(self, mean: Tensor) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("mean", mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        self.mean.lerp_(h.detach().mean(0), 0.1)
+        return h
+
+
+class Centred(Tracking):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x - self.mean, self.weight)
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Any) -> Tensor:
+        return x * factor.value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class Fresh(Base):
+    """An object that every call makes anew is no value that stages could keep."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(Scale.apply(self.a(x), SimpleNamespace(value=2.0, of=object())))
+
+
+class Numpy(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) * float(np.random.rand()))
+
+
+class NumpyInStep(Base):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.b(self.a(batch["x"]) * float(np.random.rand())).mean()
+
+
 class NoNetwork(Base):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return F.linear(batch["x"], self.a.weight).mean()
@@ -164,10 +247,10 @@ REFUSED = [
     (Branches, "bool` reads the value of a tensor inside a module"),
     (Item, "item` reads the value of a tensor inside a module"),
     (Nonzero, "DynamicOutputShapeException|depends on"),
-    (Epoch, "depends on `batch_idx`, `current_epoch`, `global_step` or"),
-    (EpochBranch, "depends on `batch_idx`, `current_epoch`, `global_step` or"),
+    (Epoch, "depends on `batch_idx`, `current_epoch`, `global_step`, "),
+    (EpochBranch, "depends on `batch_idx`, `current_epoch`, `global_step`, "),
     (EpochWindow, "`current_epoch` is read in a forward that is cut"),
-    (BatchIndex, "depends on `batch_idx`, `current_epoch`, `global_step` or"),
+    (BatchIndex, "depends on `batch_idx`, `current_epoch`, `global_step`, "),
     (BatchSize, "depends on the number of samples in the batch"),
     (LateCall, "reads a value that the network computed, and calls 'b' after it"),
     (Escapes, "a module computed but did not return"),
@@ -176,6 +259,11 @@ REFUSED = [
     (Logs, "a forward that is cut into stages logs a value"),
     (Region, "activation checkpointing spans more than one module call"),
     (EarlyParameter, "uses a parameter before its first module call"),
+    (Unregistered, "is no parameter of the module"),
+    (Written, "changes 'count', which a module reads, and would do so once per micro-batch"),
+    (Fresh, "takes an object that every run creates anew"),
+    (Numpy, "draws random numbers by other means than torch"),
+    (NumpyInStep, "depends on .*random numbers of Python or NumPy"),
     (NoNetwork, "calls no submodule that has parameters"),
     (Broken, "same reduction dim|cannot be multiplied"),
     (zoo.LateAttribute, "captured at set-up, before hooks such as on_train_start"),
@@ -294,6 +382,13 @@ def test_a_step_without_loss_is_refused() -> None:
 def test_no_training_step() -> None:
     with pytest.raises(CaptureError, match="Linear has no method 'training_step'"):
         capture_step(nn.Linear(2, 2), zoo.batch())
+
+
+def test_a_buffer_that_stages_on_two_devices_share_and_change() -> None:
+    module = Shared().double()
+    captured = capture_step(module, zoo.batch())
+    with pytest.raises(PlanError, match=r"changes 'mean' in place, and the stages .*a copy of its own. Put"):
+        build(captured, chain_of(captured, module.stages), module)
 
 
 class Window(Base):

@@ -16,13 +16,16 @@ from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.strategy.checks import check_synchronised
 from lightning_gpp.strategy.data import Placeholder
 from lightning_gpp.training.loss_scale import check_scaled
+from tests.capture import test_refusals as captures
 from tests.fabric import test_fabric
 from tests.strategy import (
     harness,
     test_auto_step,
     test_callbacks,
+    test_changing_attributes,
     test_compiled,
     test_foreign,
+    test_freezing_in_hooks,
     test_gradient_norms,
     test_manual,
     test_tensor_parallel,
@@ -272,7 +275,11 @@ ROWS: dict[str, list[Any]] = {
     "asynchronous weights, FSDP": [test_a_scaled_loss],
     "a gradient of a gradient": ["gradient of a gradient", "gradient of a gradient, later"],
     "a parameter of a stage": ["parameter of a stage"],
-    "a tensor from inside of a module": [test_auto_step.test_values_that_a_hook_keeps_are_not_left_out],
+    "a tensor from inside of a module": [
+        test_auto_step.test_values_that_a_hook_keeps_are_not_left_out,
+        "Escapes",
+        "Hooked",
+    ],
     "weights that a step combines": [test_auto_step.test_weights_that_meet_are_on_one_device],
     "`loss.backward()`": ["own backward with shared parameters"],
     "a schedule, policy": [name for name in CASES if name.endswith("of a step as a whole")],
@@ -297,13 +304,38 @@ ROWS: dict[str, list[Any]] = {
     ],
     "several modules, and": [test_fabric.test_what_cannot_work_is_refused],
     "options of a step": [test_fabric.test_options_of_a_step_that_lightning_runs],
+    "a value that a forward": ["Branches", "Item", "Nonzero"],
+    "random numbers of": ["Numpy", "NumpyInStep"],
+    "the epoch, the step": ["Epoch", "EpochBranch", "EpochWindow", "BatchIndex"],
+    "a float that": ["BatchSize"],
+    "a decision of the step": ["LateCall"],
+    "calls of modules, and": [
+        captures.test_an_argument_that_changed_is_noticed,
+        captures.test_an_argument_that_is_sometimes_none_is_noticed,
+        captures.test_a_decision_between_module_calls_is_noticed,
+    ],
+    "a tensor that a module reads": ["SideInput"],
+    "an object that every call": ["Fresh"],
+    "`self.log` in a forward": ["Logs"],
+    "`checkpoint` around": ["Region"],
+    "a parameter that the step": ["EarlyParameter", "Unregistered"],
+    "a buffer that the step": ["Written"],
+    "a buffer that stages": [captures.test_a_buffer_that_stages_on_two_devices_share_and_change],
+    "`torch.autograd.grad` of": ["Penalty", "PenaltyBetween"],
+    "a step that calls": ["NoNetwork"],
+    "attributes that hooks": ["LateAttribute"],
+    "a change of what": [
+        test_changing_attributes.test_a_pipeline_that_does_not_flush_refuses_a_change,
+        test_freezing_in_hooks.test_a_pipeline_that_does_not_flush_refuses_a_change,
+    ],
+    "an attribute that only": [test_freezing_in_hooks.test_a_value_that_cannot_be_sent_is_named],
 }
-"""The beginning of every row of the table in docs/lightning.md, and its tests: functions, or names of cases."""
+"""The beginning of every row of the table in docs/lightning.md, and its tests: functions, names of cases or classes."""
 
 
 def test_every_row_of_the_table_has_a_test() -> None:
     text = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text()
     table = text[text.index("| what | reason | way out |") :].partition("\n\n")[0].splitlines()[2:]
     assert [next(row for row in ROWS if line.startswith(f"| {row}")) for line in table] == list(ROWS)
-    cases = CASES.keys() | test_manual.REFUSED.keys()
+    cases = CASES.keys() | test_manual.REFUSED.keys() | {kind.__name__ for kind, _ in captures.REFUSED}
     assert all(tests and all(callable(test) or test in cases for test in tests) for tests in ROWS.values())
