@@ -1,4 +1,7 @@
-"""Notes of the attributes that forwards and the step read in a recording; forwards that keep state in them are refused."""
+"""Notes of the attributes that forwards and the step read in a recording.
+
+Forwards that keep state in them are refused.
+"""
 
 from __future__ import annotations
 
