@@ -44,7 +44,9 @@ LIBRARIES: Final = {*FRAMEWORKS, "numpy", *sys.stdlib_module_names}
 _NAMESPACES: Final = (types.SimpleNamespace, argparse.Namespace)
 _OMEGACONF: Final = ("_content", "_val")
 """Attributes of OmegaConf's nodes that have their values; the others change when they are read."""
-_BETWEEN: Final = (*_OMEGACONF, CHILDREN, "forward", "__wrapped__", "__globals__")
+METHODS: Final = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+"""Methods whose global variables are noted, by attributes such as `forward.__globals__.scale`."""
+_BETWEEN: Final = (*_OMEGACONF, CHILDREN, *METHODS, "__wrapped__", "__globals__")
 """Parts of names that people do not write."""
 _MOST_SETTINGS: Final = 512
 """Values of an object; larger ones are data, and not compared."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
-from lightning_gpp.capture.decisive import decisive, set_values
+from lightning_gpp.capture.decisive import decisive, set_values, with_values
 from lightning_gpp.capture.isolate import add_sizes, caches_of_functions, forgotten
 from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
@@ -209,7 +209,7 @@ def _capture(
     total = batch_size_of(batch, dims)
 
     def run(num_samples: int, run_time: RunTime, values: Mapping[Attribute, Any] = {}) -> Network:
-        with forgotten(changes.caches):
+        with forgotten(changes.caches), with_values(module, values):
             recording, recorder = record(
                 module,
                 batch,

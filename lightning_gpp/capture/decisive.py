@@ -7,18 +7,20 @@ recordings with other values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from torch import nn
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.attributes import Attribute, AttributePlace, is_plain
+from lightning_gpp.capture.attributes import Attribute, AttributePlace, dotted, has_settings, is_plain, settings
 from lightning_gpp.capture.network import Network
+from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.errors import CaptureError, ShapeError
 
 _MOST: Final = 32
-"""Values that are tried; a step that reads more reads a configuration of everything."""
+"""Values in objects that are tried; a step with more reads a configuration of everything."""
 
 Try = Callable[[Mapping[Attribute, Any]], Network]
 """Records the step with other values of attributes."""
@@ -30,30 +32,75 @@ def decisive(network: Network, attempt: Try) -> dict[Attribute, Any]:
     Args:
         network: the step's network with the present values.
         attempt: records it with others.
+
+    Raises:
+        CaptureError: the step itself changes one of them, and would do so once per micro-batch.
     """
-    values = dict(_tried(network.recording.attributes.get(-1, {})))
-    others = {key: _other(value) for key, value in values.items()}
-    if not 0 < len(others) <= _MOST or _is_same(network, attempt, others):
-        return {}
-    found = {key: values[key] for key, other in others.items() if not _is_same(network, attempt, {key: other})}
-    return found or values
+    found = _found(network, attempt)
+    changed = network.recording.set_by_step
+    for attribute in found.keys() & changed.keys():
+        raise refusal(
+            changed[attribute],
+            f"the step changes {dotted(attribute)!r}, on which depends what its modules get, and would do so once per "
+            "micro-batch",
+            "change it in a hook such as on_train_batch_end",
+        )
+    return found
 
 
-def set_values(module: nn.Module, values: Mapping[Attribute, Any]) -> None:
+def _found(network: Network, attempt: Try) -> dict[Attribute, Any]:
+    values = _tried(network.recording.attributes.get(-1, {}))
+
+    def search(keys: Sequence[Attribute]) -> list[Attribute]:
+        """Those of the attributes that count; all, if they count together only."""
+        if not keys or _is_same(network, attempt, {key: _other(values[key]) for key in keys}):
+            return []
+        if len(keys) == 1:
+            return [*keys]
+        middle = len(keys) // 2
+        return [*search(keys[:middle]), *search(keys[middle:])] or [*keys]
+
+    return {key: values[key] for key in search([*values])}
+
+
+@contextmanager
+def with_values(module: nn.Module, values: Mapping[Attribute, Any]) -> Iterator[None]:
+    """Inside, objects that the module shares with its copies, and its dictionaries, have other values."""
+    places = [(AttributePlace(module, key), value) for key, value in values.items() if "." in key[1]]
+    before = [place.read() for place, _ in places]
+    try:
+        for place, value in places:
+            place.write(value)
+        yield
+    finally:
+        for (place, _), value in zip(places, before, strict=True):
+            place.write(value)
+
+
+def set_values(copy: nn.Module, values: Mapping[Attribute, Any]) -> None:
     """Give attributes of a copy of the module other values."""
     for key, value in values.items():
-        AttributePlace(module, key).write(value)
+        if "." not in key[1]:
+            AttributePlace(copy, key).write(value)
 
 
-def _tried(read: Mapping[Attribute, Any]) -> Iterator[tuple[Attribute, Any]]:
-    """The numbers and texts among attributes, and in dictionaries of them such as hyperparameters."""
-    for (path, name), value in read.items():
-        if _is_tried(value):
-            yield (path, name), value
-        elif isinstance(value, dict) and is_plain(value):
-            for key, inner in value.items():
-                if _is_tried(inner) and isinstance(key, str) and "." not in key:
-                    yield (path, f"{name}.{key}"), inner
+def _tried(read: Mapping[Attribute, Any]) -> dict[Attribute, Any]:
+    """The numbers and texts among attributes, and those in objects and dictionaries if there are few."""
+    own = {key: value for key, value in read.items() if _is_tried(value)}
+    inside = {
+        (path, f"{name}.{inner}"): content
+        for (path, name), value in read.items()
+        for inner, content in _contents(value)
+        if _is_tried(content)
+    }
+    return {**own, **inside} if len(inside) <= _MOST else own
+
+
+def _contents(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and is_plain(value):
+        yield from ((key, inner) for key, inner in value.items() if isinstance(key, str) and "." not in key)
+    elif has_settings(value):
+        yield from ((name.partition(".")[2], inner) for name, inner in settings("", value).items())
 
 
 def _is_tried(value: Any) -> bool:

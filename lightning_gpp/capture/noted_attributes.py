@@ -42,9 +42,14 @@ class NotedAttributes:
         noted.update({(path, name): value} if in_step else self._inside[path, name])
 
     def changed(self, path: str, name: str) -> None:
-        """Refuse a forward that reads an attribute and changes it: it keeps state, which would be lost if it is cut."""
-        scope = self._recorder.scope
-        if not self._recorder.paused and (path, name) in self._recorder.recording.attributes.get(scope, {}):
+        """Refuse a forward that reads an attribute and changes it: it keeps state, which would be lost if it is cut.
+
+        What the step changes is noted only, with the line.
+        """
+        scope, recording = self._recorder.scope, self._recorder.recording
+        if not self._recorder.paused and (path, name) in recording.attributes.get(scope, {}):
+            if scope == -1:
+                recording.set_by_step[path, name] = user_line()
             self._refuse_change(scope, (path, name), user_line())
 
     @contextmanager

@@ -14,7 +14,7 @@ import torchmetrics
 from torch import nn
 
 from lightning_gpp._compat.torch import CHILDREN
-from lightning_gpp.capture.attributes import LIBRARIES, OF_EVERY_MODULE, has_settings, is_plain, keeps_state
+from lightning_gpp.capture.attributes import LIBRARIES, METHODS, OF_EVERY_MODULE, has_settings, is_plain, keeps_state
 from lightning_gpp.user_code import names_reached
 
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -52,26 +52,27 @@ def _names(part: nn.Module) -> set[str]:
     return {"training"} | {name for name in own if name == _HPARAMS or not (hidden and name.startswith("_"))}
 
 
-def _shared(kind: type) -> dict[str, Any]:
-    """Values of the user's classes, and global variables of the code of the forward, by their names as attributes."""
+def _of_class(kind: type) -> dict[str, Any]:
+    """Values of the user's classes."""
     users = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in LIBRARIES]
-    values = {name: value for base in reversed(users) for name, value in vars(base).items()}
-    return {
-        name: value for name, value in {**values, **_globals(kind)}.items() if name[:2] != "__" and _is_setting(value)
-    }
+    return _settings({name: value for base in reversed(users) for name, value in vars(base).items()})
 
 
-def _globals(kind: type) -> dict[str, Any]:
-    """Global variables that the forward reads, or methods that it calls, in the file of the forward."""
-    forward = getattr(kind, "forward", None)
-    depth, plain = "", inspect.unwrap(forward)  # type: ignore[arg-type]
-    while forward is not plain:
-        depth, forward = f"{depth}__wrapped__.", forward.__wrapped__  # type: ignore[union-attr]
+def _globals(kind: type, name: str) -> dict[str, Any]:
+    """Global variables that a method reads, or methods that it calls, in its file, by their names as attributes."""
+    method = getattr(kind, name, None)
+    path, plain = name, inspect.unwrap(method)  # type: ignore[arg-type]
+    while method is not plain:
+        path, method = f"{path}.__wrapped__", method.__wrapped__  # type: ignore[union-attr]
     if not isinstance(plain, types.FunctionType):
         return {}
     names = _names_in(kind, plain)
-    found = {name: value for name, value in plain.__globals__.items() if name in names}
-    return {f"forward.{depth}__globals__.{name}": value for name, value in found.items()}
+    found = _settings({name: value for name, value in plain.__globals__.items() if name in names})
+    return {f"{path}.__globals__.{name}": value for name, value in found.items()}
+
+
+def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name[:2] != "__" and _is_setting(value)}
 
 
 def _names_in(kind: type, function: types.FunctionType) -> set[str]:
@@ -98,20 +99,22 @@ def _is_called_as_it_is(part: nn.Module) -> bool:
 
 def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObserver) -> None:
     kind = type(part)
-    shared = {name: value for name, value in _shared(kind).items() if name not in vars(part)}
+    of_class = {name: value for name, value in _of_class(kind).items() if name not in vars(part)}
+    variables = {method: _globals(kind, method) for method in METHODS}
 
     def read(self: nn.Module, name: str) -> Any:
         value = kind.__getattribute__(self, name)
         if name == CHILDREN and isinstance(self, _CONTAINERS):
             read_parts(value)
-        elif name == "forward":  # perhaps it is called without the hooks of modules
-            read_shared()
-        elif name in names or name in shared:
+        elif name in METHODS:  # steps, and forwards that are perhaps called without the hooks of modules
+            read_shared(name)
+        elif name in names or name in of_class:
             observer.read(path, name, value)
         return value
 
-    def read_shared(*_: Any) -> None:
-        for name, value in shared.items():
+    def read_shared(method: str) -> None:
+        values = {**of_class, **variables[method]} if method == "forward" else variables[method]
+        for name, value in values.items():
             observer.read(path, name, value)
 
     def read_part(self: nn.Module, name: str) -> Any:
@@ -126,11 +129,11 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
                 observer.read(path, f"{CHILDREN}.{name}", value)
 
     def write(self: nn.Module, name: str, value: Any) -> None:
-        before = vars(self).get(name, shared.get(name))
-        if (name in names or name in shared) and keeps_state(before, value):
+        before = vars(self).get(name, of_class.get(name))
+        if (name in names or name in of_class) and keeps_state(before, value):
             observer.changed(path, name)
         names.discard(name)
-        shared.pop(name, None)
+        of_class.pop(name, None)
         kind.__setattr__(self, name, value)
 
     about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -139,4 +142,4 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
         object.__setattr__(part, "__class__", type(kind.__name__, (kind,), about))
     except TypeError:  # a class that allows no other layout, as those of torch.jit
         return
-    part.register_forward_pre_hook(read_shared)
+    part.register_forward_pre_hook(lambda *_: read_shared("forward"))

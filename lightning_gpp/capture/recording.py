@@ -153,6 +153,8 @@ class Recording:
     """Calls of `self.log`: (scope, line)."""
     attributes: dict[int, dict[Attribute, Any]] = field(default_factory=dict)
     """Attributes of modules that a forward or the step reads, with their values, by its scope."""
+    set_by_step: dict[Attribute, str] = field(default_factory=dict)
+    """Numbers, flags and texts that the step reads and then sets to others, with the line."""
     decisive: dict[Attribute, Any] = field(default_factory=dict)
     """Those of the step on which its network depends."""
 

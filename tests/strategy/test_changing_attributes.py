@@ -20,7 +20,7 @@ from lightning_gpp.errors import GPPError
 from lightning_gpp.training.captured_anew import SessionCache
 from tests.strategy import harness
 
-SETTINGS, OFFSET = SimpleNamespace(scale=1.0), 0.0
+SETTINGS, OFFSET, SCALE = SimpleNamespace(scale=1.0), 0.0, 1.0
 
 
 class Slots:
@@ -213,15 +213,16 @@ class Truncated(Changing):
 
 
 class Tempered(Changing):
-    """Numbers that the step uses between its calls of modules, also a hyperparameter; a counter decides nothing."""
+    """Numbers that the step uses between its calls of modules, wherever they are; a counter decides nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.save_hyperparameters({"sigma": 1.0, "name": "sigma"})
-        self.tau, self.count = 1.0, 0
+        self.tau, self.count, self.config = 1.0, 0, SimpleNamespace(scale=1.0, about={"depth": 3})
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        hidden = F.softmax(self.body.a(batch[0]) / self.tau, -1) * self.hparams.sigma
+        scale = self.hparams.sigma * self.config.scale * SCALE
+        hidden = F.softmax(self.body.a(batch[0]) / self.tau, -1) * scale
         self.log(f"{self.hparams.name} {self.count // 100}", 0.0)
         return F.cross_entropy(self.body.b(hidden), batch[2])
 
@@ -230,6 +231,19 @@ class Tempered(Changing):
 
     def on_train_epoch_start(self) -> None:
         self.tau, self.hparams.sigma = 1 / (1 + self.current_epoch), 1.0 + self.current_epoch
+        self.config.scale = 1.5 * (1 + self.current_epoch)
+        globals().update(SCALE=1.0 - 0.25 * self.current_epoch)
+
+
+class Decaying(Changing):
+    """A number that the step itself changes: it runs as a whole, which is once."""
+
+    tau = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.body.b(self.body.a(batch[0]) / self.tau), batch[2])
+        self.tau *= 0.9
+        return loss
 
 
 class Noised(Changing):
@@ -279,6 +293,7 @@ KINDS = {
         Truncated,
         Running,
         Tempered,
+        Decaying,
         Noised,
         Changing,
     )
@@ -309,7 +324,7 @@ def every_kind(rank: int, names: list[str], options: dict[str, Any]) -> dict[str
 @pytest.mark.parametrize("options", [{}, {"step": "whole"}], ids=["micro_batches", "whole"])
 def test_losses_are_those_of_one_process(options: dict[str, Any]) -> None:
     names = list(IN_WHOLE) if options else [name for name in KINDS if name not in ONLY_WHOLE]
-    found, _ = harness.run(2, every_kind, names, options)
+    found, _ = harness.run(2, every_kind, names, options, timeout=150.0)
     for name in names:
         assert found[name] == pytest.approx(losses(name), rel=1e-12), name
     assert all(losses(name) != losses("Changing") for name in names if name != "Changing")
