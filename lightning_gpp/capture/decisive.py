@@ -8,7 +8,7 @@ recordings with other values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from torch import nn
@@ -38,7 +38,7 @@ def decisive(network: Network, attempt: Try) -> dict[Attribute, Any]:
     """
     found = _found(network, attempt)
     changed = network.recording.set_by_step
-    for attribute in found.keys() & changed.keys():
+    for attribute in sorted(found.keys() & changed.keys()):
         raise refusal(
             changed[attribute],
             f"the step changes {dotted(attribute)!r}, on which depends what its modules get, and would do so once per "
@@ -70,11 +70,16 @@ def with_values(module: nn.Module, values: Mapping[Attribute, Any]) -> Iterator[
     before = [place.read() for place, _ in places]
     try:
         for place, value in places:
-            place.write(value)
+            _write(place, value)
         yield
     finally:
         for (place, _), value in zip(places, before, strict=True):
-            place.write(value)
+            _write(place, value)
+
+
+def _write(place: AttributePlace, value: Any) -> None:
+    with suppress(AttributeError):  # a frozen object keeps its values anyway
+        place.write(value)
 
 
 def set_values(copy: nn.Module, values: Mapping[Attribute, Any]) -> None:

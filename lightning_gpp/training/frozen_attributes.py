@@ -64,6 +64,8 @@ class FrozenAttributes:
         self._live: set[Attribute] = set()
         self._objects: set[Attribute] = set()
         """Attributes with other values inside, which have places of their own."""
+        self._around: set[Attribute] = set()
+        """These, and dictionaries of which an item has a place of its own."""
         self._known: dict[Attribute, deque[tuple[int, Any]]] = {}
         self._changes = 0
 
@@ -78,6 +80,7 @@ class FrozenAttributes:
         new = self._placed(values.keys() - self._first.keys()) | (self._live & frozen.keys())
         self._live = (self._live | new) - frozen.keys()
         self._objects |= {key for key in new if has_settings(values[key]) or isinstance(values[key], nn.Module)}
+        self._around = self._objects | {(path, name.rpartition(".")[0]) for path, name in self._places}
         self._note({key: values[key] for key in new})
         described = {key: self._described(key, self._values[key]) for key in new}
         self._words = {**self._words, **described}
@@ -133,7 +136,7 @@ class FrozenAttributes:
     def _now(self) -> dict[Attribute, str]:
         """All values in words; the same dictionary until one changes. This runs twice in every step."""
         changed = self._replaced()
-        if not self._objects.isdisjoint(changed):
+        if not self._around.isdisjoint(changed):
             self._places = {key: AttributePlace(self._module, key) for key in self._places}
             self._readers = {key: place.reader for key, place in self._places.items()}
             changed = self._replaced()

@@ -219,10 +219,11 @@ class Tempered(Changing):
         super().__init__()
         self.save_hyperparameters({"sigma": 1.0, "name": "sigma"})
         self.tau, self.count, self.config = 1.0, 0, SimpleNamespace(scale=1.0, about={"depth": 3})
+        self.shift = {"by": 0.0}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         scale = self.hparams.sigma * self.config.scale * SCALE
-        hidden = F.softmax(self.body.a(batch[0]) / self.tau, -1) * scale
+        hidden = F.softmax(self.body.a(batch[0]) / self.tau, -1) * scale + self.shift["by"]
         self.log(f"{self.hparams.name} {self.count // 100}", 0.0)
         return F.cross_entropy(self.body.b(hidden), batch[2])
 
@@ -231,7 +232,7 @@ class Tempered(Changing):
 
     def on_train_epoch_start(self) -> None:
         self.tau, self.hparams.sigma = 1 / (1 + self.current_epoch), 1.0 + self.current_epoch
-        self.config.scale = 1.5 * (1 + self.current_epoch)
+        self.config.scale, self.shift = 1.5 * (1 + self.current_epoch), {"by": 0.5 * self.current_epoch}
         globals().update(SCALE=1.0 - 0.25 * self.current_epoch)
 
 
