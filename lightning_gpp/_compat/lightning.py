@@ -378,3 +378,13 @@ def _first_fetched(fetcher: Any, moved: bool) -> list[Any]:
     first = list(itertools.islice(_rest_of(fetcher.iterator), 1))
     fetcher.iterator = itertools.chain(first, _rest_of(fetcher.iterator))
     return first
+
+
+def parameters_to_prune(callback: Any) -> list[tuple[Any, str]]:
+    """The modules and names of the parameters that a ModelPruning prunes, after its set-up."""
+    return list(callback._parameters_to_prune)
+
+
+def original_layers(callback: Any) -> list[Any]:
+    """The copies of modules from which a ModelPruning takes the values before training; empty if it takes none."""
+    return [layer["data"] for layer in (callback._original_layers or {}).values()]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
 from torch import nn
 
 from lightning_gpp._compat.lightning import uses_dataloader_iter
@@ -130,10 +130,6 @@ _UNSUITED: Final[dict[type, str]] = {
     BatchSizeFinder: (
         "runs trials whose memory differs from device to device, and goes back to a checkpoint when one fails, which "
         "the other ranks do not notice. Remove it, and look at the memory of each device in gpp-plan"
-    ),
-    ModelPruning: (
-        "masks parameters by the importance of all of them, of which every rank has only its own. Remove it, and prune "
-        "the module before training, or the saved one after it"
     ),
 }
 """Callbacks that need the undivided module, and why."""

@@ -32,6 +32,7 @@ from lightning_gpp.strategy.data import is_moved_by_reading, peek
 from lightning_gpp.strategy.hooks import GradientHooks, SharedHooks, SharedToggles
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
+from lightning_gpp.strategy.pruning import SharedPruning, check_pruning, pruning_callbacks
 from lightning_gpp.strategy.steps import LightningHost, Steps
 from lightning_gpp.training.agreement import check_alike
 from lightning_gpp.training.control import Control
@@ -117,6 +118,7 @@ class Run:
         self._hooks = SharedHooks(self.module, control, self.steps)
         self._gradients = GradientHooks(trainer, lambda: self._trained.known_norms())
         self._toggles = SharedToggles(self.module, lambda: self._trained.undivided_optimizers())
+        self._pruning = SharedPruning(trainer, lambda: self._trained)
         self._metrics = MetricStates(self.module, control, device)
         self._example_input: Any = None
         self._compared: set[str] = set()
@@ -153,6 +155,8 @@ class Run:
             num_steps=self._num_steps,
         )
         self.job = self.steps.engine.job  # which may run the step as a whole
+        if self.control.num_processes > 1:
+            check_pruning(pruning_callbacks(self.trainer), self.job, self.steps.engine.plan)
         self.steps.engine.load_pipeline_state_dict(self._pipeline)
         self._pipeline = {}
         if self.job.options.trace:
@@ -200,6 +204,8 @@ class Run:
             vars(self.precision)["clip_grad_by_value"] = self._clip_values
             if self.steps.scale is not None:
                 self.steps.scale.attach()
+        if self.control.num_processes > 1 and self.engine is not None:
+            self._pruning.attach()
         if self.control.num_devices > 1:
             self._hooks.attach()
             if self.engine is not None:
@@ -219,6 +225,7 @@ class Run:
         self._hooks.detach()
         self._toggles.detach()
         self._gradients.detach()
+        self._pruning.detach()
         self._metrics.detach()
         _compat.restore_epoch_end(self.trainer)
         _compat.restore_evaluation_data(self.trainer)

@@ -39,6 +39,7 @@ from lightning_gpp.training.optimizers import OptimizerIndex, all_undivided
 from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.predicted import computing_seconds
+from lightning_gpp.training.pruning import Pruning
 from lightning_gpp.training.repeated import RepeatedComparison
 from lightning_gpp.training.replicas import Replicas
 from lightning_gpp.training.runner import Outputs, Runner, loss_and_rest, losses_of
@@ -72,6 +73,7 @@ class Engine:
     Attributes:
         num_steps: number of mini-batches trained so far, which also numbers the random streams.
         trains_whole: whether the training step runs as a whole.
+        pruning: the pruned parameters.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Engine:
         self.job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
+        self.pruning = Pruning(self.module, self._layout.placement, self.control, self.device)
         self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices], asynchronous, comparison)
         self._feed = Feed(self.ahead)
         self._evaluation = EvaluationSteps(
@@ -272,7 +275,8 @@ class Engine:
         weight = scale / accumulated
         if not self._runner.sums:
             weight /= self._incoming.batch_size * self.control.num_pipelines
-        outputs = self._runner.train(arguments, weight, accumulated, self.num_steps)
+        with self.pruning.applied():
+            outputs = self._runner.train(arguments, weight, accumulated, self.num_steps)
         if self.current is not None and self.current.latest is not None:
             self.current.tell_not_split()
             self._stragglers.note(self.current.latest)
@@ -289,6 +293,7 @@ class Engine:
     def sum_gradients(self) -> None:
         """Complete the reductions of gradients over ranks with the same parameters, before an optimizer step."""
         self._training.finish()
+        self.pruning.mask_gradients()
         if self._asynchronous is not None:
             self._asynchronous.sum_gradients()
         if self._gradients is not None and self.job.options.on_nonfinite != "ignore":
@@ -314,7 +319,8 @@ class Engine:
 
     def run(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run an evaluation step on the announced mini-batch. Returns its result where it ran."""
-        return self._evaluation.run(step, arguments)
+        with self.pruning.applied():
+            return self._evaluation.run(step, arguments)
 
     @property
     def _training(self) -> Replicas:
@@ -329,8 +335,8 @@ class Engine:
 
         `sharded`: nothing is sent; every rank has the entries that it saves, and meta tensors for others.
         """
-        with self.job.shown():
-            return (own_state if sharded else whole_state)(self.module, self._layout.placement, self.control)
+        with self.job.shown(), self.pruning.shown():
+            return (own_state if sharded else whole_state)(self.module, self.pruning.placement, self.control)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state dict of the undivided module; every rank keeps its part.
@@ -338,7 +344,7 @@ class Engine:
         Raises:
             CheckpointError: keys or shapes do not fit.
         """
-        with self.job.shown():
+        with self.job.shown(), self.pruning.shown():
             load_state(self.module, state, strict)
         drop(self.module, self._layout.placement.elsewhere(self.control), self.device)
         self._incoming.follow()
@@ -359,7 +365,7 @@ class Engine:
         owned = self._replicas is not None and self._replicas.sharding == "zero1"
         state = own_optimizer_state if sharded else whole_optimizer_state
         index = self._index(optimizer)
-        with self.job.shown():
+        with self.job.shown(), self.pruning.hidden():
             return state(index, tensors_of(self.module), self._layout.placement, self.control, owned)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -426,14 +432,17 @@ class Engine:
             self._incoming.follow()
         elif self.job.parallel is not None:
             self.job.parallel.undivide(self.module)
+        self.pruning.show()
         if self._layout.complete:
-            make_whole(self.module, self._layout.placement, self.control)
+            make_whole(self.module, self.pruning.placement, self.control)
         move(self.module, CPU)
+        self.pruning.multiply()
         for index in self._indices:
             index.move(CPU)
 
     def abandon(self) -> None:
         """Move this rank's part to the CPU, after a failure. Shards stay on their devices: other ranks may be gone."""
+        self.pruning.show()
         move(self.module, CPU)
         if self._replicas is None or not self._replicas.sharded:
             for index in self._indices:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -69,12 +70,26 @@ class Mirror:
             return
         states = control.share_object(self._states() if control.runs_step else None)
         if not control.runs_step:
-            python, numpy, cpu, *accelerator = states
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.set_rng_state(cpu)
-            for state in accelerator:
-                torch.cuda.set_rng_state(state, self._device)
+            self._go_on(states)
+
+    @contextmanager
+    def one_stream(self) -> Iterator[None]:
+        """Inside, all processes draw the random numbers of the first one; afterwards the others go on with theirs."""
+        first, before = self._control.first, self._states()
+        self._go_on(self._control.broadcast(before))
+        try:
+            yield
+        finally:
+            if not first:
+                self._go_on(before)
+
+    def _go_on(self, states: list[Any]) -> None:
+        python, numpy, cpu, *accelerator = states
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        for state in accelerator:
+            torch.cuda.set_rng_state(state, self._device)
 
     def _states(self) -> list[Any]:
         cuda = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []

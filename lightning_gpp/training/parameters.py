@@ -160,7 +160,7 @@ def settle(
         users = [control.mesh.global_rank(device, p) for p in range(control.num_pipelines) for device in devices]
         owners = [rank for rank, names in enumerate(present) if name in names] or users[:1]
         source = next((rank for rank in users if rank in owners), owners[0])
-        _pass_on(tensors_of_one(module, name), source, [rank for rank in users if rank != source], control)
+        pass_on(tensors_of_one(module, name), source, [rank for rank in users if rank != source], control)
     _equalise({name: tensors_of_one(module, name) for name in sorted(mine)}, control.mesh.member_control_group)
     drop(module, placement.elsewhere(control), device)
     return not absent and len(present[0]) == len(placement.devices)
@@ -201,7 +201,8 @@ def tensors_of_one(module: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-def _pass_on(tensor: Tensor, source: int, receivers: list[int], control: Control) -> None:
+def pass_on(tensor: Tensor, source: int, receivers: Sequence[int], control: Control) -> None:
+    """Give a tensor's values of one rank to others. All of them call this."""
     if control.rank == source:
         for rank in receivers:
             dist.send(tensor.detach().cpu().contiguous(), group_dst=rank, group=control.world)
