@@ -385,6 +385,7 @@ def parameters_to_prune(callback: Any) -> list[tuple[Any, str]]:
     return list(callback._parameters_to_prune)
 
 
-def original_layers(callback: Any) -> list[Any]:
-    """The copies of modules from which a ModelPruning takes the values before training; empty if it takes none."""
-    return [layer["data"] for layer in (callback._original_layers or {}).values()]
+def original_layers(callback: Any) -> list[tuple[Any, Any]]:
+    """The modules that a ModelPruning prunes, each with its copy of before training; empty if it keeps none."""
+    layers = (callback._original_layers or {}).values()
+    return [(callback._parameters_to_prune[layer["names"][0][0]][0], layer["data"]) for layer in layers]

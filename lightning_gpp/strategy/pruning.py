@@ -1,9 +1,7 @@
 """ModelPruning in stages: its own code runs on every rank, on the module in torch's form (`training/pruning.py`).
 
-apply_pruning                      with the values of all ranks, and the random numbers of the first one
-apply_lottery_ticket_hypothesis    every rank puts back what it holds
-make_pruning_permanent             and so here
-on_save_checkpoint                 reads the state dict of torch's form
+Masks are found with the values of all ranks, and with the random numbers of the first one, so they are the same on all.
+What follows from masks, every rank does to the parameters that it holds.
 """
 
 from __future__ import annotations
@@ -11,8 +9,9 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Final
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelPruning
@@ -25,12 +24,16 @@ from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.option_values import SYNCHRONOUS
+from lightning_gpp.training.pruning import Pruning
 
-Around = Callable[[ModelPruning], AbstractContextManager[None]]
+Around = Callable[[], AbstractContextManager[None]]
+
+HOOKS: Final = "on_train_epoch_end", "on_validation_epoch_end", "on_train_end"
+"""Hooks in which module and callbacks see the module in torch's form: they may read masks, and count zeros."""
 
 
 class SharedPruning:
-    """Replaces methods of the callbacks that prune; `detach` puts them back.
+    """Replaces methods of the callbacks that prune, and hooks that see what they do; `detach` puts them back.
 
     Args:
         trainer: of the run.
@@ -39,46 +42,51 @@ class SharedPruning:
 
     def __init__(self, trainer: pl.Trainer, engine: Callable[[], Engine]) -> None:
         self._trainer, self._engine = trainer, engine
-        self._around: dict[str, Around] = {
-            "apply_pruning": lambda callback: self._engine().pruning.gathered(parameters_to_prune(callback)),
-            "apply_lottery_ticket_hypothesis": self._put_back,
-            "make_pruning_permanent": lambda _: self._engine().pruning.shown(),
-            "on_save_checkpoint": lambda _: self._engine().pruning.shown(),
-            "on_train_epoch_end": self._one_stream,
-            "on_validation_epoch_end": self._one_stream,
-        }
+        self._replaced: list[tuple[object, str]] = []
 
     def attach(self) -> None:
+        """Bring the module into the form in which stages can train it, if there are callbacks that prune."""
         for callback in pruning_callbacks(self._trainer):
-            self._engine().pruning.hide()
-            for name, around in self._around.items():
-                vars(callback)[name] = _inside(getattr(callback, name), callback, around)
+            self._pruning.hide()
+            self._pruning.fill(original_layers(callback))
+            for name, around in self._methods(callback).items():
+                self._replace(callback, name, around)
+        callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        for owner in (*callbacks, self._trainer.lightning_module) if self._replaced else ():
+            for name in HOOKS:
+                self._replace(owner, name, self._pruning.shown)
 
     def detach(self) -> None:
-        for callback in pruning_callbacks(self._trainer):
-            for name in self._around:
-                vars(callback).pop(name, None)
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
+        self._replaced = []
 
-    @contextmanager
-    def _put_back(self, callback: ModelPruning) -> Iterator[None]:
-        """Ranks that were not seeded alike have other values of before training, or draw others anew."""
-        pruning = self._engine().pruning
-        with pruning.shown():
-            yield
-            pruning.agree(parameters_to_prune(callback))
+    @property
+    def _pruning(self) -> Pruning:
+        return self._engine().pruning
 
-    def _one_stream(self, _: ModelPruning) -> AbstractContextManager[None]:
-        engine = self._engine()
-        return Mirror(engine.control, engine.device).one_stream()
+    def _methods(self, callback: ModelPruning) -> dict[str, Around]:
+        engine, found = self._engine(), partial(parameters_to_prune, callback)
+        one_stream = Mirror(engine.control, engine.device).one_stream
+        return {
+            "on_train_epoch_end": one_stream,
+            "on_validation_epoch_end": one_stream,
+            "apply_pruning": lambda: self._pruning.gathered(found()),
+            "apply_lottery_ticket_hypothesis": lambda: self._pruning.agreeing(found()),
+            "make_pruning_permanent": self._pruning.shown,
+            "on_save_checkpoint": self._pruning.shown,
+        }
 
+    def _replace(self, owner: object, name: str, around: Around) -> None:
+        plain = getattr(owner, name)
 
-def _inside(plain: Callable[..., Any], callback: ModelPruning, around: Around) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        with around(callback):
-            return plain(*args, **kwargs)
+        @functools.wraps(plain)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return plain(*args, **kwargs)
 
-    return method
+        vars(owner)[name] = method
+        self._replaced.append((owner, name))
 
 
 def pruning_callbacks(trainer: pl.Trainer) -> list[ModelPruning]:
@@ -95,7 +103,7 @@ def check_pruning(callbacks: Sequence[ModelPruning], job: Job, plan: Plan) -> No
         plan: the plan of the run.
     """
     for callback in callbacks:
-        for problem in (*_unsuited(job, plan), *_tied(job.module, callback), *_empty(callback)):
+        for problem in (*_unsuited(job, plan), *_tied(job.module, callback)):
             raise ConfigError(f"The callback {type(callback).__name__} {problem} (trainer.callbacks).")
 
 
@@ -126,12 +134,3 @@ def _tied(module: nn.Module, callback: ModelPruning) -> Iterator[str]:
                 f"would give {name!r} of {part} a mask, but another module has the same parameter, which torch prunes "
                 "apart. Leave it out of parameters_to_prune (or filter_parameters_to_prune)"
             )
-
-
-def _empty(callback: ModelPruning) -> Iterator[str]:
-    layers = original_layers(callback)
-    if any(tensor.is_meta for layer in layers for tensor in (*layer.parameters(), *layer.buffers())):
-        yield (
-            "puts back the values of before training (use_lottery_ticket_hypothesis), but the module was built without "
-            "memory. Build it on the CPU, or set use_lottery_ticket_hypothesis=False"
-        )

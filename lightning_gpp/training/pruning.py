@@ -9,10 +9,11 @@ So a module has one of two forms, with the same parameters:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,12 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from lightning_gpp._compat.torch import parameters_of
 from lightning_gpp._compat.torch_pruning import MASK, ORIGINAL, pruning_hooks, remove_hook, without_memory
+from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Foreign, foreign_like
 from lightning_gpp.training.parameters import Placement, pass_on, replace_tensors, with_values
 
+CPU: Final = torch.device("cpu")
 Value = TypeVar("Value")
 
 
@@ -190,36 +193,54 @@ class Pruning:
     def gathered(self, parameters: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
         """Inside, the module is in torch's form, and every rank has the values of these parameters and their masks."""
         with self.shown():
-            swaps = [self._received(*each) for part, name in parameters for each in self._tensors(part, name)]
+            swaps = [self._gather(part, name, suffix) for part, name in parameters for suffix in _suffixes(part, name)]
             try:
                 yield
             finally:
-                replace_tensors(self._module, {id(new): (new, old) for old, new in swaps if new is not old})
+                replace_tensors(self._module, {id(new): (new, old) for old, new in swaps})
 
-    def agree(self, parameters: Iterable[tuple[nn.Module, str]]) -> None:
-        """Give all holders of these parameters the values of the first one."""
-        with self.shown():
-            for part, name in parameters:
-                _, tensor, path = next(self._tensors(part, name))
-                first, *others = self._holders(path)
-                pass_on(tensor, first, others, self._control)
-
-    def _tensors(self, part: nn.Module, name: str) -> Iterator[tuple[Callable[[Tensor], None], Tensor, str]]:
-        """What belongs to a parameter: how to replace it, the tensor, and the path of the parameter."""
-        for suffix in (ORIGINAL, MASK, ""):
-            tensor = getattr(part, name + suffix, None)
-            if isinstance(tensor, Tensor):
-                yield _setter(part, name + suffix), tensor, self._path(part, name)
-
-    def _received(self, put: Callable[[Tensor], None], tensor: Tensor, path: str) -> tuple[Tensor, Tensor]:
-        """Put a tensor with values where there was one without; returns both."""
-        holders, received = self._holders(path), tensor
-        if tensor.is_meta:
-            received = with_values(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device))
-            put(received)
-        others = [rank for rank in range(self._control.world_size) if rank not in holders]
-        pass_on(received, holders[0], others, self._control)
+    def _gather(self, part: nn.Module, name: str, suffix: str) -> tuple[Tensor, Tensor]:
+        """Put values where there are none; returns the tensors before and after."""
+        tensor, path = getattr(part, name + suffix), self._path(part, name)
+        received = self._received(tensor, path, self._holders(path), self._device)
+        if received is not tensor:
+            setattr(part, name + suffix, received)
         return tensor, received
+
+    @contextmanager
+    def agreeing(self, parameters: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
+        """Inside, every rank may change these parameters; afterwards all holders have the values of the first one."""
+        with self.shown():
+            yield
+            for part, name in parameters:
+                first, *others = self._holders(self._path(part, name))
+                pass_on(getattr(part, name + _suffixes(part, name)[0]), first, others, self._control)
+
+    def fill(self, copies: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        """Give copies of modules the values that they lack on some ranks, from a holder of the original if it has them.
+
+        Raises:
+            ConfigError: no rank has them.
+        """
+        named = [(part, copy, *each) for part, copy in copies for each in copy.named_parameters()]
+        known = self._control.gather([not tensor.is_meta for *_, tensor in named])
+        for (part, copy, name, tensor), has in zip(named, zip(*known, strict=True), strict=True):
+            path, sources = self._path(part, name), [rank for rank, yes in enumerate(has) if yes]
+            if not sources:
+                raise ConfigError(
+                    f"The values of {path!r} before training are to be kept for pruning (use_lottery_ticket_hypothesis)"
+                    ", but it was built without memory. Build the module on the CPU, or do not put them back."
+                )
+            replace_tensors(copy, {id(tensor): (tensor, self._received(tensor, path, sources, CPU))})
+
+    def _received(self, tensor: Tensor, path: str, sources: Sequence[int], device: torch.device) -> Tensor:
+        """A tensor with values, which the ranks in `sources` have."""
+        source = next((rank for rank in self._holders(path) if rank in sources), sources[0])
+        empty = partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=device)
+        received = with_values(tensor, empty()) if tensor.is_meta else tensor
+        others = [rank for rank in range(self._control.world_size) if rank not in sources]
+        pass_on(received, source, others, self._control)
+        return received
 
     def _holders(self, path: str) -> Sequence[int]:
         mesh, devices = self._control.mesh, self._placement.devices[path]
@@ -232,11 +253,9 @@ def _renamed(known: Mapping[str, Value], names: Set[str]) -> dict[str, Value]:
     return {name + suffix: value for name, value in known.items() for suffix in suffixes[name]}
 
 
-def _setter(part: nn.Module, name: str) -> Callable[[Tensor], None]:
-    def put(tensor: Tensor) -> None:
-        setattr(part, name, tensor)
-
-    return put
+def _suffixes(part: nn.Module, name: str) -> list[str]:
+    """What follows the name of a parameter in the attributes that belong to it in torch's form, its own first."""
+    return [suffix for suffix in (ORIGINAL, MASK, "") if hasattr(part, name + suffix)]
 
 
 def _sort(part: nn.Module, names: Sequence[str]) -> None:

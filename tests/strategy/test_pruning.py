@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +15,10 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 
-from lightning_gpp import CheckpointError
+from lightning_gpp import CheckpointError, ConfigError
+from lightning_gpp.strategy.checkpoints import Checkpoints
+from lightning_gpp.strategy.pruning import check_pruning
+from lightning_gpp.training.options import Options
 from tests.strategy.harness import STAGES, loader, run, strategy, trainer
 from tests.strategy.test_callbacks import Plain
 
@@ -48,6 +53,29 @@ class Filtered(ModelPruning):
 
     def filter_parameters_to_prune(self, parameters_to_prune: Any = ()) -> Any:
         return [(part, name) for part, name in parameters_to_prune if name == "weight"]
+
+
+class Watching(pl.Callback):
+    """Counts the zeros of a weight of the first rank, and saves, after every epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.zeros = path, list[int]()
+
+    def on_train_epoch_end(self, machine: Any, module: Any) -> None:
+        machine.save_checkpoint(f"{self.path} {machine.current_epoch}")
+        if machine.is_global_zero:
+            self.zeros += [int((module.head.weight == 0).sum())]
+
+
+class Heard(logging.Handler):
+    """Keeps messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 def weights(module: Towers) -> list[tuple[nn.Module, str]]:
@@ -100,64 +128,49 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "own method": {"limit_val_batches": 0},
     "random": {"limit_val_batches": 0},
 }
+FEW, OTHERS = ["tickets", "masks kept", "random"], ["structured", "random channels", "own method"]
 
 
-class Heard(logging.Handler):
-    """Keeps messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-def callback(module: Towers, variant: str) -> ModelPruning:
+def pruning(module: Towers, variant: str) -> ModelPruning:
     kwargs = dict(VARIANTS[variant])
-    if given := kwargs.get("parameters_to_prune"):
-        kwargs["parameters_to_prune"] = given(module)
+    if "parameters_to_prune" in kwargs:
+        kwargs["parameters_to_prune"] = weights(module)
     return (Filtered if variant == "own method" else ModelPruning)(**kwargs)
 
 
-class Saving(pl.Callback):
-    """Saves after every epoch."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, machine: Any, module: Any) -> None:
-        machine.save_checkpoint(f"{self.path}{machine.current_epoch}")
-
-
-def fitted(given: Any, devices: int, variant: str, folder: Path) -> dict[str, Any]:
+def fitted(given: Any, devices: int, variant: str, folder: Path, **kwargs: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     heard, log = Heard(), logging.getLogger("lightning.pytorch.callbacks.pruning")
     log.setLevel(logging.INFO)
     log.addHandler(heard)
     module = Towers("momentum" if variant in ("masks kept", "random") else "adam").double()
-    callbacks = [callback(module, variant), Saving(f"{folder}/{devices} {variant} ")]
-    machine = trainer(given, devices, max_epochs=4, callbacks=callbacks, **TRAINERS.get(variant, {}))
-    machine.fit(module, loader(), loader(10, seed=2))
+    watching, path = Watching(f"{folder}/{devices} {variant}"), kwargs.pop("ckpt_path", None)
+    options = {"max_epochs": 4, **TRAINERS.get(variant, {}), **kwargs}
+    machine = trainer(given, devices, callbacks=[pruning(module, variant), watching], **options)
+    machine.fit(module, loader(16), loader(10, seed=2), ckpt_path=path, weights_only=False)
     machine.save_checkpoint(f"{folder}/{devices} {variant} end")
     log.removeHandler(heard)
     return {
         "losses": module.losses,
         "metrics": {name: float(value) for name, value in machine.callback_metrics.items()},
         "state": {name: value for name, value in module.state_dict().items() if not value.is_meta},
+        "zeros": watching.zeros,
         "told": heard.messages,
     }
 
 
-def on_ranks(rank: int, devices: int, variants: list[str], folder: Path, kwargs: Any) -> list[dict[str, Any]]:
-    return [fitted(strategy(**{"stages": STAGES, **kwargs}), devices, variant, folder) for variant in variants]
+def on_ranks(rank: int, devices: int, variants: Sequence[str], folder: Path, kwargs: Any) -> list[dict[str, Any]]:
+    return [fitted(strategy(**{"stages": STAGES, **kwargs}), devices, each, folder) for each in variants]
 
 
-def compare(variant: str, found: dict[str, Any], expected: dict[str, Any], folder: Path, devices: int = 2) -> None:
-    for name in ("losses", "metrics"):
+def same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def compare(variant: str, found: dict[str, Any], expected: dict[str, Any], folder: Path, devices: int) -> None:
+    for name in ("losses", "metrics", "zeros"):
         assert found[name] == pytest.approx(expected[name], rel=1e-12), (variant, name)
     assert found["told"] == expected["told"]
-    assert found["state"].keys() == expected["state"].keys()
     same(found["state"], expected["state"])
     for when in (0, 1, 2, 3, "end"):
         here, there = (torch.load(folder / f"{count} {variant} {when}", weights_only=False) for count in (devices, 1))
@@ -166,54 +179,117 @@ def compare(variant: str, found: dict[str, Any], expected: dict[str, Any], folde
         same(here["optimizer_states"], there["optimizer_states"])
 
 
-def same(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+def check(variants: Sequence[str], folder: Path, devices: int, **kwargs: Any) -> None:
+    expected = [fitted("auto", 1, variant, folder) for variant in variants]
+    ranks = run(devices, on_ranks, devices, variants, folder, kwargs)
+    for variant, found, there in zip(variants, ranks[0], expected, strict=True):
+        compare(variant, found, there, folder, devices)
+    for found in ranks[1:]:
+        for here, there in zip(found, ranks[0], strict=True):
+            assert here["told"] == []
+            if kwargs.get("num_pipelines", 1) == 1:
+                assert here["losses"] == there["losses"]
 
 
 def test_as_on_one_process(tmp_path: Path) -> None:
-    variants = list(VARIANTS)
-    expected = [fitted("auto", 1, variant, tmp_path) for variant in variants]
-    for rank, found in enumerate(run(2, on_ranks, 2, variants, tmp_path, {})):
-        for variant, here, there in zip(variants, found, expected, strict=True):
-            print(variant, rank)
-            if rank:
-                assert here["losses"] == pytest.approx(there["losses"], rel=1e-12)
-            else:
-                compare(variant, here, there, tmp_path)
+    check(FEW, tmp_path, 2)
 
 
-def resumed(given: Any, devices: int, variant: str, path: str) -> Any:
-    torch.manual_seed(3)
-    module = Towers("adam").double()
-    machine = trainer(given, devices, max_epochs=4, callbacks=[callback(module, variant)])
-    machine.fit(module, loader(), loader(10, seed=2), ckpt_path=path, weights_only=False)
-    losses = module.losses
-    machine.validate(module, loader(10, seed=2))
-    return losses, dict(machine.callback_metrics)
+@pytest.mark.acceptance
+def test_other_options(tmp_path: Path) -> None:
+    check(OTHERS, tmp_path, 2)
 
 
-def resumed_on_ranks(rank: int, folder: Path) -> Any:
-    with pytest.raises(CheckpointError, match="weight_orig"):
-        resumed(strategy(), 2, "tickets", f"{folder}/1 masks kept 2")
-    return resumed(strategy(), 2, "tickets", f"{folder}/1 tickets 1")
+SHARED = {"num_pipelines": 2, "mini_batch": "shared", "num_micro_batches": 2}
 
 
-def after(rank: int, folder: Path) -> Any:
+@pytest.mark.acceptance
+@pytest.mark.parametrize("sharding", ["none", "zero1"])
+def test_replicas(sharding: str, tmp_path: Path) -> None:
+    check([*FEW, "structured"], tmp_path, 4, sharding=sharding, **SHARED)
+
+
+@pytest.mark.acceptance
+def test_pipelines_of_one_device(tmp_path: Path) -> None:
+    check([*FEW, "structured"], tmp_path, 2, stages=None, **SHARED)
+
+
+@pytest.mark.acceptance
+def test_split_backwards(tmp_path: Path) -> None:
+    check(FEW, tmp_path, 2, schedule="zb_h1")
+
+
+# -- later runs -------------------------------------------------------------------------------------------------------
+
+
+def several(given: Any, devices: int, variants: Sequence[str]) -> Any:
+    """Runs of one module, then a validation."""
     torch.manual_seed(0)
     module = Towers("adam").double()
-    machine = trainer(strategy(), 2, max_epochs=2, callbacks=[callback(module, "masks kept")])
-    machine.fit(module, loader(), loader(10, seed=2))
-    machine.validate(module, loader(10, seed=2))
-    return dict(machine.callback_metrics)
+    for variant in variants:
+        made = given() if callable(given) else given
+        machine = trainer(made, devices, callbacks=[pruning(module, variant)])
+        machine.fit(module, loader(16), loader(10, seed=2))
+    machine.validate(module, loader(10, seed=2), verbose=False)
+    return module.losses, {name: float(value) for name, value in machine.callback_metrics.items()}
 
 
-def test_resume(tmp_path):
-    fitted("auto", 1, "tickets", tmp_path)
-    fitted("auto", 1, "masks kept", tmp_path)
-    print(resumed("auto", 1, "tickets", f"{tmp_path}/1 tickets 1"))
-    print(run(2, resumed_on_ranks, tmp_path))
+def resumed_and_several(rank: int, folder: Path) -> list[Any]:
+    found = fitted(strategy(), 2, "tickets", folder, ckpt_path=f"{folder}/1 tickets 1")
+    with pytest.raises(CheckpointError, match="weight_orig"):
+        fitted(strategy(), 2, "masks kept", folder, ckpt_path=f"{folder}/1 masks kept 1")
+    return [found["losses"], several(strategy, 2, ["structured"] * 2), several(strategy, 2, ["own method"])]
 
 
-def test_after(tmp_path):
-    print(run(2, after, tmp_path))
-    assert 0
+@pytest.mark.acceptance
+def test_later_runs(tmp_path: Path) -> None:
+    for variant in ("tickets", "masks kept"):
+        fitted("auto", 1, variant, tmp_path, max_epochs=2)
+    resumed = fitted("auto", 1, "tickets", tmp_path, ckpt_path=f"{tmp_path}/1 tickets 1")
+    expected = [resumed["losses"], several("auto", 1, ["structured"] * 2), several("auto", 1, ["own method"])]
+    with pytest.raises(RuntimeError, match="weight_orig"):
+        fitted("auto", 1, "masks kept", tmp_path, ckpt_path=f"{tmp_path}/1 masks kept 1")
+    fitted("auto", 1, "tickets", tmp_path, max_epochs=2)
+    for losses, *others in run(2, resumed_and_several, tmp_path):
+        assert losses == pytest.approx(expected[0], rel=1e-12)
+        for (here, metrics), (there, values) in zip(others, expected[1:], strict=True):
+            assert here == pytest.approx(there, rel=1e-12)
+            assert metrics == pytest.approx(values, rel=1e-12)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "sharding", "whole", "words"),
+    [
+        ({"weights": "stash"}, "none", False, "strategy.weights=stash keeps several. Leave it out"),
+        ({}, "fsdp", False, "Use zero1"),
+        ({"tensor_parallel_size": 2}, "none", False, "tensor_parallel_size=2 divides them. Leave it out"),
+        ({}, "none", True, "Use automatic optimization"),
+    ],
+)
+def test_refused(options: Any, sharding: str, whole: bool, words: str) -> None:
+    module = Towers("adam")
+    callback = pruning(module, "tickets")
+    callback.setup(trainer(), module, "fit")
+    job: Any = SimpleNamespace(options=Options(**options), whole=whole, module=module)
+    plan: Any = SimpleNamespace(sharding=sharding)
+    with pytest.raises(ConfigError, match=words):
+        check_pruning([callback], job, plan)
+
+
+def test_tied_parameters_are_refused() -> None:
+    module = Towers("adam")
+    module.left[2].bias = module.left[0].bias
+    callback = pruning(module, "tickets")
+    callback.setup(trainer(), module, "fit")
+    job: Any = SimpleNamespace(options=Options(), whole=False, module=module)
+    with pytest.raises(ConfigError, match=r"another module has the same parameter.*filter_parameters_to_prune"):
+        check_pruning([callback], job, SimpleNamespace(sharding="none"))  # type: ignore[arg-type]
+
+
+def test_folders_are_refused() -> None:
+    checkpoints = Checkpoints(Options(state_dict_type="sharded"), io=lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="ModelPruning, whose masked weights"):
+        checkpoints.begin([pruning(Towers("adam"), "tickets")])
