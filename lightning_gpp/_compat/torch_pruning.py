@@ -8,9 +8,6 @@ from torch.nn.utils.prune import BasePruningMethod, PruningContainer
 
 from lightning_gpp._compat.torch import hook_tables
 
-ORIGINAL, MASK = "_orig", "_mask"
-"""What torch adds to the name of a pruned parameter, for the parameter itself and for its mask."""
-
 
 def pruning_hooks(part: nn.Module) -> dict[str, BasePruningMethod]:
     """The hooks that apply masks in front of a module's forward, by the names of its pruned parameters."""

@@ -20,11 +20,15 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 
 from lightning_gpp._compat.torch import parameters_of
-from lightning_gpp._compat.torch_pruning import MASK, ORIGINAL, pruning_hooks, remove_hook, without_memory
+from lightning_gpp._compat.torch_pruning import pruning_hooks, remove_hook, without_memory
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Foreign, foreign_like
 from lightning_gpp.training.parameters import Placement, pass_on, replace_tensors, with_values
+
+ORIGINAL: Final = "_orig"
+MASK: Final = "_mask"
+"""What torch adds to the name of a pruned parameter, for the parameter itself and for its mask."""
 
 CPU: Final = torch.device("cpu")
 Value = TypeVar("Value")

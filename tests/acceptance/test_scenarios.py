@@ -20,7 +20,6 @@ SAMPLE = [
 REFUSED = {
     "hook_NormOfWeights": "if not p.is_meta",
     "hook_ReadsWeights": "put their modules into one stage",
-    "callback_pruning": "prune the module before training",
     "batch_size_found": "BatchSizeFinder",
     "batch_size_tuned": "BatchSizeFinder",
     "step_Quasi": "L-BFGS",

@@ -28,6 +28,7 @@ from tests.strategy import (
     test_freezing_in_hooks,
     test_gradient_norms,
     test_manual,
+    test_pruning,
     test_tensor_parallel,
 )
 from tests.strategy.harness import TwoTowers, loader
@@ -270,7 +271,11 @@ ROWS: dict[str, list[Any]] = {
         test_callbacks.test_refused_on_two_devices,
         test_callbacks.test_tuning_the_batch_size_is_refused_on_two_devices,
     ],
-    "ModelPruning": [test_callbacks.test_refused_on_two_devices],
+    "ModelPruning with": [
+        test_pruning.test_refused,
+        test_pruning.test_tied_parameters_are_refused,
+        test_pruning.test_folders_are_refused,
+    ],
     "StochasticWeightAveraging": [test_callbacks.test_batch_norm_is_not_averaged_from_micro_batches],
     "asynchronous weights, FSDP": [test_a_scaled_loss],
     "a gradient of a gradient": ["gradient of a gradient", "gradient of a gradient, later"],
