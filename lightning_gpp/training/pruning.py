@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,9 @@ from lightning_gpp.training.parameters import Placement, pass_on, replace_tensor
 
 ORIGINAL: Final = "_orig"
 MASK: Final = "_mask"
-"""What torch adds to the name of a pruned parameter, for the parameter itself and for its mask."""
+"""The endings that torch gives to the name of a pruned parameter: for the parameter itself, and for its mask."""
 
 CPU: Final = torch.device("cpu")
-Value = TypeVar("Value")
 
 
 @dataclass(slots=True)
@@ -251,14 +250,14 @@ class Pruning:
         return [mesh.global_rank(device, p) for p in range(self._control.num_pipelines) for device in devices]
 
 
-def _renamed(known: Mapping[str, Value], names: Set[str]) -> dict[str, Value]:
+def _renamed(known: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
     """Facts by name, where the parameters with these names have those of torch's form."""
     suffixes = {name: (ORIGINAL, MASK) if name in names else ("",) for name in known}
     return {name + suffix: value for name, value in known.items() for suffix in suffixes[name]}
 
 
 def _suffixes(part: nn.Module, name: str) -> list[str]:
-    """What follows the name of a parameter in the attributes that belong to it in torch's form, its own first."""
+    """The endings of the attributes that belong to a parameter, its own first."""
     return [suffix for suffix in (ORIGINAL, MASK, "") if hasattr(part, name + suffix)]
 
 
