@@ -204,14 +204,14 @@ class Run:
             vars(self.precision)["clip_grad_by_value"] = self._clip_values
             if self.steps.scale is not None:
                 self.steps.scale.attach()
-        if self.control.num_processes > 1 and self.engine is not None:
-            self._pruning.attach()
         if self.control.num_devices > 1:
             self._hooks.attach()
             if self.engine is not None:
                 self._gradients.attach()
             if self.engine is not None and self.job.whole:
                 self._toggles.attach()
+        if self.control.num_processes > 1 and self.engine is not None:
+            self._pruning.attach()
         if not self.control.loads:
             _compat.bypass_batch_hooks(self.module)
             for writer in self._writers():  # predictions are on the rank that runs the step
@@ -222,10 +222,10 @@ class Run:
 
     def detach(self, complete: bool) -> None:
         """Undo `attach`; move the module to the CPU, and after a normal end (`complete`) all of it to rank 0."""
+        self._pruning.detach()
         self._hooks.detach()
         self._toggles.detach()
         self._gradients.detach()
-        self._pruning.detach()
         self._metrics.detach()
         _compat.restore_epoch_end(self.trainer)
         _compat.restore_evaluation_data(self.trainer)

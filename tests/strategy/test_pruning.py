@@ -215,6 +215,23 @@ def test_pipelines_of_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.acceptance
+@pytest.mark.parametrize("variant", ["tickets", "own method"])
+def test_on_one_process(variant: str, tmp_path: Path) -> None:
+    """torch's own hooks mask there, and checkpoints have the state of pruned parameters, too."""
+    for name in ("plain", "stages"):
+        (tmp_path / name).mkdir()
+    expected = fitted("auto", 1, variant, tmp_path / "plain")
+    ((found,),) = run(1, on_ranks, 1, [variant], tmp_path / "stages", {"stages": None})
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    for when in (2, "end"):
+        here, there = (
+            torch.load(tmp_path / name / f"1 {variant} {when}", weights_only=False) for name in ("stages", "plain")
+        )
+        same(here["state_dict"], there["state_dict"])
+        same(here["optimizer_states"], there["optimizer_states"])
+
+
+@pytest.mark.acceptance
 def test_split_backwards(tmp_path: Path) -> None:
     check(FEW, tmp_path, 2, schedule="zb_h1")
 
