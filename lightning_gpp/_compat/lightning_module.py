@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+LIGHTNING_STATE: Final = frozenset(
+    f"_{name}"
+    for name in (
+        *("trainer", "fabric", "fabric_optimizers", "device", "dtype", "device_mesh", "compiler_ctx"),
+        *("automatic_optimization", "strict_loading", "example_input_array", "current_fx_name", "metric_attributes"),
+        *("param_requires_grad_state", "log_hyperparams", "hparams_initial", "hparams_name"),
+    )
+)
+"""Attributes in which Lightning keeps its own state of a module; `_hparams` has the user's values."""
 
 
 def trainer_of(module: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
-from lightning_gpp.capture.decisive import decisive, set_values, with_values
+from lightning_gpp.capture.decisive import around, decisive, set_values, with_values
 from lightning_gpp.capture.isolate import add_sizes, caches_of_functions, forgotten
 from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
@@ -235,7 +235,8 @@ def _capture(
     now = RunTime(batch_idx=batch_idx)
     base, other_size = run(SIZES[0], now), run(SIZES[1], now)
     network, specs = merge(base, run(SIZES[0], OTHER_RUN_TIME), other_size)
-    network.recording.decisive = decisive(base, partial(run, SIZES[0], now))
+    base.recording.decisive = found = decisive(module, base, partial(run, SIZES[0], now))
+    base.recording.attributes.setdefault(-1, {}).update(around(module, found))
     inputs = input_specs(base, other_size)
     specs = mark_mixing(network, specs, inputs)
     graph = _graph(module, network, specs, inputs)

@@ -1,4 +1,4 @@
-"""Numbers and texts of the step on which its network depends: a temperature between two module calls, an argument.
+"""Numbers of the step on which its network depends: a temperature between two module calls, an argument.
 
 The step runs as Python in training, so it always sees their present values, but what it computes between its module
 calls, and Python values that it passes to modules, run in stages as they were captured. These attributes are found by
@@ -7,60 +7,103 @@ recordings with other values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from torch import nn
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.attributes import Attribute, AttributePlace, dotted, has_settings, is_plain, settings
+from lightning_gpp.capture.attributes import (
+    METHODS,
+    Attribute,
+    AttributePlace,
+    dotted,
+    has_settings,
+    is_plain,
+    settings,
+)
 from lightning_gpp.capture.network import Network
 from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.errors import CaptureError, ShapeError
 
 _MOST: Final = 32
-"""Values in objects that are tried; a step with more reads a configuration of everything."""
+"""Values of an object that are tried; one with more is a configuration of everything."""
 
 Try = Callable[[Mapping[Attribute, Any]], Network]
 """Records the step with other values of attributes."""
 
 
-def decisive(network: Network, attempt: Try) -> dict[Attribute, Any]:
+def decisive(module: nn.Module, network: Network, attempt: Try) -> dict[Attribute, Any]:
     """The attributes on which a step's network depends, with their values.
 
+    Flags and texts in objects and dictionaries count anyway, because it is not known what other values of them do.
+
     Args:
+        module: the user's module.
         network: the step's network with the present values.
         attempt: records it with others.
 
     Raises:
-        CaptureError: the step itself changes one of them, and would do so once per micro-batch.
+        CaptureError: the step itself changes one of the numbers, and would do so once per micro-batch.
     """
-    found = _found(network, attempt)
-    changed = network.recording.set_by_step
-    for attribute in sorted(found.keys() & changed.keys()):
+    recording = network.recording
+    inside = _inside(module, recording.attributes.get(-1, {}))
+    own = [key for key, value in recording.attributes.get(-1, {}).items() if _is_number(value)]
+    changed = {key: line for key in (*own, *inside) if (line := _changing_line(key, recording.set_by_step))}
+    values = {key: AttributePlace(module, key).read() for key in (*own, *inside)}
+    found = _found({key: value for key, value in values.items() if _is_number(value)}, changed, network, attempt)
+    for attribute in sorted(found & changed.keys()):
         raise refusal(
             changed[attribute],
             f"the step changes {dotted(attribute)!r}, on which depends what its modules get, and would do so once per "
             "micro-batch",
             "change it in a hook such as on_train_batch_end",
         )
-    return found
+    kept = {key for key in inside if not _is_number(values[key]) and key not in changed}
+    return {key: value for key, value in values.items() if key in found | kept}
 
 
-def _found(network: Network, attempt: Try) -> dict[Attribute, Any]:
-    values = _tried(network.recording.attributes.get(-1, {}))
+def around(module: nn.Module, attributes: Iterable[Attribute]) -> dict[Attribute, Any]:
+    """The objects that attributes are in: where one is replaced, they are others."""
+    names = ((path, name.split(".")[:-1]) for path, name in attributes)
+    places = {(path, ".".join(outer[: end + 1])) for path, outer in names for end in range(len(outer))}
+    return {key: AttributePlace(module, key).read() for key in sorted(places) if not _is_module_level(key)}
+
+
+def _is_module_level(attribute: Attribute) -> bool:
+    return attribute[1].partition(".")[0] in METHODS
+
+
+def _found(
+    numbers: Mapping[Attribute, Any], changed: Collection[Attribute], network: Network, attempt: Try
+) -> set[Attribute]:
+    """The numbers that count. Those in objects that the step never changes are told apart as little as needed."""
+
+    def counts(keys: Sequence[Attribute]) -> bool:
+        return bool(keys) and not _is_same(network, attempt, {key: _other(numbers[key]) for key in keys})
 
     def search(keys: Sequence[Attribute]) -> list[Attribute]:
-        """Those of the attributes that count; all, if they count together only."""
-        if not keys or _is_same(network, attempt, {key: _other(values[key]) for key in keys}):
+        """Those of the numbers that count; all, if they count together only."""
+        if not counts(keys):
             return []
-        if len(keys) == 1:
-            return [*keys]
         middle = len(keys) // 2
-        return [*search(keys[:middle]), *search(keys[middle:])] or [*keys]
+        return [*keys] if not middle else [*search(keys[:middle]), *search(keys[middle:])] or [*keys]
 
-    return {key: values[key] for key in search([*values])}
+    if not counts([*numbers]):
+        return set()
+    settled = [key for key in numbers if "." in key[1] and key not in changed]
+    rest = [key for key in numbers if key not in settled]
+    return {*search(rest), *(settled if counts(settled) else ())} or {*numbers}
+
+
+def _changing_line(attribute: Attribute, changes: Mapping[Attribute, str]) -> str:
+    """The line at which the step changes an attribute, or what is in it; empty if it does not."""
+    path, name = attribute
+    return next(
+        (line for (where, what), line in changes.items() if where == path and f"{name}.".startswith(f"{what}.")), ""
+    )
 
 
 @contextmanager
@@ -77,45 +120,43 @@ def with_values(module: nn.Module, values: Mapping[Attribute, Any]) -> Iterator[
             _write(place, value)
 
 
-def _write(place: AttributePlace, value: Any) -> None:
-    with suppress(AttributeError):  # a frozen object keeps its values anyway
-        place.write(value)
-
-
 def set_values(copy: nn.Module, values: Mapping[Attribute, Any]) -> None:
     """Give attributes of a copy of the module other values."""
     for key, value in values.items():
         if "." not in key[1]:
-            AttributePlace(copy, key).write(value)
+            _write(AttributePlace(copy, key), value)
 
 
-def _tried(read: Mapping[Attribute, Any]) -> dict[Attribute, Any]:
-    """The numbers and texts among attributes, and those in objects and dictionaries if there are few."""
-    own = {key: value for key, value in read.items() if _is_tried(value)}
-    inside = {
-        (path, f"{name}.{inner}"): content
-        for (path, name), value in read.items()
-        for inner, content in _contents(value)
-        if _is_tried(content)
-    }
-    return {**own, **inside} if len(inside) <= _MOST else own
+def _write(place: AttributePlace, value: Any) -> None:
+    with suppress(Exception):  # what users' objects raise for values that they refuse, or never change
+        place.write(value)
+
+
+def _inside(module: nn.Module, read: Iterable[Attribute]) -> list[Attribute]:
+    """Places of numbers, flags and texts in objects and dictionaries that the step reads, if they are few in each."""
+    found: list[Attribute] = []
+    for path, name in read:
+        contents = _contents(AttributePlace(module, (path, name)).read())
+        plain = [(path, f"{name}.{inner}") for inner, value in contents if isinstance(value, bool | int | float | str)]
+        found += plain if len(plain) <= _MOST else []
+    return found
 
 
 def _contents(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and is_plain(value):
         yield from ((key, inner) for key, inner in value.items() if isinstance(key, str) and "." not in key)
     elif has_settings(value):
-        yield from ((name.partition(".")[2], inner) for name, inner in settings("", value).items())
+        yield from ((name.partition(".")[2], inner) for name, inner in settings("", value).items() if name)
 
 
-def _is_tried(value: Any) -> bool:
-    return isinstance(value, int | float | str) and not isinstance(value, bool)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _other(value: Any) -> Any:
-    if isinstance(value, str):
-        return f"{value}?"
-    return value + 1 if isinstance(value, int) else 1.25 * value + 0.125
+    if isinstance(value, int):
+        return value + 1
+    return value + 0.125 * (1 + abs(value)) if math.isfinite(value) else 1.0
 
 
 def _is_same(network: Network, attempt: Try, values: Mapping[Attribute, Any]) -> bool:

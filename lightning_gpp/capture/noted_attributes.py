@@ -42,14 +42,13 @@ class NotedAttributes:
         noted.update({(path, name): value} if in_step else self._inside[path, name])
 
     def changed(self, path: str, name: str) -> None:
-        """Refuse a forward that reads an attribute and changes it: it keeps state, which would be lost if it is cut.
-
-        What the step changes is noted only, with the line.
-        """
+        """Note that the step changes an attribute that it reads; refuse a forward that does, unless it is not cut."""
         scope, recording = self._recorder.scope, self._recorder.recording
-        if not self._recorder.paused and (path, name) in recording.attributes.get(scope, {}):
-            if scope == -1:
-                recording.set_by_step[path, name] = user_line()
+        if self._recorder.paused or (path, name) not in recording.attributes.get(scope, {}):
+            return
+        if scope == -1:
+            recording.set_by_step[path, name] = user_line()
+        else:
             self._refuse_change(scope, (path, name), user_line())
 
     @contextmanager
@@ -65,9 +64,11 @@ class NotedAttributes:
         finally:
             noted = {key: value for values in self._inside.values() for key, value in values.items()}
             counters |= restore(replica, noted)
-        for scope, read in list(self._recorder.recording.attributes.items()):
+        recording = self._recorder.recording
+        for scope, read in list(recording.attributes.items()):
             for attribute in sorted(counters & read.keys()):
                 self._refuse_change(scope, attribute)
+        recording.set_by_step |= {each: recording.modules[0].line for each in counters if recording.modules}
 
     def _refuse_change(self, scope: int, attribute: Attribute, line: str = "") -> None:
         """Refuse the change of an attribute by a forward that reads it, unless the forward is not cut."""

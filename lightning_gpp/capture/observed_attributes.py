@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 import torchmetrics
 from torch import nn
 
+from lightning_gpp._compat.lightning_module import LIGHTNING_STATE
 from lightning_gpp._compat.torch import CHILDREN
 from lightning_gpp.capture.attributes import LIBRARIES, METHODS, OF_EVERY_MODULE, has_settings, is_plain, keeps_state
 from lightning_gpp.user_code import names_reached
@@ -42,14 +43,8 @@ def observe(module: nn.Module, observer: AttributeObserver) -> None:
             _observe(part, _names(part), path, observer)
 
 
-_HPARAMS: Final = "_hparams"
-"""The attribute in which Lightning keeps the arguments of save_hyperparameters()."""
-
-
 def _names(part: nn.Module) -> set[str]:
-    hidden = hasattr(part, "log_dict")  # the state of a LightningModule, which Lightning changes
-    own = vars(part).keys() - OF_EVERY_MODULE
-    return {"training"} | {name for name in own if name == _HPARAMS or not (hidden and name.startswith("_"))}
+    return {"training"} | (vars(part).keys() - OF_EVERY_MODULE - LIGHTNING_STATE)
 
 
 def _of_class(kind: type) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class Recording:
     set_by_step: dict[Attribute, str] = field(default_factory=dict)
     """Numbers, flags and texts that the step reads and then sets to others, with the line."""
     decisive: dict[Attribute, Any] = field(default_factory=dict)
-    """Those of the step on which its network depends."""
+    """Numbers of the step on which its network depends."""
 
     def changed_by_step(self) -> set[str]:
         """Names of the parameters and buffers that the step itself changes in place."""

@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 
 from lightning_gpp._compat.lightning import accumulates
 from lightning_gpp.strategy.logs import LogRecorder
+from lightning_gpp.strategy.replaced import Replaced
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.gradient_norms import KnownNorms, known
@@ -113,7 +114,7 @@ class GradientHooks:
 
     def __init__(self, trainer: pl.Trainer, norms: Callable[[], KnownNorms | None]) -> None:
         self._trainer, self._norms = trainer, norms
-        self._attached: list[tuple[object, str]] = []
+        self._replaced = Replaced()
 
     def attach(self) -> None:
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
@@ -123,13 +124,10 @@ class GradientHooks:
             for name in GRADIENT_HOOKS:
                 plain = getattr(owner, name, None)
                 if plain is not None and getattr(plain, "__func__", None) is not getattr(base, name, None):
-                    object.__setattr__(owner, name, self._with_norms(plain))
-                    self._attached.append((owner, name))
+                    self._replaced.put(owner, name, self._with_norms(plain))
 
     def detach(self) -> None:
-        for owner, name in self._attached:
-            vars(owner).pop(name, None)
-        self._attached = []
+        self._replaced.restore()
 
     def _with_norms(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)

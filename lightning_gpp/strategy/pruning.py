@@ -18,8 +18,10 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 
 from lightning_gpp._compat.lightning import original_layers, parameters_to_prune
+from lightning_gpp._compat.torch_pruning import pruning_hooks
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
+from lightning_gpp.strategy.replaced import Replaced
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.mirror import Mirror
@@ -42,7 +44,7 @@ class SharedPruning:
 
     def __init__(self, trainer: pl.Trainer, engine: Callable[[], Engine]) -> None:
         self._trainer, self._engine = trainer, engine
-        self._replaced: list[tuple[object, str]] = []
+        self._replaced = Replaced()
 
     def attach(self) -> None:
         """Bring the module into the form in which stages can train it, if there are callbacks that prune."""
@@ -57,9 +59,7 @@ class SharedPruning:
                 self._replace(owner, name, self._pruning.shown)
 
     def detach(self) -> None:
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)
-        self._replaced = []
+        self._replaced.restore()
 
     @property
     def _pruning(self) -> Pruning:
@@ -85,8 +85,7 @@ class SharedPruning:
             with around():
                 return plain(*args, **kwargs)
 
-        vars(owner)[name] = method
-        self._replaced.append((owner, name))
+        self._replaced.put(owner, name, method)
 
 
 def pruning_callbacks(trainer: pl.Trainer) -> list[ModelPruning]:
@@ -103,7 +102,7 @@ def check_pruning(callbacks: Sequence[ModelPruning], job: Job, plan: Plan) -> No
         plan: the plan of the run.
     """
     for callback in callbacks:
-        for problem in (*_unsuited(job, plan), *_tied(job.module, callback)):
+        for problem in (*_unsuited(job, plan), *_pruned_before(job.module), *_tied(job.module, callback)):
             raise ConfigError(f"The callback {type(callback).__name__} {problem} (trainer.callbacks).")
 
 
@@ -124,6 +123,16 @@ def _unsuited(job: Job, plan: Plan) -> Iterator[str]:
             "optimization) may step them between two forwards. Use automatic optimization and "
             "strategy.step=micro_batches, or train on one process"
         )
+
+
+def _pruned_before(module: nn.Module) -> Iterator[str]:
+    for path, part in module.named_modules():
+        for name in pruning_hooks(part):
+            yield (
+                f"prunes stages, which know parameters by name, but {f'{path}.{name}'.removeprefix('.')!r} is pruned "
+                "already, and so has another name. Call torch.nn.utils.prune.remove before trainer.fit, or let "
+                "make_pruning_permanent=True do so at the end of a run"
+            )
 
 
 def _tied(module: nn.Module, callback: ModelPruning) -> Iterator[str]:

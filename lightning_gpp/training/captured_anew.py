@@ -40,7 +40,8 @@ class SessionCache(dict[tuple[Hashable, Hashable], T]):
         self._counts[form] = count = self._counts.get(form, 0) + 1
         if count == _OFTEN:
             self._warn(
-                f"{changing()} changed {count - 1} times, and each time the step was captured anew, because modules "
-                "that are cut into stages run with the values of their capture. That takes time: pass values that "
-                "change often as tensors, or keep the module that reads them in one stage (strategy.stages)."
+                f"{changing()} changed {count - 1} times, and each time the step was captured anew, because what is "
+                "cut into stages runs with the values of its capture. That takes time: pass values that change often "
+                "as tensors, keep the module that reads them in one stage (strategy.stages), or let the step run as "
+                "a whole (strategy.step=whole)."
             )

@@ -54,6 +54,7 @@ class FrozenAttributes:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._places: dict[Attribute, AttributePlace] = {}
+        self._known_places: dict[tuple[int, str], Attribute] = {}
         self._readers: dict[Attribute, Callable[[], Any]] = {}
         self._values: dict[Attribute, Any] = {}
         self._contents: dict[Attribute, Any] = {}
@@ -73,32 +74,35 @@ class FrozenAttributes:
         """Note the attributes of a capture, and their values.
 
         Args:
-            frozen: those of forwards that are cut.
-            live: those that the step reads, of which a number or the values of a tensor may change.
+            frozen: those of forwards that are cut, and those that decide what the step passes to them.
+            live: those that the step reads, of which a number or the values of a tensor may change; flags and texts may
+                decide which modules it calls.
         """
-        values = {**live, **frozen}
-        new = self._placed(values.keys() - self._first.keys()) | (self._live & frozen.keys())
-        self._live = (self._live | new) - frozen.keys()
+        cut = self._placed(frozen.keys())  # first, because they count where the step reads the same place
+        new = (cut | self._placed(live.keys())) - self._first.keys() | (cut & self._live)
+        self._live = (self._live | new) - cut
+        given = {**live, **frozen}
+        values = {key: given[key] if key in given else self._places[key].read() for key in new}
         self._objects |= {key for key in new if has_settings(values[key]) or isinstance(values[key], nn.Module)}
         self._around = self._objects | {(path, name.rpartition(".")[0]) for path, name in self._places}
-        self._note({key: values[key] for key in new})
+        self._note(values)
         described = {key: self._described(key, self._values[key]) for key in new}
         self._words = {**self._words, **described}
         self._first |= described
         self._announced = {**self._announced, **described}
 
     def _placed(self, keys: Set[Attribute]) -> set[Attribute]:
-        """Note where these attributes are. Returns those that no other names, as modules may share an object."""
-        known = {place.id for place in self._places.values()}
-        new = set[Attribute]()
-        for key in sorted(keys):
+        """Note where these attributes are. Returns those that stand for them, as modules may share an object."""
+        return {self._stand_in(key) for key in sorted(keys)}
+
+    def _stand_in(self, key: Attribute) -> Attribute:
+        if key not in self._places:
             place = AttributePlace(self._module, key)
-            if place.id not in known:
-                known.add(place.id)
-                new.add(key)
-                self._places[key] = place
-        self._readers |= {key: self._places[key].reader for key in new}
-        return new
+            known = self._known_places.setdefault(place.id, key)
+            if known != key:
+                return known
+            self._places[key], self._readers[key] = place, place.reader
+        return key
 
     def _note(self, values: Mapping[Attribute, Any]) -> None:
         self._values |= values
@@ -154,7 +158,7 @@ class FrozenAttributes:
         return replaced + [key for key, before in self._contents.items() if not same_contents(before, values[key])]
 
     def _described(self, key: Attribute, value: Any) -> str:
-        if key in self._live and not isinstance(value, bool | None):
+        if key in self._live and not isinstance(value, bool | str | None):
             return "tensor" if isinstance(value, Tensor) else type(value).__qualname__
         if isinstance(value, CONTAINERS) and len(value) <= MOST_ITEMS:
             items = [self._described(key, item) for item in (value.items() if isinstance(value, dict) else value)]

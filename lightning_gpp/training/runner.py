@@ -160,8 +160,8 @@ class Runner:
             )
         return (
             f"{self._incoming.frozen.names()} changed while mini-batches are in the pipeline, which "
-            "does not flush, and a module that is cut into stages reads it. Pass it to the module as a tensor, or "
-            "keep the module in one stage (strategy.stages)."
+            "does not flush, and what is cut into stages depends on it. Pass it to modules as a tensor, or keep the "
+            "module that reads it in one stage (strategy.stages)."
         )
 
     def give_up(self, number: int) -> None:

@@ -172,7 +172,7 @@ def check_shared(changed: Mapping[Attribute, Any]) -> None:
             pickle.dumps(value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise GPPError(
-                f"{dotted(attribute)} changed, and modules that are cut into stages read it, but its new value cannot "
+                f"{dotted(attribute)} changed, and what is cut into stages depends on it, but its new value cannot "
                 f"be sent to other ranks ({error}). Define its class at the top of a file, or keep numbers in it."
             ) from error
 

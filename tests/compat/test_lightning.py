@@ -586,3 +586,15 @@ def test_original_layers() -> None:
     assert part is module[0]
     assert copied is not part
     assert copied.weight.equal(part.weight)
+
+
+def test_lightning_state() -> None:
+    """What Lightning keeps in a module, and no name that a user may have chosen."""
+
+    class Module(L.LightningModule):
+        def __init__(self, width: int = 2) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    own = {name for name in vars(Module()).keys() - vars(nn.Module()).keys() if name.startswith("_")}
+    assert own - {"_hparams"} == lightning_module.LIGHTNING_STATE

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
+from torch.nn.utils import prune
 from torch.nn.utils.prune import BasePruningMethod
 
 from lightning_gpp import CheckpointError, ConfigError
@@ -303,6 +304,16 @@ def test_tied_parameters_are_refused() -> None:
     callback.setup(trainer(), module, "fit")
     job: Any = SimpleNamespace(options=Options(), whole=False, module=module)
     with pytest.raises(ConfigError, match=r"another module has the same parameter.*filter_parameters_to_prune"):
+        check_pruning([callback], job, SimpleNamespace(sharding="none"))  # type: ignore[arg-type]
+
+
+def test_a_module_that_is_pruned_already_is_refused() -> None:
+    module = Towers("adam")
+    callback = pruning(module, "tickets")
+    callback.setup(trainer(), module, "fit")
+    prune.l1_unstructured(module.left[0], "weight", amount=1)
+    job: Any = SimpleNamespace(options=Options(), whole=False, module=module)
+    with pytest.raises(ConfigError, match=r"'left.0.weight' is pruned already.*prune.remove"):
         check_pruning([callback], job, SimpleNamespace(sharding="none"))  # type: ignore[arg-type]
 
 

@@ -274,6 +274,7 @@ ROWS: dict[str, list[Any]] = {
     "ModelPruning with": [
         test_pruning.test_refused,
         test_pruning.test_tied_parameters_are_refused,
+        test_pruning.test_a_module_that_is_pruned_already_is_refused,
         test_pruning.test_folders_are_refused,
     ],
     "StochasticWeightAveraging": [test_callbacks.test_batch_norm_is_not_averaged_from_micro_batches],
