@@ -6,6 +6,7 @@ Messages of a directed pair match by order alone, as NCCL requires.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.mesh import Mesh
+from lightning_gpp.runtime.queues import check_queues
 
 Pair = tuple[int, int]
 """A directed pair of devices (source, destination) of one pipeline."""
@@ -90,6 +92,9 @@ class DistributedTransport:
 
     Transports of one mesh never get each other's messages: over gloo each has a tag of its own, on NCCL groups of its
     own.
+
+    Raises:
+        ConfigError: on NCCL, the GPUs have fewer hardware queues than streams (see `check_queues`).
     """
 
     def __init__(
@@ -133,6 +138,8 @@ class DistributedTransport:
 
     def _connect(self, mesh: Mesh, pairs: list[Pair]) -> None:
         """Create the groups in one round per direction, because both directions of a pair have the same ranks."""
+        if self._backend == "nccl":
+            check_queues(pairs, mesh.num_devices, os.environ)
         for src, dst in pairs:
             ranks = [(mesh.global_rank(src, p), mesh.global_rank(dst, p)) for p in range(mesh.num_pipelines)]
             for (first, second), group in mesh.groups(f"{self._purpose}: {src} to {dst}", ranks, self._backend).items():

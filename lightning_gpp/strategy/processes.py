@@ -35,6 +35,7 @@ from lightning_gpp.failure.handshake import exchange_through_store
 from lightning_gpp.failure.hangs import Activity, Wait
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import bind_to_parent, release_from_parent
+from lightning_gpp.runtime.queues import open_queues
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
@@ -199,6 +200,8 @@ class JobProcesses:
         if environment is not None:
             tie_to_launcher(environment)
         _ = self.options.num_members  # refused here, before the other processes start, and not by each of them
+        if self.parallel_devices and self.parallel_devices[0].type == "cuda":
+            open_queues()
         if self.num_processes * self.num_nodes > 1:  # notebooks, too, run one process
             self._launcher = self._launcher_for(environment)
 

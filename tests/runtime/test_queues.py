@@ -1,0 +1,48 @@
+"""Hardware queues of GPUs: as many as a device has streams."""
+
+import os
+
+import pytest
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.runtime.queues import MOST, VARIABLE, check_queues, open_queues, streams_of
+
+BRANCHES = [pair for tower in range(1, 5) for pair in ((0, tower), (tower, 0))]
+"""Four towers whose results join on device 0."""
+
+
+def test_a_device_has_a_stream_for_each_neighbour_and_direction() -> None:
+    assert streams_of(BRANCHES, 0) == 2 + 8
+    assert streams_of(BRANCHES, 3) == 2 + 2
+    assert streams_of([*BRANCHES, *BRANCHES], 3) == 2 + 2
+
+
+@pytest.mark.parametrize("environment", [{VARIABLE: "1"}, {VARIABLE: "9"}, {VARIABLE: "many"}, {}])
+def test_fewer_queues_than_streams_are_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"device 0 of the plan has 10 streams.*Set the variable to {MOST}"):
+        check_queues(BRANCHES, 5, environment)
+
+
+@pytest.mark.parametrize("environment", [{VARIABLE: "10"}, {VARIABLE: "32"}])
+def test_enough_queues_are_accepted(environment: dict[str, str]) -> None:
+    check_queues(BRANCHES, 5, environment)
+
+
+def test_the_usual_number_is_enough_for_a_chain() -> None:
+    chain = [(first + step, first + 1 - step) for first in range(7) for step in range(2)]
+    check_queues(chain, 8, {})
+
+
+def test_more_streams_than_a_gpu_has_queues_are_warned_of() -> None:
+    many = [pair for tower in range(1, 20) for pair in ((0, tower), (tower, 0))]
+    with pytest.warns(UserWarning, match="Device 0 of the plan has 40 streams.*strategy.max_replicas"):
+        check_queues(many, 20, {VARIABLE: "32"})
+
+
+def test_queues_are_opened_unless_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    open_queues()
+    assert os.environ[VARIABLE] == str(MOST)
+    monkeypatch.setenv(VARIABLE, "16")
+    open_queues()
+    assert os.environ[VARIABLE] == "16"
