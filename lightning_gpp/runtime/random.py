@@ -1,5 +1,5 @@
 """Random streams: every stage draws its own random numbers, whatever else its device computes, and user code draws from
-the streams of the process: Python's, NumPy's and torch's on the CPU.
+the streams of the process: Python's, NumPy's, and torch's on the CPU and on the current GPU.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class RandomStreams:
         self.seed = seed
         self._generators = [torch.default_generator]
         if device is not None and device.type == "cuda":
+            torch.cuda.init()  # makes the default generators
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
 
@@ -66,14 +67,17 @@ class RandomStreams:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore all streams when the context ends, whatever was drawn inside."""
+    """Restore all streams of the process when the context ends, whatever was drawn inside."""
     python, numpy, generator = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(generator)
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu)
 
 
 def python_streams() -> tuple[object, ...]:
@@ -83,7 +87,9 @@ def python_streams() -> tuple[object, ...]:
 
 
 def seed_streams(seed: int) -> None:
-    """Seed all three streams with `seed`, a number of up to 63 bits."""
+    """Seed all streams of the process with `seed`, a number of up to 63 bits."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_gpp.runtime import RandomStreams
-from lightning_gpp.runtime.random import mix
+from lightning_gpp.runtime.random import mix, seed_streams, undisturbed
 
 
 def test_mix_is_splitmix64() -> None:
@@ -36,3 +38,35 @@ def _draw_and_fail() -> None:
     with RandomStreams(5).use(0, 0, 0, 0):
         torch.rand(7)
         raise ValueError("inside")
+
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_equal_seeds_give_the_step_equal_draws(device: str) -> None:
+    """A step that draws noise on its device draws the same for the inputs of the network and for the loss."""
+    torch.zeros(1, device=device)  # a process that has used the device
+    drawn = []
+    for _ in range(2):
+        seed_streams(7)
+        drawn.append((random.random(), np.random.rand(), torch.rand(3), torch.rand(3, device=device)))
+    (python, numpy, *tensors), again = drawn
+    assert (python, numpy) == again[:2]
+    assert all(torch.equal(*pair) for pair in zip(tensors, again[2:], strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_draws_inside_do_not_disturb_the_streams_outside(device: str) -> None:
+    torch.zeros(1, device=device)
+    seed_streams(7)
+    expected = random.random(), np.random.rand(), torch.rand(3), torch.rand(3, device=device)
+    seed_streams(7)
+    with undisturbed():
+        _ = random.random(), np.random.rand(), torch.rand(3), torch.rand(3, device=device)
+    found = random.random(), np.random.rand(), torch.rand(3), torch.rand(3, device=device)
+    assert found[:2] == expected[:2]
+    assert all(torch.equal(*pair) for pair in zip(found[2:], expected[2:], strict=True))
