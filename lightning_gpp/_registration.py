@@ -12,14 +12,15 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any, Final
 
-_REGISTRY: Final = "lightning.pytorch.strategies"
+_REGISTRIES: Final = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
+"""Under both names of Lightning; the one that is loaded counts (`_one_lightning.py`)."""
 
 
 def register() -> None:
     """Register the strategy now if Lightning is loaded, otherwise as soon as it is."""
-    module = sys.modules.get(_REGISTRY)
-    if module is not None and hasattr(module, "StrategyRegistry"):
-        _register_in(module)
+    loaded = [sys.modules[name] for name in _REGISTRIES if hasattr(sys.modules.get(name), "StrategyRegistry")]
+    if loaded:
+        _register_in(loaded[0])
     elif not any(isinstance(finder, _WhenLoaded) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WhenLoaded())
 
@@ -37,12 +38,12 @@ def make_strategy(**kwargs: Any) -> Any:
 
 
 class _WhenLoaded(MetaPathFinder):
-    """Finds one module in the usual way, and registers the strategy after the module has run."""
+    """Finds the registry's module in the usual way, and registers the strategy after the module has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _REGISTRY:
+        if name not in _REGISTRIES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
