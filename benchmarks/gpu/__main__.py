@@ -14,7 +14,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torch.multiprocessing.spawn import ProcessRaisedException
+
 from benchmarks.gpu import beside_torch, parts
+from benchmarks.gpu.features import FEATURES
 from benchmarks.gpu.seats import NCCL, SEATINGS, Seating, here, machine
 
 
@@ -42,6 +45,7 @@ def report(seatings: Sequence[Seating], folder: str) -> Iterator[str]:
     yield from coverage(seatings)
     together = [seating for seating in seatings if seating.world_size > 1]
     yield from correctness(seatings)
+    yield from features(seatings)
     yield from waits(seatings)
     yield from predictions(seatings)
     yield from eager([seating for seating in seatings if seating.world_size == 1])
@@ -81,6 +85,25 @@ def correctness(seatings: Sequence[Seating]) -> Iterator[str]:
             )
             rows[-1].append("yes" if fine else "**NO**")
     yield from table("processes | numbers | loss | gradients | allowed | within", rows)
+
+
+def features(seatings: Sequence[Seating]) -> Iterator[str]:
+    yield "## Features\n"
+    yield "What runs other code on a GPU: random streams, fused kernels, copies to the host, collectives. The largest"
+    yield "error of a step, as above, or a number that has to be zero. A self-check that refuses the model counts as an"
+    yield "error, too.\n"
+    rows = []
+    for seating in seatings:
+        for feature in FEATURES:
+            if feature.together and seating.world_size == 1:
+                continue
+            try:
+                error = max(seating.run(feature.error))
+                shown, fine = f"{error:.1e}", error <= feature.allowed
+            except ProcessRaisedException as raised:
+                shown, fine = f"`{str(raised).strip().splitlines()[-1]}`", False
+            rows.append([seating.name, feature.name, shown, f"{feature.allowed:.0e}", "yes" if fine else "**NO**"])
+    yield from table("processes | feature | error | allowed | within", rows)
 
 
 def waits(seatings: Sequence[Seating]) -> Iterator[str]:

@@ -54,7 +54,9 @@ class Seating:
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call `function(device, *arguments)` in every process; returns the results by rank."""
         with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.set_forkserver_preload(["benchmarks.gpu.parts", "benchmarks.gpu.beside_torch"])
+            multiprocessing.set_forkserver_preload(
+                ["benchmarks.gpu.parts", "benchmarks.gpu.features", "benchmarks.gpu.beside_torch"]
+            )
             start_processes(_main, (self, folder, function, arguments), self.world_size, start_method="forkserver")
             return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(self.world_size)]
 
@@ -82,7 +84,11 @@ def _main(rank: int, seating: Seating, folder: str, function: Callable[..., Any]
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        seating.backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=seating.world_size
+        seating.backend,
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=seating.world_size,
+        device_id=device if seating.backend == "nccl" else None,  # as Lightning does; communicators are then split
     )
     Path(folder, str(rank)).write_bytes(pickle.dumps(function(device, *arguments)))
     dist.barrier()

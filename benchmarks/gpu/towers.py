@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -105,10 +105,13 @@ def pipeline(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     precision: torch.dtype | None = None,
     rate: float = 1e-4,
+    frozen: Sequence[str] = (),
     **options: Any,
 ) -> Iterator[Job]:
     """The towers as a pipeline of all processes."""
     model, batch = model_of(shape, device, dtype), batch_of(shape, device, dtype)
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     given = {"stages": layout(dist.get_world_size()), "num_micro_batches": shape.micro_batches, **options}
     started = initialize(

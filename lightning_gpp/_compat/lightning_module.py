@@ -25,6 +25,20 @@ def set_trainer(module: Any, trainer: Any) -> None:
     vars(module)["_trainer"] = trainer
 
 
+def set_device(module: Any, device: object) -> None:
+    """Set the device that `self.device` returns, in all LightningModules of a module tree.
+
+    Only `module.to(device)` sets it, which a module whose parameters are placed one by one is never asked for.
+    """
+    for part in module.modules():
+        if _HAS_DEVICE in {kind.__name__ for kind in type(part).__mro__}:
+            part._device = device
+
+
+_HAS_DEVICE: Final = "_DeviceDtypeModuleMixin"
+"""Lightning's base class of modules with the property `device`; torchmetrics has another one of its own."""
+
+
 def set_device_mesh(module: Any, mesh: object) -> None:
     """Set the mesh that a LightningModule's `device_mesh` returns."""
     module._device_mesh = mesh

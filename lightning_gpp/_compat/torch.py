@@ -131,6 +131,23 @@ def imitated_processes(count: int) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+@contextmanager
+def without_splits() -> Iterator[None]:
+    """Inside, new process groups are not split off from the default group.
+
+    If NCCL's default group is bound to a device, torch lets the processes outside of a new group take part in a split
+    of NCCL's communicator, whatever the backend of the group. Those inside of a gloo group do not, so the others would
+    wait for them for ever, or pair with a later split. (github.com/pytorch/pytorch/issues/145376)
+    """
+    world = torch.distributed.group.WORLD
+    assert world is not None
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
 # --- autograd
 
 

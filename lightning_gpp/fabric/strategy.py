@@ -149,7 +149,7 @@ class GPPFabricStrategy(JobProcesses, ParallelStrategy):
         control = self._joined
         if control.num_devices == 1:
             return dataloader
-        return MirroredLoader(dataloader, control, Mirror(control, torch.device("cpu")))
+        return MirroredLoader(dataloader, control, Mirror(control, self.root_device))
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._prepared.call(args, kwargs)

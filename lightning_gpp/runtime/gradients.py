@@ -45,6 +45,7 @@ class GradientSync:
         parted: parameters of which every member of a device has a part; the others have all of them.
         frozen_since: parameters that were trained in an earlier mini-batch of this optimizer step, and no longer are;
             the same on all ranks.
+        device: the device of this rank, which may have no parameters; by default the CPU.
 
     Attributes:
         last: whether an optimizer step follows this mini-batch. If not, gradients are only accumulated.
@@ -63,10 +64,12 @@ class GradientSync:
         stages: Mapping[str, Sequence[int]] | None = None,
         parted: Collection[str] = (),
         frozen_since: Collection[str] = (),
+        device: torch.device | None = None,
     ) -> None:
         self._holders = {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
         self._parameters = dict(parameters)
         self._mesh, self._parted, self._frozen_since = mesh, frozenset(parted), frozenset(frozen_since)
+        self._device = device or torch.device("cpu")
         self._check()
         self.gathers, self.last = False, True
         stage_of = {name: used[0] for name, used in (stages or {}).items() if len(used) == 1}
@@ -126,7 +129,7 @@ class GradientSync:
         """
         pipeline = set(self._mesh.pipeline_ranks())
         counted = self.counted_on(pipeline, names)
-        return norm_over_ranks(counted, norm_type, self._device(), self._mesh.norm_group)
+        return norm_over_ranks(counted, norm_type, self._device, self._mesh.norm_group)
 
     def counted_on(self, ranks: set[int], names: Collection[str] | None = None) -> Iterator[Tensor]:
         """Gradients of the parameters, or of some of them, whose first holder among these ranks is this one."""
@@ -138,9 +141,6 @@ class GradientSync:
             counts = self._mesh.member == 0 or name in self._parted
             if first == self._mesh.rank and counts and parameter.grad is not None:
                 yield parameter.grad
-
-    def _device(self) -> torch.device:
-        return next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
 
     def _check(self) -> None:
         rank = self._mesh.rank

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Final
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_gpp._compat.torch import without_splits
 from lightning_gpp.errors import ConfigError
 
 CONTROL_BACKEND: Final = "gloo"
@@ -124,7 +126,9 @@ class Mesh:
         return {ranks: self._groups[purpose, ranks, backend] for ranks in wanted if self.rank in ranks}
 
     def _new(self, processes: Sequence[int], backend: str | None) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(list(processes), timeout=self._timeout, backend=backend)
+        kind = self.backend if backend is None else backend
+        with without_splits() if kind == CONTROL_BACKEND else nullcontext():
+            group: dist.ProcessGroup = dist.new_group(list(processes), timeout=self._timeout, backend=backend)
         return group
 
     def device_mesh(self, kind: str) -> DeviceMesh | None:

@@ -68,16 +68,21 @@ class RandomStreams:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore all streams of the process when the context ends, whatever was drawn inside."""
-    python, numpy, generator = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    python, numpy = random.getstate(), np.random.get_state()
+    generators = [(generator, generator.get_state()) for generator in _current_generators()]
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.set_rng_state(generator)
-        if gpu is not None:
-            torch.cuda.set_rng_state(gpu)
+        for generator, state in generators:
+            generator.set_state(state)  # without a copy, which would be fake among fake tensors
+
+
+def _current_generators() -> list[torch.Generator]:
+    """Torch's default generators on the CPU, and on the current GPU if this process uses one."""
+    gpu = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
+    return [torch.default_generator, *gpu]
 
 
 def python_streams() -> tuple[object, ...]:
@@ -90,6 +95,5 @@ def seed_streams(seed: int) -> None:
     """Seed all streams of the process with `seed`, a number of up to 63 bits."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
+    for generator in _current_generators():
+        generator.manual_seed(seed)

@@ -119,13 +119,13 @@ class DistributedTransport:
     def send(self, tensor: Tensor, device: int) -> Work:
         if not tensor.numel():
             return _DONE
-        channel, wire = self._outgoing[device], _wire(tensor.contiguous())
+        channel, wire = self._outgoing[device], as_sent(tensor.contiguous())
         return channel.group.send([wire.cpu() if channel.staged else wire], channel.peer, self._tag)
 
     def receive(self, buffer: Tensor, device: int) -> Work:
         if not buffer.numel():
             return _DONE
-        channel, wire = self._incoming[device], _wire(buffer)
+        channel, wire = self._incoming[device], as_sent(buffer)
         if not channel.staged:
             return channel.group.recv([wire], channel.peer, self._tag)
         host = torch.empty_like(wire, device="cpu")
@@ -138,7 +138,7 @@ class DistributedTransport:
 
     def _connect(self, mesh: Mesh, pairs: list[Pair]) -> None:
         """Create the groups in one round per direction, because both directions of a pair have the same ranks."""
-        if self._backend == "nccl":
+        if self._device.type == "cuda":
             check_queues(pairs, mesh.num_devices, os.environ)
         for src, dst in pairs:
             ranks = [(mesh.global_rank(src, p), mesh.global_rank(dst, p)) for p in range(mesh.num_pipelines)]
@@ -151,7 +151,7 @@ class DistributedTransport:
                     self.receive(torch.zeros(1, device=self._device), src).wait()
 
 
-def _wire(tensor: Tensor) -> Tensor:
+def as_sent(tensor: Tensor) -> Tensor:
     """The same memory in a dtype that every backend moves."""
     return tensor.view(-1).view(torch.uint8) if tensor.dtype in _AS_BYTES else tensor
 

@@ -20,6 +20,7 @@ from lightning_gpp._compat.lightning import (
     current_hook,
     layer_sync,
 )
+from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp.checkpoints.layout import entry_of
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import ConfigError, PlanError, show_elsewhere
@@ -89,6 +90,7 @@ class GPPStrategy(RanksStrategy):
             raise ConfigError("The strategy was set up without an accelerator, a module or processes; use a Trainer.")
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
+        set_device(self.model, self.root_device)
         self._run = Run(
             trainer,
             self,

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gpp.errors import ConfigError
@@ -103,4 +104,5 @@ def _facts_of_optimizers(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str,
             yield f"the number of parameters in {where}", str(len(group["params"]))
             for name, value in sorted(group.items()):
                 if name != "params":
-                    yield f"{name!r} in {where}", text_of(value)
+                    known = value.tolist() if isinstance(value, Tensor) else value  # on a device of the rank's own
+                    yield f"{name!r} in {where}", text_of(known)

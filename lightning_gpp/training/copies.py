@@ -18,7 +18,7 @@ from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
 from lightning_gpp.capture.attributes import FRAMEWORKS, OF_EVERY_MODULE
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.training.foreign import Foreign, Whereabouts, foreign_like
-from lightning_gpp.training.parameters import tensors_of, with_values
+from lightning_gpp.training.parameters import flatten, tensors_of, with_values
 
 SMALL: Final = 1 << 24
 """Bytes of a tensor or array that is copied, although it is not known that a step changes it."""
@@ -43,6 +43,7 @@ def silent_copy(
     copied = _silenced(private_copy(module, memo), module)
     for metric in (part for part in copied.modules() if isinstance(part, Metric)):
         metric.to(device)
+    flatten(copied)
     return copied
 
 

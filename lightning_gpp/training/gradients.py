@@ -122,7 +122,8 @@ class StageGradients:
     def _started(self, update: int) -> _Sum:
         """The sum of this step, to which all ranks add their parts."""
         mine, groups = self._squares(counted=True), sorted(set(self._layout.uses.values()))
-        squares = torch.stack([mine.get(group, _NOTHING).cpu() for group in groups])
+        nothing = _NOTHING.to(next((square.device for square in mine.values()), _NOTHING.device))
+        squares = torch.stack([mine.get(group, nothing) for group in groups]).cpu()  # one wait for the device
         return _Sum(update, squares, self._control.sum_later(squares))
 
     # -- groups -------------------------------------------------------------------------------------------------------

@@ -57,7 +57,8 @@ def initialize(
         example_batch: a mini-batch; used only on global rank 0.
         step: computes the loss, also for `Engine.evaluate`. Default: the module's method `training_step`.
         options: the same as the arguments of `GPPStrategy`. Default: a partitioner's plan for all ranks.
-        device: the device of this rank. Default: the current CUDA device if the backend is NCCL, otherwise the CPU.
+        device: the device of this rank, which becomes the current one. Default: the current CUDA device if the process
+            group has NCCL for it, otherwise the CPU.
         context: makes the context in which modules compute, for example autocast.
         precision: the type that the context computes in.
 
@@ -70,6 +71,9 @@ def initialize(
             "There is no process group yet: call torch.distributed.init_process_group() first, in processes that "
             "torchrun started."
         )
+    if (device := device or _default_device()).type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)  # for what asks for the current one: random streams, new process groups, kernels
     options, given = options or Options(), [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     control = join(options, dist.get_rank(), dist.get_world_size())
     describe = lambda: "set-up" if engine is None else engine.describe()  # noqa: E731
@@ -87,7 +91,7 @@ def initialize(
             module=module,
             control=control,
             options=options,
-            device=device or _default_device(),
+            device=device,
             seed=agreed_seed(options.seed, control),
             num_nodes=_num_nodes(control.world_size),
             host=Host(context, precision),
@@ -128,7 +132,9 @@ def _with_step(module: nn.Module, step: StepFunction | None) -> Iterator[None]:
 
 
 def _default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    """The current CUDA device if the process group moves its tensors by NCCL, as that without a backend's name does."""
+    on_gpus = f"cuda:{dist.Backend.NCCL}" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 
 def _num_nodes(world_size: int) -> int:

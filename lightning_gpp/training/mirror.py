@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
+from lightning_gpp.runtime.transport import as_sent
 from lightning_gpp.training.control import Control
 
 
@@ -54,13 +55,13 @@ class Mirror:
         mesh = self._control.mesh
         group = mesh.pipeline_control_group if tensor.device.type == "cpu" else mesh.pipeline_group
         if self._control.num_devices > 1:
-            dist.broadcast(tensor, group_src=0, group=group)
+            dist.broadcast(as_sent(tensor), group_src=0, group=group)
         return tensor
 
     def _tensor_in_device(self, tensor: Tensor) -> Tensor:
         mesh = self._control.mesh
         group = mesh.member_control_group if tensor.device.type == "cpu" else mesh.member_group
-        dist.broadcast(tensor, group_src=0, group=group)
+        dist.broadcast(as_sent(tensor), group_src=0, group=group)
         return tensor
 
     def streams(self) -> None:

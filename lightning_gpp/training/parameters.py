@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp._compat.torch import without_torch_function
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.sharding.shards import local
+from lightning_gpp.runtime.transport import as_sent
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Foreign, Whereabouts, attributes_of, foreign_like
 from lightning_gpp.training.frozen_copies import originals
@@ -180,7 +182,7 @@ def _equalise(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) ->
     for tensor, *found in zip(tensors.values(), *digests, strict=True):
         if len(set(found)) > 1:
             values = tensor.detach().cpu().contiguous()
-            dist.broadcast(values, group_src=0, group=group)
+            dist.broadcast(as_sent(values), group_src=0, group=group)
             with torch.no_grad():
                 tensor.copy_(values)
 
@@ -234,12 +236,28 @@ def _direct(part: nn.Module) -> list[Tensor]:
 def move(module: nn.Module, device: torch.device) -> None:
     """Move tensors with memory to a device, one at a time; parameters stay the same objects, and shards do not move."""
     for parameter in module.parameters():
-        if not parameter.is_meta and not isinstance(parameter, DTensor):
+        if _is_plain(parameter):
             parameter.data = parameter.data.to(device)
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(device)
     buffers = [buffer for buffer in module.buffers() if not buffer.is_meta and buffer.device != device]
     replace_tensors(module, {id(buffer): (buffer, buffer.to(device)) for buffer in buffers})
+    flatten(module)
+    set_device(module, device)
+
+
+def flatten(module: nn.Module) -> None:
+    """Put the parameters of each recurrent network into one block of memory, as cuDNN wants them.
+
+    Only `module.to(device)` does that by itself. Elsewhere than on CUDA it does nothing.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase) and all(_is_plain(parameter) for parameter in part.parameters()):
+            part.flatten_parameters()
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return not parameter.is_meta and not isinstance(parameter, DTensor)
 
 
 def bytes_of(module: nn.Module) -> int:

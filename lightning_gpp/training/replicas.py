@@ -85,6 +85,7 @@ class Replicas:
         layout: the parameter placement of the run.
         indices: indices of the optimizers, which afterwards step only this rank's parameters.
         control: the side channel of this rank.
+        device: the device of this rank.
         parallel: the division of the module among the members of a device.
 
     Attributes:
@@ -101,9 +102,11 @@ class Replicas:
         layout: Layout,
         indices: Sequence[OptimizerIndex],
         control: Control,
+        device: torch.device,
         parallel: TensorParallel | None = None,
     ) -> None:
         self.module, self.layout, self.control, self._parallel = module, layout, control, parallel
+        self._device = device
         self._indices = indices
         idle = idle_sharding(layout.plan, control.num_pipelines)
         if idle:
@@ -285,9 +288,10 @@ class Replicas:
         mesh, uses = self.control.mesh, self.layout.uses
         parameters, holders = self._summed()
         if self.sharding == "fsdp":
-            return ShardedStages(self.module, parameters, holders, mesh, stages=uses)
+            return ShardedStages(self.module, parameters, holders, mesh, stages=uses, device=self._device)
         parted = () if self._parallel is None else self._parallel.cut
-        return GradientSync(parameters, holders, mesh, stages=uses, parted=parted, frozen_since=self._frozen_since)
+        since, device = self._frozen_since, self._device
+        return GradientSync(parameters, holders, mesh, stages=uses, parted=parted, frozen_since=since, device=device)
 
     def _summed(self) -> tuple[dict[str, Parameter], dict[str, list[int]]]:
         """This rank's parameters, and the holders of all, in the order of registration.

@@ -36,6 +36,7 @@ from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.replicas import Forwarded, Replicas, counterparts
 from lightning_gpp.training.segments import flushed_if_need_be
 from lightning_gpp.training.slice_check import checked_slices
+from lightning_gpp.training.tolerances import rounded_to
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,8 @@ class Session:
     def _checked(self, stages: Sequence[StageModule]) -> Sequence[StageModule]:
         """The stages; in training, slices are compared with their unsliced stage once."""
         wanted = self.training and self._job.options.self_check is not False and self.plan.is_sliced
-        return checked_slices(stages, self.plan, self._job.precision) if wanted else stages
+        precision = rounded_to(self._job.precision, self._job.device, self._job.module)
+        return checked_slices(stages, self.plan, precision) if wanted else stages
 
     def executor(self, batch_size: int, together: bool = True) -> Executor:
         """The executor for mini-batches of this size, cached. `together`: with collectives."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.checkpoints.pretrained import pretrained_values
 from lightning_gpp.costs.model import Footprint
@@ -140,6 +141,7 @@ def _set_up(
         SelfCheckError: the stages do not compute the same as the module.
         GPPError: the ranks do not agree on what they captured, or on what they train with.
     """
+    set_device(job.module, job.device)  # before the step runs for the first time, which may read it
     if step == TRAINING and job.control.num_processes > 1:
         check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.everyone)
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
@@ -165,7 +167,9 @@ def _set_up(
             check_first_order(optimizer)
     indices = [OptimizerIndex(optimizer, job.module) for optimizer in optimizers]
     layout = _place_parameters(job, captured, plan, found_calls)
-    replicas = Replicas(job.module, layout, indices, job.control, job.parallel) if step == TRAINING else None
+    replicas = None
+    if step == TRAINING:
+        replicas = Replicas(job.module, layout, indices, job.control, job.device, job.parallel)
     incoming.follow()
     asynchronous = gradients = None
     if policy is not None:

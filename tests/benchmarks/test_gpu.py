@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.__main__ import coverage
+from benchmarks.gpu.features import FEATURES
 from benchmarks.gpu.parts import ARITHMETICS, correctness
 from benchmarks.gpu.seats import ALONE, CPU, CPUS, NCCL, SHARED
 from tests.cli.commands import ROOT
@@ -29,11 +30,17 @@ def test_the_report_says_what_has_not_been_run() -> None:
 def test_the_page_is_a_report() -> None:
     page = PAGE.read_text()
     assert re.findall("^## (.*)", page, re.MULTILINE) == [
-        *("Correctness", "What a step waits for", "Predicted and measured", "Stages against the undivided model"),
-        *("Beside torch.distributed.pipelining", "Sharding", "Traces"),
+        *("Correctness", "Features", "What a step waits for", "Predicted and measured"),
+        *("Stages against the undivided model", "Beside torch.distributed.pipelining", "Sharding", "Traces"),
     ]
     assert "**NO**" not in page
     assert ("0 GPUs" in page) == ("No line of this library has run on a GPU" in page)
+
+
+@pytest.mark.parametrize("name", ["noise on the device", "tensors on self.device", "float16 and a scaled loss"])
+def test_features_have_no_error(name: str) -> None:
+    (feature,) = (each for each in FEATURES if each.name == name)
+    assert max(CPU.run(feature.error)) <= feature.allowed
 
 
 def test_gradients_are_those_of_the_undivided_model() -> None:

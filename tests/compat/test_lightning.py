@@ -325,6 +325,20 @@ def test_set_trainer() -> None:
     assert module.trainer is stand_in
 
 
+def test_set_device() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.metric = Line(), MeanMetric()
+
+    module, device = Around(), torch.device("meta")
+    lightning_module.set_device(module, device)
+    assert module.inner.device == device
+    assert module.metric.device == torch.device("cpu")  # it was not moved
+    module.inner.to("cpu")
+    assert module.inner.device == torch.device("cpu")
+
+
 def test_set_device_mesh() -> None:
     module, mesh = Line(), object()
     lightning_module.set_device_mesh(module, mesh)

@@ -48,6 +48,7 @@ from lightning_gpp._compat.torch import (
     unset_fake_temporarily,
     version,
     will_run,
+    without_splits,
     without_torch_function,
     wrapper,
     wraps_compiled,
@@ -455,6 +456,19 @@ def test_hook_tables() -> None:
         table.update(entries)
     module(torch.ones(1))
     assert found == ["before", "after"]
+
+
+def test_without_splits() -> None:
+    """A device that a group is bound to is asked about splits, which that of a CPU refuses."""
+    with imitated_processes(2):
+        world, device = torch.distributed.group.WORLD, torch.device("cpu", 0)
+        assert world is not None
+        world.bound_device_id = device
+        with pytest.raises(ValueError, match="device_id"):
+            torch.distributed.new_group([0, 1], backend="fake")
+        with without_splits():
+            torch.distributed.new_group([0, 1], backend="fake")
+        assert world.bound_device_id == device
 
 
 def test_imitated_processes() -> None:

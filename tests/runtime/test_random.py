@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_gpp._compat.torch import fake_mode
 from lightning_gpp.runtime import RandomStreams
 from lightning_gpp.runtime.random import mix, seed_streams, undisturbed
 
@@ -70,3 +71,15 @@ def test_draws_inside_do_not_disturb_the_streams_outside(device: str) -> None:
     found = random.random(), np.random.rand(), torch.rand(3), torch.rand(3, device=device)
     assert found[:2] == expected[:2]
     assert all(torch.equal(*pair) for pair in zip(found[2:], expected[2:], strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_streams_go_on_after_a_recording(device: str) -> None:
+    """A state is no tensor of the recording, in which tensors are fake."""
+    torch.zeros(1, device=device)
+    seed_streams(7)
+    expected = torch.rand(3), torch.rand(3, device=device)
+    seed_streams(7)
+    with fake_mode(), undisturbed():
+        seed_streams(8)
+    assert all(map(torch.equal, expected, (torch.rand(3), torch.rand(3, device=device))))

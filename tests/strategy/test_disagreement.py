@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.monitor import FailureMonitor
-from lightning_gpp.training.agreement import check_alike, text_of
+from lightning_gpp.training.agreement import check_alike, facts_of_optimizers, text_of
 from tests.distributed import run_distributed
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers
@@ -101,3 +101,11 @@ def test_addresses_do_not_count_and_values_are_shortened() -> None:
     assert others == [first] * 3
     assert "disagree on b: it is x on ranks 0, 1, 3, but longlong" in first
     assert len(first) < 700
+
+
+def test_learning_rates_in_tensors_are_compared_by_value() -> None:
+    """Those of two ranks may be on two GPUs."""
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    kinds = (torch.optim.SGD(parameters, lr=rate) for rate in (0.5, torch.tensor(0.5)))
+    plain, tensor = (facts_of_optimizers([kind]) for kind in kinds)
+    assert plain == tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.optim import AdamW
 
 from gpp_examples.plain_loop import Batch, Branches, batches, loss_of
 from lightning_gpp import CheckpointError, ConfigError, GPPError, Options, PlanError
+from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.training.checkpoint import load_state, whole_state
@@ -20,7 +22,7 @@ from lightning_gpp.training.foreign import Whereabouts
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.optimizers import OptimizerIndex
-from lightning_gpp.training.parameters import Placement, drop, settle, tensors_of
+from lightning_gpp.training.parameters import Placement, drop, move, settle, tensors_of
 from lightning_gpp.training.session import check_placement
 from lightning_gpp.training.setup import _check_step_device, set_up
 from tests.distributed import run_distributed
@@ -187,3 +189,38 @@ def test_the_state_of_an_optimizer_moves_without_its_step_counter() -> None:
     state = optimizer.state[module.head.weight]
     assert state["exp_avg"].is_meta
     assert not state["step"].is_meta
+
+
+class Recurrent(nn.LSTM):
+    """Counts how often its parameters are put into one block of memory."""
+
+    flattened = 0
+
+    def flatten_parameters(self) -> None:
+        self.flattened += 1
+        super().flatten_parameters()
+
+
+class Lightning(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.elsewhere = Recurrent(2, 2), Recurrent(2, 2, device="meta")
+
+
+def test_moving_tells_lightning_and_recurrent_networks() -> None:
+    """`module.to(device)` does both, but moves what other ranks hold, too."""
+    module = Lightning()
+    before = module.here.flattened, module.elsewhere.flattened
+    set_device(module, torch.device("meta"))
+    assert module.device.type == "meta"
+    move(module, CPU)
+    assert module.device == CPU
+    assert (module.here.flattened, module.elsewhere.flattened) == (before[0] + 1, before[1])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_recurrent_networks_on_gpus_are_in_one_block(recwarn: pytest.WarningsRecorder) -> None:
+    module, device = nn.LSTM(4, 4, num_layers=2), torch.device("cuda", 0)
+    move(module, device)
+    module(torch.zeros(3, 2, 4, device=device))
+    assert not [each for each in recwarn if "contiguous chunk of memory" in str(each.message)]

@@ -33,6 +33,7 @@ class ShardedStages:
         holders: global ranks that hold each parameter of the model; the same on all ranks.
         mesh: the mesh of the ranks.
         stages: stages that use each parameter; the same on all ranks. Frozen parameters are sharded, too.
+        device: the device of this rank, which may have no parameters; by default the CPU.
 
     Attributes:
         reduces: true; shards are always reduced.
@@ -53,13 +54,14 @@ class ShardedStages:
         mesh: Mesh,
         *,
         stages: Mapping[str, Sequence[int]],
+        device: torch.device | None = None,
     ) -> None:
         _check_not_shared(holders, stages)
         self._mesh = mesh
         known = dict(module.named_parameters())
         cut = [n for n in holders if len(holders[n]) > 1 and len(stages.get(n, ())) == 1 and _can_be_cut(known[n])]
         self._cut, self._uses = set(cut), stages
-        self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+        self._device = device or torch.device("cpu")
         self._counts = set(holders)
         self._frozen_since: Collection[str] = ()
         self._whole = self._summed(parameters, holders)
@@ -107,7 +109,7 @@ class ShardedStages:
         rest = {name: ranks for name, ranks in holders.items() if name not in self._cut}
         mine = {name: parameter for name, parameter in parameters.items() if name in rest}
         since = [name for name in self._frozen_since if name in rest]
-        return GradientSync(mine, rest, self._mesh, stages=self._uses, frozen_since=since)
+        return GradientSync(mine, rest, self._mesh, stages=self._uses, frozen_since=since, device=self._device)
 
     @property
     def sharded(self) -> set[str]:
