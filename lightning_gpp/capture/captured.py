@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from lightning_gpp._compat.lightning_module import trainer_of
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
 from lightning_gpp.capture.decisive import around, decisive, set_values, with_values
@@ -32,6 +33,8 @@ T = TypeVar("T")
 SIZES = (4, 6)
 """Numbers of samples of the recordings; even, because some losses pair samples."""
 
+_LOOPS = {"validation_step": "val", "test_step": "test", "predict_step": "predict"}
+"""The loops with several data loaders, as the trainer calls them."""
 OTHER_RUN_TIME = RunTime(batch_idx=1_000_003, current_epoch=1_000_033, global_step=1_000_037)
 
 
@@ -234,7 +237,7 @@ def _capture(
 
     now = RunTime(batch_idx=batch_idx)
     base, other_size = run(SIZES[0], now), run(SIZES[1], now)
-    network, specs = merge(base, run(SIZES[0], OTHER_RUN_TIME), other_size)
+    network, specs = merge(base, run(SIZES[0], _other_run_time(module, step)), other_size)
     base.recording.decisive = found = decisive(module, base, partial(run, SIZES[0], now))
     base.recording.attributes.setdefault(-1, {}).update(around(module, found))
     inputs = input_specs(base, other_size)
@@ -253,6 +256,13 @@ def _capture(
         dims=dims,
         function=function,
     )
+
+
+def _other_run_time(module: nn.Module, step: str) -> RunTime:
+    """Other values of what steps read from Python; the data loader is another one if there are several."""
+    loop = _LOOPS.get(step, "")
+    several = len(getattr(trainer_of(module), f"num_{loop}_batches", ())) > 1 if loop else False
+    return replace(OTHER_RUN_TIME, dataloader_idx=int(several))
 
 
 def _check_module(module: nn.Module, step: str) -> None:

@@ -47,6 +47,7 @@ class RunTime:
     """Values that a step may read from Python; a capture must not depend on them, nor on random numbers."""
 
     batch_idx: int = 0
+    dataloader_idx: int = 0
     current_epoch: int = 0
     global_step: int = 0
 
@@ -133,7 +134,7 @@ def _called(replica: nn.Module, step: str, run_time: RunTime, function: StepFunc
     if function is not None:
         return functools.partial(function, replica)
     method = getattr(replica, step)
-    return lambda batch: method(batch, *step_arguments(method, run_time.batch_idx))
+    return lambda batch: method(batch, *step_arguments(method, run_time.batch_idx, run_time.dataloader_idx))
 
 
 def _run(
@@ -177,14 +178,17 @@ def _remedy(error: Exception, in_step: bool) -> str:
     if type(error).__module__ == "builtins":  # and not torch's, for what it cannot do without values
         return "correct this line, if the step fails on one device as well; otherwise write it in another way"
     if in_step:
-        return "move this line behind the step's last call of a module, where it runs as plain Python; or change it"
+        return (
+            "move this line behind the step's last call of a module, where it runs as plain Python; or put it and the "
+            "modules that read its result into the forward of a module of their own, which is then never cut"
+        )
     return "change this line"
 
 
-def step_arguments(function: Callable[..., Any], batch_idx: int) -> list[int]:
+def step_arguments(function: Callable[..., Any], batch_idx: int, dataloader_idx: int = 0) -> list[int]:
     """Arguments of a step after the batch, as Lightning gives them: `batch_idx`, `dataloader_idx`."""
     parameters = list(inspect.signature(function).parameters.values())
-    known, arguments = {"batch_idx": batch_idx, "dataloader_idx": 0}, list[int]()
+    known, arguments = {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx}, list[int]()
     for place, parameter in enumerate(parameters[:3]):
         if parameter.kind is parameter.VAR_POSITIONAL:
             return [*arguments, batch_idx] if place < 2 else arguments

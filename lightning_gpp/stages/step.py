@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -364,7 +365,16 @@ def _answering(kind: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return vars(self)[_ANSWER](self, args, kwargs)
 
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    def reduced(self: nn.Module, protocol: Any) -> Any:
+        """Copies and pickles are of the user's class."""
+        plain: tuple[Any, ...] = kind.__reduce_ex__(self, protocol)  # type: ignore[assignment]
+        function, arguments, *rest = plain
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {name: value for name, value in rest[0].items() if name != _ANSWER}
+        made = (kind if each is type(self) else each for each in arguments)
+        return object.__new__ if function is copyreg.__newobj__ else function, tuple(made), *rest  # type: ignore[attr-defined]
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__reduce_ex__": reduced, "__module__": kind.__module__})
 
 
 def attach(modules: Kinds, answer: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:

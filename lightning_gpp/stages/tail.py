@@ -9,11 +9,12 @@ can run again on some of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.network import Network
 from lightning_gpp.capture.recording import Recorded, Ref
 from lightning_gpp.graph import TensorSpec
@@ -26,7 +27,7 @@ class Tail:
 
     Args:
         network: the captured network.
-        calls: numbers of the calls; none uses parameters or buffers, draws random numbers, or changes a value.
+        calls: numbers of the calls; none uses parameters, draws random numbers, or changes a value or a buffer.
         read: values that they read.
         results: values that they compute and the user's step reads.
         specs: the shape and dtype of a value.
@@ -59,11 +60,13 @@ def tail_of(code: StageCode, answers: Sequence[Ref]) -> Tail | None:
 def _repeatable(code: StageCode, answers: Sequence[Ref]) -> set[int]:
     """Numbers of the calls after which only such calls, and the step, follow."""
     readers, asked = _readers(code.network), {ref.call for ref in answers}
+    changed = {change.name for change in code.network.recording.state_changes}
+    excluded = changed | {name for tensor, name in names_of(code.module) if isinstance(tensor, nn.Parameter)}
     found: set[int] = set()
     for unit in reversed(_units(code)):
         follow = {reader for number in unit for reader in readers.get(number, ())} - set(unit)
         used = bool(follow) or not asked.isdisjoint(unit)
-        if used and follow <= found and all(_is_plain(code.network.calls[number]) for number in unit):
+        if used and follow <= found and all(_is_plain(code.network.calls[number], excluded) for number in unit):
             found.update(unit)
     return found
 
@@ -85,6 +88,6 @@ def _units(code: StageCode) -> list[list[int]]:
     return sorted(units.values(), key=lambda unit: unit[-1])
 
 
-def _is_plain(call: Recorded) -> bool:
+def _is_plain(call: Recorded, excluded: Set[str]) -> bool:
     changes = call.mutated or call.overwritten
-    return not (call.random or changes or call.states() or call.checkpoint is not None)
+    return not (call.random or changes or call.checkpoint is not None or not excluded.isdisjoint(call.states()))

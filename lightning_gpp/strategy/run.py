@@ -30,6 +30,7 @@ from lightning_gpp.strategy.checks import (
 )
 from lightning_gpp.strategy.data import is_moved_by_reading, peek
 from lightning_gpp.strategy.hooks import GradientHooks, SharedHooks, SharedToggles
+from lightning_gpp.strategy.lending_hooks import LendingHooks
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.pruning import SharedPruning, check_pruning, pruning_callbacks
@@ -115,6 +116,7 @@ class Run:
         self._num_steps, self._pipeline = int(resumed.get("step", 0)), dict(resumed.get("pipeline", {}))
         self._mini_batches = int(resumed.get("mini_batches", 0))
         self._optimizers: Sequence[Optimizer] = ()
+        self._lending = LendingHooks(trainer, lambda: None if self.engine is None else self.engine.lending)
         self._hooks = SharedHooks(self.module, control, self.steps)
         self._gradients = GradientHooks(trainer, lambda: self._trained.known_norms())
         self._toggles = SharedToggles(self.module, lambda: self._trained.undivided_optimizers())
@@ -205,6 +207,7 @@ class Run:
             if self.steps.scale is not None:
                 self.steps.scale.attach()
         if self.control.num_devices > 1:
+            self._lending.attach()  # inside of what shares the results of hooks
             self._hooks.attach()
             if self.engine is not None:
                 self._gradients.attach()
@@ -226,6 +229,7 @@ class Run:
         self._hooks.detach()
         self._toggles.detach()
         self._gradients.detach()
+        self._lending.detach()
         self._metrics.detach()
         _compat.restore_epoch_end(self.trainer)
         _compat.restore_evaluation_data(self.trainer)

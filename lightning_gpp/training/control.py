@@ -167,6 +167,10 @@ class Control:
         """Gather the objects of all ranks on all ranks."""
         return self._gathered(value, self.world, self.world_size)
 
+    def gather_in_pipeline(self, value: Any) -> list[Any]:
+        """Gather the objects of the ranks of this pipeline on all of them."""
+        return self._gathered(value, self._pipeline_group, self.num_devices)
+
     def gather_all(self, value: Any) -> list[Any]:
         """Gather the objects of all processes on all processes."""
         return self._gathered(value, self.everyone, self.num_processes)

@@ -33,6 +33,7 @@ from lightning_gpp.training.evaluation import EvaluationSteps
 from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.gradient_norms import KnownNorms
 from lightning_gpp.training.gradients import StageGradients
+from lightning_gpp.training.lending import lending_of
 from lightning_gpp.training.machine import Machine
 from lightning_gpp.training.nonfinite import FiniteCheck
 from lightning_gpp.training.optimizers import OptimizerIndex, all_undivided
@@ -74,6 +75,7 @@ class Engine:
         num_steps: number of mini-batches trained so far, which also numbers the random streams.
         trains_whole: whether the training step runs as a whole.
         pruning: the pruned parameters.
+        lending: gives ranks the values of others for a while; None where they cannot be lent.
     """
 
     def __init__(
@@ -98,12 +100,14 @@ class Engine:
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
         self.pruning = Pruning(self.module, self._layout.placement, self.control, self.device)
+        self.lending = lending_of(self.job, self._layout)
         self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices], asynchronous, comparison)
         self._feed = Feed(self.ahead)
         self._evaluation = EvaluationSteps(
             sessions,
             self._runner,
             whole,
+            self.lending,
             as_whole=as_whole - {TRAINING},
             training=self._feed,
             num_steps=lambda: self.num_steps,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from lightning_gpp.errors import CaptureError, NoNetworkError, ShapeError
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.incoming import Incoming
-from lightning_gpp.training.runner import Runner, combined
+from lightning_gpp.training.lending import Lending
+from lightning_gpp.training.runner import Runner, combined, on_one_rank
 from lightning_gpp.training.segments import Segments
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
-from lightning_gpp.training.whole_step import WholeStep, calls_of, may_evaluate_whole, why_whole
+from lightning_gpp.training.whole_step import WholeStep, capture_whole, may_evaluate_whole, why_whole
+from lightning_gpp.wording import sentence
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class EvaluationSteps:
         sessions: makes the sessions of steps on micro-batches.
         runner: runs mini-batches on micro-batches.
         whole: runs steps as a whole.
+        lending: gives the rank of the step the values of others; None if they cannot be lent.
         as_whole: names of the steps that run as a whole from the beginning.
         training: the feed of training, whose mini-batches are not those of an evaluation.
         num_steps: returns the number of mini-batches trained so far.
@@ -79,6 +83,7 @@ class EvaluationSteps:
         sessions: Sessions,
         runner: Runner,
         whole: WholeStep,
+        lending: Lending | None,
         *,
         as_whole: Iterable[str],
         training: Feed,
@@ -87,6 +92,7 @@ class EvaluationSteps:
         self._job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self._runner, self._whole, self._as_whole = runner, whole, {*as_whole}
         self._training, self._num_steps = training, num_steps
+        self._lending, self._borrowing = lending, set[str]()
         self.under_way: EvaluationPass | None = None
 
     def runs_whole(self, step: str) -> bool:
@@ -102,6 +108,8 @@ class EvaluationSteps:
         """Run a step on a mini-batch, which was announced, or is on all ranks for a step as a whole."""
         if self.runs_whole(step):
             return self._run_whole(step, arguments)
+        if step in self._borrowing:
+            return self._run_borrowing(step, arguments)
         current = self._current()
         try:
             session = self._runner.session(step, arguments)
@@ -109,7 +117,16 @@ class EvaluationSteps:
             refused = error
         else:
             return self._run_cut(session, current, arguments)
-        return self._run_whole(step, self._whole_from_now_on(step, arguments, refused))
+        self.end()
+        if not may_evaluate_whole(self._job.options, self._layout.plan):
+            raise refused
+        if (shared := self._whole_from_now_on(step, arguments, refused)) is not None:
+            return self._run_whole(step, shared)
+        if self._lending is None:
+            raise refused
+        self._borrowing.add(step)
+        self._job.control.warn(_why_borrowing(step, refused))
+        return self._run_borrowing(step, arguments)
 
     def _run_cut(self, session: Session, current: EvaluationPass, arguments: Sequence[Any]) -> Any:
         if session.streams:
@@ -133,27 +150,35 @@ class EvaluationSteps:
             self.under_way.end()
             self.under_way = None
 
-    def _whole_from_now_on(self, step: str, arguments: Sequence[Any], refused: CaptureError | ShapeError) -> list[Any]:
-        """Let a step that cannot be captured for micro-batches run as a whole, or raise that if it cannot, either."""
-        if not may_evaluate_whole(self._job.options, self._layout.plan):
-            raise refused
-        self.end()
+    def _whole_from_now_on(
+        self, step: str, arguments: Sequence[Any], refused: CaptureError | ShapeError
+    ) -> list[Any] | None:
+        """Let a step that cannot be captured for micro-batches run as a whole; None if it cannot, either."""
         shared = self.hand_out(arguments)
         if not self._has_calls(step, outline(shared[0])):
-            raise refused
+            return None
         self._as_whole.add(step)
         self._job.control.warn(why_whole(refused, step))
         return shared
 
     def _has_calls(self, step: str, example: Any) -> bool:
         try:
-            calls_of(self._job, example, step)
+            capture_whole(self._job, example, step=step)
         except NoNetworkError:
             return True
         except (CaptureError, ShapeError) as error:
             log.info("The %s cannot run as a whole, either: %s", step, error)
             return False
         return True
+
+    def _run_borrowing(self, step: str, arguments: Sequence[Any]) -> Any:
+        """Run a step on its rank, to which others lend their values."""
+        job = self._job
+        with nullcontext() if self._lending is None else self._lending.to_first(), on_one_rank():
+            if not job.control.runs_step:
+                return None
+            with job.host.around(step)(self._incoming.batch_size):
+                return getattr(job.module, step)(*arguments)
 
     def _run_whole(self, step: str, arguments: Sequence[Any]) -> Any:
         with self._whole.running(self._num_steps()), self._job.host.context(step)():
@@ -165,3 +190,12 @@ class EvaluationSteps:
         if self.under_way is None:
             self.under_way = EvaluationPass(self._incoming, self._num_steps())
         return self.under_way
+
+
+def _why_borrowing(step: str, refused: CaptureError | ShapeError) -> str:
+    name, reason = step.replace("_", " "), sentence(getattr(refused, "reason", "") or refused)
+    return (
+        f"The {name} runs on the first device, to which the others lend the values of their parameters for each "
+        f"mini-batch, because it can run neither on micro-batches nor as a whole (docs/lightning.md). {reason} That "
+        "device needs memory for the undivided module."
+    )

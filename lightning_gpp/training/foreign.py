@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -31,6 +32,8 @@ from lightning_gpp.wording import some
 
 alone: ContextVar[bool] = ContextVar("alone", default=False)
 """True where user code runs that the other ranks do not run: they would not do what is left to them."""
+lender: ContextVar[Callable[[Tensor], Tensor | None] | None] = ContextVar("lender", default=None)
+"""In hooks in which ranks lend each other values: returns those of a parameter or buffer; None if it is another one."""
 _values: ContextVar[Mapping[str, Any] | None] = ContextVar("values", default=None)
 
 _READS: Final = {
@@ -65,6 +68,8 @@ class Foreign(Tensor):
     origins: tuple[Whereabouts, ...]
     gradient_of = ""
     """The parameter whose gradient it is; empty if it is something else."""
+    recipe: Callable[[], Tensor | None] | None = None
+    """Computes its values from lent ones, if it was computed where values are lent."""
     is_meta = property(lambda self: True)
 
     def __new__(cls, outline: Tensor, device: torch.device, origins: Sequence[Whereabouts]) -> Foreign:
@@ -88,6 +93,7 @@ class Foreign(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         value = (_values.get() or {}).get(self.origins[0].name)
+        value = _lent(self) if value is None else value
         if not isinstance(value, Tensor) or value.is_meta or value.shape != self.shape:
             raise _refusal("pickle", [self])
         return (nn.Parameter(value, self.requires_grad) if _is_parameter(self) else value).__reduce_ex__(protocol)
@@ -97,7 +103,10 @@ class Foreign(Tensor):
         """Gradients are foreign, too; functions that would read memory outside of operators are refused here."""
         name, attribute = getattr(func, "__name__", str(func)), getattr(func, "__self__", None)
         if name in _READS:
-            raise _refusal(name, args[:1])
+            values = _lent(args[0])
+            if values is None:
+                raise _refusal(name, args[:1])
+            return func(values, *args[1:], **(kwargs or {}))
         if name == "equal" and all(map(_is_parameter, args)) and not all(isinstance(each, Foreign) for each in args):
             return False  # callbacks look for a parameter among those of an optimizer, which are here
         if name == "__get__" and attribute is Tensor.grad:
@@ -117,10 +126,12 @@ class Foreign(Tensor):
             return norm
         leaves, structure = pytree.tree_flatten((args, kwargs or {}))
         foreign = [leaf for leaf in leaves if isinstance(leaf, Foreign)]
-        if _DEPENDS_ON_VALUES & set(func.tags):
-            raise _refusal(name, foreign)
         written = _written(func, args, kwargs or {})
-        _check(name, foreign, written, leaves)
+        if _DEPENDS_ON_VALUES & set(func.tags) or _is_left_undone(foreign, written, leaves):
+            values = None if written else _with_lent(args, kwargs or {})
+            if values is None:
+                raise _refusal(name, foreign)
+            return func(*values[0], **values[1])
         _note_change(name, written, args)
         device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), foreign[0].device)
         outlines = [_outline(leaf) for leaf in leaves]
@@ -130,8 +141,10 @@ class Foreign(Tensor):
         def answer(leaf: Any) -> Any:
             return known.get(id(leaf), Foreign(leaf, device, origins)) if isinstance(leaf, Tensor) else leaf
 
-        args, kwargs = pytree.tree_unflatten(outlines, structure)
-        result = pytree.tree_map(answer, func(*args, **kwargs))
+        given, named = pytree.tree_unflatten(outlines, structure)
+        result = pytree.tree_map(answer, func(*given, **named))
+        if lender.get() is not None and not written:
+            _note_recipes(result, func, args, kwargs or {})
         if name in ("detach", "alias"):
             result.gradient_of = foreign[0].gradient_of
         return result
@@ -263,11 +276,50 @@ def _is_list(value: Any, length: int) -> bool:
 
 def _check(name: str, foreign: Sequence[Foreign], written: Sequence[Tensor], operands: Sequence[Any]) -> None:
     """Refuse what no rank would do, or not all of it."""
+    if _is_left_undone(foreign, written, operands):
+        raise _refusal(name, foreign)
+
+
+def _is_left_undone(foreign: Sequence[Foreign], written: Sequence[Tensor], operands: Sequence[Any]) -> bool:
+    """True if no rank would do an operation, or not all of it."""
     here = [leaf for leaf in operands if isinstance(leaf, Tensor) and not leaf.is_meta and not _is_count(leaf)]
     left_to_others = bool(written) and all(isinstance(tensor, Foreign) for tensor in written) and not alone.get()
     apart = not frozenset.intersection(*(tensor.ranks for tensor in foreign))
-    if apart or any(map(_is_parameter, here)) or ((written or here) and not left_to_others):
-        raise _refusal(name, foreign)
+    return apart or any(map(_is_parameter, here)) or bool((written or here) and not left_to_others)
+
+
+def with_lent_values(value: Any) -> Any:
+    """The values of a foreign tensor where ranks lend them; all else as it is."""
+    values = _lent(value)
+    return value if values is None else values
+
+
+def _lent(tensor: Any) -> Tensor | None:
+    """The values of a foreign tensor where ranks lend them, else None."""
+    ask = lender.get()
+    if ask is None or not isinstance(tensor, Foreign):
+        return None
+    return ask(tensor) if tensor.recipe is None else tensor.recipe()
+
+
+def _with_lent(args: Any, kwargs: Any) -> Any:
+    """Arguments with lent values instead of foreign tensors; None if one cannot be lent."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    values = [_lent(leaf) if isinstance(leaf, Foreign) else leaf for leaf in leaves]
+    lacking = any(value is None and isinstance(leaf, Foreign) for value, leaf in zip(values, leaves, strict=True))
+    return None if lacking else pytree.tree_unflatten(values, structure)
+
+
+def _note_recipes(result: Any, func: Any, args: Any, kwargs: Any) -> None:
+    """Let the results of an operator know how they follow from its arguments."""
+
+    def value(place: int) -> Tensor | None:
+        values = _with_lent(args, kwargs)
+        return None if values is None else pytree.tree_leaves(func(*values[0], **values[1]))[place]
+
+    for place, leaf in enumerate(pytree.tree_leaves(result)):
+        if isinstance(leaf, Foreign) and leaf.recipe is None:
+            leaf.recipe = partial(value, place)
 
 
 def _is_count(tensor: Tensor) -> bool:
@@ -283,10 +335,11 @@ def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
     named = some([*map(str, origins)], most=2)
     where = "The step runs on this rank only" if alone.get() else "Hooks run on every rank, each on what it holds"
     return ForeignTensorError(
-        f"`{name}` needs values of {named}, which this rank does not hold. {where}. Keep parameters that meet "
-        "(an average of other weights, a norm of all) on one device: put their modules into one stage, or both stages "
-        "on the same device (strategy.stages, docs/capture.md). Skip those of other ranks by `if not p.is_meta`. Clip "
-        "by trainer.gradient_clip_val or self.clip_gradients, and get the norm of all gradients from "
+        f"`{name}` needs values of {named}, which this rank does not hold. {where}. Do this in a step, or in a hook "
+        "outside of mini-batches (on_train_epoch_end), in which ranks lend each other values. Keep parameters that "
+        "meet (an average of other weights) on one device: put their modules into one stage, or both stages on the "
+        "same device (strategy.stages, docs/capture.md). Skip those of other ranks by `if not p.is_meta`. Clip by "
+        "trainer.gradient_clip_val or self.clip_gradients, and get the norm of all gradients from "
         "self.trainer.strategy.grad_norm(). Leave modules out of save_hyperparameters(ignore=[...]), and save by "
         "trainer.save_checkpoint."
     )

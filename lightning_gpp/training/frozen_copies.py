@@ -47,7 +47,7 @@ def originals(module: nn.Module, used: Set[str]) -> dict[str, str]:
     }
 
 
-def kept_with_originals(graph: OperatorGraph, module: nn.Module) -> OperatorGraph:
+def kept_with_originals(graph: OperatorGraph, module: nn.Module, learning: Set[str] = frozenset({""})) -> OperatorGraph:
     """The graph with the operators of copies that hooks update tied to those of their originals.
 
     A copy gets no gradient from the step. One that computes from results of its original, or the reverse, is left
@@ -56,14 +56,17 @@ def kept_with_originals(graph: OperatorGraph, module: nn.Module) -> OperatorGrap
     Args:
         graph: the captured step.
         module: the user's module; hooks of its trainer's callbacks count, too.
+        learning: the paths of modules that the step calls for gradients; by default the root, for all.
     """
-    learning = {
+    differentiated = {
         name
         for operator in graph
         for name in operator.parameters
         if any(spec.requires_grad for spec in operator.outputs)
     }
-    trained = learning & {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    inside = tuple(f"{path}." if path else "" for path in learning)
+    names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    trained = {name for name in differentiated & names if name.startswith(inside)}
     pairs = [*_pairs(module, trained, trained)]
     hooks = _names_in_hooks(module) if pairs else []
     groups = [

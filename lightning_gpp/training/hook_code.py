@@ -27,6 +27,11 @@ def names_in_hooks(owners: Sequence[object], helpers: Sequence[object]) -> list[
     return [_names(code, kinds) for kind, name in hooks for code in _codes(kind, name)]
 
 
+def names_in_hook(function: types.FunctionType, owners: Sequence[object]) -> set[str]:
+    """The names of attributes and functions in a hook, and in the methods of these objects that it calls."""
+    return _names(function.__code__, list(dict.fromkeys(type(each) for each in owners)))
+
+
 def _is_hook(name: str) -> bool:
     return name.startswith("on_") or name in _HOOKS
 

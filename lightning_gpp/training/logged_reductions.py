@@ -1,12 +1,15 @@
-"""Values that a step logs with `reduce_fx="sum"`, `"max"` or `"min"`: whether those of micro-batches are reduced, too.
+"""Values that a step logs: how those of micro-batches are combined to that of the mini-batch.
 
-A count of right answers adds up, and a largest logit is the largest one of the micro-batches; the number of the batch
-is the same for every micro-batch, and a mean loss is a mean of theirs. The name does not tell, so both are tried on a
-few samples, undivided and in micro-batches.
+With `reduce_fx="sum"`, `"max"` or `"min"` they are reduced, too, or not: a count of right answers adds up, and a
+largest logit is the largest one of the micro-batches; the number of the batch is the same for every micro-batch, and a
+mean loss is a mean of theirs. The name does not tell, so both are tried on a few samples, undivided and in
+micro-batches. The same runs tell which of all other values, whose mean is logged, are no means over samples (an F1
+score, a perplexity).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -20,16 +23,18 @@ _PLACE = 4
 
 
 class LoggedReductions:
-    """The values of such calls, by name, in the order of the runs of the step.
+    """The logged values by name, in the order of the runs of the step.
 
     Attributes:
-        values: values of each name.
+        values: values of each name that has such a reduction.
+        means: those of each name whose mean is logged.
         plain: names that were logged as plain numbers.
         reductions: the reduction of each name.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, list[float]] = {}
+        self.means: dict[str, list[float]] = {}
         self.plain: set[str] = set()
         self.reductions: dict[str, str] = {}
 
@@ -50,7 +55,9 @@ class LoggedReductions:
         reduction = str(getattr(given, "__name__", given)).lower()
         value = value.detach() if isinstance(value, Tensor) else value
         is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-        if is_number and reduction in REDUCTIONS:
+        if is_number and reduction == "mean":
+            self.means.setdefault(name, []).append(float(value))
+        elif is_number and reduction in REDUCTIONS:
             self.values.setdefault(name, []).append(float(value))
             self.reductions[name] = reduction
             if not isinstance(value, Tensor):
@@ -68,4 +75,18 @@ def averaged_values(whole: LoggedReductions, parts: LoggedReductions, near: Call
         averages = len(given) == 1 and near(sum(values) / len(values), given[0])
         if averages and (name in parts.plain or not near(REDUCTIONS[parts.reductions[name]](values), given[0])):
             found.add(name)
+    return found
+
+
+def unlike_means(
+    whole: LoggedReductions, parts: LoggedReductions, sizes: Sequence[int], near: Callable[[float, float], bool]
+) -> list[str]:
+    """The names whose undivided value is not the mean of those of micro-batches, which is logged."""
+    found = []
+    for name, values in parts.means.items():
+        given = whole.means.get(name, [])
+        if len(given) == 1 and len(values) == len(sizes) and all(map(math.isfinite, (*given, *values))):
+            mean = sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+            if not near(mean, given[0]):
+                found.append(name)
     return found

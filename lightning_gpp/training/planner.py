@@ -35,6 +35,7 @@ from lightning_gpp.training.loaders import mini_batches_of
 from lightning_gpp.training.machine import Machine, first, resolved
 from lightning_gpp.training.option_values import AUTO, weight_copies_of, without_inputs
 from lightning_gpp.training.options import DEFAULT, Context, Options, StageSpec, schedules_of
+from lightning_gpp.training.other_modules import NOWHERE, Held, with_others
 
 TRAINING = "training_step"
 
@@ -350,10 +351,15 @@ def devices_wanted(options: Options, world_size: int) -> int:
     return -(-(len(entries) - apart) // number)
 
 
-def refitted(captured: Captured, plan: Plan) -> Plan:
-    """The plan's stages for another step or another form of the mini-batch, with its edges and sizes."""
+def refitted(captured: Captured, plan: Plan, held: Held = NOWHERE) -> Plan:
+    """The plan's stages for another step or another form of the mini-batch, with its edges and sizes.
+
+    Modules that the plan does not know are in the stage of the user's step, if that has their parameters (`held`).
+    """
     if isinstance(captured, Undivided):
         return captured.plan(plan.num_devices)
     slicing, plan = slicing_of(plan), unsliced(plan).plan
-    fresh = rebuilt(plan, captured.graph, captured.batch_size)
+    stages = with_others(plan.stages, captured.graph, held) if held else plan.stages
+    known = stages if len(stages) == len(plan.stages) else plan.stages
+    fresh = rebuilt(plan, captured.graph, captured.batch_size, known)
     return fresh if slicing is None else slice_again(fresh, captured.graph, slicing)

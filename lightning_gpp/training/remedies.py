@@ -46,6 +46,17 @@ def kept_state(names: Sequence[str]) -> str:
     )
 
 
+def logged_otherwise(names: Sequence[str]) -> str:
+    """The warning of logged values that are no means over samples."""
+    many = len(names) > 1
+    return (
+        f"{some(names, most=5)}, which the training step logs, {'are' if many else 'is'} no mean over samples. It runs "
+        "once for each micro-batch, so the mean over micro-batches is logged, and not what one device logs. Training "
+        "itself is that of one device. Log a metric object (self.log(name, self.metric)), whose state is that of all "
+        f"samples, or set strategy.step=whole. {OFF}"
+    )
+
+
 def small_state(module: nn.Module) -> dict[str, Any]:
     """Copies of buffers and of attributes that are numbers or tensors, by name, except those of BatchNorm."""
     found: dict[str, Any] = {}

@@ -14,30 +14,26 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
-from io import StringIO
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.random import fork_rng
 
-from lightning_gpp._compat.torch import TorchDispatchMode
 from lightning_gpp.capture.batch import BatchDims, map_samples
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.draws import Draws, NoShare
-from lightning_gpp.runtime.neutral import Neutral
-from lightning_gpp.runtime.random import python_streams, undisturbed
+from lightning_gpp.runtime.random import python_streams
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
 from lightning_gpp.stages.code import variable
 from lightning_gpp.stages.step import Invocation, UserStep
-from lightning_gpp.training.copies import step_copy
 from lightning_gpp.training.host import Job
+from lightning_gpp.training.logged_reductions import LoggedReductions, unlike_means
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.remedies import DEPENDENT, OFF, UNLIKE_ONE_DEVICE, other_reduction
+from lightning_gpp.training.remedies import DEPENDENT, OFF, UNLIKE_ONE_DEVICE, logged_otherwise, other_reduction
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.tolerances import TOLERANCES, least_precise
+from lightning_gpp.training.unnoticed import NO_MINI_BATCH, copy_for, unnoticed
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +43,6 @@ FEW_BYTES: Final = 1 << 23
 """Bytes of results that are kept while they have more than one sample of each part."""
 MOST_BYTES: Final = 1 << 27
 """Bytes of results that are kept at all."""
-
-_NO_MINI_BATCH: Final = -1
-"""The number under which the host records these runs of the step, which are forgotten."""
 
 TwoParts = tuple[range, range]
 """Samples of two micro-batches, counted in the mini-batch."""
@@ -67,6 +60,7 @@ class RepeatedComparison:
 
     def __init__(self, job: Job) -> None:
         self._job, self._turn, self.ended = job, 0, False
+        self._told_of_logs = False
 
     def during(
         self, session: Session, batch: Any, rest: Sequence[Any], batch_size: int, number: int, run: Callable[[], Any]
@@ -106,7 +100,11 @@ class RepeatedComparison:
             log.info("The step was not compared with itself in mini-batch %d: %s", number, error)
             return ""
         tolerance = TOLERANCES[least_precise(job, capture, losses.dtype)]
-        return losses.warning(number, tolerance, job.options.loss_reduction == "sum")
+        text = losses.warning(number, tolerance, job.options.loss_reduction == "sum")
+        if not text and not self._told_of_logs and (names := again.unlike_means(tolerance)):
+            self._told_of_logs = True
+            job.control.warn(logged_otherwise(names))
+        return text
 
 
 def chosen_parts(session: Session, batch_size: int, turn: int) -> TwoParts | None:
@@ -197,15 +195,6 @@ def samples_of_parts(batch: Any, batch_size: int, parts: Sequence[range], dims: 
     return map_samples(batch, batch_size, joined, listed, dims)
 
 
-class Alone(TorchDispatchMode):
-    """Refuses collectives, in which no other rank would take part."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise RuntimeError(f"the step communicates ({func.name()})")
-        return func(*args, **(kwargs or {}))
-
-
 @dataclass(frozen=True, slots=True)
 class Losses:
     """The losses of two parts together, and of each.
@@ -256,6 +245,8 @@ class StepAgain:
     rest: Sequence[Any]
     batch_size: int
     _draws: list[tuple[object, ...]] = field(default_factory=list)
+    _whole: LoggedReductions = field(default_factory=LoggedReductions)
+    _parts: LoggedReductions = field(default_factory=LoggedReductions)
 
     def losses(self) -> Losses:
         """The losses of both parts together, and of each.
@@ -266,45 +257,45 @@ class StepAgain:
         """
         first, second = self.kept.parts
         draws = Draws(len(first) + len(second))
-        with self._unnoticed(), draws:
-            whole = self._loss([first, second])
+        with unnoticed(self.job), draws:
+            whole = self._loss([first, second], self._whole)
             with draws.share(0, len(first)):
-                before = self._loss([first])
+                before = self._loss([first], self._parts)
             with draws.share(len(first), len(first) + len(second)):
-                after = self._loss([second])
+                after = self._loss([second], self._parts)
         if any(drawn != self._draws[0] for drawn in self._draws):
             raise NoShare("the step draws other numbers for other samples")
         losses = whole.item(), (before.item(), after.item())
         sizes = len(first), len(second)
         return Losses(*losses, sizes, whole.dtype, self.kept.with_constants)
 
-    def _unnoticed(self) -> ExitStack:
-        """A context without gradients, communication, output and logs, after which random streams are as before."""
-        stack, device = ExitStack(), self.job.device
-        stack.enter_context(undisturbed())
-        stack.enter_context(fork_rng([] if device.type == "cpu" else [device]))
-        stack.enter_context(redirect_stdout(StringIO()))
-        stack.enter_context(self.job.host.unheard())
-        # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(Alone())  # type: ignore[no-untyped-call]
-        stack.enter_context(Neutral())  # type: ignore[no-untyped-call]
-        return stack
+    def unlike_means(self, tolerance: float) -> list[str]:
+        """The names of logged values that are no means over samples; those that differ anyway (times) do not count."""
+        again, parts = LoggedReductions(), self.kept.parts
 
-    def _loss(self, parts: Sequence[range]) -> Tensor:
-        total, copied = sum(map(len, parts)), self._copy()
+        def near(actual: float, expected: float) -> bool:
+            return abs(actual - expected) <= tolerance * max(abs(actual), abs(expected))
+
+        names = unlike_means(self._whole, self._parts, [*map(len, parts)], near)
+        if names:
+            with unnoticed(self.job), Draws(sum(map(len, parts))):
+                self._loss(parts, again)
+        return [name for name in names if near(again.means[name][0], self._whole.means[name][0])]
+
+    def _loss(self, parts: Sequence[range], logged: LoggedReductions) -> Tensor:
+        total, copied = sum(map(len, parts)), copy_for(self.job, self.step)
         again = self.step.with_module(copied)
         samples = samples_of_parts(self.batch, self.batch_size, parts, self.step.dims)
-        around = self.job.host.around(TRAINING, _NO_MINI_BATCH)
+        around = self.job.host.around(TRAINING, NO_MINI_BATCH)
         invocation = Invocation(function=getattr(copied, TRAINING), rest=self.rest, around=around)
         again.begin(samples, invocation, 0, total)
         try:
-            loss = again.run(MicroBatch(0, 0, total, total), self._values(copied, parts, total))[LOSS]
+            with logged.recorded(copied):
+                loss = again.run(MicroBatch(0, 0, total, total), self._values(copied, parts, total))[LOSS]
             self._draws.append(python_streams())
         finally:
             again.end()
-            self.job.host.forget(range(_NO_MINI_BATCH, _NO_MINI_BATCH + 1))
+            self.job.host.forget(range(NO_MINI_BATCH, NO_MINI_BATCH + 1))
         return loss
 
     def _values(self, copied: nn.Module, parts: Sequence[range], total: int) -> dict[str, Tensor]:
@@ -314,10 +305,3 @@ class StepAgain:
             return values
         with self.job.host.context(TRAINING)():
             return {**values, **tail.compile(copied)(dict(values), total)}
-
-    def _copy(self) -> nn.Module:
-        network, opened = self.step.network, set(self.step.opened)
-        changed = network.recording.changed_by_step()
-        copied = step_copy(self.job.module, changed, {call.path for call in network.modules} - opened)
-        vars(copied).update(self.job.host.stand_ins(copied))
-        return copied

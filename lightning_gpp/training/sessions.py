@@ -27,10 +27,12 @@ from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.parallel_regions import captured_apart
 from lightning_gpp.training.planner import TRAINING, captured_step, refitted
+from lightning_gpp.training.reductions import with_reductions_in_step
+from lightning_gpp.training.rehearsal import check_calls
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.shards import without_shards
-from lightning_gpp.training.whole_step import made_for_whole
+from lightning_gpp.training.whole_step import made_for_whole, may_evaluate_whole
 
 
 class Sessions:
@@ -73,7 +75,11 @@ class Sessions:
         `anew`: attributes that the first capture has frozen are different now.
         """
         captured = self._captured(step, batch, anew)
+        if step != TRAINING and isinstance(captured, Capture):
+            captured = with_reductions_in_step(captured)
         session = self._session(step, captured, batch)
+        if step != TRAINING and may_evaluate_whole(self.job.options, self.layout.plan):
+            check_calls(self.job, session, batch, self.incoming.batch_size)
         self.incoming.frozen.add(session.pipeline.frozen, session.pipeline.live)
         return session
 
@@ -103,10 +109,9 @@ class Sessions:
         )
 
     def _plan(self, step: str, captured: Captured) -> Plan:
-        known = self.layout.plan
+        known, held = self.layout.plan, self.layout.placement.devices
         if step == TRAINING:
-            return refitted(captured, known)
-        held = self.layout.placement.devices
+            return refitted(captured, known, held)
         return evaluation_plan(captured, known, held, all_cut=made_for_whole(known))
 
     def _streams(self, plan: Plan) -> bool:

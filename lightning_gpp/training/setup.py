@@ -100,16 +100,20 @@ def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **
 
 
 def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, step: str, **given: Any) -> Engine:
-    """Build the engine of a step as a whole, because of what refused micro-batches; raise that if it cannot be."""
-    engine = None
+    """Build the engine of a step as a whole, because of what refused micro-batches; raise that if it cannot be.
+
+    An evaluation runs on the first device then.
+    """
     try:
         engine = _set_up(replace(job, whole=True, evaluates_whole=True), *arguments, step=step, **given)
     except (UncapturedError, ConfigError, PlanError, SelfCheckError) as error:
         log.info("The step cannot run as a whole, either: %s", error)
-    if engine is None:
+    else:
+        job.control.warn(why_whole(refused, step, alone=job.control.num_devices == 1))
+        return engine
+    if step == TRAINING or job.options.weights != SYNCHRONOUS:
         raise refused
-    job.control.warn(why_whole(refused, step, alone=job.control.num_devices == 1))
-    return engine
+    return _set_up(replace(job, on_first=True), *arguments, step=step, **given)
 
 
 def _set_up(

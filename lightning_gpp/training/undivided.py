@@ -25,7 +25,7 @@ from lightning_gpp.runtime.draws import Draws, NoShare
 from lightning_gpp.runtime.random import python_streams
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.step import Invocation, StepRunner
-from lightning_gpp.training.logged_reductions import LoggedReductions, averaged_values
+from lightning_gpp.training.logged_reductions import LoggedReductions, averaged_values, unlike_means
 from lightning_gpp.training.projections import differing, distance, norms, projections
 from lightning_gpp.training.remedies import (
     DEPENDENT,
@@ -34,6 +34,7 @@ from lightning_gpp.training.remedies import (
     UNLIKE_ONE_DEVICE,
     changed,
     kept_state,
+    logged_otherwise,
     other_reduction,
     small_state,
 )
@@ -114,7 +115,7 @@ class CutComparison:
         whole, parts = self._both()
         self.averaged.update(averaged_values(whole.logged, parts.logged, self._near))
         if self._same(whole, parts):
-            return ""
+            return self._logged_otherwise(whole, parts)
         rate = distance(parts.gradients, whole.gradients) / max(whole.norm, 1e-30)
         kind = "sum" if self.sums else "mean"
         return (
@@ -122,6 +123,13 @@ class CutComparison:
             f"the {kind} over micro-batches of {self.size}; their gradients differ{_by(rate)}"
             f"{self._most(whole, parts, rate)}. {UNLIKE_ONE_DEVICE} {self._cause(whole, parts)} {OFF}"
         )
+
+    def _logged_otherwise(self, whole: Result, parts: Result) -> str:
+        """A warning of logged values that are no means over samples; those that differ anyway (times) do not count."""
+        names = unlike_means(whole.logged, parts.logged, parts.sizes, self._near)
+        again = self._again().logged if names else whole.logged
+        steady = [name for name in names if self._near(again.means[name][0], whole.logged.means[name][0])]
+        return logged_otherwise(steady) if steady else ""
 
     def _loss(self, parts: Result) -> float:
         return parts.sum if self.sums else parts.mean

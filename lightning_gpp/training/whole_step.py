@@ -174,7 +174,8 @@ def capture_found(
     captured = capture_joint(module, joint_batch(found, samples_in(example)), context=context, device=device)
     if options.stages is not None:  # they are checked afterwards
         return captured
-    return replace(captured, graph=kept_with_originals(tied(captured.graph, found.coupled), module))
+    graph = kept_with_originals(tied(captured.graph, found.coupled), module, found.learning)
+    return replace(captured, graph=graph)
 
 
 def comparison(job: Job, found: StepCalls, num_samples: int) -> Any:

@@ -19,14 +19,12 @@ SAMPLE = [
 
 REFUSED = {
     "hook_NormOfWeights": "if not p.is_meta",
-    "hook_ReadsWeights": "put their modules into one stage",
     "batch_size_found": "BatchSizeFinder",
     "batch_size_tuned": "BatchSizeFinder",
     "step_Quasi": "L-BFGS",
     "whole_Quasi": "L-BFGS",
     "takes_iterator": "dataloader_iter",
     "step_ReturnsNone": "return a zero loss",
-    "step_ValidatesTwice": "depends on `batch_idx`",
     "loader_single_samples": "More micro-batches than samples",
 }
 """Scenarios that are refused on two ranks, with words of the way out or of the reason."""

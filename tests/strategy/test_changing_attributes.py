@@ -275,6 +275,22 @@ class Running(Changing):
         return F.cross_entropy(self.body.b((hidden - self.mean).tanh()), batch[2]) + 0.1 * self.count
 
 
+class Later(Changing):
+    """A term of the loss begins in the second epoch, with a module that was not called before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.share = torch.nn.Linear(6, 4), 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.body.a(batch[0])
+        loss = F.cross_entropy(self.body.b(hidden), batch[2])
+        return loss if self.share == 0 else loss + self.share * F.mse_loss(self.other(hidden), batch[0])
+
+    def on_train_epoch_start(self) -> None:
+        self.share = 0.5 * self.current_epoch
+
+
 KINDS = {
     kind.__name__: kind
     for kind in (
@@ -296,6 +312,7 @@ KINDS = {
         Tempered,
         Decaying,
         Noised,
+        Later,
         Changing,
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_gpp.capture import capture_step
+from lightning_gpp.capture.calls import capture_joint, find_calls, joint_batch
 from lightning_gpp.training.frozen_copies import kept_with_originals, originals
 from lightning_gpp.training.hook_code import names_in_hooks
 from tests.strategy import harness
@@ -136,6 +138,19 @@ class Momentum(Distilled):
             mean.mul_(0.9).add_(weight, alpha=0.1)
 
 
+class WithoutGrad(Momentum):
+    """The step calls the target without gradients, for which its parameters are not frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target.requires_grad_(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            wanted = self.target(batch[0].flip(1))
+        return F.mse_loss(self.head(self.online(batch[0])), wanted)
+
+
 class UpdatesTarget(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         new = pl_module.online.state_dict()
@@ -206,13 +221,13 @@ def losses_with(kind: type[Distilled], strategy: Any, devices: int) -> list[floa
 
 def in_stages(rank: int, settings: dict[str, Any]) -> list[list[float]]:
     options = {"stages": None, "num_micro_batches": 2, "search_seconds": 0.2, **settings}
-    return [losses_with(kind, harness.strategy(**options), 2) for kind in (Momentum, UpdatesTarget)]
+    return [losses_with(kind, harness.strategy(**options), 2) for kind in (Momentum, UpdatesTarget, WithoutGrad)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"step": "whole"}], ids=["micro-batches", "whole"])
 def test_momentum_encoders_train_in_the_stages_of_the_planner(settings: dict[str, Any]) -> None:
     found, _ = harness.run(2, in_stages, settings)
-    for kind, losses in zip((Momentum, UpdatesTarget), found, strict=True):
+    for kind, losses in zip((Momentum, UpdatesTarget, WithoutGrad), found, strict=True):
         assert losses == pytest.approx(losses_with(kind, "auto", 1), rel=1e-12)
     assert found[0] == pytest.approx(found[1], rel=1e-12)
     assert found[0] != pytest.approx(losses_with(Distilled, "auto", 1), rel=1e-6)
@@ -229,6 +244,16 @@ def test_copies_that_hooks_update_are_tied_layer_by_layer(kind: type[Distilled])
     found = clusters(kind)
     assert found["target.0.weight"] == found["online.0.weight"] != found["online.2.weight"] == found["target.2.weight"]
     assert found["head.weight"] == ""
+
+
+def test_copies_that_a_step_as_a_whole_calls_without_gradients_are_tied() -> None:
+    module, batch, place = WithoutGrad().double(), next(iter(loader())), torch.device("cpu")
+    calls = find_calls(module, batch, context=nullcontext, device=place, stand_ins=lambda _: {})
+    graph = capture_joint(module, joint_batch(calls, len(batch[0])), context=nullcontext, device=place).graph
+    tied = kept_with_originals(graph, module, calls.learning)
+    found = {name: operator.cluster for operator in tied for name in operator.parameters}
+    assert calls.learning == {"online", "head"}
+    assert found["target.0.weight"] == found["online.0.weight"] != found["head.weight"] == ""
 
 
 def test_copies_are_tied_if_hooks_put_their_names_together() -> None:

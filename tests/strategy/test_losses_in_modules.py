@@ -52,7 +52,9 @@ class Module(pl.LightningModule):
         return nn.functional.cross_entropy(self.model(x), labels)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.model(*batch))
+        loss = self.model(*batch)
+        self.log("val_loss", loss)
+        self.log("perplexity", loss.exp())  # which is no mean over micro-batches
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
@@ -72,7 +74,7 @@ def fit(strategy: Any, devices: int, **settings: Any) -> dict[str, Any]:
     trainer = harness.trainer(strategy, devices=devices, max_epochs=1)
     loader = DataLoader(data(), batch_size=16)
     trainer.fit(module, loader, loader)
-    validated = float(trainer.callback_metrics["val_loss"])
+    validated = [float(trainer.callback_metrics[name]) for name in ("val_loss", "perplexity")]
     plan = trainer.strategy.plan if isinstance(trainer.strategy, GPPStrategy) else None
     replicas = [len(stage.devices) for stage in plan.stages] if plan is not None else []
     return {"losses": module.losses, "validated": validated, "replicas": replicas}

@@ -6,6 +6,7 @@ Every case is trained with the comparison and without it: losses, parameters and
 from __future__ import annotations
 
 import random
+import time
 import warnings
 from collections import deque
 from typing import Any
@@ -61,6 +62,27 @@ class Weighted(Module):
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits, labels, weight=self.weights)
+
+
+class WeightedByModule(Module):
+    """The weights are a buffer of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(torch.tensor([1.0, 3.0, 7.0], dtype=torch.float64))
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.criterion(logits, labels)
+        return loss
+
+
+class LogsSpread(Module):
+    """Logs a value that is no mean over samples, and one that is; the clock counts as neither."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.head(self.left(batch[0]))
+        self.log_dict({"spread": logits.std(), "mean": logits.mean(), "clock": time.perf_counter()})
+        return self.loss(logits, batch[1])
 
 
 class Phase(Module):
@@ -196,6 +218,7 @@ def labels_of(kind: str) -> Tensor:
 KINDS: dict[str, tuple[type[Module], str]] = {
     "ignored labels": (Module, "ignored"),
     "weights": (Weighted, ""),
+    "weights of a module": (WeightedByModule, ""),
     "phase": (Phase, ""),
     "padded": (Transformer, "ignored"),
     "all ignored": (Module, "all ignored"),
@@ -209,7 +232,7 @@ KINDS: dict[str, tuple[type[Module], str]] = {
     "fails on others": (Demanding, ""),
     "bookkeeping": (Bookkeeping, ""),
 }
-WARNED = {"ignored labels": 0, "weights": 1, "phase": 4, "padded": 0, "all ignored": 1}
+WARNED = {"ignored labels": 0, "weights": 1, "weights of a module": 1, "phase": 4, "padded": 0, "all ignored": 1}
 """The mini-batch in which a warning comes."""
 
 
@@ -241,7 +264,7 @@ def all_trained(rank: int, kinds: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kinds", [list(KINDS)[:7], list(KINDS)[7:]])
+@pytest.mark.parametrize("kinds", [list(KINDS)[:8], list(KINDS)[8:]])
 def test_what_begins_late_is_told_and_training_is_the_same(kinds: list[str]) -> None:
     first, second = harness.run(2, all_trained, kinds, timeout=190.0)
     for kind in kinds:
@@ -250,6 +273,23 @@ def test_what_begins_late_is_told_and_training_is_the_same(kinds: list[str]) -> 
         assert told_elsewhere == []
         expected = [f"In mini-batch {WARNED[kind]}"] if kind in WARNED else []
         assert [text.split(",")[0] for text in told] == expected, kind
+
+
+def logged(rank: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = LogsSpread().double()
+        data = TensorDataset(torch.randn(16, 4, dtype=torch.float64), torch.arange(16) % 3)
+        trainer = harness.trainer(harness.strategy(num_micro_batches=2, stages=STAGES), 2, max_epochs=1)
+        trainer.fit(module, DataLoader(data, batch_size=8))
+    return [str(each.message) for each in caught if "no mean over samples" in str(each.message)]
+
+
+def test_logged_values_that_are_no_means_are_told() -> None:
+    told, elsewhere = harness.run(2, logged)
+    assert told
+    assert all(text.startswith("spread, which the training step logs, is no mean over samples.") for text in told)
+    assert elsewhere == []
 
 
 def messages(rank: int) -> dict[str, list[str]]:

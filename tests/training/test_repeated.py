@@ -16,8 +16,9 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_gpp.graph import Affine, TensorSpec
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.training.copies import step_copy
-from lightning_gpp.training.repeated import Alone, KeptResults, Losses, _most_samples, _some, samples_of_parts
+from lightning_gpp.training.repeated import KeptResults, Losses, _most_samples, _some, samples_of_parts
 from lightning_gpp.training.runner import ComparisonTurns
+from lightning_gpp.training.unnoticed import Alone
 
 SAMPLES = TensorSpec(shape=(Affine(1, 0), Affine(0, 3)), dtype="float64")
 SCALAR = TensorSpec(shape=(), dtype="float64")

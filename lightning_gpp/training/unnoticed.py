@@ -1,0 +1,54 @@
+"""Runs of the user's step without a trace, on copies of the module and with given results of its network calls."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, redirect_stdout
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import nn
+from torch.random import fork_rng
+
+from lightning_gpp._compat.torch import TorchDispatchMode
+from lightning_gpp.runtime.neutral import Neutral
+from lightning_gpp.runtime.random import undisturbed
+from lightning_gpp.stages.step import UserStep
+from lightning_gpp.training.copies import step_copy
+from lightning_gpp.training.host import Job
+
+NO_MINI_BATCH = -1
+"""The number under which the host records these runs of the step, which are forgotten."""
+
+
+class Alone(TorchDispatchMode):
+    """Refuses collectives, in which no other rank would take part."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(f"the step communicates ({func.name()})")
+        return func(*args, **(kwargs or {}))
+
+
+def unnoticed(job: Job) -> ExitStack:
+    """A context without gradients, communication, output and logs, after which random streams are as before."""
+    stack, device = ExitStack(), job.device
+    stack.enter_context(undisturbed())
+    stack.enter_context(fork_rng([] if device.type == "cpu" else [device]))
+    stack.enter_context(redirect_stdout(StringIO()))
+    stack.enter_context(job.host.unheard())
+    # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
+    stack.enter_context(torch.compiler.set_stance("force_eager"))
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(Alone())  # type: ignore[no-untyped-call]
+    stack.enter_context(Neutral())  # type: ignore[no-untyped-call]
+    return stack
+
+
+def copy_for(job: Job, step: UserStep) -> nn.Module:
+    """A copy of the module on which a step can run with results of its network calls."""
+    network, opened = step.network, set(step.opened)
+    changed = network.recording.changed_by_step()
+    copied = step_copy(job.module, changed, {call.path for call in network.modules} - opened)
+    vars(copied).update(job.host.stand_ins(copied))
+    return copied
