@@ -12,12 +12,12 @@ class GPPError(Exception):
 
 
 def is_shown_elsewhere(error: BaseException | None) -> bool:
-    """True if all ranks have raised this error, or the one that it follows from, and rank 0 shows it."""
+    """True if this error, or the one that it follows from, is shown by rank 0, or as the cause of the job's end."""
     return error is not None and (getattr(error, _ELSEWHERE, False) or is_shown_elsewhere(error.__cause__))
 
 
 def show_elsewhere(error: BaseException) -> None:
-    """Say of an error of this rank that rank 0 has raised it, too, and shows it."""
+    """Say of an error of this rank that it is shown: by rank 0, which has it, too, or as the cause of the job's end."""
     setattr(error, _ELSEWHERE, True)
 
 

@@ -27,6 +27,16 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse keys that occur twice, of which YAML's loader takes the last without a word."""
+        names = set[str]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in names:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is there twice", problem_mark=key.start_mark)
+            names.add(key.value)
+        content: dict[Any, Any] = super().construct_mapping(node, deep)
+        return content
+
 
 _EXPONENT: Final = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 
@@ -75,7 +85,7 @@ def _read(path: str | Path, error: type[GPPError], place: str, limit: int | None
         size = Path(path).stat().st_size
         if limit is not None and size > limit:
             raise error(f"{place}: has {size / 2**20:.0f} MiB; files of up to {limit // 2**20} MiB are read.")
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # editors of Windows put a mark in front
     except OSError as failure:
         raise error(f"{place}: cannot be read: {failure.strerror}.") from failure
     except UnicodeDecodeError as failure:

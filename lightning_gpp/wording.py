@@ -20,6 +20,11 @@ def sentence(text: object) -> str:
     return f"{str(text).rstrip('.')}."
 
 
+def described(error: BaseException) -> str:
+    """The name of the error's class, and its message if it has one."""
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
 def counted(number: int, noun: str) -> str:
     """`1 stage`, `2 stages`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

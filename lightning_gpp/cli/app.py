@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
+from typing import Final
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -22,8 +23,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_gpp.cli import schema
-from lightning_gpp.cli.explain import config_folder, explain, not_an_override
+from lightning_gpp.cli.explain import check_read, config_folder, explain, not_an_override
 from lightning_gpp.cli.help import ASKED, VERSION, help_text
+from lightning_gpp.cli.log_file import place_of_traceback
 from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
 from lightning_gpp.errors import GPPError, is_shown_elsewhere
 
@@ -76,7 +78,7 @@ def run(command: Command) -> None:
     except KeyboardInterrupt as interrupt:
         print(f"{command.name}: interrupted{' ' * bool(str(interrupt))}{interrupt}.", file=sys.stderr)
         sys.exit(EXIT_CODE)
-    except (GPPError, HydraException, OmegaConfBaseException, OSError, UnicodeError, YAMLError, ValueError) as error:
+    except _TOLD as error:
         if not _is_told(error, job.started):
             raise
         print(f"{command.name}: {explain(error, sys.argv[1:])}", file=sys.stderr)
@@ -85,10 +87,17 @@ def run(command: Command) -> None:
         sys.exit(1)
 
 
+_TOLD: Final = (
+    *(GPPError, HydraException, OmegaConfBaseException),
+    *(OSError, UnicodeError, YAMLError, ValueError, RecursionError),
+)
+
+
 def _prepare() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # makes Hydra raise instead of printing a shortened traceback
     # a warning of Lightning 2.6 on newer torch that users cannot change, from every process
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
     sys.argv[1:] = in_order(sys.argv[1:])
     sys.argv.extend(quiet_overrides(os.environ, sys.argv))
     if os.getcwd() not in sys.path:
@@ -96,9 +105,14 @@ def _prepare() -> None:
     schema.register()
 
 
+def _is_no_advertisement(record: logging.LogRecord) -> bool:
+    """False for Lightning's tips to install its vendor's packages."""
+    return not record.getMessage().startswith("💡 Tip:")
+
+
 def _is_told(error: Exception, started: bool) -> bool:
     """True for a user's mistake, for which the message is enough; other errors need a traceback."""
-    if isinstance(error, OSError | ValueError | YAMLError):
+    if isinstance(error, OSError | ValueError | YAMLError | RecursionError):
         return not started  # before: arguments, a run folder or a configuration file; after: the user's code
     return not (started and isinstance(error, InstantiationException))  # from a constructor of the user's
 
@@ -118,6 +132,7 @@ class _HydraTask:
     def __call__(self, config: DictConfig) -> float | None:
         self.started = True
         try:
+            check_read(config)
             return self.command.task(config)
         except (GPPError, OmegaConfBaseException) as error:
             told = explain(error)
@@ -127,8 +142,13 @@ class _HydraTask:
             if not is_shown_elsewhere(error):
                 print(f"{self.command.name}: {told}", file=sys.stderr)
             log.info("%s", told)
-            self.failed = True
-            return None
+        except Exception as error:  # the user's code, in the middle of a run
+            if HydraConfig.get().mode is RunMode.MULTIRUN or not is_shown_elsewhere(error):
+                raise
+            log.info("the job's end", exc_info=error)
+            print(f"{self.command.name}: {place_of_traceback()}", file=sys.stderr)
+        self.failed = True
+        return None
 
 
 def _end_sweep(message: str) -> None:

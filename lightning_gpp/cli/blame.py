@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpp._compat.omegaconf import key_of
 from lightning_gpp._compat.torch import pytree
+from lightning_gpp.cli.log_file import place_of_traceback
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.validation import shown
 
@@ -70,6 +71,11 @@ def _guard(function: Callable[..., Any], node: DictConfig) -> Callable[..., Any]
             raise mistake(node, error, f" in {function.__name__}") from error
         if function.__name__.endswith("_dataloader"):
             _check_loaders(result, f"{type(self).__name__}.{function.__name__}")
+        if function.__name__ == "configure_optimizers" and isinstance(result, dict) and "optimizer" not in result:
+            raise ConfigError(
+                f"{type(self).__name__}.configure_optimizers returned a dict with the keys {list(result)}. The key of "
+                "the optimizer is 'optimizer'."
+            )
         return result
 
     return run
@@ -125,5 +131,4 @@ def logged(error: BaseException) -> str:
     if not HydraConfig.initialized():
         return ""
     logging.getLogger(__name__).warning("the error's traceback", exc_info=error)
-    hydra = HydraConfig.get()
-    return f"The traceback is in {hydra.runtime.output_dir}/{hydra.job.name}.log."
+    return place_of_traceback()

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
@@ -32,6 +33,11 @@ def groups() -> list[str]:
     return sorted(path.name for path in config_folder().iterdir() if path.is_dir())
 
 
+def files(group: str) -> list[str]:
+    """The names of the shipped files of a group."""
+    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+
+
 def explain(error: BaseException, given: Sequence[str] = ()) -> str:
     """The messages of an error and its causes, and for a key that does not exist, those that do.
 
@@ -49,6 +55,8 @@ def explain(error: BaseException, given: Sequence[str] = ()) -> str:
         return f"A configuration file is not YAML: {' '.join(str(error).split())}."
     if isinstance(error, UnicodeDecodeError):
         return f"{_file_read(error)} is not text in UTF-8, see byte {error.start}. Save it in this encoding."
+    if isinstance(error, RecursionError):  # from Hydra, which follows lists of defaults
+        return "A configuration file is in its own list of defaults, directly or by way of others. Remove it there."
     if type(error) is ValueError:  # from Hydra, about arguments
         reason = str(error).rstrip(".!")
         return f"{reason}. Arguments have the form KEY=VALUE, for example trainer.devices=4; --help lists them."
@@ -56,6 +64,28 @@ def explain(error: BaseException, given: Sequence[str] = ()) -> str:
     missing = [told for cause in causes if (told := _missing_key(cause))]
     lines = missing[:1] or [*_mistyped_groups(given), *(line for cause in causes for line in _message(cause))]
     return "\n".join(dict.fromkeys(filter(None, lines)))
+
+
+def check_read(config: DictConfig) -> None:
+    """Refuse keys of the command line that were added with a plus, and that nothing reads.
+
+    Raises:
+        ConfigError: with the key that may be meant.
+    """
+    hydra = HydraConfig.get()
+    text = f"{OmegaConf.to_container(config)}{OmegaConf.to_container(hydra)}"
+    for override in hydra.overrides.task:
+        added = re.match(r"\+(\w+)(?=[.=])", override)
+        name = added[1] if added else ""
+        if not name or name in {*groups(), *hydra.runtime.choices} or re.search(rf"\$\{{[^}}]*\b{name}\b", text):
+            continue
+        known = {str(key) for key in config} - {name}
+        close = _meant(OmegaConf.masked_copy(config, sorted(known)), name, {*known, *groups()})
+        guess = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise ConfigError(
+            f"{override} adds a key that nothing reads: no class has an argument of that name, and no other value "
+            f"refers to ${{{name}}}.{guess} There are: {', '.join(sorted({*known, *groups()}))}."
+        )
 
 
 def not_an_override(argument: str | None, words: Sequence[str] = ()) -> str:
@@ -101,6 +131,8 @@ def _missing_key(error: BaseException) -> str:
     if key in parent:
         return ""
     full = str(getattr(error, "full_key", None) or key)
+    if full in groups():
+        return f"The group {full!r} has no keys, as none of its files is chosen: {full}={'|'.join(files(full))}."
     group, known = full.rpartition(".")[0], {str(name) for name in parent if not str(name).startswith("_")}
     more = _arguments_of(parent) - known
     if key in more:

@@ -41,8 +41,11 @@ def create(name: str, parent: Path) -> Path:
     Raises:
         ConfigError: the name cannot be that of a Python package, an installed one has it, or the folder exists.
     """
-    if not name.isidentifier() or keyword.iskeyword(name) or name in sys.stdlib_module_names:
-        raise ConfigError(f"{name!r} cannot be the name of a Python package. Choose one such as my_project.")
+    is_name = name.isidentifier() and name.isascii()  # Hydra reads ASCII letters only
+    if not is_name or keyword.iskeyword(name) or name in sys.stdlib_module_names:
+        raise ConfigError(
+            f"{name!r} cannot be the name of a Python package and of an experiment. Choose one such as my_project."
+        )
     folder = parent / name
     if folder.exists():
         raise ConfigError(f"{folder} exists already. Choose another name, or move it away.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -176,10 +177,22 @@ def build_trainer(config: DictConfig, strategy: Strategy) -> L.Trainer:
         reason = error.__cause__.__cause__ if isinstance(error.__cause__, InstantiationException) else None
         if not isinstance(reason, MisconfigurationException | TypeError | ValueError):
             raise
-        settings = ", ".join(f"trainer.{key}={config.trainer[key]}" for key in ("accelerator", "devices", "precision"))
+        settings = ", ".join(f"trainer.{key}={config.trainer[key]}" for key in _meant(config.trainer, str(reason)))
         remedy = " trainer=cpu runs on any machine." if config.trainer.accelerator != "cpu" else ""
         raise refusal(settings, reason, remedy) from error
     return trainer
+
+
+def _meant(trainer: DictConfig, reason: str) -> list[str]:
+    """The keys of the trainer whose names or texts a refusal mentions; or else those that depend on the machine."""
+    given = {str(key): trainer[key] for key in trainer if str(key) not in ("_target_", "accelerator")}
+    named = [key for key, value in given.items() if re.search(rf"\b{key}\b", reason) or _quoted(value, reason)]
+    machine = ["accelerator", "devices", "precision"]
+    return machine if not named or set(named) & set(machine) else named
+
+
+def _quoted(value: Any, reason: str) -> bool:
+    return isinstance(value, str) and repr(value) in reason
 
 
 def _all(group: DictConfig, name: str, kind: type) -> list[Any]:

@@ -29,6 +29,7 @@ from lightning_gpp.reports import graph_svg, prediction_text, search_progress, t
 from lightning_gpp.reports.page import report_html
 from lightning_gpp.reports.terminal import show as show_text
 from lightning_gpp.reports.terminal import terminal_width, wrapped
+from lightning_gpp.reports.units import rate
 from lightning_gpp.simulation import trace_of
 from lightning_gpp.slices import unsliced
 from lightning_gpp.strategy import GPPStrategy
@@ -104,8 +105,12 @@ def check_outputs(config: DictConfig, keys: Sequence[str]) -> None:
     """Refuse files that cannot be written, before a long search.
 
     Raises:
-        ConfigError: the file that one of the keys names cannot be written.
+        ConfigError: the file that one of the keys names cannot be written, or is that of another key.
     """
+    owners: dict[str, str] = {}
+    for key in _given(config, keys):
+        if owners.setdefault(config[key], key) != key:
+            raise ConfigError(f"{key}={config[key]} is the file of {owners[config[key]]}, too. Give it another name.")
     for key in _given(config, keys):
         path = Path(config[key])
         try:
@@ -200,7 +205,7 @@ def best_of_degrees(config: DictConfig) -> tuple[Task, Prediction, list[str]]:
     if not plans:
         raise failures[0]
     best = max(plans, key=lambda degree: (plans[degree][1].fits, plans[degree][1].samples_per_second))
-    rows = [f"{degree}: {prediction.samples_per_second:.4g} samples/s" for degree, (_, prediction) in plans.items()]
+    rows = [f"{degree}: {rate(prediction.samples_per_second)} samples/s" for degree, (_, prediction) in plans.items()]
     return *plans[best], [f"Fastest: strategy.tensor_parallel_size={best}. {'; '.join([*rows, *reasons])}"]
 
 

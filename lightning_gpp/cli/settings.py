@@ -1,18 +1,18 @@
-"""The types of the keys of `gpp-train` and `gpp-plan` that are in no group."""
+"""The types of the keys of `gpp-train` and `gpp-plan` that are in no group, and of numbers for the trainer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.validation import validated
 
 ConfigGroup = dict[str, Any]
-PositiveSeconds = Annotated[float, Gt(0)]
+PositiveNumber = Annotated[float, Gt(0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +30,28 @@ class TopLevelKeys:
     optimized_metric: str | None = None
     graph: str | None = None
     optimizer: str | None = None
-    time_unit: PositiveSeconds = 1e-3
-    compare_seconds: PositiveSeconds = 120
+    time_unit: PositiveNumber = 1e-3
+    compare_seconds: PositiveNumber = 120
     output: str | None = None
     timeline: str | None = None
     trace: str | None = None
     svg: str | None = None
     graph_svg: str | None = None
     report: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerNumbers:
+    """Arguments of the trainer that it does not check itself, before it computes with them."""
+
+    max_epochs: float | None = None
+    min_epochs: float | None = None
+    max_steps: float = -1
+    min_steps: float | None = None
+    accumulate_grad_batches: Annotated[int, Ge(1)] = 1
+    log_every_n_steps: Annotated[int, Ge(0)] | None = None
+    num_sanity_val_steps: int | None = None
+    val_check_interval: PositiveNumber | str | dict[str, Any] | None = None
 
 
 def check_settings(config: DictConfig) -> None:
@@ -47,6 +61,11 @@ def check_settings(config: DictConfig) -> None:
         ConfigError: with the key, its value and what is allowed.
     """
     content: Any = OmegaConf.to_container(config)
-    known = {field.name for field in fields(TopLevelKeys)}
-    given = {key: value for key, value in content.items() if key in known}
-    validated(TopLevelKeys, given, error=ConfigError)
+    validated(TopLevelKeys, _known(TopLevelKeys, content), error=ConfigError)
+    validated(TrainerNumbers, _known(TrainerNumbers, content["trainer"]), error=ConfigError, key="trainer")
+
+
+def _known(kind: type, content: dict[str, Any]) -> dict[str, Any]:
+    """The values of the keys that a dataclass has, without references to other keys."""
+    given = {field.name: content[field.name] for field in fields(kind) if field.name in content}
+    return {key: value for key, value in given.items() if not (isinstance(value, str) and "${" in value)}

@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
@@ -39,10 +40,11 @@ from lightning_gpp.strategy.steps import CONTEXTS, stand_ins
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.costs import measured_costs
 from lightning_gpp.training.machine import footprint_of, present
+from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.parallel_regions import captured_apart
 from lightning_gpp.training.planner import TRAINING, Subject, captured_step
-from lightning_gpp.training.step_errors import check_alone
+from lightning_gpp.training.step_errors import check_alone, check_end
 from lightning_gpp.training.tensor_parallel import TensorParallel, check_divided, dividing
 from lightning_gpp.training.whole_step import capture_found, check_whole, left_open, why_whole
 
@@ -175,6 +177,7 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
     datamodule = guarded(config.data, built(config.data), L.LightningDataModule)
     with placed():
         model: L.LightningModule = guarded(config.model, built(config.model), L.LightningModule)
+    _check_methods(model, config.step)
     trainer.precision_plugin.convert_module(model)
     attach_data(trainer, model, datamodule)
     batch = first_batch(datamodule, config.step) if options.example_batch is None else options.example_batch
@@ -196,6 +199,8 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         except (CaptureError, ShapeError) as error:
             check_alone(model, config.step, batch, error, context, CPU)
             raise
+        if isinstance(step, Capture):
+            check_end(model, config.step, batch, step.network.recording, context, CPU)
     check_divided(options.num_members, parallel)
     return Step(
         captured=step,
@@ -208,6 +213,18 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         divided=None if parallel is None else parallel.cut,
         whole=bool(whole),
     )
+
+
+def _check_methods(model: L.LightningModule, step: str) -> None:
+    """Refuse a module without the step, or one that is trained without optimizers.
+
+    Raises:
+        ConfigError: with the method that is missing.
+    """
+    needed = {TRAINING: (TRAINING, "configure_optimizers"), "predict_step": ()}  # which Lightning has itself
+    for method in needed.get(step, (step,)):
+        if not is_overridden(method, model):
+            raise ConfigError(f"{type(model).__name__} has no method {method}, which step={step} needs. Add it.")
 
 
 def _training_step(
@@ -267,6 +284,8 @@ def _optimizers(model: L.LightningModule, trainer: L.Trainer) -> tuple[Sequence[
         return (), (
             f"The memory of Adam is assumed for the optimizer: configure_optimizers failed outside a run ({cause}).",
         )
+    for optimizer in trainer.optimizers:
+        OptimizerIndex(optimizer, model)  # as in training, it refuses parameters that are not the module's
     return trainer.optimizers, ()
 
 
@@ -295,7 +314,7 @@ def first_batch(datamodule: L.LightningDataModule, step: str = TRAINING) -> Any:
     """The first mini-batch for a step, in the structure of its loaders; for evaluation, from the first loader.
 
     Raises:
-        ConfigError: the data have no loader for the step, or one without mini-batches.
+        ConfigError: the data have no loader for the step, or one without mini-batches, or the first one fails.
     """
     stage, method = _LOADERS[step]
     datamodule.prepare_data()

@@ -7,6 +7,7 @@ from typing import Final
 
 from lightning_gpp.errors import PlanError
 from lightning_gpp.planning import Prediction
+from lightning_gpp.reports.units import rate
 from lightning_gpp.training.machine import Machine
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.planner import Subject, planned
@@ -27,7 +28,7 @@ def too_small(prediction: Prediction, step: Subject, machine: Machine, options: 
     if gain < WORTH * devices:
         yield (
             f"The model is too small for {devices} devices: together they are {gain:.1f} times as fast as one of them "
-            f"({prediction.samples_per_second:.4g} against {one.samples_per_second:.4g} samples/s). Take fewer "
+            f"({rate(prediction.samples_per_second)} against {rate(one.samples_per_second)} samples/s). Take fewer "
             "devices, or give each more work: a larger mini-batch, or a larger model."
         )
 

@@ -167,6 +167,10 @@ class FailureMonitor:
             exit_now(EXIT_CODE)
         return verdict is Verdict.TOGETHER
 
+    def has_shown(self, error: BaseException) -> bool:
+        """True if the job ends because of this error of this rank, which has said so."""
+        return self._reported == (error, Verdict.ENDS)
+
     def _judged(self, watcher: Watcher, error: BaseException) -> Verdict:
         """Report an exception of this rank, and return its consequence."""
         follows = _is_consequence(error)

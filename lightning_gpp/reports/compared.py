@@ -9,7 +9,7 @@ from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.schedule import DeviceFigures, device_figures
 from lightning_gpp.reports.table import chosen, kept_columns
 from lightning_gpp.reports.terminal import wrapped
-from lightning_gpp.reports.units import count, distance, duration, percent, size
+from lightning_gpp.reports.units import count, distance, duration, percent, rate, size
 
 Compared = Prediction | str
 """A prediction, or the reason why there is none."""
@@ -117,7 +117,7 @@ def _partitioner(prediction: Prediction, ratio: str) -> list[str]:
         str(plan.depth),
         _range(stage.micro_batch_size for stage in plan.stages),
         duration(prediction.seconds),
-        f"{prediction.samples_per_second:.4g}",
+        rate(prediction.samples_per_second),
         ratio,
         percent(prediction.idle),
         _memory(prediction),
@@ -134,7 +134,7 @@ def _schedule(prediction: Prediction, ratio: str) -> list[str]:
         str(prediction.num_pipelines),
         _range(len(plan.intervals(stage)) for stage in range(len(plan.stages))),
         duration(prediction.seconds),
-        f"{prediction.samples_per_second:.4g}",
+        rate(prediction.samples_per_second),
         ratio,
         distance(prediction.gap),
         percent(prediction.idle),

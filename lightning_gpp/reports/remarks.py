@@ -10,7 +10,7 @@ from typing import Final
 from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.lanes import computes
 from lightning_gpp.reports.measured import Comparison
-from lightning_gpp.reports.units import duration, percent, size
+from lightning_gpp.reports.units import duration, percent, rate, size
 from lightning_gpp.simulation import Timeline
 
 MUCH_IDLE: Final = 0.15
@@ -170,7 +170,7 @@ def _throughput(prediction: Prediction, measured: float | None) -> Iterator[str]
     simulated = prediction.samples_per_second
     if measured and simulated and max(measured / simulated, simulated / measured) >= OFF:
         yield (
-            f"The run trains {measured:.4g} samples/s, and {simulated:.4g} are simulated: its seconds are computed "
+            f"The run trains {rate(measured)} samples/s, and {rate(simulated)} are simulated: its seconds are computed "
             "from FLOPs and bytes, unless they are measured. strategy.costs=measured times the model's blocks on this "
             "machine before it plans; strategy.trace=true compares every action."
         )

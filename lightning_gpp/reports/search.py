@@ -6,7 +6,7 @@ from typing import Final
 
 from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.terminal import wrapped
-from lightning_gpp.reports.units import distance, duration, percent
+from lightning_gpp.reports.units import distance, duration, percent, rate
 
 LEGEND: Final = (
     "u: units of a stage, x: its devices, r: recomputed, r3: 3 blocks of it, o: offloaded, +: slack, "
@@ -27,7 +27,7 @@ def search_text(prediction: Prediction, width: int | None = None) -> str:
         return ""
     kind = "step" if prediction.period is None else "period"
     lines = (
-        f"{kind}: {duration(prediction.seconds)} simulated, {prediction.samples_per_second:.4g} samples/s, "
+        f"{kind}: {duration(prediction.seconds)} simulated, {rate(prediction.samples_per_second)} samples/s, "
         f"idle {percent(prediction.idle)}",
         f"partitioner {search.partitioner}: objective {search.objective:.4g} ({search.objective_name}), "
         f"{search.states} states in {duration(search.seconds)}",

@@ -27,6 +27,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / factor:.3g} {unit}"
 
 
+def rate(per_second: float) -> str:
+    """25243.7 -> 25240: four digits, without an exponent."""
+    return f"{float(f'{per_second:.4g}'):.0f}" if per_second >= 1e4 else f"{per_second:.4g}"
+
+
 def percent(fraction: float) -> str:
     return f"{100 * fraction:.0f} %"
 

@@ -17,6 +17,8 @@ from lightning_gpp._compat.lightning import forget_indices
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.loaders import SharedLoader
+from lightning_gpp.user_code import UNKNOWN, line_of
+from lightning_gpp.wording import described
 
 
 @dataclass
@@ -146,10 +148,18 @@ def peek(loader: Any) -> Any:
     """The first batch of a loader, without changing the loader, random numbers or running workers; None if it is empty.
 
     Batches that are None, which Lightning leaves out, do not count. The loader must not be one that reading moves.
+
+    Raises:
+        ConfigError: the user's data fail there.
     """
     loader = _inside(loader)
-    with isolate_rng(), _kept_generators(loader):
-        return next((batch for batch in _read(loader) if batch is not None), None)
+    try:
+        with isolate_rng(), _kept_generators(loader):
+            return next((batch for batch in _read(loader) if batch is not None), None)
+    except Exception as error:
+        line = line_of(error)
+        place = "" if line == UNKNOWN else f" ({line})"
+        raise ConfigError(f"The data cannot make their first mini-batch: {described(error)}{place}.") from error
 
 
 def _inside(loader: Any) -> Any:

@@ -118,7 +118,7 @@ class GPPStrategy(RanksStrategy):
             refused = isinstance(exception, MisconfigurationException)  # its sentence says all
             told = ConfigError(str(exception)).with_traceback(exception.__traceback__) if refused else exception
             self._together = self._monitor.report(told)
-            if self._together and self.global_rank:
+            if (self._together and self.global_rank) or self._monitor.has_shown(told):
                 show_elsewhere(exception)
 
     def teardown(self) -> None:

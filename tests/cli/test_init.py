@@ -44,7 +44,7 @@ def test_nothing_of_the_copied_name_is_left(tmp_path: Path) -> None:
     assert not [path for path in files if "starter" in str(path.relative_to(project)) or "starter" in path.read_text()]
 
 
-@pytest.mark.parametrize("name", ["my-project", "class", "json", "../mine", ""])
+@pytest.mark.parametrize("name", ["my-project", "class", "json", "../mine", "", "n\u00fctzlich"])
 def test_a_name_that_no_package_can_have(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be the name of a Python package"):
         create(name, tmp_path)

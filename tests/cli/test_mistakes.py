@@ -42,6 +42,7 @@ class Model(TwoTower):
     def training_step(self, batch, batch_idx):
         if self.kind == "broken": raise RuntimeError("my step is broken")
         loss = super().training_step(batch, batch_idx)
+        if self.kind == "late": raise KeyError("late")
         return {
             "vector": loss.expand(len(batch[0])), "float": 0.5, "unnamed": {"lss": loss}, "detached": loss.detach(),
         }[self.kind]
@@ -126,6 +127,16 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...], str]] = {
         "plan",
         (*OWN, "+model.kind=broken"),
         r"training_step fails on one device, too, .* RuntimeError: my step is broken \(.*own\.py:\d+\)\.$",
+    ),
+    "step that breaks behind its network": (
+        "plan",
+        (*OWN, "+model.kind=late"),
+        r"training_step fails on one device, too, .* KeyError: 'late' \(.*own\.py:\d+\)\.$",
+    ),
+    "key that nothing reads": (
+        "plan",
+        (TWO_TOWER, "+devices=3"),
+        r"\+devices=3 adds a key that nothing reads: .* Did you mean trainer\.devices\?",
     ),
     "no node": (
         "plan",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def test_a_pipeline_leaves_a_run_folder(tmp_path: Path) -> None:
     assert result.stdout.count("One mini-batch, simulated") == 1
     assert result.stdout.count("test/accuracy") == 1
     assert result.stderr.count("`Trainer.fit` stopped") == 1
+    assert "Tip:" not in result.stderr
     names = {path.name for path in folder.iterdir()}
     assert names >= {"checkpoints", "logs", "config", "plan.yaml", "timeline.txt", "timeline.json"}
     assert (folder / "checkpoints" / "last.ckpt").is_file()
@@ -91,6 +93,26 @@ def test_what_all_ranks_refuse_is_told_once(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert result.stderr.count("gpp-train: strategy.stages names the module 'nothing'") == 1
     assert "Traceback" not in result.stderr
+
+
+STUMBLING = """
+from gpp_examples.feature_towers import FeatureTowers
+class Model(FeatureTowers):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 0:
+            raise RuntimeError("in the middle")
+"""
+
+
+@pytest.mark.acceptance
+def test_what_ends_a_run_is_shown_once_on_its_rank(tmp_path: Path) -> None:
+    (tmp_path / "stumbling.py").write_text(STUMBLING)
+    result = command("train", *SHORT, "trainer.devices=2", "model._target_=stumbling.Model", cwd=tmp_path, timeout=170)
+    assert result.returncode == 1
+    assert result.stderr.count("[rank 0] The job ends. First cause: rank 0") == 1
+    assert result.stderr.count("Traceback") == 1
+    (log,) = re.findall(r"gpp-train: The traceback is in (.*)\.$", result.stderr, re.MULTILINE)
+    assert "RuntimeError: in the middle" in Path(log).read_text()
 
 
 def test_a_folder_of_configs_of_ones_own(tmp_path: Path) -> None:

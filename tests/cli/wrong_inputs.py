@@ -19,7 +19,37 @@ edges:
 schedule: {schedule}
 """
 
+_CODE = """
+import torch, lightning as L
+from gpp_examples.two_tower import *
+class NoStep(L.LightningModule):
+    def __init__(self, **_): super().__init__()
+class NoOptimizer(TwoTower):
+    configure_optimizers = L.LightningModule.configure_optimizers
+class Untitled(TwoTower):
+    def configure_optimizers(self): return {"optimiser": torch.optim.SGD(self.parameters(), 0.1)}
+class Foreign(TwoTower):
+    def configure_optimizers(self): return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)
+class Late(TwoTower):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        return {}["late"]
+class Silent(TwoTower):
+    def training_step(self, batch, batch_idx): assert len(batch) == 7
+class Narrow(TwoTower):
+    def training_step(self): pass
+def number(**_): return 3
+class Images(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index): raise FileNotFoundError(2, "No such file or directory", f"{index}.png")
+class Missing(CaptionedDigits):
+    def train_dataloader(self): return torch.utils.data.DataLoader(Images(), batch_size=2)
+class Ragged(CaptionedDigits):
+    def train_dataloader(self): return torch.utils.data.DataLoader([torch.zeros(n) for n in (1, 2)], batch_size=2)
+"""
+
 FILES = {
+    "wrong.py": _CODE,
     "list.yaml": "- 1\n- 2\n",
     "text.yaml": "just some words\n",
     "tab.yaml": "a:\n\t- b\n",
@@ -45,6 +75,37 @@ FILES = {
     "alias.yaml": "a: &a [*a]\n",
     "deep.json": "[" * 5000,
     "bytes.json": "\x80\xff\x00",
+    "words.yaml": _STAGES.format(modules="head", more="", schedule="1f1b").replace("size: 16", "size: lots"),
+    "half.yaml": _STAGES.format(modules="head", more="", schedule="1f1b").replace("size: 16", "size: 1.5"),
+    "negative.yaml": _STAGES.format(modules="head", more="", schedule="1f1b").replace("size: 64", "size: -64"),
+    "typed.yaml": _STAGES.format(modules="head", more="shedule: gpipe\n", schedule="1f1b"),
+    "twice.yaml": _STAGES.format(modules="head", more="batch_size: 32\n", schedule="1f1b"),
+    "again.yaml": _STAGES.format(modules="'@step'", more="", schedule="1f1b"),
+    "repeated.yaml": _STAGES.format(modules="head", more="", schedule="1f1b").replace("[0]", "[1, 1]"),
+    "alone.yaml": _STAGES.format(modules="head", more="", schedule="1f1b").replace("dst: 1", "dst: 0"),
+    "gap.yaml": _STAGES.format(modules="head", more="", schedule="1f1b").replace("[1]", "[5]"),
+    "one.yaml": _STAGES.format(modules="head", more="", schedule="1f1b").replace("version: 1", "version: one"),
+    "code.yaml": "!!python/object/apply:os.system ['echo']\n",
+    "two.yaml": "version: 1\n---\nversion: 1\n",
+    "wide.yaml": "\xff\xfea\x00:\x001\x00",
+    "nul.yaml": "a\x00b",
+    "list_key.yaml": "? [1, 2]\n: 3\n",
+    "none_there.yaml": "nodes:\n  - {device: t4, count: 0, link: {bytes_per_second: 1e9}}\n",
+    "no_nodes.yaml": "nodes: []\n",
+    "named_nodes.yaml": "nodes: [t4, t4]\n",
+    "endless.yaml": "nodes:\n  - {device: t4, count: 4, link: {bytes_per_second: .inf}}\n",
+    "unlinked.yaml": "nodes:\n  - {device: t4, count: 2, link: {bytes_per_second: 1e9}}\n"
+    "  - {device: t4, count: 2, link: {bytes_per_second: 1e9}}\n",
+    "marked.json": "\xef\xbb\xbf{}",
+    "null.json": "null",
+    "nan.json": '{"operators": [{"name": "a", "flops": NaN}]}',
+    "folder/plan.yaml/file": "",
+    "mine/experiment/loop.yaml": "# @package _global_\ndefaults:\n  - loop\n",
+    "mine/experiment/lost.yaml": "# @package _global_\ndefaults:\n  - override /data: two_tower\n"
+    "  - override /model: two_tower\nmodel:\n  learning_rate: ${nowhere.key}\n",
+    "mine/experiment/unset.yaml": "# @package _global_\ndefaults:\n  - override /data: two_tower\n"
+    "  - override /model: two_tower\nmodel:\n  learning_rate: ${oc.env:NO_SUCH_VARIABLE}\n",
+    "mine/callbacks/mistyped.yaml": "x:\n  _target_: lightning.pytorch.callbacks.EarlyStopping\n  monitr: loss\n",
     "mine/experiment/lame.yaml": "# @package _global_\ndefaults:\n  - override /data: two_tower\n"
     "  - override /model: no_such\n",
     "mine/experiment/broken.yaml": "# @package _global_\ndefaults: [\n",
@@ -194,6 +255,67 @@ LINES: dict[str, str] = {
     "gpp-train experiment=two_tower trainer.devices=1 '+callbacks.extra={_target_: torch.nn.Identity}'": r"no Callback",
     "gpp-plan experiment=two_tower strategy.simplicity=-1": r"strategy\.simplicity is -1\.0; it must be 0 or more",
     "gpp-plan experiment=two_tower strategy.weights=stash 'strategy.weight_options={nope: 1}'": r"stash knows \['vert",
+    # files of plans, clusters and graphs with wrong types, keys and encodings
+    "gpp-plan experiment=two_tower strategy.plan=words.yaml": r"stages\[0\]\.micro_batch_size is 'lots'; it must be a",
+    "gpp-plan experiment=two_tower strategy.plan=half.yaml": r"stages\[0\]\.micro_batch_size is 1\.5; it must be a who",
+    "gpp-plan experiment=two_tower strategy.plan=negative.yaml": r"batch_size is -64; it must be at least 1 sample",
+    "gpp-plan experiment=two_tower strategy.plan=typed.yaml": r"shedule is not a key\. Did you mean schedule",
+    "gpp-plan experiment=two_tower strategy.plan=twice.yaml": r"twice\.yaml .*: the key 'batch_size' is there twice in",
+    "gpp-plan experiment=two_tower strategy.plan=again.yaml trainer.devices=2": r"'@step' is listed by two stages, 0 a",
+    "gpp-plan experiment=two_tower strategy.plan=repeated.yaml": r"devices must be a non-empty list without repeats",
+    "gpp-plan experiment=two_tower strategy.plan=alone.yaml": r"stage graph has a cycle: a -> a\. Merge",
+    "gpp-plan experiment=two_tower strategy.plan=gap.yaml": r"Devices must be numbered 0\.\.n-1 without gaps",
+    "gpp-plan experiment=two_tower strategy.plan=one.yaml": r"version is 'one'; it must be 1",
+    "gpp-plan experiment=two_tower strategy.plan=code.yaml": r"is not YAML that can be read: could not determine a con",
+    "gpp-plan experiment=two_tower strategy.plan=two.yaml": r"expected a single document in the stream",
+    "gpp-plan experiment=two_tower strategy.plan=wide.yaml": r"is not text in UTF-8, see byte 0\. Save it in this enc",
+    "gpp-plan experiment=two_tower strategy.plan=nul.yaml": r"control characters are not allowed in position 1",
+    "gpp-plan experiment=two_tower strategy.plan=list_key.yaml": r"found unhashable key in line 1",
+    "gpp-plan experiment=two_tower strategy.plan=folder/plan.yaml": r"folder/plan\.yaml .* cannot be read: Is a direct",
+    "gpp-plan experiment=two_tower strategy.cluster=none_there.yaml": r"nodes\[0\]\.count is 0; it must be >= 1",
+    "gpp-plan experiment=two_tower strategy.cluster=no_nodes.yaml": r"cluster\.nodes is \[\]; it must be a list of at",
+    "gpp-plan experiment=two_tower strategy.cluster=named_nodes.yaml": r"cluster\.nodes\[0\] is 't4'; it must be a map",
+    "gpp-plan experiment=two_tower strategy.cluster=endless.yaml": r"bytes_per_second is inf; it must be a finite numb",
+    "gpp-plan experiment=two_tower strategy.cluster=unlinked.yaml trainer.devices=8": r"no link joins device 0 to devi",
+    "gpp-plan experiment=two_tower strategy.cluster=folder": r"'folder' is neither the name of a cluster nor a YAML fi",
+    "gpp-plan experiment=two_tower strategy.cluster=wide.yaml": r"cluster=wide\.yaml: is not text in UTF-8",
+    "gpp-plan graph=marked.json cluster=summit batch_size=8": r"marked\.json: no known kind of operator graph",
+    "gpp-plan graph=null.json cluster=summit batch_size=8": r"the content is None; it must be an object",
+    "gpp-plan graph=nan.json cluster=summit batch_size=8": r"operators\[0\]\.flops is nan; it must be",
+    "gpp-plan graph=folder cluster=summit batch_size=8": r"graph=folder: cannot be read: Is a directory",
+    "gpp-plan graph=/dev/null cluster=summit batch_size=8": r"graph=/dev/null: is not JSON",
+    # configuration files that refer to what is not there, and keys that nothing reads
+    "gpp-plan --config-dir mine experiment=loop": r"A configuration file is in its own list of defaults",
+    "gpp-train --config-dir mine experiment=lost": r"model\.learning_rate=\$\{nowhere\.key\}: .* Give it a value",
+    "gpp-train --config-dir mine experiment=unset": r"model\.learning_rate=\$\{oc\.env:NO_SUCH_VARIABLE\}: .* Give it",
+    "gpp-train --config-dir mine experiment=two_tower callbacks=mistyped": r"callbacks\.x\.monitr: .* has no argument",
+    "gpp-plan experiment=two_tower +foo.bar=3": r"\+foo\.bar=3 adds a key that nothing reads: no class",
+    "gpp-train experiment=two_tower +max_epochs=3": r"\+max_epochs=3 adds .* Did you mean trainer\.max_epochs",
+    "gpp-plan experiment=two_tower model.width=???": r"Missing mandatory value: model\.width",
+    "gpp-plan experiment=two_tower cluster.num_nodes=2": r"'cluster' has no keys, as none of its files is chosen: clus",
+    "gpp-plan experiment=two_tower cluster=summit cluster.num_nodes=1.5": r"cluster\.num_nodes is 1\.5; it must be a w",
+    "gpp-plan experiment=two_tower output=plan.yaml report=plan.yaml": r"report=plan\.yaml is the file of output, too",
+    "gpp-train experiment=two_tower seed=1,2": r"Ambiguous value for argument 'seed=1,2'",
+    # numbers that Lightning computes with before it checks them
+    "gpp-train experiment=two_tower trainer.max_epochs=two": r"trainer\.max_epochs is 'two'; it must be a number",
+    "gpp-train experiment=two_tower trainer.max_epochs=-5": r"Lightning refuses trainer\.max_epochs=-5: ",
+    "gpp-train experiment=two_tower trainer.val_check_interval=0": r"trainer\.val_check_interval is 0; it must be",
+    "gpp-train experiment=two_tower trainer.accumulate_grad_batches=0": r"trainer\.accumulate_grad_batches is 0; it mu",
+    "gpp-plan experiment=two_tower trainer.log_every_n_steps=x": r"trainer\.log_every_n_steps is 'x'; it must be a who",
+    "gpp-train experiment=two_tower trainer.limit_train_batches=1.5": r"Lightning refuses trainer\.limit_train_batches",
+    "gpp-train experiment=two_tower +trainer.fast_dev_run=perhaps": r"Lightning refuses trainer\.fast_dev_run=perhaps:",
+    # objects of the user's that lack something, or return something else
+    "gpp-plan experiment=two_tower model._target_=wrong.NoStep": r"NoStep has no method training_step, which step=tr",
+    "gpp-plan experiment=two_tower model._target_=wrong.NoOptimizer": r"NoOptimizer has no method configure_optimizers",
+    "gpp-plan experiment=two_tower model._target_=wrong.Untitled": r"returned a dict with the keys \['optimiser'\]\. T",
+    "gpp-plan experiment=two_tower model._target_=wrong.Foreign": r"a parameter of shape \(2, 2\) that is not one of t",
+    "gpp-plan experiment=two_tower model._target_=wrong.Late": r"training_step fails on one device, too, .*: KeyError:",
+    "gpp-plan experiment=two_tower model._target_=wrong.Silent": r"training_step fails on one device, too, .*: Asserti",
+    "gpp-plan experiment=two_tower model._target_=wrong.Narrow": r"fails on one device, too, .*Narrow\.training_step\(",
+    "gpp-plan experiment=two_tower model._target_=wrong.number": r"model\._target_=wrong\.number is no LightningModule",
+    "gpp-plan experiment=two_tower data._target_=wrong.Ragged": r"The data cannot make their first mini-batch: Runtime",
+    "gpp-plan experiment=two_tower data._target_=wrong.Missing": r"cannot make their first mini-batch: FileNotFoundErr",
+    "gpp-train experiment=two_tower data._target_=wrong.Missing trainer.devices=1": r"gpp-train: The data cannot make",
     # the other commands
     "gpp-init torch": r"'torch' is the name of an installed package",
     "gpp-checkpoint show damaged.ckpt": r"damaged\.ckpt is not a checkpoint that can be read",
@@ -210,6 +332,7 @@ LINES: dict[str, str] = {
     "gpp-checkpoint convert junk.ckpt junk.ckpt": r"junk\.ckpt",
     "gpp-init": r"arguments are required",
     "gpp-init my-project": r"my-project.* cannot be the name of a Python package",
+    "gpp-init n\u00fctzlich": r"cannot be the name of a Python package and of an experiment",
     "gpp-init class": r"class.* cannot be the name of a Python package",
     "gpp-init deep": r"deep exists already",
     "gpp-init a b": r"unrecognized arguments: b",

@@ -36,6 +36,12 @@ def test_a_file_without_a_version_is_of_version_1(tmp_path: Path) -> None:
     assert Plan.load(written(tmp_path, "version: 1\n")) == chain([1, 1], 4)
 
 
+def test_a_mark_of_the_encoding_is_no_part_of_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert Plan.load(path) == chain([1, 1], 4)
+
+
 def test_numbers_without_a_point_and_missing_defaults(tmp_path: Path) -> None:
     path = written(tmp_path, "figures:", "figures: {flops: {per_sample: 1e9}, num_parameters: 3}\n  unread:")
     text = re.sub(r"  unread:\n(    .*\n)+", "", path.read_text(), count=1)
@@ -51,6 +57,7 @@ REFUSED = {
     "deep": ("", "[" * 100_000, r"nested more than 64 levels deep"),
     "many aliases": ("", "a: &a [1, 2]\nb: [*a, *a]", r"it has an alias, \*a; write the value itself"),
     "newer": ("version: 1", "version: 2", r"version is 2, and this release .* reads plans up to version 1\. Update"),
+    "twice": ("\nbatch_size: 4", "\nbatch_size: 4\nbatch_size: 8", r"the key 'batch_size' is there twice in line \d+"),
     "no version": ("version: 1", "version: one", r"version is 'one'; it must be 1, or left out"),
     "unknown": ("\nbatch_size:", "\nsize:", r"\): size is not a key\. Did you mean batch_size\? There are: .*, stages"),
     "missing": ("\nbatch_size: 4", "", r"\): batch_size is missing\. Write plans"),

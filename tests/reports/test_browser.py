@@ -112,6 +112,18 @@ CROSSINGS = """() => {
   return found;
 }"""
 
+HIDDEN = """() => {
+  const found = [];
+  for (const box of document.querySelectorAll(".wide")) {
+    box.scrollLeft = 1e6;
+    const last = box.lastElementChild.getBoundingClientRect().right, end = box.getBoundingClientRect().right;
+    if (last > end + 1) found.push(`${last} is behind ${end}`);
+    box.scrollLeft = 0;
+  }
+  return found;
+}"""
+"""Graph and tables that cannot be scrolled to their right edge."""
+
 FAINT = """() => {
   const light = ([r, g, b]) => {
     const linear = [r, g, b].map((part) => (part /= 255) <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
@@ -141,6 +153,7 @@ def test_it_is_quiet_fits_and_can_be_read(opened: Opened) -> None:
     size = opened.page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert size[0] == size[1]
     assert opened.page.evaluate(OVERLAPS) == []
+    assert opened.page.evaluate(HIDDEN) == []
     assert opened.page.evaluate(CROSSINGS) == []
     assert opened.page.evaluate(FAINT) == []
     assert (opened.requests, opened.messages) == ([opened.url], [])

@@ -2,7 +2,7 @@ import pytest
 
 from lightning_gpp.planning import manual
 from lightning_gpp.reports import graph_text, plan_table
-from lightning_gpp.reports.units import count, duration, percent, size
+from lightning_gpp.reports.units import count, duration, percent, rate, size
 from tests.planning import graphs
 
 PLAN = manual(
@@ -65,6 +65,9 @@ def test_whole_model_has_a_name() -> None:
         (duration(0), "0 s"),
         (duration(2e-9), "2 ns"),
         (percent(0.256), "26 %"),
+        (rate(0.51234), "0.5123"),
+        (rate(2399.2), "2399"),
+        (rate(25243.7), "25240"),
     ],
 )
 def test_human_numbers(text: str, expected: str) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
+from lightning_gpp.errors import ConfigError
 from lightning_gpp.strategy.data import Placeholder, peek
 from lightning_gpp.training.batches import outline, signature
 from tests.strategy import harness
@@ -42,6 +43,20 @@ def test_peeking_gives_the_first_batch_and_changes_nothing(name: str) -> None:
 def test_batches_that_are_left_out_are_no_example() -> None:
     batches = DataLoader([None, torch.ones(2)], batch_size=None)
     torch.testing.assert_close(peek(batches), torch.ones(2))
+
+
+class Unreadable(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        raise FileNotFoundError(f"{index}.png is not there")
+
+
+def test_data_that_fail_at_once_are_told_with_the_line() -> None:
+    told = r"cannot make their first mini-batch: FileNotFoundError: 0\.png is not there \(.*test_data\.py:\d+\)\.$"
+    with pytest.raises(ConfigError, match=told):
+        peek(DataLoader(Unreadable(), batch_size=2))
 
 
 def test_workers_that_persist_are_left_alone() -> None:

@@ -77,7 +77,10 @@ def _owners(stage_modules: Sequence[Sequence[str]]) -> dict[str, int]:
     for index, modules in enumerate(stage_modules):
         for module in modules:
             if module in owners:
-                raise PlanError(f"Module {module!r} is listed by two stages, {owners[module]} and {index}.")
+                raise PlanError(
+                    f"Module {module!r} is listed by two stages, {owners[module]} and {index} (strategy.plan or "
+                    "strategy.stages). Remove it from one of them."
+                )
             owners[module] = index
     return owners
 

@@ -27,7 +27,7 @@ from lightning_gpp.reports.remarks import remarks
 from lightning_gpp.reports.schedule import device_figures
 from lightning_gpp.reports.search import LEGEND
 from lightning_gpp.reports.table import micro_batches
-from lightning_gpp.reports.units import count, distance, duration, percent, size
+from lightning_gpp.reports.units import count, distance, duration, percent, rate, size
 from lightning_gpp.simulation import Timeline
 from lightning_gpp.wording import counted
 
@@ -134,7 +134,7 @@ def _tiles(prediction: Prediction, run: RunRecord | None) -> list[tuple[str, str
     plan, peaks = prediction.plan, prediction.peak_bytes
     tiles = [
         (duration(prediction.seconds), "step" if prediction.period is None else "period", "simulated"),
-        (f"{prediction.samples_per_second:.4g}", "samples/s", "simulated"),
+        (rate(prediction.samples_per_second), "samples/s", "simulated"),
         (percent(prediction.idle), "idle", "mean of the devices"),
     ]
     if peaks:
@@ -146,7 +146,7 @@ def _tiles(prediction: Prediction, run: RunRecord | None) -> list[tuple[str, str
         (str(plan.batch_size), "samples", f"in {micro_batches(plan, plan.batch_size)}, {plan.schedule}"),
     ]
     if (measured := _throughput(run)) is not None:
-        tiles.insert(2, (f"{measured:.4g}", "samples/s", "measured, median"))
+        tiles.insert(2, (rate(measured), "samples/s", "measured, median"))
     return tiles
 
 

@@ -356,7 +356,8 @@ class Search:
         if evaluation.seconds < self.rank[1]:
             less = 1 - evaluation.seconds / self.rank[1]
             return (
-                f"the {self.problem.judged_by} takes {less:.1%} less, but the plan is less simple (strategy.simplicity)"
+                f"the {self.problem.judged_by} takes {100 * less:.1f} % less, but the plan is less simple "
+                "(strategy.simplicity)"
             )
         return f"the {self.problem.judged_by} takes {100 * (evaluation.seconds / self.rank[1] - 1):.1f} % longer"
 
