@@ -138,6 +138,11 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...], str]] = {
         (TWO_TOWER, "+devices=3"),
         r"\+devices=3 adds a key that nothing reads: .* Did you mean trainer\.devices\?",
     ),
+    "key that another value refers to": (
+        "plan",
+        (TWO_TOWER, "+count=none", "trainer.devices=${count}"),
+        r"trainer\.devices=none must be a whole number",
+    ),
     "no node": (
         "plan",
         (TWO_TOWER, "trainer.num_nodes=0"),
