@@ -1,4 +1,4 @@
-"""Where the log of this process is."""
+"""The sentence that names the log of this process."""
 
 from __future__ import annotations
 

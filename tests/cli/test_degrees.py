@@ -12,6 +12,7 @@ from gpp_examples.feature_towers import FeatureTowers
 from lightning_gpp import GPPStrategy
 from lightning_gpp.cli.planning import best_of_degrees, show
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.reports.units import rate
 from tests.cli.commands import composed
 
 WIDTH = 2**18
@@ -58,7 +59,7 @@ def test_the_fastest_number_is_chosen() -> None:
     task, prediction, (note,) = best_of_degrees(config_of(OWN))
     degree = 1 if task.machine.divided is None else task.machine.divided.degree
     assert f"Fastest: strategy.tensor_parallel_size={degree}. " in note
-    assert f"{degree}: {prediction.samples_per_second:.4g} samples/s" in note
+    assert f"{degree}: {rate(prediction.samples_per_second)} samples/s" in note
 
 
 def test_a_model_that_divides_nothing_keeps_one_process() -> None:

@@ -19,6 +19,7 @@ from lightning_gpp.reports import (
     search_text,
 )
 from lightning_gpp.reports.progress import SearchBar
+from lightning_gpp.reports.units import rate
 from lightning_gpp.simulation import Timeline
 from tests.planning import graphs
 
@@ -64,7 +65,7 @@ def test_figures_of_a_search() -> None:
     plan = prediction()
     assert plan.search is not None
     text = search_text(plan)
-    assert f"{plan.samples_per_second:.4g} samples/s" in text
+    assert f"{rate(plan.samples_per_second)} samples/s" in text
     assert f"{plan.search.states} states" in text
     assert f"at most {100 * (plan.gap or 0):.1f} % longer than the best possible one" in text
     search = replace(plan.search, notes=("Mind the gap.",))
