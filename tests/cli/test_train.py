@@ -105,6 +105,7 @@ class Model(FeatureTowers):
 
 
 @pytest.mark.acceptance
+@pytest.mark.timeout(180)
 def test_what_ends_a_run_is_shown_once_on_its_rank(tmp_path: Path) -> None:
     (tmp_path / "stumbling.py").write_text(STUMBLING)
     result = command("train", *SHORT, "trainer.devices=2", "model._target_=stumbling.Model", cwd=tmp_path, timeout=170)
