@@ -182,9 +182,10 @@ class Plan:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Number of processes of each device; an unused one has one."""
+        """Number of processes of each device; an unused one has as many as the smallest."""
         found = {device: stage.tensor_parallel_size for stage in self.stages for device in stage.devices}
-        return tuple(found.get(device, 1) for device in range(self.num_devices))
+        least = min(found.values())
+        return tuple(found.get(device, least) for device in range(self.num_devices))
 
     def with_members(self, number: int) -> Plan:
         """The plan with this number of processes on every device, unless the plan names numbers itself.

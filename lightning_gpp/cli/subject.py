@@ -188,7 +188,7 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
             model.configure_model()
         parallel = found[0]
         optimizers, notes = _optimizers(model, trainer)
-        divided = partial(captured_apart, record, parallel, model, context, 1)
+        divided = partial(captured_apart, record, parallel, model, context, 1, lambda find: find())
         try:
             step, whole = (
                 _training_step(model, batch, options, context, divided) if config.step == TRAINING else (divided(), "")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -87,6 +88,16 @@ def of_groups(machine: Machine, divided: Mapping[str, int], degree: int, graph: 
     costs = WithCollectives(machine.costs or Roofline(known.graph(graph)), known)
     heads = machine.cluster.subset(range(0, machine.cluster.num_devices, degree))
     return replace(machine, cluster=heads, costs=costs, divided=known)
+
+
+def first_members(cluster: Cluster, members: Sequence[int]) -> Cluster:
+    """The first device of each group of adjacent devices. `members`: the sizes of the groups of one pipeline."""
+    starts = (start for pipeline in range(0, cluster.num_devices, sum(members)) for start in _starts(pipeline, members))
+    return cluster.subset(list(starts))
+
+
+def _starts(first: int, members: Sequence[int]) -> Iterable[int]:
+    return accumulate(members[:-1], initial=first)
 
 
 def first(machine: Machine, num_devices: int) -> Machine:

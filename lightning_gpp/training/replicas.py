@@ -166,7 +166,7 @@ class Replicas:
         if self.control.num_pipelines == 1 or not self.meets:
             return digest != 0
         most = torch.tensor([digest, -digest])
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control.world)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control.everyone)
         return most[0].item() == -most[1].item() != 0
 
     @property

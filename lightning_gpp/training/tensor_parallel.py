@@ -59,6 +59,8 @@ class Division:
 class TensorParallel:
     """The division of a module's tensors, by name, and the hooks of its modules, by path.
 
+    A device with one member divides nothing, but knows what the others divide.
+
     `mesh`: the members of this device. `regions`: modules that are called whole, with the reasons, once they are known.
     """
 
@@ -122,7 +124,9 @@ class TensorParallel:
 
     def _of(self, module: nn.Module, *, divided: bool) -> list[tuple[str, Tensor]]:
         """The cut tensors with values that are divided at present, or those that are not; the same on all members."""
-        found = []
+        found = list[tuple[str, Tensor]]()
+        if self.degree == 1:
+            return found
         for name, tensor in tensors_of(module).items():
             if name in self.cut and not tensor.is_meta:
                 is_whole = tensor.shape == self.divisions[name].shape
@@ -135,6 +139,8 @@ class TensorParallel:
         self, stages: Sequence[StageModule], states: Sequence[Collection[str]], module: nn.Module
     ) -> list[StageModule]:
         """The stages, with DTensors in the modules while they compute. `states`: names of the tensors of each."""
+        if self.degree == 1:
+            return list(stages)
         pairs = zip(stages, states, strict=True)
         return [ParallelStage(stage, Applied(self, module, names, stage.parts)) for stage, names in pairs]
 

@@ -70,5 +70,5 @@ def test_a_model_that_divides_nothing_keeps_one_process() -> None:
 def test_a_run_needs_the_number() -> None:
     """It is refused before other processes start."""
     strategy = GPPStrategy(tensor_parallel_size="auto")
-    with pytest.raises(ConfigError, match="is for gpp-plan, which tells the fastest number"):
+    with pytest.raises(ConfigError, match=r"is for gpp-plan: .* train with strategy.plan=plan.yaml"):
         Trainer(strategy=strategy, accelerator="cpu", devices=1)

@@ -314,7 +314,9 @@ def divided(kind: type[Tower], num_devices: int = 2) -> TensorParallel | None:
         with dividing(module, [0, 1]) as found:
             module.configure_model()
         record = partial(capture_step, module, next(iter(loader())))
-        captured_apart(lambda uncut: record(uncut=uncut), found[0], module, nullcontext, num_devices)
+        captured_apart(
+            lambda uncut: record(uncut=uncut), found[0], module, nullcontext, num_devices, lambda find: find()
+        )
     return found[0]
 
 
