@@ -84,9 +84,7 @@ def _wrong_size(rank: int) -> None:
 
 
 def _wrong_members(rank: int) -> None:
-    with pytest.raises(
-        ConfigError, match="with 1 or 2 processes per device, which needs 6 processes, but there are 2"
-    ):
+    with pytest.raises(ConfigError, match="with 1 or 2 processes per device, which needs 6 processes, but there are 2"):
         Mesh(2, 2, rank, members=(1, 2))
 
 
