@@ -110,6 +110,11 @@ class Mesh:
         return range(pipeline * self._starts[-1] + start, pipeline * self._starts[-1] + stop)
 
     @property
+    def devices(self) -> list[int]:
+        """The device of every process."""
+        return [rank % self.num_devices for rank in range(self.world_size) for _ in self.processes(rank)]
+
+    @property
     def members(self) -> list[int]:
         """The processes of this device."""
         return list(self.processes(self.rank))
@@ -230,8 +235,8 @@ def _check_world_size(members: Sequence[int], num_pipelines: int) -> None:
     processes, needed = dist.get_world_size(), sum(members) * num_pipelines
     if needed == processes:
         return
-    counts = sorted({*members})
-    several = f" with {' or '.join(map(str, counts))} processes per device" if counts != [1] else ""
+    counts = " or ".join(map(str, sorted({*members})))
+    several = f" with {counts} processes per device" if counts != "1" else ""
     raise ConfigError(
         f"The plan has {len(members)} devices and runs as {num_pipelines} pipeline replicas{several}, which needs "
         f"{needed} processes, but there are {processes} (trainer.devices x trainer.num_nodes). Start a multiple of "

@@ -111,8 +111,8 @@ class Replicas:
         self.sharding = "none" if idle else layout.plan.sharding
         if self.sharding == "fsdp" and parallel is not None:
             raise ConfigError(
-                f"The plan has sharding=fsdp, but strategy.tensor_parallel_size={parallel.degree} has already divided "
-                "the parameters. Use strategy.sharding=zero1, which splits the optimizer's state."
+                "The plan has sharding=fsdp, but tensor parallelism (tensor_parallel_size) has already divided the "
+                "parameters. Use strategy.sharding=zero1, which splits the optimizer's state."
             )
         self._facts = self._current_facts()
         self._pending, self._trained, self._frozen_since = False, self._names_trained(), set[str]()

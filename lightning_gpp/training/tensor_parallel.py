@@ -333,9 +333,9 @@ def check_first_run(known: TensorParallel | None) -> None:
     """Raise ConfigError if the module was divided in an earlier run; `known`: the division of that run."""
     if known is not None:
         raise ConfigError(
-            f"The module was divided among {known.degree} processes in an earlier run of this process "
-            "(strategy.tensor_parallel_size), after which only rank 0 has all of it. Save a checkpoint, and begin the "
-            "next run with a new module and trainer, from this checkpoint (ckpt_path)."
+            "The module was divided among processes in an earlier run of this process (tensor_parallel_size), after "
+            "which only rank 0 has all of it. Save a checkpoint, and begin the next run with a new module and trainer, "
+            "from this checkpoint (ckpt_path)."
         )
 
 
@@ -343,8 +343,9 @@ def check_copies(parallel: TensorParallel | None, copies: Sequence[nn.Module]) -
     """Raise ConfigError for copies of a divided module, such as averages: only the module itself is put together."""
     if parallel is not None and copies:
         raise ConfigError(
-            "A callback keeps a copy of the module (averaged weights), which does not go together with "
-            f"strategy.tensor_parallel_size={parallel.degree} (trainer.callbacks). Remove it."
+            "A callback keeps a copy of the module (averaged weights), which does not go together with tensor "
+            "parallelism (tensor_parallel_size), because only the module itself is put together (trainer.callbacks). "
+            "Remove it."
         )
 
 

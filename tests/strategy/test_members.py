@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, Subset
 
 from lightning_gpp import ConfigError, GPPStrategy
@@ -82,6 +83,69 @@ def test_pipelines_have_different_numbers_of_processes() -> None:
     found, expected = run(6, fit_pipelines, timeout=150), alone(**CLIPPED)
     losses = [sum(pair) / 2 for pair in zip(found[0]["losses"], found[3]["losses"], strict=True)]
     assert_same([{**found[0], "losses": losses, "metrics": {}}], {**expected, "metrics": {}})
+
+
+class Careful(Tower):
+    """Divides itself only where there are several processes."""
+
+    least = 2
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and self.device_mesh["tensor_parallel"].size() >= self.least:
+            super().configure_model()
+
+
+class TooCareful(Careful):
+    """Divides itself nowhere, with two processes."""
+
+    least = 3
+
+
+class Tied(Tower):
+    """Has one parameter in both stages."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.layers[1].norm.weight = self.layers[0].norm.weight
+
+
+def predict(rank: int, world: int, stages: Stages) -> list[Any]:
+    used = trainer(strategy(stages=stages, num_micro_batches=2), devices=world)
+    predicted = used.predict(make(Careful), loader()) or []
+    return [part.tolist() for part in predicted] if rank == 0 else []
+
+
+def test_prediction_alone() -> None:
+    found, *_ = run(3, predict, 3, chain(2, 1), timeout=120)
+    expected = trainer().predict(make(divides=False), loader()) or []
+    for part, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(part, dtype=torch.float64), whole, rtol=1e-12, atol=1e-12)
+
+
+def train(rank: int, world: int, kind: type[Tower], stages: Stages, dropout: float = 0.0) -> list[float]:
+    module, used = make(kind, dropout=dropout), trainer(strategy(stages=stages, seed=3), devices=world, max_epochs=1)
+    used.fit(module, loader())
+    return module.losses
+
+
+def test_dropout_is_that_of_one_process_per_device() -> None:
+    (expected, *_), found = (run(world, train, world, Careful, stages, 0.3, timeout=120) for world, stages in DROPPED)
+    assert all(losses == pytest.approx(expected, rel=1e-12) for losses in found)
+
+
+DROPPED = ((2, chain(1, 1)), (3, chain(1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (TooCareful, "tensor_parallel_size=2, but the module is not divided among processes"),
+        (Tied, r"'layers.0' and 'layers.1.*' use the same parameter, 'layers.0.norm.weight', but have .*=2 and 1"),
+    ],
+)
+def test_modules_that_are_refused(kind: type[Tower], text: str) -> None:
+    with pytest.raises(AssertionError, match=f"ConfigError: .*{text}"):
+        run(3, train, 3, kind, chain(1, 2), timeout=60)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

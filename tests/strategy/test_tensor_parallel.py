@@ -345,14 +345,14 @@ def test_undivided_modules_are_refused() -> None:
 
 def test_second_run_is_refused() -> None:
     check_first_run(None)
-    with pytest.raises(ConfigError, match="divided among 2 processes in an earlier run of this process"):
+    with pytest.raises(ConfigError, match="divided among processes in an earlier run of this process"):
         check_first_run(divided(Tower))
 
 
 def test_averages_are_refused() -> None:
     found = divided(Tower)
     check_copies(found, [])
-    with pytest.raises(ConfigError, match=r"averaged weights.*strategy.tensor_parallel_size=2"):
+    with pytest.raises(ConfigError, match="averaged weights.*does not go together with tensor parallelism"):
         check_copies(found, [make()])
 
 
