@@ -6,7 +6,8 @@ everywhere, though, and devices with one member, which divide nothing, have to k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -56,22 +57,18 @@ def agreed_regions(control: Control, find: Callable[[], Regions]) -> Regions:
     return outermost({path for regions in outcomes for path in regions})
 
 
-def check_tied(plan: Plan, parameters: Sequence[Sequence[str]]) -> None:
-    """Raise ConfigError if stages with different numbers of members use the same parameter.
+def check_tied(plan: Plan, uses: Mapping[str, Sequence[int]]) -> None:
+    """Raise ConfigError if stages with different numbers of members train the same parameter.
 
-    `parameters`: the names that each stage uses.
+    `uses`: the stages that use each parameter.
     """
-    first: dict[str, int] = {}
-    for number, names in enumerate(parameters):
-        for name in names:
-            _check_equal(plan, name, first.setdefault(name, number), number)
-
-
-def _check_equal(plan: Plan, name: str, *numbers: int) -> None:
-    one, other = (plan.stages[number] for number in numbers)
-    if one.tensor_parallel_size != other.tensor_parallel_size:
-        raise ConfigError(
-            f"The stages {one.name!r} and {other.name!r} use the same parameter, {name!r}, but have "
-            f"tensor_parallel_size={one.tensor_parallel_size} and {other.tensor_parallel_size}, so its gradients could "
-            "not be added up. Give both the same number, or put all that share it into one stage (strategy.stages)."
-        )
+    for name, numbers in uses.items():
+        stages = [plan.stages[number] for number in numbers]
+        for one, other in pairwise(stages):
+            if one.tensor_parallel_size != other.tensor_parallel_size:
+                raise ConfigError(
+                    f"The stages {one.name!r} and {other.name!r} use the same parameter, {name!r}, but have "
+                    f"tensor_parallel_size={one.tensor_parallel_size} and {other.tensor_parallel_size}, so its "
+                    "gradients could not be added up. Give both the same number, or put all that share it into one "
+                    "stage (strategy.stages)."
+                )

@@ -33,6 +33,7 @@ from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, Stage
 from lightning_gpp.training.checkpoint import saved_here
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.gradient_norms import KnownNorms, exchanged
+from lightning_gpp.training.members import check_tied
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, tensors_of, trained_flags
 from lightning_gpp.training.shards import whole_states
@@ -91,7 +92,8 @@ class Replicas:
         sharding: the plan's sharding, or "none" if no two ranks hold the same parameter.
 
     Raises:
-        ConfigError: an optimizer cannot step parts of parameters, or members of a device have divided what is sharded.
+        ConfigError: an optimizer cannot step parts of parameters, members of a device have divided what is sharded, or
+            stages with different numbers of members share a parameter.
         PlanError: a parameter that several stages use would be sharded.
     """
 
@@ -103,6 +105,7 @@ class Replicas:
         control: Control,
         parallel: TensorParallel | None = None,
     ) -> None:
+        check_tied(layout.plan, layout.uses)
         self.module, self.layout, self.control, self._parallel = module, layout, control, parallel
         self._indices = indices
         idle = idle_sharding(layout.plan, control.num_pipelines)

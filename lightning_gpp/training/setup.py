@@ -49,7 +49,6 @@ from lightning_gpp.training.gradients import StageGradients
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.job_machine import JobMachine
-from lightning_gpp.training.members import check_tied
 from lightning_gpp.training.nonfinite import FiniteCheck
 from lightning_gpp.training.optimizers import OptimizerIndex, check_first_order
 from lightning_gpp.training.option_values import SYNCHRONOUS
@@ -295,7 +294,6 @@ def _connect(job: Job, plan: Plan, purpose: str) -> DistributedTransport:
 def _place_parameters(job: Job, captured: Captured, plan: Plan, calls: StepCalls | None) -> Layout:
     """Let every rank hold only the tensors that its stages use, on its device."""
     pipeline = build(captured, plan, job.module)
-    check_tied(plan, pipeline.parameters)
     if warning := warning_of_cuts(job.module, captured, pipeline):
         job.control.warn(warning)
     used = [(*names, *buffers) for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]

@@ -115,6 +115,7 @@ def predict(rank: int, world: int, stages: Stages) -> list[Any]:
     return [part.tolist() for part in predicted] if rank == 0 else []
 
 
+@pytest.mark.acceptance
 def test_prediction_alone() -> None:
     found, *_ = run(3, predict, 3, chain(2, 1), timeout=120)
     expected = trainer().predict(make(divides=False), loader()) or []
@@ -202,10 +203,10 @@ def fit_once(rank: int, world: int, stages: Any, folder: str, path: str | None, 
 
 
 RESUMED = {
-    "file, 1 and 2 to 2 and 1": ("full", (3, chain(1, 2)), (3, chain(2, 1))),
     "folder, 1 and 2 to 2 and 1": ("sharded", (3, chain(1, 2)), (3, chain(2, 1))),
 }
 MORE_RESUMED = {
+    "file, 1 and 2 to 2 and 1": ("full", (3, chain(1, 2)), (3, chain(2, 1))),
     "file, 1 and 2 to one process": ("full", (3, chain(1, 2)), (1, {"layers": 0, "head": 0})),
     "folder, 4 and 1 to one process": ("sharded", (5, chain(4, 1)), (1, {"layers": 0, "head": 0})),
     "folder, one process to 1 and 4": ("sharded", (1, {"layers": 0, "head": 0}), (5, chain(1, 4))),
