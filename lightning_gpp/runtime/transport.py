@@ -153,7 +153,7 @@ class DistributedTransport:
     def _connect(self, mesh: Mesh, pairs: list[Pair]) -> None:
         """Create the groups in one round per direction, because both directions of a pair have the same processes."""
         if self._backend == "nccl":
-            check_queues(pairs, mesh.num_devices, os.environ)
+            check_queues(pairs, mesh.members_of_devices, os.environ)
         for src, dst in pairs:
             links = mesh.process_groups(f"{self._purpose}: {src} to {dst}", mesh.links(src, dst), self._backend)
             if mesh.device == src:
