@@ -9,7 +9,7 @@ from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.stages.undivided import Captured
 from lightning_gpp.training.costs import measured_costs
 from lightning_gpp.training.host import Job
-from lightning_gpp.training.machine import Machine, first_members, of_groups, resolved
+from lightning_gpp.training.machine import Machine, of_groups, resolved
 from lightning_gpp.training.planner import TRAINING
 
 
@@ -33,10 +33,7 @@ class JobMachine:
         machine = Machine(cluster=cluster, footprint=self._footprint, costs=self.costs)
         if job.parallel is None:
             return machine
-        members = job.control.mesh.members_of_devices
-        if len({*members}) > 1:
-            return replace(machine, cluster=first_members(cluster, members))
-        return of_groups(machine, job.parallel.cut, job.parallel.degree, self._captured.graph)
+        return of_groups(machine, job.parallel.cut, job.control.mesh.members_of_devices, self._captured.graph)
 
     def measured(self, captured: Captured, batch: Any) -> Machine:
         """The same, after measuring the costs of a training step, once, if the user wants that."""

@@ -111,8 +111,8 @@ class Options(SearchOptions):
         1,
         "number of processes of every device of the plan: they share the work inside its stages, as the module's "
         'configure_model divides it (parallelize_module with self.device_mesh["tensor_parallel"]). A plan file, or '
-        "stages by hand, may name other numbers for single stages. auto, for gpp-plan: the number of a node's "
-        "processes with which the plan is fastest.",
+        "stages by hand, may name other numbers for single stages. auto, for gpp-plan: the numbers with which the plan "
+        "is fastest, for every stage its own, if the partitioner is auto.",
     )
 
     mini_batch: Literal["own", "shared"] = option(

@@ -45,7 +45,7 @@ def captured_apart(
     num_devices: int,
     agreed: Callable[[Callable[[], Regions]], Regions],
 ) -> T:
-    """A capture in which regions are called whole.
+    """A capture in which regions are called whole; its graph knows the operators inside, if this is the first one.
 
     Args:
         record: captures the step, with these modules called whole.
@@ -60,10 +60,15 @@ def captured_apart(
     """
     if parallel is None:
         return record({})
+    detail = None
     if not parallel.regions and isinstance(captured := record({}), Capture):
         parallel.regions.update(agreed(partial(regions_of, parallel, module, captured, context)))
         check_regions(parallel.regions, module, num_devices)
-    return record(parallel.regions)
+        detail = captured.graph
+    apart = record(parallel.regions)
+    if isinstance(apart, Capture):
+        apart.graph.regions, apart.graph.detail = frozenset(parallel.regions), detail
+    return apart
 
 
 def regions_of(

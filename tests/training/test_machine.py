@@ -14,7 +14,7 @@ from lightning_gpp.cluster import Cluster, preset_cluster
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.measure.memory import memory_bytes
 from lightning_gpp.planning import manual
-from lightning_gpp.training.machine import Machine, first, first_members, footprint_of, present, resolved
+from lightning_gpp.training.machine import Machine, first, footprint_of, present, resolved
 from lightning_gpp.training.option_values import cluster_given
 from lightning_gpp.training.predicted import simulated
 from tests.planning import graphs
@@ -49,14 +49,6 @@ def test_the_hungriest_of_several_optimizers_counts() -> None:
     assert footprint_of(some, "bf16-mixed").optimizer == "adam"
     assert footprint_of(some, "bf16-mixed").precision == "bf16-mixed"
     assert footprint_of(some, "transformer-engine").precision == "32-true"
-
-
-def test_devices_of_several_processes_are_where_the_first_of_these_is() -> None:
-    nodes = preset_cluster("dgx_h100", 2)
-    found = first_members(nodes.subset([0, 1, 2, 8, 9, 10]), [1, 2])
-    assert [found.node_of(device) for device in range(4)] == [0, 0, 1, 1]
-    assert first_members(nodes.subset([0, 7, 8]), [1, 1, 1]).num_devices == 3
-    assert [first_members(nodes.subset([6, 7, 8]), [2, 1]).node_of(device) for device in (0, 1)] == [0, 1]
 
 
 def test_a_preset_gets_the_nodes_that_the_job_needs() -> None:
