@@ -13,7 +13,7 @@ from typing import Any, Final
 import networkx as nx
 import yaml
 
-from lightning_gpp.errors import PlanError
+from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph.operator_graph import Affine
 
 STEP: Final = "@step"
@@ -102,7 +102,8 @@ class Stage:
         slack: micro-batches that the stage holds in flight beyond those that the rule of `1f1b` needs, so that late
             messages do not delay it; its predecessors hold as many more. Other schedules ignore it.
         tokens: interval `[start, stop)` of the sequence if the stage is a slice (`lightning_gpp.slices`); None: all.
-        figures: its costs.
+        tensor_parallel_size: number of processes of each of its devices, its members, which share the stage's work.
+        figures: its costs; those of one process.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Stage:
     offload: bool = False
     slack: int = 0
     tokens: tuple[int, int] | None = None
+    tensor_parallel_size: int = 1
     figures: Figures = Figures()
 
     @property
@@ -177,6 +179,35 @@ class Plan:
     @property
     def num_devices(self) -> int:
         return 1 + max(device for devices in (self.unused, *(s.devices for s in self.stages)) for device in devices)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Number of processes of each device; an unused one has as many as the smallest."""
+        found = {device: stage.tensor_parallel_size for stage in self.stages for device in stage.devices}
+        least = min(found.values())
+        return tuple(found.get(device, least) for device in range(self.num_devices))
+
+    def with_members(self, number: int) -> Plan:
+        """The plan with this number of processes on every device, unless the plan names numbers itself.
+
+        Raises:
+            ConfigError: it names others.
+        """
+        named = {stage.tensor_parallel_size for stage in self.stages}
+        if number == 1 or named == {number}:
+            return self
+        if named != {1}:
+            others = " and ".join(map(str, sorted(named)))
+            raise ConfigError(
+                f"strategy.tensor_parallel_size={number}, but the plan (strategy.plan) has {others} processes per "
+                "device. Leave out strategy.tensor_parallel_size."
+            )
+        return replace(self, stages=tuple(replace(stage, tensor_parallel_size=number) for stage in self.stages))
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes of one pipeline replica."""
+        return sum(self.members)
 
     @property
     def step_stage(self) -> int:
@@ -246,6 +277,9 @@ class Plan:
         """Write the plan as YAML, for people to read and edit."""
         content = {"version": VERSION, **_plain(asdict(self))}
         del content["period"]  # of programs, not of plans
+        for stage in content["stages"]:
+            if stage["tensor_parallel_size"] == 1:
+                del stage["tensor_parallel_size"]
         Path(path).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
     @classmethod
@@ -308,6 +342,7 @@ def check(plan: Plan) -> None:
     _check_stages(plan)
     _check_edges(plan)
     _check_devices(plan)
+    _check_members(plan)
     _check_sharding(plan)
     _check_slices(plan)
 
@@ -434,6 +469,26 @@ def _check_devices(plan: Plan) -> None:
     present = used | set(plan.unused)
     if present != set(range(len(present))):
         raise PlanError(f"Devices must be numbered 0..n-1 without gaps; the stages use {sorted(used)}.")
+
+
+def _check_members(plan: Plan) -> None:
+    known: dict[int, Stage] = {}
+    most = max((stage.tensor_parallel_size for stage in plan.stages), default=1)
+    for stage in plan.stages:
+        size = stage.tensor_parallel_size
+        if size < 1 or most % size:
+            raise PlanError(
+                f"Stage {stage.name!r}: tensor_parallel_size is {size}; it must be at least 1, and divide the largest "
+                f"of the plan, {most}."
+            )
+        for device in stage.devices:
+            other = known.setdefault(device, stage)
+            if other.tensor_parallel_size != size:
+                raise PlanError(
+                    f"Stages {other.name!r} and {stage.name!r} share device {device}, but have "
+                    f"tensor_parallel_size={other.tensor_parallel_size} and {size}. Give them the same number, or "
+                    "other devices."
+                )
 
 
 def _plain(value: Any) -> Any:

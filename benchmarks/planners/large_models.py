@@ -101,7 +101,7 @@ MEGATRON: Final = tuple(
 
 
 def gpt(layers: int, width: int, *, whole: bool = True) -> OperatorGraph:
-    """A GPT in bfloat16, whose layers are called whole, as for tensor parallelism."""
+    """A GPT in bfloat16. `whole`: its layers are called whole, as for tensor parallelism, and count as one operator."""
     with torch.device("meta"):
         module = GPT(layers, width, VOCABULARY, LENGTH).to(torch.bfloat16)
         batch = torch.zeros(4, LENGTH + 1, dtype=torch.long)
@@ -177,7 +177,7 @@ class Model:
         """The graph of one GPU, and the request for the pipelines of a layout."""
         machine, graph = Machine(cluster=self.cluster, footprint=Mixed()), self.graph
         if layout.tensor > 1:
-            machine = of_groups(machine, divided(graph), layout.tensor, graph)
+            machine = of_groups(machine, divided(graph), (layout.tensor,), graph)
         request = Request(
             cluster=machine.cluster,
             batch_size=self.batch_size,

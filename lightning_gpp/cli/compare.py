@@ -8,8 +8,9 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from lightning_gpp.cli.planning import Task, applied, check_outputs, predict, task_of, write_outputs
+from lightning_gpp.cli.planning import check_outputs, write_outputs
 from lightning_gpp.cli.stopping import TimeIsUp, check_interrupted, interruptible, time_limit, uninterrupted
+from lightning_gpp.cli.task import Task, applied, predict, task_of
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, Request, best_plan, each_schedule, partitioner_names

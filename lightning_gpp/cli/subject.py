@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -121,6 +121,12 @@ class Step:
     divided: Mapping[str, int] | None = None
     whole: bool = False
 
+    @property
+    def graph(self) -> OperatorGraph:
+        """The undivided graph of what is planned, which knows what the processes of a device divide."""
+        graph = self.captured.graph if self.captured.step == TRAINING else self.captured.graph.for_inference()
+        return replace(graph, divided=dict(self.divided or {}))
+
     def costs(self, options: Options, cluster: Cluster, device: torch.device) -> CostModel | None:
         """Seconds of operators according to `strategy.costs`; None for the roofline model.
 
@@ -186,12 +192,12 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
     batch = transferred(model, batch, CPU)
     context = getattr(trainer.precision_plugin, CONTEXTS[config.step])
     record = partial(captured_step, model, outline(batch), config.step, options, context, CPU, None)
-    with _members(model, options.num_members) as dividing:
+    with _members(model, max(options.degrees)) as dividing:
         with placed(), dividing as found:
             model.configure_model()
         parallel = found[0]
         optimizers, notes = _optimizers(model, trainer)
-        divided = partial(captured_apart, record, parallel, model, context, 1)
+        divided = partial(captured_apart, record, parallel, model, context, 1, lambda find: find())
         try:
             step, whole = (
                 _training_step(model, batch, options, context, divided) if config.step == TRAINING else (divided(), "")
@@ -201,7 +207,7 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
             raise
         if isinstance(step, Capture):
             check_end(model, config.step, batch, step.network.recording, context, CPU)
-    check_divided(options.num_members, parallel)
+    check_divided(max(options.degrees), parallel)
     return Step(
         captured=step,
         step=step,

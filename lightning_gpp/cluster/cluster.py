@@ -282,8 +282,8 @@ class Cluster:
             own = [(a + d, b + d) for d in range(number) for a in copies for b in copies if a != b]
             links |= {pair: _NOTHING_TO_CROSS for pair in own if not self._grouped(*pair)}
         parts = [replace(device, memory_bytes=device.memory_bytes / memory_parts) for device in self.devices]
-        return Cluster(
-            name=self.name,
+        return replace(
+            self,
             devices=tuple(parts) * times,
             levels=tuple(replace(level, groups=level.groups * times) for level in self.levels),
             links=links,
@@ -310,8 +310,8 @@ class Cluster:
                 f"{self.num_devices - 1}."
             )
         number = {old: new for new, old in enumerate(devices)}
-        return Cluster(
-            name=self.name,
+        return replace(
+            self,
             devices=tuple(self.devices[device] for device in devices),
             levels=tuple(
                 Level(link=level.link, groups=tuple(level.groups[device] for device in devices))

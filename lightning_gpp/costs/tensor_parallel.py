@@ -1,86 +1,82 @@
 """Costs of tensor parallelism inside stages: what the members of a device divide, and what they tell each other.
 
-The model: a member has 1/n of the divided parameters, and of the work and the activations of the modules that have
-them. Wherever a matrix is divided along its input, the members add up its results in the forward; for each such sum
-there is one in the backward, of the gradients of a module's inputs, which are as large (Shoeybi et al., "Megatron-LM",
-2019, section 3: two of each per layer). A module with divided parameters has at least one.
+A member computes its part of the graph (`graph.parts`). Wherever a matrix is divided along its input, the members add
+up its results in the forward; for each such sum there is one in the backward, of the gradients of a module's inputs,
+which are as large (Shoeybi et al., "Megatron-LM", 2019, section 3: two of each per layer). A module with divided
+parameters has at least one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-import networkx as nx
-
-from lightning_gpp.cluster import Cluster, Device
-from lightning_gpp.costs.model import CostModel, Seconds, has_backward
+from lightning_gpp.cluster import Device
+from lightning_gpp.cluster.groups import DeviceGroup, num_members
+from lightning_gpp.costs.model import CostModel, Roofline, Seconds, has_backward
 from lightning_gpp.graph import Operator, OperatorGraph
+from lightning_gpp.graph.parts import divides, inside, num_calls, part_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Divided:
-    """The division of a model among the members of a device.
+class MemberCosts:
+    """The roofline of a member's part of a graph on devices that may be groups, with the sums over the members.
 
-    Args:
-        degree: number of members.
-        parameters: names of the divided parameters.
-        summed: those of them with which members compute terms of a sum: matrices that are cut along their input.
-        members: the members of a device.
+    Regions take as long as the operators inside, where these are known. Operators are those of the graph, or of its
+    parts.
     """
 
-    degree: int
-    parameters: frozenset[str]
-    summed: frozenset[str] = frozenset()
-    members: Cluster
+    name = Roofline.name
 
-    def graph(self, graph: OperatorGraph) -> OperatorGraph:
-        """The part of one member."""
-        part = replace(
-            graph,
-            nx=nx.DiGraph(),
-            parameter_bytes={name: self._share(name, size) for name, size in graph.parameter_bytes.items()},
-            parameter_sizes={name: self._share(name, size) for name, size in graph.parameter_sizes.items()},
-        )
-        for operator in graph:
-            part.add(self._part(operator) if self.divides(operator) else operator)
-        part.nx.add_edges_from(graph.nx.edges(data=True))
-        return part
-
-    def divides(self, operator: Operator) -> bool:
-        """True if the members divide the work of an operator."""
-        return not self.parameters.isdisjoint(operator.parameters)
-
-    def num_sums(self, operator: Operator) -> int:
-        """Number of sums over the members in the forward of an operator that they divide."""
-        return max(1, len(self.summed.intersection(operator.parameters)))
-
-    def _share(self, name: str, size: int) -> int:
-        return -(-size // self.degree) if name in self.parameters else size
-
-    def _part(self, operator: Operator) -> Operator:
-        share = 1 / self.degree
-        return replace(operator, flops=operator.flops * share, saved_bytes=operator.saved_bytes * share)
-
-
-@dataclass(frozen=True, slots=True)
-class WithCollectives:
-    """The costs of a member's part, with the sums over the members. `costs`: those without."""
-
-    costs: CostModel
-    divided: Divided
-
-    @property
-    def name(self) -> str:
-        """The origin of the figures."""
-        return self.costs.name
+    def __init__(self, graph: OperatorGraph) -> None:
+        self.graph = graph
+        self._parts: dict[int, _PartCosts] = {}
 
     def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
         """See `CostModel`."""
-        known = self.costs.seconds(operator, num_samples, device)
-        if not self.divided.divides(operator):
+        number = num_members(device)
+        if number not in self._parts:
+            self._parts[number] = _PartCosts(part_of(self.graph, number))
+        known = self._parts[number].seconds(operator.name, num_samples, device)
+        if not isinstance(device, DeviceGroup) or not divides(self.graph, operator):
             return known
         size = sum(spec.bytes(num_samples) for spec in operator.outputs)
-        added = self.divided.members.all_reduce_seconds(tuple(range(self.divided.degree)), size)
-        added *= self.divided.num_sums(operator)
+        added = num_sums(self.graph, operator) * device.all_reduce_seconds(size)
         backward = added if has_backward(operator) else 0.0
         return known._replace(forward=known.forward + added, input_gradient=known.input_gradient + backward)
+
+
+class _PartCosts:
+    """Seconds of the operators of one part."""
+
+    def __init__(self, part: OperatorGraph) -> None:
+        self._part, self._roofline = part, Roofline(part)
+        self._detail = None if part.detail is None else Roofline(part.detail)
+        self._inside: dict[str, tuple[list[Operator], int]] = {}
+        self._known: dict[tuple[str, int, Device], Seconds] = {}
+
+    def seconds(self, name: str, num_samples: int, device: Device) -> Seconds:
+        """Seconds of an operator, or of all operators inside of it."""
+        key = name, num_samples, device
+        if key not in self._known:
+            self._known[key] = self._seconds(*key)
+        return self._known[key]
+
+    def _seconds(self, name: str, num_samples: int, device: Device) -> Seconds:
+        operator = self._part[name]
+        if name not in self._inside:
+            self._inside[name] = inside(self._part, operator), num_calls(self._part, operator)
+        own, calls = self._inside[name]
+        if not own or self._detail is None:
+            return self._roofline.seconds(operator, num_samples, device)
+        columns = zip(*(self._detail.seconds(each, num_samples, device) for each in own), strict=True)
+        return Seconds(*(sum(column) / calls for column in columns))
+
+
+def num_sums(graph: OperatorGraph, operator: Operator) -> int:
+    """Number of sums over the members in the forward of an operator that they divide.
+
+    Members compute terms of a sum with matrices that are cut along their input.
+    """
+    return max(1, sum(graph.divided.get(name, 0) > 0 for name in operator.parameters))
+
+
+def roofline_of(graph: OperatorGraph) -> CostModel:
+    """The roofline of a graph, on groups of devices, too, if they divide any of its parameters."""
+    return MemberCosts(graph) if graph.divided or graph.detail is not None else Roofline(graph)

@@ -34,6 +34,10 @@ def in_own_loop(given: FabricArguments) -> FabricArguments:
     refused: dict[str, tuple[Any, str]] = {
         "step": (given.step == "micro_batches", "the loop runs on undivided mini-batches. Leave it out"),
         "tensor_parallel_size": (given.tensor_parallel_size != 1, "it is for Lightning's Trainer. Leave it out"),
+        "stages" if given.plan is None else "plan": (
+            given.tensor_parallel_size == 1 and given.degrees != (1,),
+            "stages with several processes (tensor_parallel_size) are for Lightning's Trainer. Leave that out",
+        ),
         "start_method": (
             given.start_method not in ("auto", "popen"),
             "Fabric runs the script again. Use popen",
@@ -46,7 +50,7 @@ def in_own_loop(given: FabricArguments) -> FabricArguments:
     }
     for name, (found, reason) in refused.items():
         if found:
-            value = "[...]" if name == "example_batch" else repr(getattr(given, name))
+            value = "[...]" if name in ("example_batch", "stages", "plan") else repr(getattr(given, name))
             raise ConfigError(f"strategy.{name}={value} does not go together with Fabric: {reason}.")
     whole = replace(given, step="whole")
     check_whole(whole)

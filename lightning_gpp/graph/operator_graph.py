@@ -148,6 +148,10 @@ class OperatorGraph:
 
     `whole`: operators known to work on other sequences than the one along which the model may be cut.
     `uncalled`: paths around modules that are never called themselves, as those of lists of modules.
+    `divided`: parameters that the members of a device divide (tensor parallelism), with the dimension that is cut.
+    `regions`: paths of modules that are one operator because results inside are divided.
+    `detail`: the same step with the operators inside of regions; None if it is not known.
+    `parts`: see `graph.parts`.
     """
 
     nx: nx.DiGraph = field(default_factory=nx.DiGraph)
@@ -156,6 +160,10 @@ class OperatorGraph:
     buffer_bytes: dict[str, int] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
     uncalled: frozenset[str] = frozenset()
+    divided: dict[str, int] = field(default_factory=dict)
+    regions: frozenset[str] = frozenset()
+    detail: OperatorGraph | None = None
+    parts: dict[int, OperatorGraph] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def with_whole(self, whole: frozenset[str]) -> OperatorGraph:
         """The same graph with these operators as `whole`."""
@@ -163,7 +171,8 @@ class OperatorGraph:
 
     def for_inference(self) -> OperatorGraph:
         """The same operators without a backward: no tensor needs a gradient, and nothing is saved for one."""
-        graph = replace(self, nx=nx.DiGraph())
+        detail = None if self.detail is None else self.detail.for_inference()
+        graph = replace(self, nx=nx.DiGraph(), detail=detail)
         for operator in self:
             outputs = tuple(replace(spec, requires_grad=False) for spec in operator.outputs)
             graph.add(replace(operator, outputs=outputs, saved_bytes=Affine()))

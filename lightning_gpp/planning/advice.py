@@ -11,10 +11,11 @@ from lightning_gpp.cluster import Cluster, Level
 from lightning_gpp.costs.model import OPTIMIZER_STATES
 from lightning_gpp.plan import STEP
 from lightning_gpp.planning.assignment.modules import stage_names
-from lightning_gpp.planning.problem.draft import Draft, compress, static_bytes
+from lightning_gpp.planning.problem.draft import Draft, compress
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.partitioner import SearchControl, partitioner_of
 from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.stage_figures import static_bytes
 
 SECONDS_PER_TRIAL: Final = 1.0
 """Time limit of the search under one suggestion, needed only if changing the draft at hand does not suffice."""

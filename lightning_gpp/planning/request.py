@@ -21,7 +21,8 @@ from typing import Annotated, Final, Literal
 from annotated_types import Ge
 
 from lightning_gpp.cluster import Cluster
-from lightning_gpp.costs.model import CostModel, Footprint, Roofline
+from lightning_gpp.costs.model import CostModel, Footprint
+from lightning_gpp.costs.tensor_parallel import roofline_of
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.option import option
@@ -114,6 +115,8 @@ class Request(SearchOptions):
         num_copies: pipelines besides which this one is planned, and whose stages hold the same parameters.
         slack: whether stages may have more micro-batches in flight than 1F1B's rule.
         every_device: whether the schedule's layout needs a stage on every device.
+        members: numbers of adjacent devices of a node that may share the work inside a stage, ascending; the graph says
+            what they divide.
         seconds: time limit of all searches together, for partitioners that can stop at any time.
         progress: called during the search.
     """
@@ -134,6 +137,7 @@ class Request(SearchOptions):
     num_copies: int = 1
     slack: bool = True
     every_device: bool = False
+    members: tuple[int, ...] = (1,)
     seconds: float = 10.0
     progress: Progress | None = None
 
@@ -160,7 +164,7 @@ class Request(SearchOptions):
 
     def operator_costs(self, graph: OperatorGraph) -> CostModel:
         """The given cost model, or the roofline."""
-        return self.costs or Roofline(graph)
+        return self.costs or roofline_of(graph)
 
     def problem(self, graph: OperatorGraph) -> Problem:
         """The planning problem of the request, the same for all partitioners.
@@ -189,6 +193,7 @@ class Request(SearchOptions):
             weight_copies=self.weight_copies,
             idle_devices=self.idle_devices,
             every_device=self.every_device,
+            members=self.members,
             slack=self.slack,
             simplicity=self.simplicity,
         )

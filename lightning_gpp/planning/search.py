@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_gpp.cluster import Cluster
+from lightning_gpp.cluster.groups import num_processes
 from lightning_gpp.errors import GPPError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
@@ -28,9 +29,17 @@ from lightning_gpp.planning.advice import advice
 from lightning_gpp.planning.assignment.complete import completed, with_batch_size
 from lightning_gpp.planning.assignment.layout import lay_out
 from lightning_gpp.planning.bounds.bound import busy_bound, lower_bound
+from lightning_gpp.planning.bounds.members import members_bound
 from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.evaluate import Evaluator
-from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, checked, partitioner_of
+from lightning_gpp.planning.problem.partitioner import (
+    Alternative,
+    Answer,
+    Partitioner,
+    SearchControl,
+    checked,
+    partitioner_of,
+)
 from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures, Trial, best_trial, predicted
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.request import STANDARD, Candidate, Request, candidates, num_stages_per_device
@@ -94,10 +103,15 @@ class _NothingFits(PlanError):
 
 
 class PlanSearch:
-    """The loop over the candidates of one request, with the searches that they share; see the module."""
+    """The loop over the candidates of one request, with the searches that they share; see the module.
 
-    def __init__(self, partitioner: str, graph: OperatorGraph, request: Request) -> None:
-        self.name, self.partitioner = partitioner, partitioner_of(partitioner)
+    `name`: that of the partitioner. `partitioner`: the one of this name by default.
+    """
+
+    def __init__(
+        self, name: str, graph: OperatorGraph, request: Request, partitioner: Partitioner | None = None
+    ) -> None:
+        self.name, self.partitioner = name, partitioner or partitioner_of(name)
         self.graph, self.request, self.costs = graph, request, request.operator_costs(graph)
         self._searches: dict[Request, _AnsweredRequest | GPPError] = {}
         self._bounds: dict[Request, float] = {}
@@ -106,16 +120,30 @@ class PlanSearch:
 
     def best(self) -> Prediction:
         """See `best_plan`."""
+        found = self.found()
+        if isinstance(found, GPPError):
+            raise self.explanation(found)
+        return found
+
+    def found(self) -> Prediction | GPPError:
+        """The best plan, or the error of the first candidate, whose explanation would take time."""
         outcomes, failures = self._tried(self.request.schedules)
-        if not outcomes:
-            raise self._explanation(failures[0])
-        return self._prediction(outcomes)
+        return self._prediction(outcomes) if outcomes else failures[0]
 
     def each_schedule(self) -> Iterator[tuple[str, Prediction | GPPError]]:
         """See the function of this name."""
         for schedule in self.request.schedules:
             outcomes, failures = self._tried((schedule,))
-            yield schedule, self._prediction(outcomes) if outcomes else self._explanation(failures[0])
+            yield schedule, self._prediction(outcomes) if outcomes else self.explanation(failures[0])
+
+    def drafts(self) -> Iterator[tuple[Problem, Draft]]:
+        """The drafts of all searches so far, whether they fit or not, with the questions that they answer."""
+        for search in self._searches.values():
+            if not isinstance(search, GPPError):
+                tried = [] if search.trial is None else [search.trial.draft]
+                found = [] if search.answer.draft is None else [search.answer.draft]
+                others = [entry.draft for entry in search.answer.alternatives]
+                yield from ((search.problem, draft) for draft in dict.fromkeys([*tried, *found, *others]))
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -234,6 +262,8 @@ class PlanSearch:
         """
         if self.request.slicing is not None:
             return 0.0
+        if len(self.request.members) > 1:
+            return min(members_bound(outcome.search.problem) for outcome in outcomes)
         if quick or self.request.continuous or not all(outcome.candidate.is_searched for outcome in outcomes):
             return min(_busy_bound(outcome) for outcome in outcomes)
         return min(self._bound_of(outcome.search) for outcome in outcomes)
@@ -244,7 +274,7 @@ class PlanSearch:
             self._bounds[search.question] = lower_bound(search.problem, seconds)
         return self._bounds[search.question]
 
-    def _explanation(self, error: GPPError) -> GPPError:
+    def explanation(self, error: GPPError) -> GPPError:
         """The error, extended by the reason why nothing fits, and remedies."""
         if not isinstance(error, _NothingFits):
             return error
@@ -329,7 +359,7 @@ def _reason(outcome: _Outcome, best: _Outcome) -> str:
 
 def _check_number(plan: Plan, number: int, cluster: Cluster) -> None:
     """Refuse drafts that a schedule's own layout spreads over more devices than there are."""
-    if plan.num_devices * number > cluster.num_devices:
+    if plan.num_processes * number > num_processes(cluster):
         raise PlanError(
             f"schedule={plan.schedule} lays this draft out on {plan.num_devices} devices per pipeline, so {number} "
             f"pipelines need {plan.num_devices * number}; the cluster {cluster.name!r} has {cluster.num_devices}."
@@ -353,7 +383,7 @@ def device_remark(prediction: Prediction, compared: Prediction | None, request: 
         compared: the best plan known on all devices if this one leaves some idle, otherwise on fewer.
         request: the request that the plan is for.
     """
-    number, everything = prediction.used_devices, request.cluster.num_devices
+    number, everything = prediction.used_devices, num_processes(request.cluster)
     if number < everything:
         return _on_fewer(prediction, compared, everything)
     if compared is not None and compared.used_devices < number:

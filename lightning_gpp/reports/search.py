@@ -9,8 +9,8 @@ from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.reports.units import distance, duration, percent, rate
 
 LEGEND: Final = (
-    "u: units of a stage, x: its devices, r: recomputed, r3: 3 blocks of it, o: offloaded, +: slack, "
-    "b: micro-batch size"
+    "u: units of a stage, x: its devices, *: processes of each, r: recomputed, r3: 3 blocks of it, o: offloaded, "
+    "+: slack, b: micro-batch size"
 )
 """The letters in the descriptions of runners-up."""
 

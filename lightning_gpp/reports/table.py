@@ -89,8 +89,9 @@ def summary(plan: Plan, batch_size: int | None = None) -> str:
     total = plan.batch_size if batch_size is None else batch_size
     stages, devices = counted(len(plan.stages), "stage"), counted(plan.num_devices, "device")
     used = f"{plan.num_devices - len(plan.unused)} of " * bool(plan.unused)
+    processes = f" ({plan.num_processes} processes)" * (plan.num_processes > plan.num_devices)
     return (
-        f"{stages} on {used}{devices}, depth {plan.depth}, schedule {plan.schedule}, "
+        f"{stages} on {used}{devices}{processes}, depth {plan.depth}, schedule {plan.schedule}, "
         f"mini-batch of {total} samples in {micro_batches(plan, total)}"
     )
 
@@ -108,7 +109,7 @@ def _row(plan: Plan, index: int, flight: int, modules_width: int) -> list[str]:
     return [
         f"{index} {stage.name}",
         modules if len(modules) <= modules_width else f"{modules[: modules_width - 3]}...",
-        ",".join(map(str, stage.devices)),
+        ",".join(map(str, stage.devices)) + _in_brackets(_members(stage)),
         str(samples),
         count(figures.num_parameters),
         count(figures.flops.at(samples)),
@@ -117,6 +118,11 @@ def _row(plan: Plan, index: int, flight: int, modules_width: int) -> list[str]:
         _ends(((edge.dst, edge) for edge in plan.edges if edge.src == index), samples),
         str(flight),
     ]
+
+
+def _members(stage: Stage) -> str:
+    """The processes of each of its devices, if these are several."""
+    return f"{stage.tensor_parallel_size} processes" if stage.tensor_parallel_size > 1 else ""
 
 
 def _in_brackets(text: str) -> str:

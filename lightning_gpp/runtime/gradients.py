@@ -129,7 +129,7 @@ class GradientSync:
         """
         pipeline = set(self._mesh.pipeline_ranks())
         counted = self.counted_on(pipeline, names)
-        return norm_over_ranks(counted, norm_type, self._device, self._mesh.norm_group)
+        return norm_over_ranks(counted, norm_type, self._device, self._mesh.pipeline_group)
 
     def counted_on(self, ranks: set[int], names: Collection[str] | None = None) -> Iterator[Tensor]:
         """Gradients of the parameters, or of some of them, whose first holder among these ranks is this one."""

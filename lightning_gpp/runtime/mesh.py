@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -19,29 +20,33 @@ CONTROL_BACKEND: Final = "gloo"
 
 
 class Mesh:
-    """Pipeline replicas x devices x members. Process = (pipeline * num_devices + device) * num_members + member.
+    """Pipeline replicas x devices x members.
 
     A device of the plan is a group of processes, its members, which share the work inside a stage (tensor parallelism);
-    without that it is one process. The members with the same number in all groups form a plane, which is a complete job
-    of its own: its messages and collectives stay inside it. So ranks are counted inside a plane, and a rank is the
-    number of a process if there is only one plane.
+    without that it is one process. Devices may have different numbers of members. A rank is a device of a pipeline, and
+    the number of a process if all devices have one member. Processes are numbered pipeline by pipeline, device by
+    device:
 
-        process      0   1 | 2   3 | 4   5 | 6   7       two pipelines of two devices with two members
-        rank         0   0 | 1   1 | 2   2 | 3   3
-        member       0   1 | 0   1 | 0   1 | 0   1
+        process      0 | 1   2 | 3 | 4   5       two pipelines of two devices with one and two members
+        rank         0 | 1   1 | 2 | 3   3
+        member       0 | 0   1 | 0 | 0   1
+
+    Members of a device compute the same results, so one of them is enough to send these to a process elsewhere: member
+    k receives from the member k modulo their number. With equal numbers, the members with the same number form a plane,
+    which is a complete pipeline.
 
     It owns its process groups; all processes construct the mesh together, after `torch.distributed` was initialised.
-    Each group has sockets and threads, so the mesh never makes a second one for the same ranks and purpose.
+    Each group has sockets and threads, so the mesh never makes a second one for the same processes and purpose.
 
     Args:
         num_devices: devices of the plan.
         num_pipelines: number of pipeline replicas.
         process: this process's global rank.
-        num_members: processes of a device.
+        members: number of processes of each device; None if all have one.
         timeout: timeout of the process groups; None keeps the backend's default.
 
     Raises:
-        ConfigError: the number of processes is not num_devices * num_pipelines * num_members.
+        ConfigError: the number of processes is another one.
     """
 
     def __init__(
@@ -50,15 +55,18 @@ class Mesh:
         num_pipelines: int,
         process: int,
         *,
-        num_members: int = 1,
+        members: Sequence[int] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        _check_world_size(num_devices, num_pipelines, num_members)
-        self.num_devices = num_devices
-        self.num_pipelines = num_pipelines
-        self.num_members = num_members
-        self.rank, self.member = divmod(process, num_members)
-        self.pipeline, self.device = divmod(self.rank, num_devices)
+        self.members_of_devices = tuple(members or (1,) * num_devices)
+        self._starts = (0, *itertools.accumulate(self.members_of_devices))
+        _check_world_size(self.members_of_devices, num_pipelines)
+        self.num_devices, self.num_pipelines = num_devices, num_pipelines
+        self.own_process = process
+        self.pipeline, place = divmod(process, self._starts[-1])
+        self.device = bisect.bisect_right(self._starts, place) - 1
+        self.member, self.num_members = place - self._starts[self.device], self.members_of_devices[self.device]
+        self.rank = self.pipeline * num_devices + self.device
         self.backend = dist.get_backend()
         self.everyone = dist.group.WORLD
         self._timeout = timeout
@@ -66,13 +74,13 @@ class Mesh:
         self._device_meshes: dict[str, DeviceMesh] = {}
         self._tags = itertools.count(1)
         self._groups: dict[tuple[str, tuple[int, ...], str | None], dist.ProcessGroup] = {}
-        columns = [self.replica_ranks(device) for device in range(num_devices)]
-        rows = [self.pipeline_ranks(pipeline) for pipeline in range(num_pipelines)]
-        self.pipeline_group = self._own("pipeline", rows)
-        self.norm_group = self._norm_group(rows)
-        self.replica_group = self._own("replicas", columns)
-        self.control_group, self.pipeline_control_group = self._control_groups(rows)
-        self._connect_members()
+        pipelines = [range(start, start + self._starts[-1]) for start in range(0, self.num_processes, self._starts[-1])]
+        self.pipeline_group = self._own("pipeline", pipelines)
+        self.replica_group = self._own("replicas", self._replicas())
+        self.control_group, self.pipeline_control_group = self._control_groups(pipelines)
+        self.member_group, self.member_control_group = self._member_groups()
+
+    # -- numbers ------------------------------------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
@@ -81,12 +89,49 @@ class Mesh:
 
     @property
     def num_processes(self) -> int:
-        """Number of processes: ranks times members."""
-        return self.world_size * self.num_members
+        """Number of processes of all pipelines."""
+        return self._starts[-1] * self.num_pipelines
 
-    def process(self, rank: int, member: int | None = None) -> int:
-        """The process of a rank (None: in this plane)."""
-        return rank * self.num_members + (self.member if member is None else member)
+    @property
+    def most_members(self) -> int:
+        """The largest number of members of a device."""
+        return max(self.members_of_devices)
+
+    def process(self, rank: int) -> int:
+        """The process of a rank from which this process receives."""
+        return self.processes(rank)[self.member % self.members_of_devices[rank % self.num_devices]]
+
+    def receivers(self, rank: int) -> Sequence[int]:
+        """The processes of a rank that receive from this process; none if its members receive from others."""
+        return self.processes(rank)[self.member :: self.num_members]
+
+    def processes(self, rank: int) -> Sequence[int]:
+        """All processes of a rank."""
+        pipeline, device = divmod(rank, self.num_devices)
+        start, stop = self._starts[device : device + 2]
+        return range(pipeline * self._starts[-1] + start, pipeline * self._starts[-1] + stop)
+
+    @property
+    def devices(self) -> list[int]:
+        """The device of every process."""
+        return [rank % self.num_devices for rank in range(self.world_size) for _ in self.processes(rank)]
+
+    @property
+    def members(self) -> list[int]:
+        """The processes of this device."""
+        return list(self.processes(self.rank))
+
+    def links(self, src: int, dst: int) -> list[tuple[int, int]]:
+        """The processes (sender, receiver) that messages from one device to another go between, in all pipelines."""
+        found = []
+        for pipeline in range(self.num_pipelines):
+            senders, receivers = (self.processes(self.global_rank(device, pipeline)) for device in (src, dst))
+            found += [(senders[member % len(senders)], receiver) for member, receiver in enumerate(receivers)]
+        return found
+
+    def number_in_pipeline(self, process: int) -> int:
+        """The number of a process of this pipeline in the pipeline's groups."""
+        return process - self.pipeline * self._starts[-1]
 
     def global_rank(self, device: int, pipeline: int | None = None) -> int:
         """The rank of `device` in `pipeline` (None: this rank's pipeline)."""
@@ -105,25 +150,39 @@ class Mesh:
         column = self.device if device is None else device
         return tuple(self.global_rank(column, pipeline) for pipeline in range(self.num_pipelines))
 
+    # -- groups -------------------------------------------------------------------------------------------------------
+
     def groups(
         self, purpose: str, rank_sets: Iterable[Sequence[int]], backend: str | None = None
     ) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """The process groups for a purpose of the sets that this rank belongs to; they are created where necessary.
 
-        All ranks of the mesh must call this with the same arguments; groups are created in sorted order.
+        The ranks of a set have equal numbers of members; the members with the same number are a group.
 
         Args:
             purpose: calls with the same purpose share groups, so ranks must use these in the same order.
-            rank_sets: ranks of each group; every plane has its own.
+            rank_sets: ranks of each group.
             backend: "nccl" or "gloo"; by default that of the default group.
         """
         wanted = sorted({tuple(ranks) for ranks in rank_sets})
-        for ranks in wanted:
-            key = purpose, ranks, backend
+        planes = {ranks: list(zip(*map(self.processes, ranks), strict=True)) for ranks in wanted}
+        made = self.process_groups(purpose, itertools.chain.from_iterable(planes.values()), backend)
+        return {ranks: made[planes[ranks][self.member]] for ranks in wanted if self.rank in ranks}
+
+    def process_groups(
+        self, purpose: str, process_sets: Iterable[Sequence[int]], backend: str | None = None
+    ) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """The groups for a purpose of the sets that this process belongs to; see `groups`.
+
+        All processes of the mesh must call this with the same arguments; groups are created in sorted order.
+        """
+        wanted = sorted({tuple(processes) for processes in process_sets})
+        for processes in wanted:
+            key = purpose, processes, backend
             if key not in self._groups:
-                planes = [[self.process(rank, member) for rank in ranks] for member in range(self.num_members)]
-                self._groups[key] = [self._new(processes, backend) for processes in planes][self.member]
-        return {ranks: self._groups[purpose, ranks, backend] for ranks in wanted if self.rank in ranks}
+                self._groups[key] = self._new(processes, backend)
+        mine = (processes for processes in wanted if self.own_process in processes)
+        return {processes: self._groups[purpose, processes, backend] for processes in mine}
 
     def _new(self, processes: Sequence[int], backend: str | None) -> dist.ProcessGroup:
         kind = self.backend if backend is None else backend
@@ -132,23 +191,18 @@ class Mesh:
         return group
 
     def device_mesh(self, kind: str) -> DeviceMesh | None:
-        """The members of this device as a mesh for users' code, on devices of a kind; None if there is only one.
+        """The members of this device as a mesh for users' code, on devices of a kind; None if no device has several.
 
         It has a second dimension of size 1 for data parallelism, which is not the users' concern. All processes call
         this together.
         """
-        if self.member_group is None or self.num_members == 1:
+        if self.most_members == 1:
             return None
         if kind not in self._device_meshes:
-            alone = [self._new([process], None) for process in range(self.num_processes)][self.process(self.rank)]
-            groups, names = [alone, self.member_group], ("data_parallel", "tensor_parallel")
+            alone = self._own("alone", [[process] for process in range(self.num_processes)])
+            groups, names = [alone, self.member_group or alone], ("data_parallel", "tensor_parallel")
             self._device_meshes[kind] = DeviceMesh.from_group(groups, kind, mesh=[self.members], mesh_dim_names=names)
         return self._device_meshes[kind]
-
-    @property
-    def members(self) -> list[int]:
-        """The processes of this device."""
-        return [self.process(self.rank, member) for member in range(self.num_members)]
 
     def another_world(self) -> dist.ProcessGroup:
         """Another group of all processes, for a thread; made once. All processes call this together."""
@@ -156,45 +210,39 @@ class Mesh:
             self._background = self._new(range(self.num_processes), CONTROL_BACKEND)
         return self._background
 
-    def _own(self, purpose: str, rank_sets: Sequence[tuple[int, ...]], backend: str | None = None) -> dist.ProcessGroup:
-        (group,) = self.groups(purpose, rank_sets, backend).values()
+    def _own(
+        self, purpose: str, process_sets: Sequence[Sequence[int]], backend: str | None = None
+    ) -> dist.ProcessGroup:
+        (group,) = self.process_groups(purpose, process_sets, backend).values()
         return group
 
-    def _norm_group(self, rows: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
-        """All processes of this pipeline, over which parts of a norm are added."""
-        if self.num_members == 1:
-            return self.pipeline_group
-        every = [[self.process(rank, m) for rank in row for m in range(self.num_members)] for row in rows]
-        return [self._new(processes, None) for processes in every][self.pipeline]
+    def _replicas(self) -> list[Sequence[int]]:
+        """The processes with the same place in all pipelines, for each place."""
+        return [range(place, self.num_processes, self._starts[-1]) for place in range(self._starts[-1])]
 
-    def _control_groups(self, rows: Sequence[tuple[int, ...]]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        everyone = self._own("control", [tuple(range(self.world_size))], CONTROL_BACKEND)
+    def _control_groups(self, pipelines: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        everyone = self._own("control", [range(self.num_processes)], CONTROL_BACKEND)
         if self.backend == CONTROL_BACKEND:
             return everyone, self.pipeline_group
-        return everyone, self._own("pipeline control", rows, CONTROL_BACKEND)
+        return everyone, self._own("pipeline control", pipelines, CONTROL_BACKEND)
 
-    def _connect_members(self) -> None:
-        """Connect the members of every device, and all processes, where these are more than the ranks."""
-        ranks = range(self.world_size)
-        self.everyone_group = self.control_group
-        self.member_group: dist.ProcessGroup | None = None
-        self.member_control_group: dist.ProcessGroup | None = None
-        if self.num_members == 1:
-            return
-        self.everyone_group = self._new(range(self.num_processes), CONTROL_BACKEND)
-        every = [[self.process(rank, member) for member in range(self.num_members)] for rank in ranks]
-        self.member_group = [self._new(processes, None) for processes in every][self.rank]
-        self.member_control_group = self.member_group
-        if self.backend != CONTROL_BACKEND:
-            self.member_control_group = [self._new(processes, CONTROL_BACKEND) for processes in every][self.rank]
+    def _member_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """The members of this device, for tensors and for control values; None if it has one."""
+        devices = [members for rank in range(self.world_size) if len(members := self.processes(rank)) > 1]
+        group = self.process_groups("members", devices).get(tuple(self.members))
+        if self.backend == CONTROL_BACKEND:
+            return group, group
+        return group, self.process_groups("members", devices, CONTROL_BACKEND).get(tuple(self.members))
 
 
-def _check_world_size(num_devices: int, num_pipelines: int, num_members: int) -> None:
-    processes, needed = dist.get_world_size(), num_devices * num_pipelines * num_members
-    if needed != processes:
-        members = f" with {num_members} processes per device" if num_members > 1 else ""
-        raise ConfigError(
-            f"The plan has {num_devices} devices and runs as {num_pipelines} pipeline replicas{members}, which needs "
-            f"{needed} processes, but there are {processes} (trainer.devices x trainer.num_nodes). Start a multiple of "
-            "the plan's devices, or make a plan for fewer."
-        )
+def _check_world_size(members: Sequence[int], num_pipelines: int) -> None:
+    processes, needed = dist.get_world_size(), sum(members) * num_pipelines
+    if needed == processes:
+        return
+    counts = " or ".join(map(str, sorted({*members})))
+    several = f" with {counts} processes per device" if counts != "1" else ""
+    raise ConfigError(
+        f"The plan has {len(members)} devices and runs as {num_pipelines} pipeline replicas{several}, which needs "
+        f"{needed} processes, but there are {processes} (trainer.devices x trainer.num_nodes). Start a multiple of "
+        "the plan's devices, or make a plan for fewer."
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -36,24 +36,31 @@ def open_queues() -> None:
         os.environ.setdefault(VARIABLE, str(MOST))
 
 
-def streams_of(pairs: Iterable[tuple[int, int]], device: int) -> int:
-    """Number of streams that a device needs which sends and receives between these directed pairs of devices."""
-    return OTHERS + sum(device in pair for pair in set(pairs))
+def streams_of(pairs: Iterable[tuple[int, int]], device: int, members: Sequence[int]) -> int:
+    """Number of streams that a device needs which sends and receives between these directed pairs of devices.
+
+    With several members it is that of the first one: members have a stream for what they tell each other, and one for
+    each process that receives from them. `members`: the members of each device.
+    """
+    known, own = set(pairs), members[device]
+    sent = sum(-(-members[dst] // own) for src, dst in known if src == device)
+    received = sum(dst == device for _, dst in known)
+    return OTHERS + (own > 1) + sent + received
 
 
-def check_queues(pairs: Iterable[tuple[int, int]], num_devices: int, environment: Mapping[str, str]) -> None:
+def check_queues(pairs: Iterable[tuple[int, int]], members: Sequence[int], environment: Mapping[str, str]) -> None:
     """Refuse fewer queues than a device of the plan has streams.
 
     Args:
         pairs: directed pairs of devices between which messages travel over NCCL.
-        num_devices: number of devices of the plan.
+        members: number of processes of each device of the plan.
         environment: the process's environment.
 
     Raises:
         ConfigError: CUDA_DEVICE_MAX_CONNECTIONS is too small, or no number.
     """
     text, known = environment.get(VARIABLE, f"{USUAL}"), tuple(pairs)
-    needed, device = max((streams_of(known, device), -device) for device in range(num_devices))
+    needed, device = max((streams_of(known, device, members), -device) for device in range(len(members)))
     if not text.isdecimal() or int(text) < min(needed, MOST):
         raise ConfigError(
             f"{VARIABLE}={text}, but device {-device} of the plan has {needed} streams: for computing, for sums of "

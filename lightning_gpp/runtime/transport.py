@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -64,8 +64,8 @@ def pairs_of(plan: Plan) -> tuple[Pair, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Channel:
-    """One direction between this rank and a device: a process group, the peer's number in it, and whether tensors are
-    copied to host memory for it.
+    """One direction between this process and one of a device: a process group, the peer's number in it, and whether
+    tensors are copied to host memory for it.
     """
 
     group: dist.ProcessGroup
@@ -81,6 +81,10 @@ class DistributedTransport:
     has no such restriction, so one group serves all pairs. It also serves pairs that were not named here, which an
     evaluation may have whose data flow is not that of training. CUDA tensors over gloo go through host memory. All
     ranks construct it together, with the same pairs.
+
+    A device with several members has the same results on each. A member receives from one of those of the other device
+    (`Mesh.process`), so a tensor goes to several processes if there are more members on the other side, and to none
+    from members that are not asked.
 
     Args:
         mesh: the mesh of the ranks.
@@ -111,15 +115,20 @@ class DistributedTransport:
         self._purpose = purpose or f"transport {self._tag}"
         self._device = device or torch.device("cpu")
         self._backend = backend or mesh.backend
-        self._outgoing = self._shared(mesh)
-        self._incoming = dict(self._outgoing)
+        self._outgoing, self._incoming = self._shared(mesh)
         if self._backend != "gloo" if own_groups is None else own_groups:
             self._connect(mesh, sorted(set(pairs)))
 
     def send(self, tensor: Tensor, device: int) -> Work:
         if not tensor.numel():
             return _DONE
-        channel, wire = self._outgoing[device], as_sent(tensor.contiguous())
+        wire = as_sent(tensor.contiguous())
+        channels = self._outgoing[device]
+        if len(channels) == 1:
+            return self._sent(wire, channels[0])
+        return _Several([self._sent(wire, channel) for channel in channels])
+
+    def _sent(self, wire: Tensor, channel: _Channel) -> Work:
         return channel.group.send([wire.cpu() if channel.staged else wire], channel.peer, self._tag)
 
     def receive(self, buffer: Tensor, device: int) -> Work:
@@ -131,24 +140,31 @@ class DistributedTransport:
         host = torch.empty_like(wire, device="cpu")
         return _Staged(channel.group.recv([host], channel.peer, self._tag), host, wire)
 
-    def _shared(self, mesh: Mesh) -> dict[int, _Channel]:
-        """Channels to all devices in one group over gloo, which connects a pair when it is used."""
-        staged = self._device.type == "cuda"
-        return {device: _Channel(mesh.pipeline_control_group, device, staged) for device in range(mesh.num_devices)}
+    def _shared(self, mesh: Mesh) -> tuple[dict[int, list[_Channel]], dict[int, _Channel]]:
+        """Channels to and from all devices in one group over gloo, which connects a pair when it is used."""
+        staged, group = self._device.type == "cuda", mesh.pipeline_control_group
+        outgoing, incoming = {}, {}
+        for device, rank in enumerate(mesh.pipeline_ranks()):
+            peers = map(mesh.number_in_pipeline, mesh.receivers(rank))
+            outgoing[device] = [_Channel(group, peer, staged) for peer in peers]
+            incoming[device] = _Channel(group, mesh.number_in_pipeline(mesh.process(rank)), staged)
+        return outgoing, incoming
 
     def _connect(self, mesh: Mesh, pairs: list[Pair]) -> None:
-        """Create the groups in one round per direction, because both directions of a pair have the same ranks."""
+        """Create the groups in one round per direction, because both directions of a pair have the same processes."""
         if self._device.type == "cuda":
-            check_queues(pairs, mesh.num_devices, os.environ)
+            check_queues(pairs, mesh.members_of_devices, os.environ)
         for src, dst in pairs:
-            ranks = [(mesh.global_rank(src, p), mesh.global_rank(dst, p)) for p in range(mesh.num_pipelines)]
-            for (first, second), group in mesh.groups(f"{self._purpose}: {src} to {dst}", ranks, self._backend).items():
-                if mesh.rank == first:
-                    self._outgoing[dst] = _Channel(group, dist.get_group_rank(group, mesh.process(second)))
-                    self.send(torch.zeros(1, device=self._device), dst).wait()
-                else:
-                    self._incoming[src] = _Channel(group, dist.get_group_rank(group, mesh.process(first)))
-                    self.receive(torch.zeros(1, device=self._device), src).wait()
+            links = mesh.process_groups(f"{self._purpose}: {src} to {dst}", mesh.links(src, dst), self._backend)
+            if mesh.device == src:
+                self._outgoing[dst] = [
+                    _Channel(group, dist.get_group_rank(group, peer)) for (_, peer), group in links.items()
+                ]
+                self.send(torch.zeros(1, device=self._device), dst).wait()
+            elif mesh.device == dst:
+                ((peer, _), group), *_ = links.items()
+                self._incoming[src] = _Channel(group, dist.get_group_rank(group, peer))
+                self.receive(torch.zeros(1, device=self._device), src).wait()
 
 
 def as_sent(tensor: Tensor) -> Tensor:
@@ -167,6 +183,20 @@ class _Done:
 
 
 _DONE: Final = _Done()
+
+
+class _Several:
+    """The transfers of a tensor to several processes, or to none."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 class _Staged:

@@ -68,7 +68,7 @@ class ShadowLoader:
                 yield Placeholder(torch.empty(0, 0))
 
     def __repr__(self) -> str:
-        return f"ShadowLoader(of {type(self.loader).__name__}; rank {self.control.rank} runs no step and loads no data)"
+        return f"ShadowLoader(of {type(self.loader).__name__}; rank {self.control.mesh.own_process} loads no data)"
 
 
 class AgreedLoader:

@@ -93,8 +93,8 @@ class SharedHooks:
             type(self.module).__name__,
             name,
             error,
-            self.control.rank,
-            self.control.step_rank,
+            self.control.mesh.own_process,
+            self.control.mesh.process(self.control.step_rank),
         )
 
 

@@ -38,8 +38,8 @@ from lightning_gpp.failure.processes import bind_to_parent, release_from_parent
 from lightning_gpp.runtime.queues import open_queues
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
+from lightning_gpp.training.joining import join, pipelines_of
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.setup import join, pipelines_of
 
 
 def tie_to_launcher(environment: ClusterEnvironment) -> None:
@@ -199,7 +199,7 @@ class JobProcesses:
         environment = self.cluster_environment
         if environment is not None:
             tie_to_launcher(environment)
-        _ = self.options.num_members  # refused here, before the other processes start, and not by each of them
+        _ = self.options.degrees  # refused here, before the other processes start, and not by each of them
         if self.parallel_devices and self.parallel_devices[0].type == "cuda":
             open_queues()
         if self.num_processes * self.num_nodes > 1:  # notebooks, too, run one process

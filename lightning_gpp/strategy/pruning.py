@@ -112,11 +112,8 @@ def _unsuited(job: Job, plan: Plan) -> Iterator[str]:
         yield f"masks one version of the weights, but strategy.weights={options.weights} keeps several. Leave it out"
     if plan.sharding == "fsdp":
         yield "ranks undivided parameters, but strategy.sharding=fsdp divides them. Use zero1, or leave it out"
-    if options.num_members > 1:
-        yield (
-            f"ranks undivided parameters, but strategy.tensor_parallel_size={options.tensor_parallel_size} divides "
-            "them. Leave it out"
-        )
+    if options.degrees != (1,):
+        yield f"ranks undivided parameters, but tensor_parallel_size={max(options.degrees)} divides them. Leave it out"
     if job.whole:
         yield (
             "masks weights between the steps of optimizers, but a step as a whole (strategy.step=whole, manual "

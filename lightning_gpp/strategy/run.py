@@ -109,7 +109,7 @@ class Run:
             whole=whole,
             parallel=parallel,
         )
-        check_divided(options.num_members, parallel)
+        check_divided(control.mesh.most_members, parallel)
         self.incoming = Incoming(self.module, control, options.batch_dims)
         self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation)
         self.reading = ReadAhead(trainer, self.incoming, device)
@@ -281,7 +281,7 @@ class Run:
     def _reads_ahead(self) -> bool:
         """True if mini-batches of an evaluation may be read before their turn."""
         divided = self.control.num_devices > 1 or self.job.options.weights != SYNCHRONOUS
-        return divided and self.control.num_members == 1
+        return divided and self.job.parallel is None
 
     def _compare_lengths(self, step: str, num_batches: Sequence[float]) -> None:
         """Compare the data of an evaluation, once. A rank without any would leave it out while the others wait.

@@ -38,11 +38,12 @@ from lightning_gpp.strategy.run import Run
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.checkpoint import load_state
 from lightning_gpp.training.engine import Engine
+from lightning_gpp.training.joining import disconnect
+from lightning_gpp.training.members import agreed_division
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
 from lightning_gpp.training.predicted import simulated
 from lightning_gpp.training.report import period_of, write_report
-from lightning_gpp.training.setup import disconnect
 from lightning_gpp.training.tensor_parallel import TensorParallel, check_first_run, dividing
 
 log = logging.getLogger(__name__)
@@ -162,13 +163,14 @@ class GPPStrategy(RanksStrategy):
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Run the module's configure_model; what it divides among the members of a device is taken out again."""
         module, control = self.lightning_module, self._control
-        if module is None or control is None or control.num_members == 1:
+        mesh = None if control is None else control.mesh.device_mesh(self.root_device.type)
+        if module is None or control is None or mesh is None:
             yield
             return
         check_first_run(self._parallel)
         with dividing(module, control.mesh.members) as found:
             yield
-        (self._parallel,) = found
+        self._parallel = agreed_division(found[0], mesh["tensor_parallel"], control)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -96,15 +96,14 @@ def _shards(values: Mapping[str, Any], pattern: Tensor) -> dict[str, Any]:
 def merge(mine: Mapping[str, Any], control: Control, num_pipelines: int = 1) -> dict[str, Any]:
     """The entries of all ranks of the first pipelines on global rank 0, elsewhere the rank's own.
 
-    All ranks must call it.
+    All ranks must call it. First members have what their device saves.
     """
-    others = range(1, control.num_devices * num_pipelines)
-    if control.rank in others:
-        control.send_tree(dict(mine), dst=0)
-    merged = dict(mine)
-    if control.rank == 0:
+    others, merged = range(1, control.num_devices * num_pipelines), dict(mine)
+    if control.first:
         for rank in others:
-            merged.update(control.receive_tree(src=rank))
+            merged.update(control.receive_tree(src=control.mesh.process(rank)))
+    elif control.rank in others and control.member == 0:
+        control.send_tree(merged, dst=0)
     return merged
 
 
@@ -221,7 +220,7 @@ def make_whole(module: nn.Module, placement: Placement, control: Control) -> Non
     held = placement.held_by(control.device)
     mine = {name: tensors[name].detach() for name in held if name in tensors}  # pruning takes some out of the module
     received = merge(mine if control.pipeline == 0 else {}, control)
-    if control.rank != 0:
+    if not control.first:
         return
     swaps = {}
     for name, tensor in tensors.items():
@@ -236,9 +235,9 @@ def fill(tree: Any, control: Control) -> Any:
     leaves = {pytree.keystr(path): leaf for path, leaf in pairs}
     missing = {name: min(leaf.ranks) for name, leaf in leaves.items() if isinstance(leaf, Foreign)}
     for name, source in control.broadcast(missing).items():
-        if control.rank == 0:
+        if control.first:
             leaves[name] = torch.empty(leaves[name].shape, dtype=leaves[name].dtype)
-            dist.recv(leaves[name], group_src=source, group=control.world)
-        elif control.rank == source:
-            dist.send(leaves[name].detach().cpu().contiguous(), group_dst=0, group=control.world)
+            dist.recv(leaves[name], group_src=source, group=control.everyone)
+        elif control.mesh.own_process == source:
+            dist.send(leaves[name].detach().cpu().contiguous(), group_dst=0, group=control.everyone)
     return pytree.tree_unflatten(list(leaves.values()), structure)

@@ -32,7 +32,10 @@ _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
 
 class Control:
-    """Communication of control values between the ranks of a mesh: inside a plane, unless a method says otherwise.
+    """Communication of control values between the processes of a mesh.
+
+    Members of a device have the same values. So a process gets values of other ranks from one member of each
+    (`Mesh.process`), and sums count every device once.
 
     Attributes:
         runs_step: whether this rank runs the user's step.
@@ -50,22 +53,29 @@ class Control:
         self.num_devices, self.num_pipelines = mesh.num_devices, mesh.num_pipelines
         self.pipeline, self.device = mesh.pipeline, mesh.device
         self.num_members, self.member = mesh.num_members, mesh.member
-        self.num_processes, self.everyone = mesh.num_processes, mesh.everyone_group
-        self.world, self._pipeline_group = mesh.control_group, mesh.pipeline_control_group
+        self.num_processes, self.everyone = mesh.num_processes, mesh.control_group
+        self._pipeline_group = mesh.pipeline_control_group
         self.wait: Wait | None = None
         self.waited = 0.0
         self._told: deque[tuple[Tensor, list[Any]]] = deque()
         self.runs_step = self.device == 0
         self.loads = self.runs_step and self.member == 0
         self.first = self.rank == 0 and self.member == 0
-        self.step_rank = mesh.pipeline_ranks()[0]
+        self.step_rank, *others = mesh.pipeline_ranks()
+        self._source = mesh.number_in_pipeline(mesh.process(self.step_rank))
+        receivers = (process for rank in others for process in mesh.receivers(rank)) if self.runs_step else ()
+        self._receivers = [mesh.number_in_pipeline(process) for process in receivers]
 
     def share(self, numbers: Tensor) -> Tensor:
         """Broadcast numbers (a CPU tensor, in place) from the step's rank to all ranks of its pipeline.
 
         The step's rank does not wait for the others, which may be behind.
         """
-        return self._from_first(numbers, self._pipeline_group, self.num_devices, self.device)
+        if self.runs_step:
+            self._tell(numbers, self._receivers, self._pipeline_group)
+        else:
+            self._receive_numbers(numbers, self._source, self._pipeline_group)
+        return numbers
 
     def share_loaded(self, flag: bool) -> bool:
         """Broadcast a flag from the process that loads the data to all processes of its pipeline."""
@@ -77,12 +87,11 @@ class Control:
     def share_in_device(self, numbers: Tensor) -> Tensor:
         """Broadcast numbers (a CPU tensor, in place) from the first member of this device to the others."""
         group = self.mesh.member_control_group
-        return numbers if group is None else self._from_first(numbers, group, self.num_members, self.member)
-
-    def _from_first(self, numbers: Tensor, group: dist.ProcessGroup, size: int, number: int) -> Tensor:
-        if size > 1 and number == 0:
-            self._tell(numbers.clone(), range(1, size), group)
-        elif size > 1:
+        if group is None:
+            return numbers
+        if self.member == 0:
+            self._tell(numbers, range(1, self.num_members), group)
+        else:
             self._receive_numbers(numbers, 0, group)
         return numbers
 
@@ -93,6 +102,8 @@ class Control:
         """
         if self.num_devices == 1:
             return None
+        if self.member > 0:
+            numbers.zero_()
         work: dist.Work = dist.all_reduce(numbers, group=self._pipeline_group, async_op=True)
         return work
 
@@ -120,13 +131,12 @@ class Control:
 
     def relay(self, number: int) -> int:
         """The number of the first process, on every one; a process that has it does not wait for those without."""
-        numbers, (_, *heads) = torch.tensor([number]), self.mesh.replica_ranks(0)
-        if self.rank == 0:
+        numbers, (first, *others) = torch.tensor([number]), self.mesh.replica_ranks(0)
+        if self.rank == first:
             self.share_in_device(numbers)
-        if self.rank == 0 and heads:
-            self._tell(numbers, heads, self.world)
-        elif self.runs_step and heads:
-            self._receive_numbers(numbers, 0, self.world)
+            self._tell(numbers, [self.mesh.process(rank) for rank in others], self.everyone)
+        elif self.runs_step:
+            self._receive_numbers(numbers, self.mesh.process(first), self.everyone)
         return int(self.share(numbers))
 
     def _receive_numbers(self, numbers: Tensor, src: int, group: dist.ProcessGroup) -> None:
@@ -138,14 +148,16 @@ class Control:
     @contextmanager
     def _waiting(self, what: str, *ranks: int) -> Iterator[None]:
         """Inside, this process waits for others, by default for all."""
-        mine = self.mesh.process(self.rank)
-        others = ranks or tuple(rank for rank in range(self.num_processes) if rank != mine)
+        others = ranks or tuple(rank for rank in range(self.num_processes) if rank != self.mesh.own_process)
         self.wait = Wait(what=what, ranks=others)
         yield
         self.wait = None
 
     def _tell(self, numbers: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
-        """Send numbers to other ranks, and keep them until they have arrived."""
+        """Send numbers to other members of a group, and keep a copy of them until it has arrived."""
+        if not ranks:
+            return
+        numbers = numbers.clone()
         works = [dist.isend(numbers, group=group, group_dst=rank) for rank in ranks]
         self._told.append((numbers, works))
         if len(self._told) > UNDERWAY:
@@ -157,7 +169,7 @@ class Control:
         """Broadcast a picklable object from process `src` to all processes."""
         if self.num_processes == 1:
             return value
-        others = [] if src == self.mesh.process(self.rank) else [src]
+        others = [] if src == self.mesh.own_process else [src]
         with self._waiting(f"an object from rank {src}, or for those that take it", *others):
             values = [value]
             dist.broadcast_object_list(values, src=src, group=self.everyone)
@@ -165,7 +177,8 @@ class Control:
 
     def gather(self, value: Any) -> list[Any]:
         """Gather the objects of all ranks on all ranks."""
-        return self._gathered(value, self.world, self.world_size)
+        values = self.gather_all(value)
+        return [values[self.mesh.process(rank)] for rank in range(self.world_size)]
 
     def gather_in_pipeline(self, value: Any) -> list[Any]:
         """Gather the objects of the ranks of this pipeline on all of them."""
@@ -207,25 +220,36 @@ class Control:
             dist.barrier(group=self.everyone)
 
     def send_tree(self, tree: Any, dst: int) -> None:
-        """Send a structure that contains tensors: its outline as an object, then the tensors."""
+        """Send a structure that contains tensors to a process: its outline as an object, then the tensors."""
         leaves, spec = pytree.tree_flatten(tree)
         outline = [_Shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        dist.send_object_list([(outline, spec)], group_dst=dst, group=self.world)
+        dist.send_object_list([(outline, spec)], group_dst=dst, group=self.everyone)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                dist.send(leaf.detach().cpu().contiguous(), group_dst=dst, group=self.world)
+                dist.send(leaf.detach().cpu().contiguous(), group_dst=dst, group=self.everyone)
 
     def receive_tree(self, src: int) -> Any:
         """Receive the tree that `send_tree` sent; tensors are on the CPU."""
         received: list[Any] = [None]
-        dist.recv_object_list(received, group_src=src, group=self.world)
+        dist.recv_object_list(received, group_src=src, group=self.everyone)
         outline, spec = received[0]
         leaves = [self._receive(leaf, src) if isinstance(leaf, _Shape) else leaf for leaf in outline]
         return pytree.tree_unflatten(leaves, spec)
 
+    def pass_on(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> None:
+        """Give a tensor's values of one rank to others. All of them call this."""
+        if self.rank == source:
+            for process in (process for rank in ranks for process in self.mesh.receivers(rank)):
+                dist.send(tensor.detach().cpu().contiguous(), group_dst=process, group=self.everyone)
+        elif self.rank in ranks:
+            received = torch.empty(tensor.shape, dtype=tensor.dtype)
+            dist.recv(received, group_src=self.mesh.process(source), group=self.everyone)
+            with torch.no_grad():
+                tensor.copy_(received)
+
     def _receive(self, shape: _Shape, src: int) -> Tensor:
         tensor = torch.empty(shape.size, dtype=shape.dtype)
-        dist.recv(tensor, group_src=src, group=self.world)
+        dist.recv(tensor, group_src=src, group=self.everyone)
         return tensor
 
 

@@ -33,7 +33,7 @@ class JobMachine:
         machine = Machine(cluster=cluster, footprint=self._footprint, costs=self.costs)
         if job.parallel is None:
             return machine
-        return of_groups(machine, job.parallel.cut, job.parallel.degree, self._captured.graph)
+        return of_groups(machine, job.parallel.cut, job.control.mesh.members_of_devices, self._captured.graph)
 
     def measured(self, captured: Captured, batch: Any) -> Machine:
         """The same, after measuring the costs of a training step, once, if the user wants that."""

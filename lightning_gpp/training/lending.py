@@ -31,7 +31,7 @@ from lightning_gpp.training.replicas import Layout
 def lending_of(job: Job, layout: Layout) -> Lending | None:
     """Make what lends values in a run; None if ranks have parts of parameters, or do not run hooks at the same time."""
     control, options = job.control, job.options
-    divided = control.num_members > 1 or layout.plan.sharding == "fsdp" or options.weights != SYNCHRONOUS
+    divided = control.mesh.most_members > 1 or layout.plan.sharding == "fsdp" or options.weights != SYNCHRONOUS
     if divided or control.num_devices == 1:
         return None
     return Lending(job.module, layout.placement, control, job.device)

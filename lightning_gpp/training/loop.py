@@ -21,10 +21,11 @@ from lightning_gpp.training.compiled import compiled_steps
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Host, Job
 from lightning_gpp.training.incoming import Incoming
+from lightning_gpp.training.joining import join
 from lightning_gpp.training.machine import footprint_of
 from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.setup import agreed_seed, join, set_up
+from lightning_gpp.training.setup import agreed_seed, set_up
 from lightning_gpp.training.whole_step import check_whole
 
 

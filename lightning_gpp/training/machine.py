@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -10,10 +10,12 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_gpp.cluster import CLUSTERS, Cluster, Node, preset_cluster
+from lightning_gpp.cluster.groups import grouped, num_members
 from lightning_gpp.costs.model import OPTIMIZER_STATES, PRECISIONS, CostModel, Footprint, ForwardOnly, Roofline
-from lightning_gpp.costs.tensor_parallel import Divided, WithCollectives
+from lightning_gpp.costs.tensor_parallel import MemberCosts
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.graph.parts import part_of
 from lightning_gpp.measure.detect import detect
 from lightning_gpp.measure.memory import memory_bytes
 
@@ -26,17 +28,23 @@ class Machine:
         cluster: device d of the pipeline is device d of the cluster, without the headroom of its memory.
         footprint: what a device keeps per byte of parameters.
         costs: seconds of operators; None for the roofline model.
-        divided: what the members of a device divide; None if it is one process.
+        divided: the parameters that the members of a device divide, with the dimension that is cut.
     """
 
     cluster: Cluster
     footprint: Footprint = field(default_factory=Footprint)
     costs: CostModel | None = None
-    divided: Divided | None = None
+    divided: Mapping[str, int] = field(default_factory=dict)
 
     def part(self, graph: OperatorGraph) -> OperatorGraph:
-        """The part of a graph that one process of a device computes."""
-        return graph if self.divided is None else self.divided.graph(graph)
+        """The part of a graph that one process of a device computes.
+
+        If devices have different numbers of members, it is the graph itself, which knows what they divide.
+        """
+        if not self.divided:
+            return graph
+        graph, numbers = replace(graph, divided=dict(self.divided)), {*map(num_members, self.cluster.devices)}
+        return part_of(graph, numbers.pop()) if len(numbers) == 1 else graph
 
     def for_inference(self, graph: OperatorGraph) -> Machine:
         """The same machine for a run that does not train: no backwards, gradients and optimizer."""
@@ -72,21 +80,19 @@ def resolved(cluster: Cluster | str | None, num_devices: int, num_nodes: int = 1
     return cluster if num_devices == cluster.num_devices else cluster.subset(range(num_devices))
 
 
-def of_groups(machine: Machine, divided: Mapping[str, int], degree: int, graph: OperatorGraph) -> Machine:
-    """The machine whose devices are groups of `degree` adjacent devices, with the costs of one of them.
+def of_groups(machine: Machine, divided: Mapping[str, int], members: Sequence[int], graph: OperatorGraph) -> Machine:
+    """The machine whose devices are groups of adjacent devices, with the costs of one of them.
 
     Args:
         machine: all devices.
         divided: the dimension along which the members of a group divide each parameter, by name.
-        degree: number of members.
+        members: number of members of every device of one pipeline; a single one if all have as many.
         graph: the undivided graph.
     """
-    members = machine.cluster.subset(range(degree))
-    summed = frozenset(name for name, dim in divided.items() if dim > 0)
-    known = Divided(degree=degree, parameters=frozenset(divided), summed=summed, members=members)
-    costs = WithCollectives(machine.costs or Roofline(known.graph(graph)), known)
-    heads = machine.cluster.subset(range(0, machine.cluster.num_devices, degree))
-    return replace(machine, cluster=heads, costs=costs, divided=known)
+    known = replace(graph, divided=dict(divided))
+    number = machine.cluster.num_devices // sum(members)
+    groups = grouped(machine.cluster, tuple(members) * number)
+    return replace(machine, cluster=groups, costs=MemberCosts(known), divided=known.divided)
 
 
 def first(machine: Machine, num_devices: int) -> Machine:

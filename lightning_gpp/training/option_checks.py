@@ -37,25 +37,36 @@ def check_together(options: Any) -> None:
 
 def _check_members(options: Any) -> None:
     """Refuse what the processes of one device cannot do together."""
-    if options.tensor_parallel_size in (1, AUTO):
+    plan = options.plan
+    if (options.tensor_parallel_size == AUTO and plan is None) or options.degrees == (1,):
         return
+    sliced = options.slicing is not None or (plan is not None and plan.is_sliced)
+    offloads = bool(options.offload) or (plan is not None and any(stage.offload for stage in plan.stages))
     refused = {
         "sharding": (options.sharding == "fsdp", "shards what members have already divided. Use zero1"),
         "weights": (options.weights != SYNCHRONOUS, f"keeps copies of undivided weights. Use {SYNCHRONOUS}"),
-        "slices": (options.slicing is not None, "cuts sequences inside the modules that are divided. Leave it out"),
+        "slices": (sliced, "cuts sequences inside the modules that are divided. Leave it out"),
         "step": (options.step == "whole", "runs the user's step apart from the stages. Use micro_batches"),
         "streaming": (options.streaming is True, "reads data ahead, on one process. Use auto, which then flushes"),
         "eight_bit_edges": (bool(options.eight_bit_edges), "is not checked for several members. Leave it out"),
-        "offload": (bool(options.offload), "is not checked for several members. Leave it out"),
+        "offload": (offloads, "is not checked for several members. Leave it out"),
         "costs": (options.costs == "measured", "times undivided blocks on one process. Use roofline"),
         "trace": (options.trace, "draws one process per device. Leave it out"),
     }
     for name, (given, reason) in refused.items():
         if given:
             raise ConfigError(
-                f"strategy.{name}={getattr(options, name)!r} does not go together with "
-                f"strategy.tensor_parallel_size={options.tensor_parallel_size}: it {reason}."
+                f"strategy.{name}={getattr(options, name)!r} does not go together with {_members_said(options)}: it "
+                f"{reason}."
             )
+
+
+def _members_said(options: Any) -> str:
+    """The setting that gives devices several processes."""
+    most = max(options.degrees)
+    if most == options.tensor_parallel_size:
+        return f"strategy.tensor_parallel_size={most}"
+    return f"tensor_parallel_size={most} of a stage in strategy.{'stages' if options.plan is None else 'plan'}"
 
 
 def _check_slices(options: Any) -> None:

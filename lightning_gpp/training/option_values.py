@@ -129,6 +129,33 @@ def without_inputs(stages: StagesSpec) -> StagesSpec:
     return [{key: value for key, value in _mapping(entry).items() if key != "inputs"} for entry in stages]
 
 
+def degrees_of(plan: Plan | None, stages: StagesSpec | None, number: int) -> tuple[int, ...]:
+    """The processes of each device; if all devices have equal numbers, this number alone.
+
+    Args:
+        plan: the given plan.
+        stages: the given stages.
+        number: the number for devices of which they name none.
+
+    Raises:
+        ConfigError: plan and number contradict each other, or stages with different numbers have no devices.
+    """
+    if plan is not None:
+        members = plan.with_members(number).members
+        return members if len({*members}) > 1 else members[:1]
+    entries = [] if stages is None else read(without_inputs(stages))
+    numbers = [entry.tensor_parallel_size or number for entry in entries] or [number]
+    if len({*numbers}) == 1:
+        return (numbers[0],)
+    if any(entry.devices is None for entry in entries):
+        raise ConfigError(
+            f"strategy.stages gives stages different numbers of processes (tensor_parallel_size: {numbers}), but does "
+            "not say on which devices they are. Give every stage the key devices."
+        )
+    found = {device: size for entry, size in zip(entries, numbers, strict=True) for device in entry.devices or ()}
+    return tuple(found.get(device, min(numbers)) for device in range(1 + max(found)))
+
+
 def _mapping(entry: Any) -> Mapping[str, Any]:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"strategy.stages: {entry!r} is not a mapping with the keys {', '.join(KEYS)}, inputs.")

@@ -29,6 +29,7 @@ from lightning_gpp.training.option_values import (
     AUTO,
     ClusterSpec,
     cluster_given,
+    degrees_of,
     dims_given,
     duration,
     loaded_plan,
@@ -68,7 +69,8 @@ class Options(SearchOptions):
         "stages by hand, instead of a plan: a mapping from module path to stage number, for example {image_tower: 0, "
         "text_tower: 1, head: 2}, or a list of stages. A stage in the list has the key modules (paths) and, if wanted, "
         "name, devices (numbers inside one pipeline), micro_batch_size, recompute, offload, round_robin (replicas take "
-        "micro-batches in turn instead of a share of each) and slack (micro-batches in flight beyond 1f1b's rule). "
+        "micro-batches in turn instead of a share of each), slack (micro-batches in flight beyond 1f1b's rule) and "
+        "tensor_parallel_size (processes of each of its devices). "
         'The path "@step" is the training step itself (the '
         "loss); without it the step joins the last stage.",
         convert=stages_given,
@@ -108,8 +110,9 @@ class Options(SearchOptions):
     tensor_parallel_size: Count | Literal["auto"] = option(
         1,
         "number of processes of every device of the plan: they share the work inside its stages, as the module's "
-        'configure_model divides it (parallelize_module with self.device_mesh["tensor_parallel"]). auto, for gpp-plan: '
-        "the number of a node's processes with which the plan is fastest.",
+        'configure_model divides it (parallelize_module with self.device_mesh["tensor_parallel"]). A plan file, or '
+        "stages by hand, may name other numbers for single stages. auto, for gpp-plan: the numbers with which the plan "
+        "is fastest, for every stage its own, if the partitioner is auto.",
     )
 
     mini_batch: Literal["own", "shared"] = option(
@@ -309,18 +312,29 @@ class Options(SearchOptions):
 
     @property
     def num_members(self) -> int:
-        """Number of processes of every device.
+        """Number of processes of the devices for which neither the plan nor the stages name one.
 
         Raises:
             ConfigError: it is left to gpp-plan.
         """
-        if isinstance(self.tensor_parallel_size, str):
-            raise ConfigError(
-                f"strategy.tensor_parallel_size={self.tensor_parallel_size} is for gpp-plan, which tells the fastest "
-                "number: a module is divided before a run is planned. Run gpp-plan with these settings, and give the "
-                "number that it names, for example strategy.tensor_parallel_size=2."
-            )
-        return self.tensor_parallel_size
+        if isinstance(self.tensor_parallel_size, int):
+            return self.tensor_parallel_size
+        if self.plan is not None:
+            return 1
+        raise ConfigError(
+            f"strategy.tensor_parallel_size={self.tensor_parallel_size} is for gpp-plan: a module is divided before a "
+            f"run is planned. Make a plan with these settings (gpp-plan ... strategy.tensor_parallel_size="
+            f"{self.tensor_parallel_size} output=plan.yaml), and train with strategy.plan=plan.yaml."
+        )
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The processes of each device; if all devices have equal numbers, this number alone.
+
+        Raises:
+            ConfigError: it is left to gpp-plan, or the settings contradict each other.
+        """
+        return degrees_of(self.plan, self.stages, self.num_members)
 
     @property
     def slicing(self) -> Slicing | None:

@@ -27,6 +27,9 @@ from lightning_gpp.wording import named
 
 T = TypeVar("T")
 
+Regions = dict[str, str]
+"""Modules that are called whole, by path, with the reasons."""
+
 Shapes = dict[str, list[Any]]
 """The results of modules by path, with shapes for tensors."""
 
@@ -40,8 +43,9 @@ def captured_apart(
     module: nn.Module,
     context: Callable[[], AbstractContextManager[Any]],
     num_devices: int,
+    agreed: Callable[[Callable[[], Regions]], Regions],
 ) -> T:
-    """A capture in which regions are called whole.
+    """A capture in which regions are called whole; its graph knows the operators inside, if this is the first one.
 
     Args:
         record: captures the step, with these modules called whole.
@@ -49,16 +53,22 @@ def captured_apart(
         module: the module.
         context: entered around calls, for example autocast.
         num_devices: number of devices of a pipeline.
+        agreed: gives the regions that were found here to a job's other processes, and returns those of all.
 
     Raises:
         ConfigError: there is nothing to cut, or what a module returns to the step is divided.
     """
     if parallel is None:
         return record({})
+    detail = None
     if not parallel.regions and isinstance(captured := record({}), Capture):
-        parallel.regions.update(regions_of(parallel, module, captured, context))
+        parallel.regions.update(agreed(partial(regions_of, parallel, module, captured, context)))
         check_regions(parallel.regions, module, num_devices)
-    return record(parallel.regions)
+        detail = captured.graph
+    apart = record(parallel.regions)
+    if isinstance(apart, Capture):
+        apart.graph.regions, apart.graph.detail = frozenset(parallel.regions), detail
+    return apart
 
 
 def regions_of(
@@ -66,7 +76,7 @@ def regions_of(
     module: nn.Module,
     captured: Capture,
     context: Callable[[], AbstractContextManager[Any]],
-) -> dict[str, str]:
+) -> Regions:
     """The outermost modules in which values are divided, by path, with the reason.
 
     Args:
@@ -78,10 +88,17 @@ def regions_of(
     Raises:
         ConfigError: what a module returns to the step is divided.
     """
-    plain, divided = parallel.outline(module, applied=False), parallel.outline(module)
     found: set[str] = set()
+    if parallel.degree == 1:
+        return {}
+    plain, divided = parallel.outline(module, applied=False), parallel.outline(module)
     for call in captured.network.network_calls():
         found |= set(_regions_in(call, captured, plain, divided, context))
+    return outermost(found)
+
+
+def outermost(found: Collection[str]) -> Regions:
+    """The regions of modules around divided values: those that are not inside others."""
     return {path: REASON for path in found if not any(_is_inside(path, other) for other in found)}
 
 

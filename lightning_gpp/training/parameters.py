@@ -37,8 +37,9 @@ class Placement:
 
     def elsewhere(self, control: Control) -> dict[str, Whereabouts]:
         """The parameters and buffers that only other ranks of a rank's pipeline hold."""
+        processes = [control.mesh.processes(rank) for rank in control.mesh.pipeline_ranks()]
         ranks = {
-            name: frozenset(control.mesh.global_rank(device, control.pipeline) for device in devices)
+            name: frozenset(process for device in devices for process in processes[device])
             for name, devices in self.devices.items()
             if control.device not in devices
         }
@@ -147,7 +148,7 @@ def settle(
     Raises:
         ConfigError: a module without `reset_parameters` was built on the meta device.
     """
-    present = control.gather({name for name, tensor in tensors_of(module).items() if not tensor.is_meta})
+    present = _present(module, control)
     absent = [name for name in placement.devices if not any(name in names for names in present)]
     stored = stored or {}
     read = {name for name in absent if name in stored}
@@ -162,10 +163,17 @@ def settle(
         users = [control.mesh.global_rank(device, p) for p in range(control.num_pipelines) for device in devices]
         owners = [rank for rank, names in enumerate(present) if name in names] or users[:1]
         source = next((rank for rank in users if rank in owners), owners[0])
-        pass_on(tensors_of_one(module, name), source, [rank for rank in users if rank != source], control)
+        control.pass_on(tensors_of_one(module, name), source, [rank for rank in users if rank != source])
     _equalise({name: tensors_of_one(module, name) for name in sorted(mine)}, control.mesh.member_control_group)
     drop(module, placement.elsewhere(control), device)
     return not absent and len(present[0]) == len(placement.devices)
+
+
+def _present(module: nn.Module, control: Control) -> list[set[str]]:
+    """The names of the tensors that have values, by rank: on all processes of it."""
+    values = control.gather_all({name for name, tensor in tensors_of(module).items() if not tensor.is_meta})
+    ranks = (control.mesh.processes(rank) for rank in range(control.world_size))
+    return [set.intersection(*(values[process] for process in processes)) for processes in ranks]
 
 
 def equalise(module: nn.Module, control: Control) -> None:
@@ -201,18 +209,6 @@ def tensors_of_one(module: nn.Module, name: str) -> Tensor:
     path, _, attribute = name.rpartition(".")
     tensor: Tensor = getattr(module.get_submodule(path), attribute)
     return tensor
-
-
-def pass_on(tensor: Tensor, source: int, receivers: Sequence[int], control: Control) -> None:
-    """Give a tensor's values of one rank to others. All of them call this."""
-    if control.rank == source:
-        for rank in receivers:
-            dist.send(tensor.detach().cpu().contiguous(), group_dst=rank, group=control.world)
-    elif control.rank in receivers:
-        received = torch.empty(tensor.shape, dtype=tensor.dtype)
-        dist.recv(received, group_src=source, group=control.world)
-        with torch.no_grad():
-            tensor.copy_(received)
 
 
 def _initialise(module: nn.Module, names: set[str]) -> None:

@@ -212,7 +212,8 @@ def planned(
             progress=progress,
         )
         prediction = best_plan(options.partitioner, captured.graph, request)
-        return Planned(plan=prediction.plan, prediction=prediction)
+        plan = prediction.plan.with_members(options.num_members)
+        return Planned(plan=plan, prediction=replace(prediction, plan=plan))
     plan = completed(
         plan,
         captured.graph,
@@ -235,6 +236,7 @@ def _by_hand(stages: StageSpec, captured: Subject, options: Options) -> Plan:
         batch_size=captured.batch_size,
         num_micro_batches=options.num_micro_batches,
         micro_batch_size=options.micro_batch_size,
+        tensor_parallel_size=options.num_members,
         model=captured.fingerprint,
     )
     if any(entry.devices is not None for entry in read(spec)):
@@ -252,7 +254,7 @@ def _from_file(plan: Plan, captured: Subject, options: Options) -> Plan:
             "file, or make a new one with these settings.",
             stacklevel=2,
         )
-    return plan
+    return plan.with_members(options.num_members)
 
 
 def _scheduled(plan: Plan, captured: Subject, options: Options, machine: Callable[[], Machine]) -> Plan:

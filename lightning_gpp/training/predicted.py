@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gpp.costs.model import Roofline
+from lightning_gpp.cluster.groups import num_processes
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
@@ -60,12 +60,11 @@ def costs_of(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: 
     """
     if not _knows_costs(graph, machine):
         return StageCosts.uniform(plan)
-    cluster, needed = machine.cluster, plan.num_devices * num_pipelines
-    if cluster.num_devices < plan.num_devices:
+    cluster, there = machine.cluster, num_processes(machine.cluster)
+    if there < plan.num_processes:
         raise PlanError(
-            f"The plan needs {plan.num_devices} devices, the cluster {cluster.name!r} has {cluster.num_devices}. Give "
+            f"The plan needs {plan.num_processes} devices, the cluster {cluster.name!r} has {there}. Give "
             "the cluster more (cluster.num_nodes, cluster.num_devices), or make a plan for it."
         )
-    copies = num_pipelines if cluster.num_devices >= needed else 1
-    costs = machine.costs or Roofline(graph)
-    return estimate(graph, plan, cluster, costs, footprint=machine.footprint, num_pipelines=copies)
+    copies = num_pipelines if there >= plan.num_processes * num_pipelines else 1
+    return estimate(graph, plan, cluster, machine.costs, footprint=machine.footprint, num_pipelines=copies)

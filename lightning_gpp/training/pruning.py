@@ -24,7 +24,7 @@ from lightning_gpp._compat.torch_pruning import pruning_hooks, remove_hook, with
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Foreign, foreign_like
-from lightning_gpp.training.parameters import Placement, pass_on, replace_tensors, with_values
+from lightning_gpp.training.parameters import Placement, replace_tensors, with_values
 
 ORIGINAL: Final = "_orig"
 MASK: Final = "_mask"
@@ -217,7 +217,7 @@ class Pruning:
             yield
             for part, name in parameters:
                 first, *others = self._holders(self._path(part, name))
-                pass_on(getattr(part, name + _suffixes(part, name)[0]), first, others, self._control)
+                self._control.pass_on(getattr(part, name + _suffixes(part, name)[0]), first, others)
 
     def fill(self, copies: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         """Give copies of modules the values that they lack on some ranks, from a holder of the original if it has them.
@@ -242,7 +242,7 @@ class Pruning:
         empty = partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=device)
         received = with_values(tensor, empty()) if tensor.is_meta else tensor
         others = [rank for rank in range(self._control.world_size) if rank not in sources]
-        pass_on(received, source, others, self._control)
+        self._control.pass_on(received, source, others)
         return received
 
     def _holders(self, path: str) -> Sequence[int]:

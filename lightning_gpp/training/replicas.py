@@ -33,6 +33,7 @@ from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, Stage
 from lightning_gpp.training.checkpoint import saved_here
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.gradient_norms import KnownNorms, exchanged
+from lightning_gpp.training.members import check_tied
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, tensors_of, trained_flags
 from lightning_gpp.training.shards import whole_states
@@ -92,7 +93,8 @@ class Replicas:
         sharding: the plan's sharding, or "none" if no two ranks hold the same parameter.
 
     Raises:
-        ConfigError: an optimizer cannot step parts of parameters, or members of a device have divided what is sharded.
+        ConfigError: an optimizer cannot step parts of parameters, members of a device have divided what is sharded, or
+            stages with different numbers of members share a parameter.
         PlanError: a parameter that several stages use would be sharded.
     """
 
@@ -105,6 +107,7 @@ class Replicas:
         device: torch.device,
         parallel: TensorParallel | None = None,
     ) -> None:
+        check_tied(layout.plan, layout.uses)
         self.module, self.layout, self.control, self._parallel = module, layout, control, parallel
         self._device = device
         self._indices = indices
@@ -114,8 +117,8 @@ class Replicas:
         self.sharding = "none" if idle else layout.plan.sharding
         if self.sharding == "fsdp" and parallel is not None:
             raise ConfigError(
-                f"The plan has sharding=fsdp, but strategy.tensor_parallel_size={parallel.degree} has already divided "
-                "the parameters. Use strategy.sharding=zero1, which splits the optimizer's state."
+                "The plan has sharding=fsdp, but tensor parallelism (tensor_parallel_size) has already divided the "
+                "parameters. Use strategy.sharding=zero1, which splits the optimizer's state."
             )
         self._facts = self._current_facts()
         self._pending, self._trained, self._frozen_since = False, self._names_trained(), set[str]()
@@ -169,7 +172,7 @@ class Replicas:
         if self.control.num_pipelines == 1 or not self.meets:
             return digest != 0
         most = torch.tensor([digest, -digest])
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control.world)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control.everyone)
         return most[0].item() == -most[1].item() != 0
 
     @property

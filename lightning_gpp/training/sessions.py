@@ -25,6 +25,7 @@ from lightning_gpp.training.evaluation_plan import evaluation_plan
 from lightning_gpp.training.frozen_attributes import FrozenAttributes, adopt
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
+from lightning_gpp.training.members import agreed_regions
 from lightning_gpp.training.parallel_regions import captured_apart
 from lightning_gpp.training.planner import TRAINING, captured_step, refitted
 from lightning_gpp.training.reductions import with_reductions_in_step
@@ -121,7 +122,7 @@ class Sessions:
             ScheduleError: the user wants that, and it is not possible.
         """
         wanted = self.job.options.streaming
-        if not wanted or plan.num_devices == 1 or self.job.control.num_members > 1:
+        if not wanted or plan.num_devices == 1 or self.job.parallel is not None:
             return False
         try:
             check_continuous(plan, plan.batch_size)
@@ -194,7 +195,8 @@ def capture_of(job: Job, step: str, example: Any, known: Plan | None) -> Capture
     context, parallel = job.host.context(step), job.parallel
     record = partial(captured_step, job.module, example, step, job.options, context, job.device, known)
     try:
-        return captured_apart(record, parallel, job.module, context, job.control.num_devices)
+        agreed = partial(agreed_regions, job.control)
+        return captured_apart(record, parallel, job.module, context, job.control.num_devices, agreed)
     except (CaptureError, ShapeError) as error:
         return uncaptured(job, step, example, error)
 

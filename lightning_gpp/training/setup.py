@@ -11,11 +11,9 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -31,18 +29,16 @@ from lightning_gpp.errors import (
     SelfCheckError,
 )
 from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning import devices_per_pipeline
 from lightning_gpp.planning.search import REMARK
 from lightning_gpp.reports import plan_table, terminal_width
 from lightning_gpp.reports.progress import search_progress
 from lightning_gpp.reports.terminal import wrapped
-from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.runtime.weights import Counting, Weights, make_policy
 from lightning_gpp.schedules.delayed import plan_on_one_device
 from lightning_gpp.stages import build
 from lightning_gpp.stages.undivided import Captured, Undivided
-from lightning_gpp.training.agreement import check_alike, facts_of_optimizers, facts_of_options
+from lightning_gpp.training.agreement import check_alike, facts_of_optimizers
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.captures import UncapturedError, as_captured, captured_in, steps_as_whole
@@ -59,7 +55,7 @@ from lightning_gpp.training.optimizers import OptimizerIndex, check_first_order
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move, place, settle
-from lightning_gpp.training.planner import TRAINING, devices_wanted, part_of_member, plan_for
+from lightning_gpp.training.planner import TRAINING, part_of_member, plan_for
 from lightning_gpp.training.repeated import RepeatedComparison
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.self_check import check_first
@@ -229,63 +225,6 @@ def _finite_check(job: Job, layout: Layout, optimizers: Sequence[Optimizer]) -> 
     return FiniteCheck(job.module, layout, job.control, optimizers, skips=reaction == "skip")
 
 
-def join(options: Options, rank: int, world_size: int) -> Control:
-    """Divide the ranks of a job into pipelines, and connect them. All ranks call this together.
-
-    Runs of one process share the connections, which last as long as the default process group: other code may
-    communicate after a run, for example to save a checkpoint.
-
-    Raises:
-        ConfigError: the number of ranks is not a multiple of the devices of a pipeline, or the ranks have different
-            options or versions.
-    """
-    if world_size > 1:
-        check_alike(facts_of_options(options))
-    if options.delayed_devices and world_size > 1:
-        raise ConfigError(
-            f"strategy.delayed_devices={options.delayed_devices} imitates a pipeline on one process, but there are "
-            f"{world_size} processes. Start one (trainer.devices=1, trainer.num_nodes=1)."
-        )
-    num_pipelines, num_members = pipelines_of(options, world_size), options.num_members
-    num_devices = devices_per_pipeline(world_size // num_members, num_pipelines)
-    for layout, control in list(_connected.items()):
-        if control.mesh.everyone is not dist.group.WORLD:
-            del _connected[layout]
-    wanted = num_devices, num_pipelines, num_members, options.timeout
-    if wanted not in _connected:
-        mesh = Mesh(num_devices, num_pipelines, rank, num_members=num_members, timeout=options.timeout)
-        _connected[wanted] = Control(mesh)
-    return _connected[wanted]
-
-
-def disconnect(control: Control) -> None:
-    """Let later runs make new connections: in these, messages may be left of ranks that stopped at different points."""
-    for layout, known in list(_connected.items()):
-        if known is control:
-            del _connected[layout]
-
-
-_connected: Final[dict[tuple[int, int, int, timedelta], Control]] = {}
-"""The connections of this process, by devices per pipeline, number of pipelines, processes per device, and timeout."""
-
-
-def pipelines_of(options: Options, world_size: int) -> int:
-    """Number of pipeline replicas.
-
-    Raises:
-        ConfigError: the processes cannot be divided into devices.
-    """
-    if options.delayed_devices:
-        return 1
-    num_devices, rest = divmod(world_size, options.num_members)
-    if rest or not num_devices:
-        raise ConfigError(
-            f"strategy.tensor_parallel_size={options.tensor_parallel_size} does not divide the {world_size} processes "
-            "of the job (trainer.devices x trainer.num_nodes). Start a multiple of it, or choose a divisor."
-        )
-    return options.num_pipelines or max(1, num_devices // devices_wanted(options, num_devices))
-
-
 def agreed_seed(seed: int | None, control: Control) -> int:
     """The seed of the random streams: as given, otherwise drawn by rank 0."""
     return int(control.broadcast(secrets.randbits(62) if seed is None else seed))
@@ -333,7 +272,7 @@ def _check_step_device(plan: Plan) -> None:
 
 def _check_agreement(job: Job, captured: Captured, plan: Plan) -> None:
     text = f"{captured.fingerprint} {plan}"
-    digests = job.control.gather(hashlib.sha256(text.encode()).hexdigest()[:12])
+    digests = job.control.gather_all(hashlib.sha256(text.encode()).hexdigest()[:12])
     if len(set(digests)) > 1:
         raise GPPError(
             f"The ranks captured different steps or made different plans; fingerprints by rank: {digests}. The "

@@ -78,7 +78,7 @@ class Stragglers:
 
     def _text(self, executor: Executor, place: int) -> str:
         if place == FOR_NUMBERS:
-            return f"rank {self._control.step_rank}: the next mini-batch"
+            return f"rank {self._control.mesh.process(self._control.step_rank)}: the next mini-batch"
         wait = None if place == FOR_NOTHING else executor.wait_at(place)
         return "" if wait is None else wait.brief
 
@@ -89,7 +89,7 @@ class Stragglers:
         """
         if len(self._computing) >= FEWEST:
             mine = RankTimes(computing=self._computing, waiting=self._waiting, longest=self._texts())
-            ranks: list[RankTimes] = self._control.gather(mine)
+            ranks: list[RankTimes] = self._control.gather_all(mine)
             if self._control.first:
                 self.measured = MeasuredRanks(first=self._first, ranks=ranks)
                 self._judge(ranks)
@@ -100,7 +100,7 @@ class Stragglers:
 
     def _judge(self, ranks: Sequence[RankTimes]) -> None:
         planned = self._planned()
-        expected = [planned.get(rank % self._control.num_devices, 0.0) for rank in range(len(ranks))]
+        expected = [planned.get(device, 0.0) for device in self._control.mesh.devices]
         if warning := slower_than_planned(ranks, expected):
             log.warning("%s", warning)
 

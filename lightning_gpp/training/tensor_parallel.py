@@ -59,6 +59,8 @@ class Division:
 class TensorParallel:
     """The division of a module's tensors, by name, and the hooks of its modules, by path.
 
+    A device with one member divides nothing, but knows what the others divide.
+
     `mesh`: the members of this device. `regions`: modules that are called whole, with the reasons, once they are known.
     """
 
@@ -122,7 +124,9 @@ class TensorParallel:
 
     def _of(self, module: nn.Module, *, divided: bool) -> list[tuple[str, Tensor]]:
         """The cut tensors with values that are divided at present, or those that are not; the same on all members."""
-        found = []
+        found = list[tuple[str, Tensor]]()
+        if self.degree == 1:
+            return found
         for name, tensor in tensors_of(module).items():
             if name in self.cut and not tensor.is_meta:
                 is_whole = tensor.shape == self.divisions[name].shape
@@ -135,6 +139,8 @@ class TensorParallel:
         self, stages: Sequence[StageModule], states: Sequence[Collection[str]], module: nn.Module
     ) -> list[StageModule]:
         """The stages, with DTensors in the modules while they compute. `states`: names of the tensors of each."""
+        if self.degree == 1:
+            return list(stages)
         pairs = zip(stages, states, strict=True)
         return [ParallelStage(stage, Applied(self, module, names, stage.parts)) for stage, names in pairs]
 
@@ -327,9 +333,9 @@ def check_first_run(known: TensorParallel | None) -> None:
     """Raise ConfigError if the module was divided in an earlier run; `known`: the division of that run."""
     if known is not None:
         raise ConfigError(
-            f"The module was divided among {known.degree} processes in an earlier run of this process "
-            "(strategy.tensor_parallel_size), after which only rank 0 has all of it. Save a checkpoint, and begin the "
-            "next run with a new module and trainer, from this checkpoint (ckpt_path)."
+            "The module was divided among processes in an earlier run of this process (tensor_parallel_size), after "
+            "which only rank 0 has all of it. Save a checkpoint, and begin the next run with a new module and trainer, "
+            "from this checkpoint (ckpt_path)."
         )
 
 
@@ -337,8 +343,9 @@ def check_copies(parallel: TensorParallel | None, copies: Sequence[nn.Module]) -
     """Raise ConfigError for copies of a divided module, such as averages: only the module itself is put together."""
     if parallel is not None and copies:
         raise ConfigError(
-            "A callback keeps a copy of the module (averaged weights), which does not go together with "
-            f"strategy.tensor_parallel_size={parallel.degree} (trainer.callbacks). Remove it."
+            "A callback keeps a copy of the module (averaged weights), which does not go together with tensor "
+            "parallelism (tensor_parallel_size), because only the module itself is put together (trainer.callbacks). "
+            "Remove it."
         )
 
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from lightning_gpp.cli import schema
 from lightning_gpp.cli.explain import config_folder
-from lightning_gpp.cli.planning import predict, task_of
+from lightning_gpp.cli.task import predict, task_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.simulation import Timeline
 

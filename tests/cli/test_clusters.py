@@ -14,8 +14,9 @@ import torch
 from lightning_gpp.cli import plan as command_module
 from lightning_gpp.cli.compare import compare
 from lightning_gpp.cli.plan import overrides
-from lightning_gpp.cli.planning import device_type, show, task_of
+from lightning_gpp.cli.planning import show
 from lightning_gpp.cli.stopping import TimeIsUp, time_limit
+from lightning_gpp.cli.task import device_type, task_of
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Answer, Problem, SearchControl

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_gpp.cli.planning import num_processes, show
+from lightning_gpp.cli.planning import show
+from lightning_gpp.cli.task import num_processes
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.schedules import schedule_names

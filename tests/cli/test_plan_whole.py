@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.utils.data import DataLoader
 
-from lightning_gpp.cli.planning import Task, predict, task_of
 from lightning_gpp.cli.subject import Step
+from lightning_gpp.cli.task import Task, predict, task_of
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.planning import Prediction
 from tests.cli.commands import composed

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_gpp import Affine, Cluster, Device, Link, OperatorGraph, PlanError, Request, best_plan
 from lightning_gpp.costs.model import Roofline
-from lightning_gpp.costs.tensor_parallel import WithCollectives
+from lightning_gpp.costs.tensor_parallel import num_sums
 from lightning_gpp.graph import Operator, TensorSpec
 from lightning_gpp.training.machine import Machine, of_groups
 
@@ -49,7 +49,7 @@ def machine(count: int, memory_bytes: float) -> Machine:
 
 def test_members_divide_parameters_and_work_and_add_up_results() -> None:
     whole, alone = replace(graph(1000), uncalled=frozenset({"layers"})), machine(4, 1e9)
-    groups = of_groups(alone, {"first.weight": 0}, 2, whole)
+    groups = of_groups(alone, {"first.weight": 0}, (2,), whole)
     part = groups.part(whole)
     assert groups.cluster.num_devices == 2
     assert part.parameter_bytes == {"first.weight": 500, "second.weight": 1000}
@@ -68,21 +68,19 @@ def test_members_divide_parameters_and_work_and_add_up_results() -> None:
 
 def test_each_matrix_that_is_cut_along_its_input_is_a_sum() -> None:
     """A layer with two of them, such as attention and feed-forward in a block, adds up twice each way."""
-    whole, alone = graph(1000), machine(4, 1e9)
     divided = {"first.weight": 1, "second.weight": 1}
     both = Operator(name="both", target="call", parameters=tuple(divided), outputs=(VALUE,))
-    costs = of_groups(alone, divided, 2, whole).costs
-    assert isinstance(costs, WithCollectives)
-    assert costs.divided.num_sums(both) == 2
-    assert costs.divided.num_sums(whole["first"]) == 1
-    assert replace(costs.divided, summed=frozenset()).num_sums(both) == 1
+    whole = replace(graph(1000), divided=divided)
+    assert num_sums(whole, both) == 2
+    assert num_sums(whole, whole["first"]) == 1
+    assert num_sums(replace(whole, divided=dict.fromkeys(divided, 0)), both) == 1
 
 
 def test_layer_that_is_too_large_for_one_process_gets_a_plan() -> None:
     whole, alone = graph(10**6), machine(4, 3e6)  # a layer takes 4 MB with its gradient and Adam's state
     with pytest.raises(PlanError):
         best_plan("auto", whole, Request(cluster=alone.cluster, batch_size=8, footprint=alone.footprint))
-    groups = of_groups(alone, {f"{name}.weight": 0 for name in LAYERS}, 2, whole)
+    groups = of_groups(alone, {f"{name}.weight": 0 for name in LAYERS}, (2,), whole)
     request = Request(cluster=groups.cluster, batch_size=8, footprint=groups.footprint, costs=groups.costs)
     found = best_plan("auto", groups.part(whole), request)
     assert found.plan.num_devices == 2

@@ -38,6 +38,15 @@ def test_named_form_with_devices_replicas_and_sizes() -> None:
     assert (plan.schedule, plan.model) == ("gpipe", "m")
 
 
+def test_stages_have_numbers_of_processes() -> None:
+    stages = [
+        {"modules": ["image_tower", "text_tower"], "devices": [1], "tensor_parallel_size": 4},
+        {"modules": ["head"], "devices": [0]},
+    ]
+    assert manual(graphs.two_towers(), stages, batch_size=32).members == (1, 4)
+    assert manual(graphs.two_towers(), stages, batch_size=32, tensor_parallel_size=2).members == (2, 4)
+
+
 def test_list_forms_in_any_order() -> None:
     stages = [{"modules": ["head", "@step"]}, {"name": "text", "modules": "text_tower"}, {"modules": ["image_tower"]}]
     plan = manual(graphs.two_towers(), stages, batch_size=32)

@@ -10,7 +10,7 @@ import pytest
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request, SearchControl, best_plan
 from lightning_gpp.planning.partitioners.auto.search import auto
-from lightning_gpp.planning.problem.draft import complexity
+from lightning_gpp.planning.problem.simplicity import complexity
 from tests.planning import graphs
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e10)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from lightning_gpp.planning import manual
@@ -24,6 +26,13 @@ TABLE = """\
 | 2 head        | head, @step |       0 |       4 |        819 |  800k |       4 KiB | 0 (1 KiB), 1 (1 KiB) | -         |         1 |
 
 3 stages on 4 devices, depth 2, schedule 1f1b, mini-batch of 16 samples in 2/4 micro-batches"""  # noqa: E501
+
+
+def test_devices_of_several_processes() -> None:
+    first, *others = PLAN.stages
+    text = plan_table(replace(PLAN, stages=(replace(first, tensor_parallel_size=2), *others)))
+    assert "1,2 (2 processes)" in text
+    assert f"{PLAN.num_devices} devices (6 processes), depth" in text
 
 
 def test_table_is_markdown_and_lines_up() -> None:

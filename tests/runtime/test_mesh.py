@@ -41,25 +41,43 @@ def test_rank_is_pipeline_times_devices_plus_device() -> None:
         assert found["control"] == (0, 1, 2, 3)
 
 
-def _describe_members(rank: int) -> dict[str, Any]:
-    mesh = Mesh(2, 1, rank, num_members=2)
-    groups = [mesh.pipeline_group, mesh.replica_group, mesh.control_group, mesh.member_group, mesh.norm_group]
+def _describe_members(rank: int, members: tuple[int, ...], num_pipelines: int) -> dict[str, Any]:
+    mesh = Mesh(len(members), num_pipelines, rank, members=members)
+    groups = [mesh.pipeline_group, mesh.replica_group, mesh.control_group, mesh.member_group]
     users = mesh.device_mesh("cpu")
     assert users is not None
     return {
         "at": (mesh.rank, mesh.member, mesh.device),
-        "groups": [tuple(dist.get_process_group_ranks(group)) for group in groups],
+        "groups": [() if group is None else tuple(dist.get_process_group_ranks(group)) for group in groups],
         "members": users["tensor_parallel"].mesh.tolist(),
         "data": users["data_parallel"].mesh.tolist(),
+        "senders": [mesh.process(rank) for rank in range(mesh.world_size)],
+        "receivers": [list(mesh.receivers(rank)) for rank in range(mesh.world_size)],
+        "links": mesh.links(0, 1),
     }
 
 
 def test_members_of_devices_form_planes() -> None:
-    for process, found in enumerate(run_distributed(4, _describe_members)):
-        plane, group = (process % 2, process % 2 + 2), (process // 2 * 2, process // 2 * 2 + 1)
+    for process, found in enumerate(run_distributed(4, _describe_members, (2, 2), 1)):
+        plane, group = [process % 2, process % 2 + 2], (process // 2 * 2, process // 2 * 2 + 1)
         assert found["at"] == (process // 2, process % 2, process // 2)
-        assert found["groups"] == [plane, (process,), plane, group, (0, 1, 2, 3)]
+        assert found["groups"] == [(0, 1, 2, 3), (process,), (0, 1, 2, 3), group]
         assert (found["members"], found["data"]) == (list(group), [process])
+        assert (found["senders"], found["receivers"]) == (plane, [[number] for number in plane])
+        assert found["links"] == [(0, 2), (1, 3)]
+
+
+def test_devices_have_different_numbers_of_members() -> None:
+    first, second, third, *others = run_distributed(6, _describe_members, (1, 2), 2)
+    assert [found["at"] for found in (first, second, third)] == [(0, 0, 0), (1, 0, 1), (1, 1, 1)]
+    assert [found["at"] for found in others] == [(2, 0, 0), (3, 0, 1), (3, 1, 1)]
+    assert first["groups"] == [(0, 1, 2), (0, 3), (0, 1, 2, 3, 4, 5), ()]
+    assert third["groups"] == [(0, 1, 2), (2, 5), (0, 1, 2, 3, 4, 5), (1, 2)]
+    assert [found["members"] for found in (first, second, third)] == [[0], [1, 2], [1, 2]]
+    assert (first["senders"], third["senders"]) == ([0, 1, 3, 4], [0, 2, 3, 5])
+    assert first["receivers"] == [[0], [1, 2], [3], [4, 5]]
+    assert (second["receivers"], third["receivers"]) == ([[0], [1], [3], [4]], [[], [2], [], [5]])
+    assert third["links"] == [(0, 1), (0, 2), (3, 4), (3, 5)]
 
 
 def _wrong_size(rank: int) -> None:
@@ -67,8 +85,14 @@ def _wrong_size(rank: int) -> None:
         Mesh(3, 2, rank)
 
 
+def _wrong_members(rank: int) -> None:
+    with pytest.raises(ConfigError, match="with 1 or 2 processes per device, which needs 6 processes, but there are 2"):
+        Mesh(2, 2, rank, members=(1, 2))
+
+
 def test_number_of_processes_must_fit() -> None:
     run_distributed(2, _wrong_size)
+    run_distributed(2, _wrong_members)
 
 
 def test_pairs_are_those_of_the_edges_and_of_the_gradients_that_come_back() -> None:
@@ -90,6 +114,10 @@ def _exchange(rank: int, own_groups: bool, pairs: list[tuple[int, int]]) -> list
     before = len(mesh._groups)
     transport = DistributedTransport(mesh, pairs, own_groups=own_groups)
     assert len(mesh._groups) - before == own_groups * 2 * len(pairs)
+    return _exchanged(mesh, transport)
+
+
+def _exchanged(mesh: Mesh, transport: DistributedTransport) -> list[Tensor]:
     buffers = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in _tensors()]
     receives = [transport.receive(buffer, 1 - mesh.device) for buffer in buffers]
     sends = [transport.send(tensor, 1 - mesh.device) for tensor in _tensors()]
@@ -97,6 +125,19 @@ def _exchange(rank: int, own_groups: bool, pairs: list[tuple[int, int]]) -> list
         work.wait()
         assert work.is_completed()
     return buffers
+
+
+def _exchange_among_members(rank: int, members: tuple[int, ...], own_groups: bool) -> list[Tensor]:
+    mesh = Mesh(2, 1, rank, members=members)
+    return _exchanged(mesh, DistributedTransport(mesh, [(0, 1), (1, 0)], own_groups=own_groups))
+
+
+@pytest.mark.parametrize("own_groups", [False, True], ids=["one group", "a group for each pair"])
+@pytest.mark.parametrize("members", [(1, 2), (4, 1)], ids=str)
+def test_every_member_receives_once(members: tuple[int, ...], own_groups: bool) -> None:
+    for received in run_distributed(sum(members), _exchange_among_members, members, own_groups):
+        for tensor, expected in zip(received, _tensors(), strict=True):
+            assert torch.equal(tensor, expected)
 
 
 @pytest.mark.parametrize(

@@ -10,33 +10,42 @@ from lightning_gpp.runtime.queues import MOST, VARIABLE, check_queues, open_queu
 BRANCHES = [pair for tower in range(1, 5) for pair in ((0, tower), (tower, 0))]
 """Four towers whose results join on device 0."""
 
+ALONE = (1,) * 5
+
 
 def test_a_device_has_a_stream_for_each_neighbour_and_direction() -> None:
-    assert streams_of(BRANCHES, 0) == 2 + 8
-    assert streams_of(BRANCHES, 3) == 2 + 2
-    assert streams_of([*BRANCHES, *BRANCHES], 3) == 2 + 2
+    assert streams_of(BRANCHES, 0, ALONE) == 2 + 8
+    assert streams_of(BRANCHES, 3, ALONE) == 2 + 2
+    assert streams_of([*BRANCHES, *BRANCHES], 3, ALONE) == 2 + 2
+
+
+def test_members_have_a_stream_for_each_process_that_receives_from_them() -> None:
+    members = (2, 1, 2, 8, 1)
+    assert streams_of(BRANCHES, 0, members) == 2 + 1 + (1 + 1 + 4 + 1) + 4
+    assert streams_of(BRANCHES, 1, members) == 2 + 2 + 1
+    assert streams_of(BRANCHES, 3, members) == 2 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize("environment", [{VARIABLE: "1"}, {VARIABLE: "9"}, {VARIABLE: "many"}, {}])
 def test_fewer_queues_than_streams_are_refused(environment: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=f"device 0 of the plan has 10 streams.*Set the variable to {MOST}"):
-        check_queues(BRANCHES, 5, environment)
+        check_queues(BRANCHES, ALONE, environment)
 
 
 @pytest.mark.parametrize("environment", [{VARIABLE: "10"}, {VARIABLE: "32"}])
 def test_enough_queues_are_accepted(environment: dict[str, str]) -> None:
-    check_queues(BRANCHES, 5, environment)
+    check_queues(BRANCHES, ALONE, environment)
 
 
 def test_the_usual_number_is_enough_for_a_chain() -> None:
     chain = [(first + step, first + 1 - step) for first in range(7) for step in range(2)]
-    check_queues(chain, 8, {})
+    check_queues(chain, (1,) * 8, {})
 
 
 def test_more_streams_than_a_gpu_has_queues_are_warned_of() -> None:
     many = [pair for tower in range(1, 20) for pair in ((0, tower), (tower, 0))]
     with pytest.warns(UserWarning, match="Device 0 of the plan has 40 streams.*strategy.max_replicas"):
-        check_queues(many, 20, {VARIABLE: "32"})
+        check_queues(many, (1,) * 20, {VARIABLE: "32"})
 
 
 def test_queues_are_opened_unless_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from tests.strategy import (
     test_freezing_in_hooks,
     test_gradient_norms,
     test_manual,
+    test_members,
     test_pruning,
     test_tensor_parallel,
 )
@@ -307,6 +308,7 @@ ROWS: dict[str, list[Any]] = {
         test_tensor_parallel.test_undivided_modules_are_refused,
         test_tensor_parallel.test_divisions_that_do_not_work,
         test_tensor_parallel.test_second_run_is_refused,
+        test_members.test_modules_that_are_refused,
     ],
     "several modules, and": [test_fabric.test_what_cannot_work_is_refused],
     "options of a step": [test_fabric.test_options_of_a_step_that_lightning_runs],

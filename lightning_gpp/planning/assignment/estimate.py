@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from lightning_gpp.cluster import Cluster, Device
-from lightning_gpp.costs.model import CostModel, Footprint, Roofline, Seconds, held_copies
+from lightning_gpp.cluster.groups import grouped
+from lightning_gpp.costs.model import CostModel, Footprint, Seconds, held_copies
+from lightning_gpp.costs.tensor_parallel import roofline_of
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
+from lightning_gpp.graph.parts import part_of
 from lightning_gpp.plan import SOURCE, Edge, Figures, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign
-from lightning_gpp.planning.assignment.rerun_blocks import recomputed_blocks
+from lightning_gpp.planning.assignment.rerun_blocks import operators_of, recomputed_blocks
 from lightning_gpp.planning.assignment.slices import sliced_costs
 from lightning_gpp.schedules.lowering import carries_gradient
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
@@ -111,7 +114,8 @@ def estimate(
         graph: the operator graph that the plan was made from.
         plan: the stages; device d of pipeline p is the cluster's device p x plan.num_devices + d; the slowest of these
             counts.
-        cluster: devices and links.
+        cluster: devices and links. If a device of the plan has several members, these are devices of the cluster, one
+            after the other, or it has groups of them (`cluster.groups`).
         costs: seconds of operators; by default the roofline model.
         footprint: what a device keeps per byte of parameters; float32 and Adam by default.
         num_pipelines: pipeline replicas, whose gradients are summed.
@@ -120,8 +124,10 @@ def estimate(
         whole = unsliced(plan)
         costs_of_whole = estimate(graph, whole.plan, cluster, costs, footprint=footprint, num_pipelines=num_pipelines)
         return sliced_costs(costs_of_whole, plan, whole, graph)
-    operators, costs = _operators(graph, plan), costs or Roofline(graph)
-    again = [_again(graph, *entry) for entry in zip(plan.stages, operators, strict=True)]
+    cluster, costs = grouped(cluster, plan.members * num_pipelines), costs or roofline_of(graph)
+    parts = [part_of(graph, stage.tensor_parallel_size) for stage in plan.stages]
+    operators = operators_of(parts, assign(graph, [stage.modules for stage in plan.stages]))
+    again = [_again(*entry) for entry in zip(parts, plan.stages, operators, strict=True)]
     kinds = {
         device: {cluster.kind(device + pipeline * plan.num_devices) for pipeline in range(num_pipelines)}
         for device in range(plan.num_devices)
@@ -150,16 +156,6 @@ def _slowest(candidates: Sequence[StageCost], stage: Stage) -> StageCost:
     """The costs on the slowest pipeline's device, because pipelines wait for each other to reduce gradients."""
     share = -(-stage.micro_batch_size // len(stage.devices))
     return max(candidates, key=lambda cost: cost.forward.at(share) + cost.backward.at(share))
-
-
-def _operators(graph: OperatorGraph, plan: Plan) -> list[list[Operator]]:
-    assignment = assign(graph, [stage.modules for stage in plan.stages])
-    operators: list[list[Operator]] = [[] for _ in plan.stages]
-    for operator in graph:
-        for stage in assignment[operator.name]:
-            if stage != SOURCE:
-                operators[stage].append(operator)
-    return operators
 
 
 def _all_reduce(plan: Plan, stage: int, cluster: Cluster, num_pipelines: int) -> float:

@@ -14,7 +14,17 @@ from lightning_gpp.validation import validated
 StagesSpec = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """One of: module path -> stage number; stage name -> its keys (or its list of modules); a list of stages' keys."""
 
-KEYS: Final = ("name", "modules", "devices", "micro_batch_size", "recompute", "offload", "round_robin", "slack")
+KEYS: Final = (
+    "name",
+    "modules",
+    "devices",
+    "micro_batch_size",
+    "recompute",
+    "offload",
+    "round_robin",
+    "slack",
+    "tensor_parallel_size",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +39,7 @@ class Entry:
     offload: bool = False
     round_robin: bool = False
     slack: Annotated[int, Ge(0)] = 0
+    tensor_parallel_size: Annotated[int, Ge(1)] | None = None
 
 
 def read(spec: StagesSpec) -> list[Entry]:
@@ -79,5 +90,5 @@ def _entry(where: str, keys: Any) -> Entry:
 
 _REMEDY: Final = (
     "A stage has `modules` (paths of modules), and may have name, devices, micro_batch_size, recompute, offload, "
-    "round_robin, slack."
+    "round_robin, slack, tensor_parallel_size."
 )

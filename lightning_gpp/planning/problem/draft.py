@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import NamedTuple, TypeAlias
 
 import networkx as nx
 
 from lightning_gpp.cluster import Link, Port
+from lightning_gpp.cluster.groups import link_of_groups, num_members
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import STEP, Plan, Stage, share_of, topological
@@ -17,8 +19,6 @@ from lightning_gpp.planning.assignment.assign import assign, make_plan
 from lightning_gpp.planning.assignment.modules import ModuleNode, module_tree, stage_names
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.recomputation import Recompute
-from lightning_gpp.planning.problem.units import Value
-from lightning_gpp.schedules.work import warm_up_peak
 from lightning_gpp.wording import counted
 
 
@@ -26,6 +26,7 @@ from lightning_gpp.wording import counted
 class DraftStage:
     """Units on devices; each device takes an equal share of every micro-batch of `micro_batch_size` samples.
 
+    `members`: number of adjacent devices, each of `devices` first, that share its work (tensor parallelism).
     `recompute`, `offload`, `slack`: see `plan.Stage`; `recompute` None: the problem decides about both of them
     (`Evaluator.fitted`).
     """
@@ -36,6 +37,7 @@ class DraftStage:
     recompute: Recompute | None = None
     offload: bool = False
     slack: int = 0
+    members: int = 1
 
     @property
     def share(self) -> int:
@@ -58,16 +60,21 @@ class Draft:
     sharding: str | None = None
 
     def __str__(self) -> str:
-        stages = [
-            f"{len(stage.units)}u x{len(stage.devices)}{_again(stage.recompute)}{'o' * stage.offload}"
-            f"{f'+{stage.slack}' * (stage.slack > 0)}"
-            for stage in self.stages
-        ]
+        stages = [f"{len(stage.units)}u x{_devices(stage)}{_measures(stage)}" for stage in self.stages]
         sizes = sorted({stage.micro_batch_size for stage in self.stages})
         notes = ", a chain" * self.chained
         notes += f", {self.sharding}" if self.sharding not in (None, "none") else ""
         number = counted(len(stages), "stage")
         return f"{number} ({', '.join(stages)}), b={'/'.join(map(str, sizes))}, {self.schedule}{notes}"
+
+
+def _devices(stage: DraftStage) -> str:
+    """The number of devices, and of the members of each if there are several."""
+    return f"{len(stage.devices)}{f'*{stage.members}' * (stage.members > 1)}"
+
+
+def _measures(stage: DraftStage) -> str:
+    return f"{_again(stage.recompute)}{'o' * stage.offload}{f'+{stage.slack}' * (stage.slack > 0)}"
 
 
 def _again(recompute: Recompute | None) -> str:
@@ -129,11 +136,22 @@ Route: TypeAlias = Callable[[int, int], tuple[Link, tuple[Port, ...]]]
 """The link and the ports from one device to another."""
 
 
-def transfer(route: Route, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int) -> DraftTransfer:
-    """The transfer of `num_samples` samples from the replicas `src` to the replicas `dst`."""
+def transfer(
+    route: Route,
+    src: Sequence[int],
+    dst: Sequence[int],
+    size: Affine,
+    num_samples: int,
+    members: tuple[int, int] = (1, 1),
+) -> DraftTransfer:
+    """The transfer of `num_samples` samples from the replicas `src` to the replicas `dst`.
+
+    `members`: the processes of each sender, and of each receiver.
+    """
     seconds, ports = 0.0, dict[Port, float]()
     for i, j, samples in overlaps(src, dst, num_samples):
         link, passed = route(i, j)
+        link = link_of_groups(link, *members)
         num_bytes = size.at(samples)
         seconds = max(seconds, link.seconds(num_bytes))
         for port in passed:
@@ -177,16 +195,36 @@ def side_by_side(replicas: Sequence[int]) -> Devices:
     return [tuple(range(start, stop)) for start, stop in zip(starts, stops, strict=True)][::-1]
 
 
-def copies(num_stages: int, num_copies: int) -> Devices:
-    """Devices with pipeline replicas one after the other, so that stages that exchange tensors are neighbours."""
-    return [tuple(range(num_stages - 1 - stage, num_stages * num_copies, num_stages)) for stage in range(num_stages)]
+def copies(members: Sequence[int], num_copies: int) -> Devices:
+    """Devices with pipeline replicas one after the other, so that stages that exchange tensors are neighbours.
+
+    `members`: those of each device of every stage.
+    """
+    starts = [devices[0] for devices in side_by_side(members)]
+    width = sum(members)
+    return [tuple(range(start, width * num_copies, width)) for start in starts]
+
+
+def aligned(replicas: Sequence[int], members: Sequence[int]) -> Devices:
+    """Devices with a stage's replicas side by side, the last stage on device 0; of groups of members the first ones.
+
+    Groups begin at multiples of their size, so that nodes of as many devices as the largest group has, or a multiple,
+    have all members of a group. Later stages fill the gaps.
+    """
+    taken: set[int] = set()
+    found: Devices = []
+    for count, number in zip(reversed(replicas), reversed(members), strict=True):
+        starts = (start for start in itertools.count(0, number) if taken.isdisjoint(range(start, start + number)))
+        found.append(tuple(islice(starts, count)))
+        taken.update(start + member for start in found[-1] for member in range(number))
+    return found[::-1]
 
 
 def layouts(replicas: Sequence[int]) -> list[Devices]:
     """All layouts that these numbers of replicas allow."""
     found = [side_by_side(replicas)]
     if len(set(replicas)) == 1 and replicas[0] > 1:
-        found.append(copies(len(replicas), replicas[0]))
+        found.append(copies((1,) * len(replicas), replicas[0]))
     return found
 
 
@@ -208,14 +246,16 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
     draft, num_pipelines = in_topological_order(problem, draft), 1
     if problem.replicable:
         draft, num_pipelines = unreplicated(problem, draft)
+    numbers, unused = _numbered(problem, draft, num_pipelines)
     modules = [[path for unit in stage.units for path in problem.units.units[unit].modules] for stage in draft.stages]
     paths = compress(problem.graph, modules)
     drafts = [
         Stage(
             name=name,
             modules=paths[index],
-            devices=stage.devices,
+            devices=tuple(numbers[device] for device in stage.devices),
             micro_batch_size=stage.micro_batch_size,
+            tensor_parallel_size=stage.members * num_members(problem.cluster.devices[stage.devices[0]]),
             recompute=_recompute(stage.recompute, STEP in paths[index]),
             offload=stage.offload,
             slack=stage.slack if draft.schedule == "1f1b" and STEP not in paths[index] else 0,
@@ -230,7 +270,7 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
         batch_size=batch_size,
         schedule=draft.schedule,
         model=model,
-        unused=_unused(problem, draft) if num_pipelines == 1 else (),
+        unused=unused if num_pipelines == 1 else (),
     )
     plan = replace(plan, sharding=draft.sharding or "none")
     return plan.chained() if draft.chained else plan, num_pipelines
@@ -241,14 +281,31 @@ def _recompute(wanted: Recompute | None, holds_step: bool) -> Recompute:
     return False if wanted is None or (wanted is True and holds_step) else wanted
 
 
-def _unused(problem: Problem, draft: Draft) -> tuple[int, ...]:
-    used = {device for stage in draft.stages for device in stage.devices}
-    return tuple(device for device in range(problem.num_devices) if device not in used)
+def _numbered(problem: Problem, draft: Draft, num_pipelines: int) -> tuple[dict[int, int], tuple[int, ...]]:
+    """The number, in the plan, of every device of a pipeline that has a stage, and the numbers of the other ones.
+
+    Further members of a device have no number; unused devices have as many members as the smallest used one.
+    """
+    used = {device: stage.members for stage in draft.stages for device in stage.devices}
+    sizes = [num_members(device) for device in problem.cluster.devices]
+    least = min(members * sizes[device] for device, members in used.items())
+    further = {device + member for device, members in used.items() for member in range(1, members)}
+    numbers, unused, spare = dict[int, int](), list[int](), 0
+    for device in range(problem.num_devices // num_pipelines):
+        number = len(numbers) + len(unused)
+        if device in used:
+            numbers[device] = number
+        elif device not in further:
+            spare += sizes[device]
+        if spare >= least:
+            unused.append(number)
+            spare = 0
+    return numbers, tuple(unused)
 
 
 def unreplicated(problem: Problem, draft: Draft) -> tuple[Draft, int]:
     """The draft of one pipeline, and the number of pipeline replicas in the given draft."""
-    number, width = len(draft.stages[0].devices), len(draft.stages)
+    number, width = len(draft.stages[0].devices), sum(stage.members for stage in draft.stages)
     sizes = [problem.batch_size // problem.num_slices, *(stage.micro_batch_size for stage in draft.stages)]
     regular = all(
         stage.devices == tuple(range(stage.devices[0], width * number, width)) and stage.devices[0] < width
@@ -293,132 +350,3 @@ def _collect(node: ModuleNode, assignment: dict[str, set[int]], found: list[list
     else:
         for child in node.children.values():
             _collect(child, assignment, found)
-
-
-# -- costs of stages --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageFigures:
-    """Figures of a stage replica: seconds and bytes per micro-batch, permanent bytes, seconds of its all-reduce.
-
-    `again`: seconds before the backward, of running the forward again, or of copies to and from the host that neither
-    the forward nor the backward hides. `offloaded_bytes`: bytes besides `kept_bytes`, in host memory in between.
-    """
-
-    forward: float
-    again: float
-    backward: float
-    kept_bytes: float
-    working_bytes: float
-    static_bytes: float
-    all_reduce: float
-    offloaded_bytes: float = 0.0
-
-    def peak(self, in_flight: int) -> float:
-        """The most bytes that the replica holds at a time."""
-        return warm_up_peak(
-            self.static_bytes, self.kept_bytes, self.working_bytes, in_flight, offloaded=self.offloaded_bytes
-        )
-
-
-def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:
-    """The costs of one replica of a stage on the slowest kind of its devices."""
-    units = list(stage.units)
-    kinds = {problem.cluster.kind(device) for device in stage.devices}
-    seconds = [problem.seconds(stage.share, kind) for kind in kinds]
-    forward = max(float(entry.forward[units].sum()) for entry in seconds)
-    backward = max(float((entry.input_gradient + entry.weight_gradient)[units].sum()) for entry in seconds)
-    saved = float(problem.saved_bytes(stage.share)[units].sum())
-    late, kept, working, offloaded = 0.0, saved, 0.0, 0.0
-    again = forward if stage.recompute is True else 0.0
-    if stage.offload:
-        kept = input_bytes(problem, stage, trained=True)
-        offloaded = max(0.0, saved - kept)
-        again = max(_not_hidden(problem, kind, offloaded, (forward, backward)) for kind in kinds)
-    elif stage.recompute is True:
-        kept, working = input_bytes(problem, stage), saved
-    elif stage.recompute:
-        late, kept, working = _with_blocks(problem, stage, stage.recompute, kinds, saved)
-    return StageFigures(
-        forward=forward,
-        again=again,
-        backward=backward + late,
-        kept_bytes=kept,
-        working_bytes=working,
-        static_bytes=static_bytes(problem, stage, "none"),
-        all_reduce=all_reduce_seconds(problem, stage),
-        offloaded_bytes=offloaded,
-    )
-
-
-def _not_hidden(problem: Problem, kind: int, num_bytes: float, computing: Iterable[float]) -> float:
-    """Seconds by which copies of these bytes to the host and back take longer than the computing that hides them."""
-    link = problem.cluster.kinds[kind].host_bytes_per_second
-    return sum(max(0.0, num_bytes / link - seconds) for seconds in computing) if link else 0.0
-
-
-def _with_blocks(
-    problem: Problem, stage: DraftStage, paths: Iterable[str], kinds: Iterable[int], saved: float
-) -> tuple[float, float, float]:
-    """Seconds of the blocks that run again, and bytes that are kept, and that one block needs."""
-    numbers = problem.numbers_of_blocks(paths)
-    figures = [problem.block_figures(stage.share, kind).of(numbers) for kind in kinds]
-    first = figures[0]
-    seconds = max(float(entry.seconds.sum()) for entry in figures)
-    return seconds, saved - float(first.freed.sum()), float(first.saved.max(initial=0.0))
-
-
-def static_bytes(problem: Problem, stage: DraftStage, sharding: str) -> float:
-    """Bytes of weights, gradients and the optimizer's state on one of the stage's replicas."""
-    parameters = float(problem.parameter_bytes[list(stage.units)].sum())
-    return parameters * problem.copies(len(stage.devices), sharding)
-
-
-def all_reduce_seconds(problem: Problem, stage: DraftStage) -> float:
-    """Seconds of the all-reduce of a stage's gradients over its replicas."""
-    if len(stage.devices) == 1 or not problem.footprint.training:
-        return 0.0
-    return problem.cluster.all_reduce_seconds(stage.devices, float(problem.parameter_bytes[list(stage.units)].sum()))
-
-
-def input_bytes(problem: Problem, stage: DraftStage, *, trained: bool = False) -> float:
-    """Bytes, data included, that a replica of a stage receives per micro-batch. `trained`: those that get gradients."""
-    inside = set(stage.units)
-    values = [value for value in problem.units.values if value.num_directions == 2 or not trained]
-    values += problem.units.data if not trained else ()
-    read = (value for value in values if value.src not in inside and read_by(value, inside))
-    return sum(value.bytes.at(stage.share) for value in read)
-
-
-def read_by(value: Value, units: Set[int]) -> bool:
-    """True if one of the units reads the value."""
-    return not units.isdisjoint(value.dsts)
-
-
-# -- simplicity: of two drafts that are nearly as fast, the one that people would draw -------------------------------
-
-Complexity = tuple[int, int, int]
-"""Number of stages, of modules whose parts are in different stages, and of different numbers of replicas."""
-
-
-def complexity(problem: Problem, draft: Draft) -> Complexity:
-    """A sort key, simplest first: few stages, borders between blocks instead of inside them, equal replicas."""
-    replicas = {len(stage.devices) for stage in draft.stages}
-    return len(draft.stages), _divided_modules(problem, draft), len(replicas)
-
-
-def _divided_modules(problem: Problem, draft: Draft) -> int:
-    owner = stage_of_units(problem.num_units, [stage.units for stage in draft.stages])
-    owners: dict[str, set[int]] = {}
-    for unit, stage in zip(problem.units.units, owner, strict=True):
-        for path in unit.modules:
-            for parent in _parents(path):
-                owners.setdefault(parent, set()).add(stage)
-    return sum(len(stages) > 1 for stages in owners.values())
-
-
-def _parents(path: str) -> Iterator[str]:
-    while "." in path:
-        path = path.rpartition(".")[0]
-        yield path

@@ -8,20 +8,15 @@ from heapq import heappop, heappush
 from math import inf
 
 from lightning_gpp.cluster import Link, Port
+from lightning_gpp.cluster.groups import link_of_groups
 from lightning_gpp.graph import Affine
 from lightning_gpp.planning.problem.draft import (
     Draft,
     DraftStage,
     DraftTransfer,
     Flow,
-    StageFigures,
-    all_reduce_seconds,
     flows,
-    input_bytes,
-    read_by,
-    stage_figures,
     stage_of_units,
-    static_bytes,
     transfer,
     unreplicated,
     with_chain,
@@ -29,11 +24,23 @@ from lightning_gpp.planning.problem.draft import (
 from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, period_seconds, step_seconds
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.recomputation import Recomputation, Recompute, StageMemory
+from lightning_gpp.planning.problem.stage_figures import (
+    StageFigures,
+    all_reduce_seconds,
+    input_bytes,
+    read_by,
+    stage_figures,
+    static_bytes,
+    weight_bytes,
+)
 from lightning_gpp.planning.problem.units import Value
 from lightning_gpp.schedules.one_f_one_b import samples_in_flight
 
-_Anywhere = tuple[tuple[int, ...], int, Recompute, bool, frozenset[int]]
-"""Units, samples of a share, what is recomputed, whether the rest is offloaded, and kinds of devices."""
+_Anywhere = tuple[tuple[int, ...], int, Recompute, bool, int, frozenset[int]]
+"""Units, samples of a share, what is recomputed, whether the rest is offloaded, members, and kinds of devices."""
+
+_Transfer = tuple[tuple[int, ...], tuple[int, ...], Affine, int, tuple[int, int]]
+"""Senders, receivers, bytes, samples, and members of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +100,17 @@ class Evaluator:
     _figures: dict[tuple[DraftStage, str], StageFigures] = field(default_factory=dict)
     _anywhere: dict[_Anywhere, StageFigures] = field(default_factory=dict)
     _chosen: dict[tuple[DraftStage, StageMemory], Recompute] = field(default_factory=dict)
-    _transfers: dict[tuple[tuple[int, ...], tuple[int, ...], Affine, int], DraftTransfer] = field(default_factory=dict)
+    _transfers: dict[_Transfer, DraftTransfer] = field(default_factory=dict)
     _routes: dict[tuple[int, int], tuple[Link, tuple[Port, ...]]] = field(default_factory=dict)
     _edges: tuple[list[tuple[int, ...]], dict[tuple[int, int], Flow]] = field(default_factory=lambda: ([], {}))
-    _data_seconds: dict[tuple[DraftStage, bool], float] = field(default_factory=dict)
-    _recomputation: Recomputation = field(init=False)
+    _data_seconds: dict[tuple[DraftStage, bool, int], float] = field(default_factory=dict)
+    _recomputation: dict[int, Recomputation] = field(default_factory=dict)
     _memory: list[float] = field(init=False)
     _rigid_units: list[int] = field(init=False)
     _rigid_values: list[Value] = field(init=False)
 
     def __post_init__(self) -> None:
         units = self.problem.units
-        self._recomputation = Recomputation(self.problem)
         self._memory = self.problem.memory_bytes.tolist()
         self._rigid_units = [index for index, unit in enumerate(units.units) if not unit.divisible]
         self._rigid_values = [value for value in units.values if not value.sliceable]
@@ -129,7 +135,7 @@ class Evaluator:
     def _of(self, draft: Draft, limit: float, *, simulated: bool) -> Evaluation:
         edges = self.edges(draft)
         order = topological_order(edges, len(draft.stages))
-        if not order or (simulated and not self._divisible(draft)):
+        if not order or (simulated and not (self._placeable(draft) and self._divisible(draft))):
             return Evaluation(seconds=inf)
         position = {stage: index for index, stage in enumerate(order)}
         stages = [draft.stages[index] for index in order]
@@ -141,6 +147,15 @@ class Evaluator:
 
     def _copies(self, draft: Draft) -> bool:
         return self.problem.replicable and unreplicated(self.problem, draft)[1] > 1
+
+    def _placeable(self, draft: Draft) -> bool:
+        """True if the members of every device are in one node, and units with a common parameter have as many."""
+        if all(stage.members == 1 for stage in draft.stages):
+            return True
+        owner = stage_of_units(self.problem.num_units, [stage.units for stage in draft.stages])
+        return all(self.problem.placeable(stage.devices, stage.members) for stage in draft.stages) and all(
+            len({draft.stages[owner[unit]].members for unit in units}) == 1 for units in self.problem.tied
+        )
 
     def _divisible(self, draft: Draft) -> bool:
         """True if every value that has to be cut into shares can be; pipeline replicas cut none."""
@@ -262,9 +277,10 @@ class Evaluator:
         )
         key = stage, memory
         if key not in self._chosen:
-            kind = self.problem.cluster.kind(stage.devices[0])
-            blocks = self.problem.block_figures(stage.share, kind)
-            self._chosen[key] = self._recomputation.cheapest(stage.units, memory, blocks)
+            part = self.problem.of_members(stage.members)
+            blocks = part.block_figures(stage.share, part.cluster.kind(stage.devices[0]))
+            recomputation = self._recomputation.setdefault(stage.members, Recomputation(part))
+            self._chosen[key] = recomputation.cheapest(stage.units, memory, blocks)
         return replace(stage, recompute=self._chosen[key])
 
     def _in_flight(
@@ -282,7 +298,7 @@ class Evaluator:
         if self.problem.weight_copies is None:
             return 0.0
         delay = -(-(in_flight - 1) // number)
-        return self.problem.weight_copies(delay) * float(self.problem.parameter_bytes[list(stage.units)].sum())
+        return self.problem.weight_copies(delay) * weight_bytes(self.problem, stage)
 
     def _seconds(
         self,
@@ -320,7 +336,7 @@ class Evaluator:
             forward=[entry.forward for entry in figures],
             again=[entry.again for entry in figures],
             backward=[entry.backward for entry in figures],
-            data=[self._data(stage, copies) for stage in stages],
+            data=[self._data(stage, copies, stages[-1].members) for stage in stages],
             sent=sent,
             returned=returned,
         )
@@ -330,8 +346,8 @@ class Evaluator:
         """Add a stage of the user's step alone, which the replicas of the last stage send to; its work stays theirs."""
         flows = self.problem.bytes_to_step
         size = sum((flows[unit] for unit in last.units if unit in flows), Affine())
-        links = [self._route(device, 0)[0] for device in last.devices if device]
-        seconds = max((link.seconds(size.at(last.share)) for link in links), default=0.0)
+        ways = [(device, 0) for device in last.devices if device]
+        seconds = self._longest(ways, size.at(last.share), (last.members, last.members))
         if not flows or not seconds:
             return False
         pair = len(pipeline.forward) - 1, len(pipeline.forward)
@@ -340,19 +356,24 @@ class Evaluator:
         pipeline.sent[pair] = pipeline.returned[pair] = seconds
         return True
 
-    def _data(self, stage: DraftStage, copies: bool) -> float:
+    def _longest(self, ways: Iterable[tuple[int, int]], num_bytes: float, members: tuple[int, int]) -> float:
+        """Seconds of the longest message between devices. `members`: of each sender, and of each receiver."""
+        links = (link_of_groups(self._route(*way)[0], *members) for way in ways)
+        return max((link.seconds(num_bytes) for link in links), default=0.0)
+
+    def _data(self, stage: DraftStage, copies: bool, senders: int) -> float:
         """Seconds until a micro-batch's data have come from device 0; each pipeline replica loads its own."""
-        if (stage, copies) not in self._data_seconds:
+        key = stage, copies, senders
+        if key not in self._data_seconds:
             inside = set(stage.units)
             size = sum(value.bytes.at(stage.share) for value in self.problem.units.data if read_by(value, inside))
             devices = stage.devices[:1] if copies else stage.devices
-            far = [device for device in devices if device] if size else []
-            seconds = max((self.problem.cluster.link(0, device).seconds(size) for device in far), default=0.0)
-            self._data_seconds[stage, copies] = seconds
-        return self._data_seconds[stage, copies]
+            ways = [(0, device) for device in devices if device and size]
+            self._data_seconds[key] = self._longest(ways, size, (senders, stage.members))
+        return self._data_seconds[key]
 
     def _transfer(self, src: DraftStage, dst: DraftStage, size: Affine) -> DraftTransfer:
-        key = src.devices, dst.devices, size, src.micro_batch_size
+        key = src.devices, dst.devices, size, src.micro_batch_size, (src.members, dst.members)
         if key not in self._transfers:
             self._transfers[key] = transfer(self._route, *key)
         return self._transfers[key]
@@ -367,8 +388,9 @@ class Evaluator:
         """The costs of one replica of a stage on the slowest kind of its devices."""
         key = stage, sharding
         if key not in self._figures:
-            kinds = frozenset(map(self.problem.cluster.kind, stage.devices))
-            place = stage.units, stage.share, stage.recompute or False, stage.offload, kinds
+            cluster = self.problem.of_members(stage.members).cluster
+            kinds = frozenset(map(cluster.kind, stage.devices))
+            place = stage.units, stage.share, stage.recompute or False, stage.offload, stage.members, kinds
             if place not in self._anywhere:
                 self._anywhere[place] = stage_figures(self.problem, stage)
             self._figures[key] = replace(

@@ -12,15 +12,17 @@ from heapq import nsmallest
 from typing import TYPE_CHECKING, Final
 
 from lightning_gpp.cluster import Cluster
+from lightning_gpp.cluster.groups import grouped, num_processes
 from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.errors import GPPError, ScheduleError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import estimate, timed
-from lightning_gpp.planning.problem.draft import Draft, complexity, realise, unreplicated
+from lightning_gpp.planning.problem.draft import Draft, realise, unreplicated
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer
 from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.simplicity import complexity
 from lightning_gpp.schedules import compile_program, in_flight
 from lightning_gpp.simulation import (
     Period,
@@ -90,8 +92,9 @@ class Prediction:
 
     @property
     def used_devices(self) -> int:
-        """Number of devices of all pipelines that have a stage."""
-        return self.num_pipelines * (self.plan.num_devices - len(self.plan.unused))
+        """Number of devices of all pipelines that have a stage, with all members."""
+        members = self.plan.members
+        return self.num_pipelines * (sum(members) - sum(members[device] for device in self.plan.unused))
 
     @property
     def seconds(self) -> float:
@@ -198,7 +201,8 @@ def predicted(
     Args:
         plan: the plan of one pipeline.
         graph: the operator graph that the plan was made from.
-        cluster: device d of pipeline p is its device p x plan.num_devices + d.
+        cluster: device d of pipeline p is its device p x plan.num_devices + d; if devices of the plan have several
+            members, these are its devices, one after the other, or it has groups of them.
         costs: seconds of operators.
         footprint: what a device keeps per byte of parameters; without training, forwards are simulated.
         num_pipelines: pipeline replicas.
@@ -226,7 +230,8 @@ def predicted(
 
 def memory_limits(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
     """The memory of every device of a pipeline: the least over all pipelines that the cluster has devices for."""
-    limits = [float(device.memory_bytes) for device in cluster.devices]
+    pipelines = max(1, num_processes(cluster) // plan.num_processes)
+    limits = [float(device.memory_bytes) for device in grouped(cluster, plan.members * pipelines).devices]
     return tuple(min(limits[device :: plan.num_devices]) for device in range(plan.num_devices))
 
 

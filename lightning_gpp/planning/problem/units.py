@@ -86,7 +86,7 @@ def find_units(graph: OperatorGraph, *, num_pieces: float, seconds: Mapping[str,
 
     modules = _without_cycles(graph, _leaves(module_tree(graph), light) or [("",)])
     modules = _with_step(graph, _with_stateless(graph, modules))
-    return _described(graph, modules)
+    return described(graph, modules)
 
 
 def _leaves(root: ModuleNode, light: Callable[[ModuleNode], bool]) -> list[Modules]:
@@ -230,7 +230,8 @@ def _bytes(graph: OperatorGraph, values: Iterable[tuple[str, int]]) -> int:
     return sum(graph[name].outputs[output].bytes(1) for name, output in values)
 
 
-def _described(graph: OperatorGraph, modules: Sequence[Modules]) -> UnitGraph:
+def described(graph: OperatorGraph, modules: Sequence[Modules]) -> UnitGraph:
+    """Units of these modules, in topological order, with what the graph tells of them."""
     assignment = assign(graph, modules)
     values = crossing(graph, assignment)
     operators: list[list[Operator]] = [[] for _ in modules]

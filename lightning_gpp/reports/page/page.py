@@ -141,8 +141,10 @@ def _tiles(prediction: Prediction, run: RunRecord | None) -> list[tuple[str, str
         limit = f"of {size(min(prediction.memory_bytes))}" if prediction.memory_bytes else "of one device"
         tiles.append((size(max(peaks)), "peak memory", limit))
     pipelines = f" in {prediction.num_pipelines} pipelines" if prediction.num_pipelines > 1 else ""
+    processes = f" of {plan.num_processes} processes" * (plan.num_processes > plan.num_devices)
+    devices = f"{counted(plan.num_devices, 'device')}{processes}{pipelines}"
     tiles += [
-        (str(len(plan.stages)), "stages", f"{plan.depth} deep, {counted(plan.num_devices, 'device')}{pipelines}"),
+        (str(len(plan.stages)), "stages", f"{plan.depth} deep, {devices}"),
         (str(plan.batch_size), "samples", f"in {micro_batches(plan, plan.batch_size)}, {plan.schedule}"),
     ]
     if (measured := _throughput(run)) is not None:

@@ -36,10 +36,11 @@ from lightning_gpp.planning.partitioners.auto.seeds import (
     variants,
 )
 from lightning_gpp.planning.partitioners.auto.shape import Shape
-from lightning_gpp.planning.problem.draft import Draft, complexity
+from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.simplicity import complexity
 
 PATIENCE = 150
 """The search ends after this many perturbations in a row without improvement."""

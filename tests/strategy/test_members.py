@@ -1,0 +1,226 @@
+"""Devices of one plan with different numbers of processes give the numbers of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from lightning_gpp import ConfigError, GPPStrategy
+from lightning_gpp.plan import Plan
+from tests.strategy.harness import run, strategy, trainer
+from tests.strategy.parallel_models import SAMPLES, Branches, Tower, loader, make
+from tests.strategy.test_tensor_parallel import CLIPPED, Result, alone, assert_same, outcome
+
+Stages = list[dict[str, Any]]
+
+
+def chain(*members: int) -> Stages:
+    """Two stages on devices with these numbers of members; the first device runs the step."""
+    first, second = members
+    return [
+        {"modules": ["layers.0"], "devices": [1], "tensor_parallel_size": second},
+        {"modules": ["layers.1", "head", "@step"], "devices": [0], "tensor_parallel_size": first},
+    ]
+
+
+def branches(first: int, left: int, right: int) -> Stages:
+    """Two branches that join on the first device, on devices with these numbers of members."""
+    return [
+        {"modules": ["layers.0"], "devices": [1], "tensor_parallel_size": left},
+        {"modules": ["layers.1"], "devices": [2], "tensor_parallel_size": right},
+        {"modules": ["layers.2", "head", "@step"], "devices": [0], "tensor_parallel_size": first},
+    ]
+
+
+REPLICATED: Stages = [
+    {"modules": ["layers.0"], "devices": [1, 2], "tensor_parallel_size": 2},
+    {"modules": ["layers.1", "head", "@step"], "devices": [0]},
+]
+
+
+def fit(rank: int, world: int, kind: type[Tower], options: dict[str, Any], settings: dict[str, Any]) -> Result:
+    module = make(kind)
+    used = trainer(strategy(num_micro_batches=2, **options), devices=world, **settings)
+    used.fit(module, loader(), loader())
+    return outcome(module, used, rank)
+
+
+CASES: dict[str, tuple[int, type[Tower], dict[str, Any]]] = {
+    "1 to 2": (3, Tower, {"stages": chain(2, 1)}),
+    "2 to 1, zero-bubble": (3, Tower, {"stages": chain(1, 2), "schedule": "zb_h1"}),
+    "1 and 2 to 1": (4, Branches, {"stages": branches(1, 1, 2)}),
+    "replicas with 2 to 1, zero1": (5, Tower, {"stages": REPLICATED, "sharding": "zero1"}),
+}
+MORE_CASES: dict[str, tuple[int, type[Tower], dict[str, Any]]] = {
+    "1 to 4": (5, Tower, {"stages": chain(4, 1)}),
+    "4 to 1": (5, Tower, {"stages": chain(1, 4)}),
+    "2 to 4": (6, Tower, {"stages": chain(4, 2), "schedule": "gpipe"}),
+    "2 and 1 to 2": (5, Branches, {"stages": branches(2, 2, 1), "schedule": "gpipe"}),
+    "replicas with 2 to 1": (5, Tower, {"stages": REPLICATED}),
+}
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.acceptance) for name in MORE_CASES)])
+def test_losses_and_weights_are_those_of_one_process(case: str) -> None:
+    world, kind, options = {**CASES, **MORE_CASES}[case]
+    assert_same(run(world, fit, world, kind, options, CLIPPED, timeout=150), alone(kind, **CLIPPED))
+
+
+def fit_pipelines(rank: int) -> Result:
+    """Each of two pipelines trains on every other sample."""
+    module, options = make(), {"stages": chain(1, 2), "num_micro_batches": 2, "num_pipelines": 2}
+    used = trainer(strategy(**options), devices=6, use_distributed_sampler=False, **CLIPPED)
+    data = loader().dataset
+    used.fit(module, DataLoader(Subset(data, range(rank // 3, SAMPLES, 2)), batch_size=4))
+    return outcome(module, used, rank)
+
+
+def test_pipelines_have_different_numbers_of_processes() -> None:
+    found, expected = run(6, fit_pipelines, timeout=150), alone(**CLIPPED)
+    losses = [sum(pair) / 2 for pair in zip(found[0]["losses"], found[3]["losses"], strict=True)]
+    assert_same([{**found[0], "losses": losses, "metrics": {}}], {**expected, "metrics": {}})
+
+
+class Careful(Tower):
+    """Divides itself only where there are several processes."""
+
+    least = 2
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and self.device_mesh["tensor_parallel"].size() >= self.least:
+            super().configure_model()
+
+
+class TooCareful(Careful):
+    """Divides itself nowhere, with two processes."""
+
+    least = 3
+
+
+class Tied(Tower):
+    """Has one parameter in both stages."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.layers[1].norm.weight = self.layers[0].norm.weight
+
+
+def predict(rank: int, world: int, stages: Stages) -> list[Any]:
+    used = trainer(strategy(stages=stages, num_micro_batches=2), devices=world)
+    predicted = used.predict(make(Careful), loader()) or []
+    return [part.tolist() for part in predicted] if rank == 0 else []
+
+
+@pytest.mark.acceptance
+def test_prediction_alone() -> None:
+    found, *_ = run(3, predict, 3, chain(2, 1), timeout=120)
+    expected = trainer().predict(make(divides=False), loader()) or []
+    for part, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(part, dtype=torch.float64), whole, rtol=1e-12, atol=1e-12)
+
+
+def train(rank: int, world: int, kind: type[Tower], stages: Stages, dropout: float = 0.0) -> list[float]:
+    module, used = make(kind, dropout=dropout), trainer(strategy(stages=stages, seed=3), devices=world, max_epochs=1)
+    used.fit(module, loader())
+    return module.losses
+
+
+def test_dropout_is_that_of_one_process_per_device() -> None:
+    (expected, *_), found = (run(world, train, world, Careful, stages, 0.3, timeout=120) for world, stages in DROPPED)
+    assert all(losses == pytest.approx(expected, rel=1e-12) for losses in found)
+
+
+DROPPED = ((2, chain(1, 1)), (3, chain(1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (TooCareful, "tensor_parallel_size=2, but the module is not divided among processes"),
+        (Tied, r"'layers.0' and 'layers.1.*' use the same parameter, 'layers.0.norm.weight', but have .*=2 and 1"),
+    ],
+)
+def test_modules_that_are_refused(kind: type[Tower], text: str) -> None:
+    with pytest.raises(AssertionError, match=f"ConfigError: .*{text}"):
+        run(3, train, 3, kind, chain(1, 2), timeout=60)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def fit_plan(rank: int, world: int, path: str) -> Result:
+    module = make()
+    used = trainer(GPPStrategy(plan=path, failure_timeout=20.0, timeout=40.0), devices=world)
+    used.fit(module, loader(), loader())
+    return outcome(module, used, rank)
+
+
+def save_plan(rank: int, world: int, path: str) -> None:
+    module, used = make(), trainer(strategy(stages=chain(1, 2), num_micro_batches=2), devices=world, max_epochs=1)
+    used.fit(module, loader())
+    if rank == 0:
+        used.strategy.plan.save(path)
+
+
+def test_a_plan_file_is_enough(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.yaml")
+    run(3, save_plan, 3, path, timeout=120)
+    assert Plan.load(path).members == (1, 2)
+    assert_same(run(3, fit_plan, 3, path, timeout=120), alone())
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2, but the plan .* has 1 and 2 processes per device"):
+        GPPStrategy(plan=path, tensor_parallel_size=2)
+
+
+def test_stages_with_different_numbers_need_devices() -> None:
+    stages = [{key: value for key, value in stage.items() if key != "devices"} for stage in chain(1, 2)]
+    with pytest.raises(
+        ConfigError, match=r"different numbers of processes .*\[2, 1\].* Give every stage the key devices"
+    ):
+        GPPStrategy(stages=stages)
+
+
+@pytest.mark.parametrize("options", [{"sharding": "fsdp"}, {"weights": "stash"}, {"trace": True}], ids=str)
+def test_options_that_members_cannot_do_together(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="does not go together with tensor_parallel_size=2 of a stage in strategy.st"):
+        GPPStrategy(stages=chain(1, 2), **options)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def fit_once(rank: int, world: int, stages: Any, folder: str, path: str | None, kind: str) -> list[float]:
+    """Train an epoch, from a checkpoint if there is one, and save."""
+    module = make()
+    options = {"stages": stages, "num_micro_batches": 2, "state_dict_type": kind}
+    used = trainer(strategy(**options), devices=world, max_epochs=2 if path else 1)
+    used.fit(module, loader(), ckpt_path=path)
+    used.save_checkpoint(f"{folder}/{world}.ckpt")
+    return module.losses
+
+
+RESUMED = {
+    "folder, 1 and 2 to 2 and 1": ("sharded", (3, chain(1, 2)), (3, chain(2, 1))),
+}
+MORE_RESUMED = {
+    "file, 1 and 2 to 2 and 1": ("full", (3, chain(1, 2)), (3, chain(2, 1))),
+    "file, 1 and 2 to one process": ("full", (3, chain(1, 2)), (1, {"layers": 0, "head": 0})),
+    "folder, 4 and 1 to one process": ("sharded", (5, chain(4, 1)), (1, {"layers": 0, "head": 0})),
+    "folder, one process to 1 and 4": ("sharded", (1, {"layers": 0, "head": 0}), (5, chain(1, 4))),
+    "file, one process to 2 and 1": ("full", (1, {"layers": 0, "head": 0}), (3, chain(2, 1))),
+    "folder, replicas": ("sharded", (5, REPLICATED), (3, chain(2, 1))),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [*RESUMED, *(pytest.param(name, marks=pytest.mark.acceptance) for name in MORE_RESUMED)]
+)
+def test_resumes_with_other_numbers(case: str, tmp_path: Path) -> None:
+    kind, before, after = {**RESUMED, **MORE_RESUMED}[case]
+    first = run(before[0], fit_once, *before, str(tmp_path / "before"), None, kind, timeout=120)[0]
+    path = f"{tmp_path}/before/{before[0]}.ckpt"
+    second = run(after[0], fit_once, *after, str(tmp_path / "after"), path, kind, timeout=120)[0]
+    assert [*first, *second] == pytest.approx(alone()["losses"], rel=1e-12)
