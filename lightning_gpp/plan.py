@@ -14,124 +14,30 @@ import networkx as nx
 import yaml
 
 from lightning_gpp.errors import ConfigError, PlanError
-from lightning_gpp.graph.operator_graph import Affine
+from lightning_gpp.plan_checks import (
+    check_devices,
+    check_edges,
+    check_members,
+    check_slices,
+    check_stages,
+    stage_graph,
+)
+from lightning_gpp.plan_parts import SHARDINGS, SOURCE, STEP, WHOLE, Edge, Figures, Stage, share_of
 
-STEP: Final = "@step"
-"""The module name of the user's step: loss, metrics, logging. The stage that lists it is the sink."""
-
-SOURCE: Final = -1
-"""The stage index of the source: the user's step up to the inputs of the network, on the sink's devices."""
-
-WHOLE: Final = 1 << 30
-"""A micro-batch size that no mini-batch exceeds, for steps that run once per mini-batch."""
-
-
-SHARDINGS: Final = ("none", "zero1", "fsdp")
-"""Shardings: replicas of a stage split nothing, the optimizer's state (ZeRO-1), or parameters and gradients, too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Edge:
-    """Tensors that flow from one stage to another.
-
-    Args:
-        src: index of the stage that sends, or SOURCE.
-        dst: index of the stage that receives.
-        bytes: bytes per micro-batch, affine in its samples.
-        differentiable: gradients flow back.
-        artificial: no tensor flows, the edge only forces the order (the chain baseline).
-        dynamic: shapes are known only at run time.
-        sliceable: intervals of samples can be cut out of every tensor, so both ends may have different micro-batches.
-        seconds: duration of the transfer of a micro-batch; 0 if unknown.
-    """
-
-    src: int
-    dst: int
-    bytes: Affine = Affine()
-    differentiable: bool = True
-    artificial: bool = False
-    dynamic: bool = False
-    sliceable: bool = True
-    seconds: Affine = Affine()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """The costs of a stage per micro-batch, and its parameters. Seconds are 0 if unknown; schedules may use them.
-
-    Args:
-        flops: FLOPs of a forward.
-        activation_bytes: bytes kept on the device from the forward to the backward.
-        offloaded_bytes: bytes kept in host memory in between, if the stage offloads.
-        working_bytes: additional bytes while the stage, or a block of it, is recomputed.
-        pending_bytes: the part of these that is kept until the weight gradients, if they are computed separately.
-        forward_seconds: seconds of the forward.
-        input_seconds: seconds of the input gradients, recomputed blocks included.
-        weight_seconds: seconds of the weight gradients.
-        num_parameters: number of parameters.
-        parameter_bytes: their bytes.
-    """
-
-    flops: Affine = Affine()
-    activation_bytes: Affine = Affine()
-    offloaded_bytes: Affine = Affine()
-    working_bytes: Affine = Affine()
-    pending_bytes: Affine = Affine()
-    forward_seconds: Affine = Affine()
-    input_seconds: Affine = Affine()
-    weight_seconds: Affine = Affine()
-    num_parameters: int = 0
-    parameter_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """A convex part of the model. Every device in `devices` has a replica, which takes its share of each micro-batch.
-
-    Args:
-        name: unique in the plan.
-        modules: paths of the modules.
-        devices: devices of the replicas, numbered inside one pipeline replica.
-        micro_batch_size: samples of a micro-batch.
-        round_robin: replicas take micro-batches in turn instead of a share of each: number i goes to replica
-            i modulo their number.
-        recompute: what the stage computes again for the backward instead of keeping it. True: everything but the inputs
-            of a micro-batch, in an action of its own before the backward; not for the stage that lists STEP. Paths of
-            modules: each of these blocks keeps only its inputs, and runs again when the backward reaches it.
-        offload: what the stage's forwards keep for the backwards, but for its inputs, lies in host memory in between.
-        slack: micro-batches that the stage holds in flight beyond those that the rule of `1f1b` needs, so that late
-            messages do not delay it; its predecessors hold as many more. Other schedules ignore it.
-        tokens: interval `[start, stop)` of the sequence if the stage is a slice (`lightning_gpp.slices`); None: all.
-        tensor_parallel_size: number of processes of each of its devices, its members, which share the stage's work.
-        figures: its costs; those of one process.
-    """
-
-    name: str
-    modules: tuple[str, ...]
-    devices: tuple[int, ...]
-    micro_batch_size: int
-    round_robin: bool = False
-    recompute: bool | tuple[str, ...] = False
-    offload: bool = False
-    slack: int = 0
-    tokens: tuple[int, int] | None = None
-    tensor_parallel_size: int = 1
-    figures: Figures = Figures()
-
-    @property
-    def reruns(self) -> bool:
-        """True if the whole stage runs its forward again, as an action of its own."""
-        return self.recompute is True
-
-    @property
-    def recomputed_blocks(self) -> tuple[str, ...]:
-        """The modules that run again inside the backward."""
-        return () if isinstance(self.recompute, bool) else self.recompute
-
-
-def share_of(num_samples: int, replica: int, num_replicas: int) -> tuple[int, int]:
-    """The samples `[start, stop)` of a micro-batch that one of the replicas of a stage computes."""
-    return replica * num_samples // num_replicas, (replica + 1) * num_samples // num_replicas
+__all__ = [
+    "SHARDINGS",
+    "SOURCE",
+    "STEP",
+    "WHOLE",
+    "Edge",
+    "Figures",
+    "Plan",
+    "Stage",
+    "VERSION",
+    "share_of",
+    "shared_parameter",
+    "topological",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +75,22 @@ class Plan:
     notes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check(self)
+        check_stages(self.stages)
+        check_edges(self.stages, self.edges)
+        check_devices(self.stages, self.unused)
+        check_members(self.stages)
+        check_slices(self.stages, self.edges)
+        self._check_rest()
+
+    def _check_rest(self) -> None:
+        if self.batch_size < 1:
+            raise PlanError(f"The plan's batch_size is {self.batch_size}; it must be at least 1 sample.")
+        if self.sharding not in SHARDINGS:
+            raise PlanError(f"The plan's sharding is {self.sharding!r}; it must be one of {', '.join(SHARDINGS)}.")
+        if self.memory_bytes and len(self.memory_bytes) != self.num_devices:
+            raise PlanError(
+                f"memory_bytes has {len(self.memory_bytes)} entries; the plan has {self.num_devices} devices."
+            )
 
     @property
     def is_sliced(self) -> bool:
@@ -216,10 +137,7 @@ class Plan:
 
     def graph(self) -> nx.DiGraph:
         """The stage graph without the data source; nodes are stage indices."""
-        graph = nx.DiGraph()
-        graph.add_nodes_from(range(len(self.stages)))
-        graph.add_edges_from((edge.src, edge.dst) for edge in self.edges if edge.src != SOURCE)
-        return graph
+        return stage_graph(len(self.stages), self.edges)
 
     def depths(self) -> dict[int, int]:
         """Length of the longest path from every stage to a sink, in stages, itself included."""
@@ -335,160 +253,6 @@ def shared_parameter(name: str, stages: Sequence[str]) -> PlanError:
         "sharded over the replicas of one. Put the modules that share it into one stage (strategy.stages), or use "
         "strategy.sharding=zero1."
     )
-
-
-def check(plan: Plan) -> None:
-    """Raise PlanError if the plan contradicts itself."""
-    _check_stages(plan)
-    _check_edges(plan)
-    _check_devices(plan)
-    _check_members(plan)
-    _check_sharding(plan)
-    _check_slices(plan)
-
-
-def _check_stages(plan: Plan) -> None:
-    if not plan.stages:
-        raise PlanError("The plan has no stages.")
-    if plan.batch_size < 1:
-        raise PlanError(f"The plan's batch_size is {plan.batch_size}; it must be at least 1 sample.")
-    names = [stage.name for stage in plan.stages]
-    if len(set(names)) < len(names):
-        raise PlanError(f"Stage names must differ, got {names}.")
-    steps = [stage.name for stage in plan.stages if STEP in stage.modules]
-    if len(steps) != 1:
-        raise PlanError(
-            f"Exactly one stage must list {STEP!r} (the user's step) in its modules, but these do: {steps}."
-        )
-    for stage in plan.stages:
-        if stage.micro_batch_size < 1:
-            raise PlanError(f"Stage {stage.name!r}: micro_batch_size is {stage.micro_batch_size}; it must be >= 1.")
-        if not stage.devices or len(set(stage.devices)) < len(stage.devices):
-            raise PlanError(f"Stage {stage.name!r}: devices must be a non-empty list without repeats: {stage.devices}.")
-        _check_flags(stage)
-
-
-def _check_flags(stage: Stage) -> None:
-    if not isinstance(stage.slack, int) or stage.slack < 0:
-        raise PlanError(f"Stage {stage.name!r}: slack is {stage.slack!r}; it must be a whole number, 0 or more.")
-    if not isinstance(stage.round_robin, bool):
-        raise PlanError(f"Stage {stage.name!r}: round_robin is {stage.round_robin!r}; it must be true or false.")
-    _check_recompute(stage)
-    _check_offload(stage)
-
-
-def _check_offload(stage: Stage) -> None:
-    if not isinstance(stage.offload, bool):
-        raise PlanError(f"Stage {stage.name!r}: offload is {stage.offload!r}; it must be true or false.")
-    if stage.offload and stage.reruns:
-        raise PlanError(
-            f"Stage {stage.name!r} has offload=true and recompute=true: it would keep only its inputs, which are not "
-            "offloaded. Leave one of them out, or list modules to recompute."
-        )
-    if stage.offload and stage.tokens is not None:
-        raise PlanError(
-            f"Stage {stage.name!r} has offload=true, but is a slice, which hands on tensors that stay on the device. "
-            "Leave out offload, or strategy.slices."
-        )
-
-
-def _check_recompute(stage: Stage) -> None:
-    paths = isinstance(stage.recompute, tuple) and all(isinstance(path, str) for path in stage.recompute)
-    if not isinstance(stage.recompute, bool) and not paths:
-        raise PlanError(
-            f"Stage {stage.name!r}: recompute is {stage.recompute!r}; it must be true or false, or a list of modules."
-        )
-    if stage.reruns and STEP in stage.modules:
-        raise PlanError(
-            f"Stage {stage.name!r} has recompute=true, but it runs the user's step ({STEP!r}), which would log and "
-            f"count twice. List modules to recompute, or give {STEP!r} a stage of its own, after the modules of this "
-            "one, or leave recompute out."
-        )
-
-
-def _check_sharding(plan: Plan) -> None:
-    if plan.sharding not in SHARDINGS:
-        raise PlanError(f"The plan's sharding is {plan.sharding!r}; it must be one of {', '.join(SHARDINGS)}.")
-    if plan.memory_bytes and len(plan.memory_bytes) != plan.num_devices:
-        raise PlanError(f"memory_bytes has {len(plan.memory_bytes)} entries; the plan has {plan.num_devices} devices.")
-
-
-def _check_slices(plan: Plan) -> None:
-    """Check that slices of a stage follow each other and differ only in their tokens."""
-    latest: dict[tuple[str, ...], Stage] = {}
-    for stage in plan.stages:
-        if stage.tokens is None:
-            continue
-        before, (start, stop) = latest.get(stage.modules), stage.tokens
-        same = before is None or replace(before, name="", tokens=None, figures=Figures()) == replace(
-            stage, name="", tokens=None, figures=Figures()
-        )
-        expected = before.tokens[1] if before is not None and before.tokens is not None else 0
-        if STEP in stage.modules or not same or start != expected or stop <= start:
-            raise PlanError(
-                f"Stage {stage.name!r} is to compute tokens {list(stage.tokens)}. Slices of a stage must follow each "
-                f"other from token 0, next is {expected}, with the same devices and micro_batch_size; the stage of the "
-                f"user's step ({STEP!r}) has none."
-            )
-        latest[stage.modules] = stage
-    _check_same_slices(plan)
-
-
-def _check_same_slices(plan: Plan) -> None:
-    """Check that all stages are cut at the same tokens, and that edges join slices of the same tokens."""
-    cuts: dict[tuple[str, ...], list[tuple[int, int]]] = {}
-    for stage in plan.stages:
-        if stage.tokens is not None:
-            cuts.setdefault(stage.modules, []).append(stage.tokens)
-    if len({tuple(found) for found in cuts.values()}) > 1:
-        raise PlanError(f"All stages that are cut must be cut at the same tokens; these differ: {list(cuts.values())}.")
-    for edge in (edge for edge in plan.edges if not edge.artificial):
-        ends = [plan.stages[index] for index in (edge.src, edge.dst) if index != SOURCE]
-        tokens = {stage.tokens for stage in ends if stage.tokens is not None}
-        if len(tokens) > 1 and ends[0].modules != ends[1].modules:
-            raise PlanError(f"Edge {edge.src} -> {edge.dst} joins slices of different tokens: {sorted(tokens)}.")
-
-
-def _check_edges(plan: Plan) -> None:
-    for edge in plan.edges:
-        if not (SOURCE <= edge.src < len(plan.stages) and 0 <= edge.dst < len(plan.stages)):
-            raise PlanError(f"Edge {edge.src} -> {edge.dst} names a stage that the plan does not have.")
-    graph = plan.graph()
-    if not nx.is_directed_acyclic_graph(graph):
-        cycle = nx.find_cycle(graph)
-        names = " -> ".join(plan.stages[src].name for src, _ in cycle) + f" -> {plan.stages[cycle[0][0]].name}"
-        raise PlanError(f"The stage graph has a cycle: {names}. Merge these stages or move modules between them.")
-    if any(src >= dst for src, dst in graph.edges):
-        raise PlanError("Stages must be listed in topological order: every edge from a lower to a higher index.")
-
-
-def _check_devices(plan: Plan) -> None:
-    used = {device for stage in plan.stages for device in stage.devices}
-    if used & set(plan.unused):
-        raise PlanError(f"unused names devices {sorted(used & set(plan.unused))}, which have stages.")
-    present = used | set(plan.unused)
-    if present != set(range(len(present))):
-        raise PlanError(f"Devices must be numbered 0..n-1 without gaps; the stages use {sorted(used)}.")
-
-
-def _check_members(plan: Plan) -> None:
-    known: dict[int, Stage] = {}
-    most = max((stage.tensor_parallel_size for stage in plan.stages), default=1)
-    for stage in plan.stages:
-        size = stage.tensor_parallel_size
-        if size < 1 or most % size:
-            raise PlanError(
-                f"Stage {stage.name!r}: tensor_parallel_size is {size}; it must be at least 1, and divide the largest "
-                f"of the plan, {most}."
-            )
-        for device in stage.devices:
-            other = known.setdefault(device, stage)
-            if other.tensor_parallel_size != size:
-                raise PlanError(
-                    f"Stages {other.name!r} and {stage.name!r} share device {device}, but have "
-                    f"tensor_parallel_size={other.tensor_parallel_size} and {size}. Give them the same number, or "
-                    "other devices."
-                )
 
 
 def _plain(value: Any) -> Any:
