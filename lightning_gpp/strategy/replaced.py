@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 _NOTHING: Final = object()
@@ -29,3 +31,14 @@ class Replaced:
                 vars(owner).pop(name, None)
             else:
                 vars(owner)[name] = value
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: Any) -> Iterator[None]:
+    """Inside, an object has another attribute."""
+    attributes = Replaced()
+    attributes.put(owner, name, value)
+    try:
+        yield
+    finally:
+        attributes.restore()

@@ -28,12 +28,14 @@ from lightning_gpp.failure.monitor import INTERRUPTED
 from lightning_gpp.option import documents, takes_fields_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.reports.page import RunRecord
+from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.simulation import Period, Timeline
 from lightning_gpp.strategy.arguments import Arguments
 from lightning_gpp.strategy.checks import check_synchronised, once
 from lightning_gpp.strategy.data import Placeholder, distribute
 from lightning_gpp.strategy.preemption import Preempted
 from lightning_gpp.strategy.ranks import RanksStrategy
+from lightning_gpp.strategy.replaced import replaced
 from lightning_gpp.strategy.run import Run
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.checkpoint import load_state
@@ -68,6 +70,7 @@ class GPPStrategy(RanksStrategy):
         self._stored: StoredValues | None = None
         self._accumulating = False
         self._parallel: TensorParallel | None = None
+        self._divided_on: Mesh | None = None
 
     # -- set-up and end -----------------------------------------------------------------------------------------------
 
@@ -167,10 +170,14 @@ class GPPStrategy(RanksStrategy):
         if module is None or control is None or mesh is None:
             yield
             return
-        check_first_run(self._parallel)
+        if self._parallel is not None and self._divided_on is control.mesh:
+            with replaced(module, "configure_model", lambda: None):  # the division of the run before is known
+                yield
+            return
+        check_first_run(module, control)
         with dividing(module, control.mesh.members) as found:
             yield
-        self._parallel = agreed_division(found[0], mesh["tensor_parallel"], control)
+        self._parallel, self._divided_on = agreed_division(found[0], mesh["tensor_parallel"], control), control.mesh
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

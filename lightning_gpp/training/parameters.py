@@ -148,6 +148,7 @@ def settle(
     Raises:
         ConfigError: a module without `reset_parameters` was built on the meta device.
     """
+    _share_in_device(module, control)
     present = _present(module, control)
     absent = [name for name in placement.devices if not any(name in names for names in present)]
     stored = stored or {}
@@ -169,9 +170,22 @@ def settle(
     return not absent and len(present[0]) == len(placement.devices)
 
 
+def _share_in_device(module: nn.Module, control: Control) -> None:
+    """Give all members of this device the tensors of which only the first one has values, as after an earlier run."""
+    first, *others = control.gather_in_device(_with_values(module))
+    lacking = [name for name in sorted(first) if not all(name in names for names in others)]
+    materialise(module, lacking)
+    for name in lacking:
+        _from_first(tensors_of_one(module, name), control.mesh.member_control_group)
+
+
+def _with_values(module: nn.Module) -> set[str]:
+    return {name for name, tensor in tensors_of(module).items() if not tensor.is_meta}
+
+
 def _present(module: nn.Module, control: Control) -> list[set[str]]:
     """The names of the tensors that have values, by rank: on all processes of it."""
-    values = control.gather_all({name for name, tensor in tensors_of(module).items() if not tensor.is_meta})
+    values = control.gather_all(_with_values(module))
     ranks = (control.mesh.processes(rank) for rank in range(control.world_size))
     return [set.intersection(*(values[process] for process in processes)) for processes in ranks]
 
@@ -189,10 +203,15 @@ def _equalise(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) ->
     dist.all_gather_object(digests, [_digest(tensor) for tensor in tensors.values()], group=group)
     for tensor, *found in zip(tensors.values(), *digests, strict=True):
         if len(set(found)) > 1:
-            values = tensor.detach().cpu().contiguous()
-            dist.broadcast(as_sent(values), group_src=0, group=group)
-            with torch.no_grad():
-                tensor.copy_(values)
+            _from_first(tensor, group)
+
+
+def _from_first(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Give a tensor the values of a group's first process."""
+    values = tensor.detach().cpu().contiguous()
+    dist.broadcast(as_sent(values), group_src=0, group=group)
+    with torch.no_grad():
+        tensor.copy_(values)
 
 
 def _digest(tensor: Tensor) -> tuple[float, ...]:

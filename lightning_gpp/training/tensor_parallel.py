@@ -25,6 +25,8 @@ from lightning_gpp._compat.torch import HookTables, buffers_of, forget_division,
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.foreign import Foreign
 from lightning_gpp.training.parameters import replace_tensors, tensors_of, with_values
 from lightning_gpp.wording import named
 
@@ -329,13 +331,13 @@ def check_divided(degree: int, parallel: TensorParallel | None) -> None:
         )
 
 
-def check_first_run(known: TensorParallel | None) -> None:
-    """Raise ConfigError if the module was divided in an earlier run; `known`: the division of that run."""
-    if known is not None:
+def check_first_run(module: nn.Module, control: Control) -> None:
+    """Raise ConfigError, on all processes, if a run of another trainer has left any of them without some values."""
+    if any(control.gather_all(any(isinstance(tensor, Foreign) for tensor in tensors_of(module).values()))):
         raise ConfigError(
-            "The module was divided among processes in an earlier run of this process (tensor_parallel_size), after "
-            "which only rank 0 has all of it. Save a checkpoint, and begin the next run with a new module and trainer, "
-            "from this checkpoint (ckpt_path)."
+            "The module was in a run of another trainer, after which only rank 0 has all of it, and configure_model "
+            "cannot divide it among processes again (tensor_parallel_size). Go on with the same trainer, or save a "
+            "checkpoint and begin with a new module from it (ckpt_path)."
         )
 
 

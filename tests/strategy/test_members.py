@@ -70,6 +70,34 @@ def test_losses_and_weights_are_those_of_one_process(case: str) -> None:
     assert_same(run(world, fit, world, kind, options, CLIPPED, timeout=150), alone(kind, **CLIPPED))
 
 
+def runs(rank: int, world: int, stages: Stages | None) -> Result:
+    """A run, an evaluation, and a run that goes on."""
+    options = {} if stages is None else {"strategy": strategy(num_micro_batches=2, stages=stages)}
+    module, used = make(divides=stages is not None), trainer(devices=world, max_epochs=1, **options)
+    used.fit(module, loader(), loader())
+    (evaluated,) = used.validate(module, loader(), verbose=False)
+    used.fit_loop.max_epochs = 2
+    used.fit(module, loader(), loader())
+    result = outcome(module, used, rank)
+    return {**result, "metrics": {**result["metrics"], "evaluated": evaluated["val_loss"]}}
+
+
+def test_runs_of_one_trainer_follow_each_other() -> None:
+    assert_same(run(3, runs, 3, chain(2, 1), timeout=150), runs(0, 1, None))
+
+
+def another_trainer(rank: int, world: int) -> str:
+    module, options = make(), {"num_micro_batches": 2, "stages": chain(2, 1)}
+    trainer(strategy(**options), devices=world, max_epochs=1).fit(module, loader())
+    with pytest.raises(ConfigError) as refused:
+        trainer(strategy(**options), devices=world, max_epochs=1).fit(module, loader())
+    return str(refused.value)
+
+
+def test_a_run_of_another_trainer_is_refused() -> None:
+    assert all("Go on with the same trainer" in text for text in run(3, another_trainer, 3, timeout=150))
+
+
 def fit_pipelines(rank: int) -> Result:
     """Each of two pipelines trains on every other sample."""
     module, options = make(), {"stages": chain(1, 2), "num_micro_batches": 2, "num_pipelines": 2}

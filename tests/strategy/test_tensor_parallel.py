@@ -22,7 +22,6 @@ from lightning_gpp.training.tensor_parallel import (
     TensorParallel,
     check_copies,
     check_divided,
-    check_first_run,
     dividing,
 )
 from tests.strategy.harness import run, strategy, trainer
@@ -341,12 +340,6 @@ def test_undivided_modules_are_refused() -> None:
     assert found is None
     with pytest.raises(ConfigError, match="the module is not divided among processes"):
         check_divided(2, found)
-
-
-def test_second_run_is_refused() -> None:
-    check_first_run(None)
-    with pytest.raises(ConfigError, match="divided among processes in an earlier run of this process"):
-        check_first_run(divided(Tower))
 
 
 def test_averages_are_refused() -> None:
