@@ -39,7 +39,7 @@ from lightning_gpp.schedules.one_f_one_b import samples_in_flight
 _Anywhere = tuple[tuple[int, ...], int, Recompute, bool, int, frozenset[int]]
 """Units, samples of a share, what is recomputed, whether the rest is offloaded, members, and kinds of devices."""
 
-_Transfer = tuple[tuple[int, ...], tuple[int, ...], Affine, int, tuple[int, int]]
+_TransferKey = tuple[tuple[int, ...], tuple[int, ...], Affine, int, tuple[int, int]]
 """Senders, receivers, bytes, samples, and members of both."""
 
 
@@ -100,7 +100,7 @@ class Evaluator:
     _figures: dict[tuple[DraftStage, str], StageFigures] = field(default_factory=dict)
     _anywhere: dict[_Anywhere, StageFigures] = field(default_factory=dict)
     _chosen: dict[tuple[DraftStage, StageMemory], Recompute] = field(default_factory=dict)
-    _transfers: dict[_Transfer, DraftTransfer] = field(default_factory=dict)
+    _transfers: dict[_TransferKey, DraftTransfer] = field(default_factory=dict)
     _routes: dict[tuple[int, int], tuple[Link, tuple[Port, ...]]] = field(default_factory=dict)
     _edges: tuple[list[tuple[int, ...]], dict[tuple[int, int], Flow]] = field(default_factory=lambda: ([], {}))
     _data_seconds: dict[tuple[DraftStage, bool, int], float] = field(default_factory=dict)
