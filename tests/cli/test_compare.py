@@ -69,6 +69,7 @@ def test_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(rows_of(capsys.readouterr().out)) == list(schedule_names())
 
 
+@pytest.mark.acceptance
 def test_schedules_without_a_steady_state_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     compare(composed(*QUICK, "strategy.weights=stash", "schedules=all", name="plan"))
     text = capsys.readouterr().out

@@ -65,14 +65,23 @@ def run(script: str, folder: Path) -> str:
     ("imports", "first"),
     [
         ("import lightning_gpp\nimport pytorch_lightning as pl\nimport lightning as L", "pytorch_lightning"),
-        ("import lightning_gpp\nimport lightning as L\nimport pytorch_lightning as pl", "lightning.pytorch"),
-        ("import pytorch_lightning as pl\nimport lightning_gpp\nimport lightning as L", "pytorch_lightning"),
+        pytest.param(
+            "import lightning_gpp\nimport lightning as L\nimport pytorch_lightning as pl",
+            "lightning.pytorch",
+            marks=pytest.mark.acceptance,
+        ),
+        pytest.param(
+            "import pytorch_lightning as pl\nimport lightning_gpp\nimport lightning as L",
+            "pytorch_lightning",
+            marks=pytest.mark.acceptance,
+        ),
     ],
 )
 def test_the_name_that_is_loaded_first_is_both(imports: str, first: str, tmp_path: Path) -> None:
     assert run(f"{imports}\n{SAME}", tmp_path).splitlines()[-1].split() == [first, first, f"{first}.strategies"]
 
 
+@pytest.mark.acceptance
 def test_packages_that_were_loaded_apart_stay_apart(tmp_path: Path) -> None:
     script = "import pytorch_lightning as pl\nimport lightning as L\nimport lightning_gpp\n"
     run(f"{script}assert pl.Trainer is not L.Trainer\nassert 'gpp' in L.pytorch.strategies.StrategyRegistry", tmp_path)

@@ -111,7 +111,7 @@ LAUNCHERS = {
     ("launcher", "kind", "rank", "phase"),
     [
         ("lightning", "kill", 0, "steady"),
-        ("lightning", "stop", 0, "validation"),
+        pytest.param("lightning", "stop", 0, "validation", marks=pytest.mark.acceptance),
         pytest.param("lightning", "exit", 1, "warm-up", marks=pytest.mark.acceptance),
         ("torchrun", "raise", 1, "steady"),
         pytest.param("torchrun", "stop", 0, "warm-up", marks=pytest.mark.acceptance),

@@ -22,7 +22,12 @@ def test_two_ranks(name: str) -> None:
     run_distributed(2, run_layouts, name, TWO)
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+ON_FOUR = ("two_tower", "feature_towers", "gpt2", "clip")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ON_FOUR else pytest.param(name, marks=pytest.mark.acceptance) for name in SUBJECTS]
+)
 def test_four_ranks(name: str) -> None:
     run_distributed(4, run_layouts, name, FOUR)
 

@@ -307,7 +307,7 @@ ROWS: dict[str, list[Any]] = {
     "`tensor_parallel_size` for a module": [
         test_tensor_parallel.test_undivided_modules_are_refused,
         test_tensor_parallel.test_divisions_that_do_not_work,
-        test_tensor_parallel.test_second_run_is_refused,
+        test_members.test_a_run_of_another_trainer_is_refused,
         test_members.test_modules_that_are_refused,
     ],
     "several modules, and": [test_fabric.test_what_cannot_work_is_refused],

@@ -82,7 +82,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+RARER = ("chain, zero-bubble", "a replicated stage", "no pipeline")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.acceptance) if name in RARER else name for name in CASES]
+)
 def test_losses_and_weights_are_those_of_one_process(case: str) -> None:
     kind, options = CASES[case]
     world = 2 if options.get("num_pipelines") else 4
@@ -167,7 +172,10 @@ def test_owners_have_the_state_of_their_parameters_alone() -> None:
     assert (every["layers.0.up.weight"], every["layers.0.down.weight"]) == ((6, 8), (8, 6))
 
 
-@pytest.mark.parametrize("saving", [{"state_dict_type": "full"}, {"async_save": True}], ids=["file", "folder"])
+@pytest.mark.parametrize(
+    "saving",
+    [pytest.param({"state_dict_type": "full"}, id="file", marks=pytest.mark.acceptance), {"async_save": True}],
+)
 def test_resumes_with_owners(saving: dict[str, Any], tmp_path: Path) -> None:
     owned = partial(fit_once, **saving, **OWNED)
     first = run(4, owned, 4, 2, str(tmp_path), None, timeout=120)[0]

@@ -87,6 +87,7 @@ def test_case_study_has_four_layers_of_attention_and_two_linear_layers_per_branc
     assert num_parameters("case_study", "branches.0.0.") == 12 * 1024**2
 
 
+@pytest.mark.acceptance
 def test_vision_audio_language() -> None:
     name = "vision_audio_language"
     assert num_parameters(name, "vision.") == pytest.approx(304 * MILLION, rel=0.01)
