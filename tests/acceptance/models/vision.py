@@ -26,6 +26,8 @@ def _boxes() -> list[dict[str, Tensor]]:
 
 
 def yolos() -> tuple[nn.Module, Any]:
+    import PIL  # noqa: F401  # the loss of transformers lacks a function without it
+
     sizes = {**_VIT, "image_size": [16, 16], "num_detection_tokens": 4}
     module, batch = pretrained("Yolos", sizes, head="ForObjectDetection")()
     module.model.loss_function = partial(_in_single, module.model.loss_function)
