@@ -11,13 +11,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.errors import GPPError
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
+from lightning_gpp.strategy.messages import inform
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Host
@@ -91,7 +91,7 @@ class LightningHost(Host):
         replace_batch(self._module.trainer, batch)
 
     def inform(self, text: str) -> None:
-        rank_zero_info(text)
+        inform(text)
 
 
 class Steps:
