@@ -24,8 +24,9 @@ from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_
 from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.network import ESCAPED
 from lightning_gpp.capture.record import RunTime, record
-from lightning_gpp.capture.recorder import Recorder, no_network, refusal
+from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Ref, StateRef
+from lightning_gpp.capture.refusal import no_network, refusal
 from lightning_gpp.graph import OperatorGraph
 
 CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]

@@ -25,7 +25,7 @@ from lightning_gpp.capture.attributes import (
     settings,
 )
 from lightning_gpp.capture.network import Network
-from lightning_gpp.capture.recorder import refusal
+from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError, ShapeError
 
 _MOST: Final = 32

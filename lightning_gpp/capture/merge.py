@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.network import Network
-from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.capture.recording import AffineSize, ModuleCall, Recorded
+from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Affine, TensorSpec
 

@@ -11,8 +11,9 @@ from typing import Any, Final
 import torch
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.recorder import BATCH, Recorder, no_network, refusal
+from lightning_gpp.capture.recorder import BATCH, Recorder
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref, StateRef
+from lightning_gpp.capture.refusal import no_network, refusal
 from lightning_gpp.graph import Affine
 
 ESCAPED: Final = (

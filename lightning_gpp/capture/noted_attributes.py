@@ -13,7 +13,8 @@ from torch import nn
 
 from lightning_gpp._compat.torch import CHILDREN
 from lightning_gpp.capture.attributes import Attribute, as_it_is, dotted, has_settings, restore, settings
-from lightning_gpp.capture.recorder import Recorder, refusal
+from lightning_gpp.capture.recorder import Recorder
+from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.user_code import user_line
 
 

@@ -31,8 +31,9 @@ from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.meter import Meter
 from lightning_gpp.capture.noted_attributes import NotedAttributes
 from lightning_gpp.capture.observed_attributes import observe
-from lightning_gpp.capture.recorder import Recorder, refusal
+from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import Recording
+from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.capture.uncut import keep_uncut
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import seed_streams, undisturbed

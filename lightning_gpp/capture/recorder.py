@@ -31,7 +31,7 @@ from lightning_gpp.capture.recording import (
     Ref,
     StateRef,
 )
-from lightning_gpp.errors import CaptureError, NoNetworkError
+from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.user_code import user_line
 from lightning_gpp.wording import named
 
@@ -436,34 +436,3 @@ def register_dataclasses(output: Any) -> None:
         kind = type(leaf)
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             torch.export.register_dataclass(kind)
-
-
-def no_network() -> CaptureError:
-    """The error of a step without a network call."""
-    return refusal(
-        "its first line",
-        "it calls no submodule that has parameters",
-        "call modules, not functions",
-        kind=NoNetworkError,
-    )
-
-
-def refusal(
-    line: str,
-    reason: str,
-    remedy: str,
-    modules: Sequence[str] = (),
-    kind: type[CaptureError] = CaptureError,
-    declare: bool = True,
-) -> CaptureError:
-    """A CaptureError in the common form: line, reason, ways out. `modules`: see there.
-
-    `declare`: whether declared stages are one of them.
-    """
-    ways = (
-        f"Ways out: (1) {remedy}; or (2) declare the stages yourself, as modules and the edges between them "
-        "(strategy.stages with `inputs:`, see docs/capture.md): they run eagerly, and nothing is captured."
-    )
-    error = kind(f"Cannot capture the step at {line}: {reason}.\n{ways if declare else f'Way out: {remedy}.'}")
-    error.modules, error.reason = modules, f"{line}: {reason}"
-    return error

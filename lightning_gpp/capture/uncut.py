@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import FakeTensor, pytree, unset_fake_temporarily
 from lightning_gpp.capture.isolate import private_copy
-from lightning_gpp.capture.recorder import Recorder, refusal, register_dataclasses
+from lightning_gpp.capture.recorder import Recorder, register_dataclasses
+from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import seed_streams, undisturbed
 

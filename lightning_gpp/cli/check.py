@@ -72,8 +72,8 @@ def check_target(path: str, node: DictConfig) -> None:
     unknown = [key for key in given if key not in allowed]
     if unknown and "**" not in allowed:
         raise ConfigError(
-            f"{path}.{unknown[0]}: {node._target_} has no argument of that name. "
-            f"Keys of {path}: {', '.join(sorted(allowed))}."
+            f"{path}.{unknown[0]}: {node._target_} has no argument of that name. Keys of {path}: "
+            f"{', '.join(sorted(allowed)) or 'none'}. Take the key out (on the command line: ~{path}.{unknown[0]})."
         )
 
 

@@ -29,8 +29,8 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.merge import Opaque
 from lightning_gpp.capture.network import Network
-from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.capture.recording import AffineSize, CallModes, ModuleCall, ModuleRef, Recorded, Ref, StateRef
+from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.recompute import recomputed

@@ -19,8 +19,8 @@ from lightning_gpp.capture.batch import BatchDims, device_of, samples_in, slicea
 from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.capture.network import InputKey, Network
-from lightning_gpp.capture.recorder import refusal
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, StateRef
+from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.random import seed_streams, undisturbed

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpp.capture import Capture
-from lightning_gpp.capture.recorder import refusal
+from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.stage import MicroBatch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from lightning import Trainer
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -20,7 +20,7 @@ from lightning_gpp.cli.task import predict, task_of
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.reports.units import rate
-from tests.cli.commands import composed
+from tests.cli.commands import command, composed
 
 WIDTH = 2**18
 
@@ -90,6 +90,23 @@ def test_only_the_stage_that_is_too_large_has_several_processes(
     again = predict(task_of(config))
     assert again.plan.notes == plan.notes
     assert f"different numbers: {rate(again.samples_per_second)} samples/s" in text
+
+
+@pytest.mark.acceptance
+def test_a_plan_of_different_numbers_trains_and_tests(tmp_path: Path) -> None:
+    model = [
+        f"model._target_={__name__}.{WideTowers.__name__}",
+        "~model.width",
+        "~model.num_layers",
+        "~model.learning_rate",
+    ]
+    OmegaConf.save(config_of(OWN, 0.5e9).strategy.cluster, tmp_path / "cluster.yaml")
+    common = ["experiment=feature_towers", *model, "strategy.cluster=cluster.yaml", "trainer.devices=4"]
+    searched = ["strategy.tensor_parallel_size=auto", "strategy.search_seconds=2", "output=plan.yaml"]
+    planned = command("plan", *common, *searched, cwd=tmp_path)
+    assert "Fastest: stages with 1 or 2 processes per device" in " ".join(planned.stdout.split())
+    trained = command("train", *common, "strategy.plan=plan.yaml", "trainer.max_steps=2", cwd=tmp_path, timeout=200)
+    assert "test/accuracy" in trained.stdout, trained.stderr
 
 
 def test_the_fastest_number_is_chosen() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
 from math import inf
 
 from lightning_gpp.cluster import Link, Port
@@ -21,6 +20,7 @@ from lightning_gpp.planning.problem.draft import (
     unreplicated,
     with_chain,
 )
+from lightning_gpp.planning.problem.in_flight import in_flight_counts, topological_order
 from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, period_seconds, step_seconds
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.recomputation import Recomputation, Recompute, StageMemory
@@ -34,7 +34,6 @@ from lightning_gpp.planning.problem.stage_figures import (
     weight_bytes,
 )
 from lightning_gpp.planning.problem.units import Value
-from lightning_gpp.schedules.one_f_one_b import samples_in_flight
 
 _Anywhere = tuple[tuple[int, ...], int, Recompute, bool, int, frozenset[int]]
 """Units, samples of a share, what is recomputed, whether the rest is offloaded, members, and kinds of devices."""
@@ -419,36 +418,3 @@ def _contend(ways: Iterable[tuple[Mapping[tuple[int, int], DraftTransfer], dict[
             waits = [together[dst, port] - busy for port, busy in ports.items()]
             seconds[pair] += max(waits, default=0.0)
     return max(total.values(), default=0.0)
-
-
-def topological_order(edges: Iterable[tuple[int, int]], num_stages: int) -> list[int]:
-    """Stages in a topological order that keeps the given one where edges allow it; empty if they form a cycle."""
-    following: list[list[int]] = [[] for _ in range(num_stages)]
-    missing = [0] * num_stages
-    for src, dst in edges:
-        following[src].append(dst)
-        missing[dst] += 1
-    ready = [stage for stage in range(num_stages) if not missing[stage]]
-    order = []
-    while ready:
-        stage = heappop(ready)
-        order.append(stage)
-        for other in following[stage]:
-            missing[other] -= 1
-            if not missing[other]:
-                heappush(ready, other)
-    return order if len(order) == num_stages else []
-
-
-def in_flight_counts(
-    slack: Sequence[int], edges: Mapping[tuple[int, int], Flow], schedule: str, num_micro_batches: int
-) -> list[int]:
-    """The most micro-batches in flight on each stage, in topological order. `slack`: that of each stage."""
-    num_stages = len(slack)
-    if schedule == "gpipe":
-        return [num_micro_batches] * num_stages
-    successors: list[list[int]] = [[] for _ in range(num_stages)]
-    for src, dst in edges:
-        successors[src].append(dst)
-    samples = samples_in_flight([1] * num_stages, successors, slack=slack)
-    return [min(count, num_micro_batches) for count in samples]
