@@ -15,6 +15,7 @@ import torchmetrics
 from torch import nn
 
 from lightning_gpp._compat.torch import FakeTensorMode, forget_compiled_call, uncompiled, wraps_compiled
+from lightning_gpp.capture.metrics import metrics_of
 from lightning_gpp.graph import OperatorGraph
 
 _CONTAINERS = (list, dict, set, tuple)
@@ -48,9 +49,8 @@ def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device)
     for tensor in (*module.parameters(), *module.buffers()):
         memo.setdefault(id(tensor), _fake(tensor, mode, device))
     replica = private_copy(module, memo)
-    for metric in replica.modules():
-        if isinstance(metric, torchmetrics.Metric | torchmetrics.MetricCollection):
-            _silence(metric, mode)
+    for metric in metrics_of(replica).values():
+        _silence(metric, mode)
     return replica
 
 

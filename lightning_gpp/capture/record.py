@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torchmetrics
 from torch import nn
 
 from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
@@ -29,6 +28,7 @@ from lightning_gpp.capture.attributes import originals
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
 from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.meter import Meter
+from lightning_gpp.capture.metrics import metrics_of
 from lightning_gpp.capture.noted_attributes import NotedAttributes
 from lightning_gpp.capture.observed_attributes import observe
 from lightning_gpp.capture.recorder import Recorder
@@ -232,9 +232,8 @@ def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Reco
         if recorder.scope == -1:
             recorder.use((args, kwargs))
 
-    for metric in replica.modules():
-        if isinstance(metric, torchmetrics.Metric | torchmetrics.MetricCollection):
-            _note_uses(metric, recorder)
+    for metric in metrics_of(replica).values():
+        _note_uses(metric, recorder)
     if hasattr(replica, "log_dict"):
         set_trainer(replica, _ObservedTrainer(trainer, run_time, recorder))
         vars(replica).update(log=log, log_dict=log, print=_Swallow())

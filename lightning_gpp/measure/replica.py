@@ -7,20 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torchmetrics
 from torch import Tensor, nn
 
 from lightning_gpp.capture.isolate import names_of, private_copy
+from lightning_gpp.capture.metrics import keep_apart, metrics_of
 
 
 def hollow_copy(module: nn.Module, device: torch.device) -> nn.Module:
     """A copy with all parameters and buffers on the meta device, silent logging and new metrics."""
     memo = {id(tensor): _hollow(tensor) for tensor, _ in names_of(module)}
     replica = private_copy(module, memo)
-    for metric in replica.modules():
-        if isinstance(metric, torchmetrics.Metric):
-            metric.reset()
-            metric.to(device)
+    for metric in metrics_of(replica).values():
+        metric.reset()
+        metric.to(device)
+    keep_apart(replica)
     if hasattr(replica, "log_dict"):
         vars(replica).update(log=_nothing, log_dict=_nothing, print=_nothing)
     return replica

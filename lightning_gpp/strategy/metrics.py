@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_gpp._compat.lightning import metric_state, reset_metric
 from lightning_gpp._compat.torch import pytree
+from lightning_gpp.capture.metrics import metrics_of
 from lightning_gpp.training.control import Control
-
-_SYNC_ATTRIBUTES = ("process_group", "distributed_available_fn")
-
-
-def metrics_of(module: pl.LightningModule) -> dict[str, Metric]:
-    """The metrics of a module by path."""
-    return {path: part for path, part in module.named_modules() if isinstance(part, Metric)}
 
 
 class MetricStates:
@@ -26,40 +23,82 @@ class MetricStates:
 
     def __init__(self, module: pl.LightningModule, control: Control, device: torch.device) -> None:
         self.module, self.control, self.device = module, control, device
-        self._plain: list[tuple[Metric, dict[str, Any]]] = []
 
     def attach(self) -> None:
         """Move the metrics to the device, and let them synchronise over the pipeline replicas."""
-        for metric in metrics_of(self.module).values():
-            metric.to(self.device)
-            self._plain.append((metric, {name: getattr(metric, name) for name in _SYNC_ATTRIBUTES}))
-            metric.process_group = self.control.mesh.replica_group
-            if self.control.num_pipelines == 1:
-                metric.distributed_available_fn = bool  # returns False: there is nobody to synchronise with
+        for part in self.module.modules():
+            if isinstance(part, Metric):
+                part.to(self.device)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Change how metrics synchronise, unless they or what they are copies of were changed before."""
+        alone = self.control.num_pipelines == 1
+        for metric in self._metrics().values():
+            if not isinstance(metric.distributed_available_fn, _InRun):
+                own, gather = metric.distributed_available_fn, metric.dist_sync_fn
+                metric.distributed_available_fn = _InRun(bool if alone else own, own)  # bool returns False
+                metric.dist_sync_fn = _InRun(partial(self._gather, gather or gather_all_tensors), gather)
+
+    def _gather(self, gather: Callable[..., Any], value: Tensor, group: object = None) -> Any:
+        return gather(value, group=self.control.mesh.replica_group)
+
+    def _metrics(self) -> dict[str, Metric]:
+        return {path: metric for path, metric in metrics_of(self.module).items() if isinstance(metric, Metric)}
 
     def detach(self) -> None:
         """Undo `attach`, and bring the states to the CPU."""
-        for metric, attributes in self._plain:
-            for name, value in attributes.items():
-                setattr(metric, name, value)
+        for metric in self._metrics().values():
+            for name in ("distributed_available_fn", "dist_sync_fn"):
+                if isinstance(changed := getattr(metric, name), _InRun):
+                    setattr(metric, name, changed.own)
             metric.to("cpu")
-        self._plain = []
 
     def share(self) -> None:
         """Give the states of the step's rank to the other ranks of its pipeline."""
-        metrics = metrics_of(self.module)
+        self._adopt()  # metrics that hooks have made
+        metrics = self._metrics()
         if not metrics or self.control.num_devices == 1:
             return
-        for part in self.module.modules():
+        for part in metrics_of(self.module).values():
             if isinstance(part, MetricCollection):
                 list(part.items(copy_state=False))  # lets members of a compute group refer to their leader's state
         states = {path: metric_state(metric) for path, metric in metrics.items()}
         received = self.control.share_object(pytree.tree_map_only(Tensor, torch.Tensor.cpu, states))
         if not self.control.runs_step:
             for path, (state, count) in received.items():
-                self._set(metrics[path], state, count)
+                _set(metrics[path], state, count)
 
-    def _set(self, metric: Metric, state: dict[str, Any], count: int) -> None:
-        for name, value in pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), state).items():
-            setattr(metric, name, value)
-        reset_metric(metric, None, count)
+
+def _set(metric: Metric, state: dict[str, Any], count: int) -> None:
+    for name, value in pytree.tree_map_only(Tensor, lambda tensor: tensor.to(metric.device), state).items():
+        setattr(metric, name, value)
+    reset_metric(metric, None, count)
+
+
+class _InRun:
+    """A function of a metric during a run: its copies keep it, and files have the metric's own function.
+
+    Args:
+        now: the function during the run.
+        own: what the metric had before it.
+    """
+
+    def __init__(self, now: Callable[..., Any], own: Any) -> None:
+        self._now, self.own = now, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._now(*args, **kwargs)
+
+    def __copy__(self) -> _InRun:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _InRun:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _as_it_is, (self.own,)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

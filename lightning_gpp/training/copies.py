@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
 from lightning_gpp.capture.attributes import FRAMEWORKS, OF_EVERY_MODULE
 from lightning_gpp.capture.isolate import private_copy
+from lightning_gpp.capture.metrics import keep_apart
 from lightning_gpp.training.foreign import Foreign, Whereabouts, foreign_like
 from lightning_gpp.training.parameters import flatten, tensors_of, with_values
 
@@ -87,6 +88,7 @@ def _silenced(copied: nn.Module, module: nn.Module) -> nn.Module:
     for part in (part for part in copied.modules() if hasattr(part, "log_dict")):
         vars(part).update(log=_ignore, log_dict=_ignore)
         set_trainer(part, trainer_of(module))
+    keep_apart(copied)
     return copied
 
 

@@ -1,0 +1,51 @@
+"""The torchmetrics objects of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_gpp.capture.attributes import OF_EVERY_MODULE
+
+_DEPTH: Final = 3
+
+
+def metrics_of(module: nn.Module) -> dict[str, Metric | MetricCollection]:
+    """The metrics of a module, each once: its parts by path, and those in plain lists, tuples and dicts of attributes.
+
+    torch does not know the latter: they have no device, and no place in a checkpoint.
+    """
+    found: dict[int, tuple[str, Metric | MetricCollection]] = {}
+    for path, part in module.named_modules():
+        for place, metric in _own(path, part):
+            found.setdefault(id(metric), (place, metric))
+    return dict(found.values())
+
+
+def _own(path: str, part: nn.Module) -> Iterator[tuple[str, Metric | MetricCollection]]:
+    if isinstance(part, Metric | MetricCollection):
+        yield path, part
+        return
+    for name, value in vars(part).items():
+        if name not in OF_EVERY_MODULE and isinstance(value, list | tuple | dict):
+            yield from _inside(f"{path}.{name}", value, _DEPTH)
+
+
+def _inside(place: str, value: Any, depth: int) -> Iterator[tuple[str, Metric | MetricCollection]]:
+    if isinstance(value, Metric | MetricCollection):
+        for path, part in value.named_modules(prefix=place):
+            if isinstance(part, Metric | MetricCollection):
+                yield path, part
+    elif isinstance(value, list | tuple | dict) and depth:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _inside(f"{place}[{key!r}]", item, depth - 1)
+
+
+def keep_apart(module: nn.Module) -> None:
+    """Let the metrics of a copy, which may be on one rank alone, synchronise with no other."""
+    for metric in metrics_of(module).values():
+        if isinstance(metric, Metric):
+            metric.distributed_available_fn = bool  # returns False: there is nobody to synchronise with

@@ -1,0 +1,85 @@
+"""torchmetrics objects wherever users keep and compute them: on all ranks the values of one process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric, MetricCollection, MetricTracker, SumMetric
+from torchmetrics.classification import MulticlassAUROC
+
+from tests.strategy import harness
+from tests.strategy.harness import TwoTowers
+
+
+class Measured(TwoTowers):
+    """Keeps metrics in a tracker, which copies them, in plain containers, and makes one in a hook."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.tracker = MetricTracker(MeanMetric(), maximize=False)
+        self.kept = {"areas": [MulticlassAUROC(3)]}
+        self.bundle = (MetricCollection({"mean": MeanMetric(), "sum": SumMetric()}),)
+        self.running = MeanMetric()
+        self.found: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, _ = self.loss(batch)
+        self.running.update(loss.detach())
+        self.running.compute()  # synchronises, while other ranks do not call it
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        self.tracker.increment()
+        self.made = SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss, logits = self.loss(batch)
+        self.tracker.update(loss)
+        self.made.update(loss)
+        self.bundle[0].update(loss)
+        self.kept["areas"][0].update(logits.softmax(1), batch[-1])
+
+    def on_validation_epoch_end(self) -> None:
+        values = {
+            "area": self.kept["areas"][0].compute(),
+            "tracked": self.tracker.compute(),
+            "made": self.made.compute(),
+        }
+        copied, stored = copy.deepcopy(self.made), pickle.loads(pickle.dumps(self.made))
+        values |= self.bundle[0].compute() | {"copied": copied.compute()}
+        self.found.append({name: float(value) for name, value in values.items()})
+        assert stored.dist_sync_fn is None
+        self.kept["areas"][0].reset()
+        self.bundle[0].reset()
+
+
+def run(strategy: Any, devices: int, lr: float) -> list[dict[str, float]]:
+    torch.manual_seed(0)
+    module = Measured(lr=lr).double()
+    harness.trainer(strategy, devices, num_sanity_val_steps=0).fit(
+        module, harness.loader(32), harness.loader(32, seed=2)
+    )
+    assert [metric.dist_sync_fn for metric in (module.made, *module.tracker)] == [None] * 3
+    return module.found
+
+
+def divided(rank: int, lr: float, settings: dict[str, Any]) -> list[dict[str, float]]:
+    return run(harness.strategy(num_micro_batches=2, **settings), 2, lr)
+
+
+ALL = [{"modules": ["left", "right", "head", "@step"], "devices": [0]}]
+
+
+@pytest.mark.parametrize(
+    ("lr", "settings"), [(0.05, {}), (0.0, {"stages": ALL, "num_pipelines": 2})], ids=["stages", "pipelines"]
+)
+def test_values_of_one_process(lr: float, settings: dict[str, Any]) -> None:
+    """Pipelines train with larger mini-batches; without a learning rate all the same."""
+    expected = run("auto", 1, lr)
+    for found in harness.run(2, divided, lr, settings):
+        assert found == [pytest.approx(values, rel=1e-12) for values in expected]
