@@ -20,17 +20,16 @@ def metrics_of(module: nn.Module) -> dict[str, Metric | MetricCollection]:
     """
     found: dict[int, tuple[str, Metric | MetricCollection]] = {}
     for path, part in module.named_modules():
-        for place, metric in _own(path, part):
+        own = ((path, part),) if isinstance(part, Metric | MetricCollection) else metrics_in(part, path)
+        for place, metric in own:
             found.setdefault(id(metric), (place, metric))
     return dict(found.values())
 
 
-def _own(path: str, part: nn.Module) -> Iterator[tuple[str, Metric | MetricCollection]]:
-    if isinstance(part, Metric | MetricCollection):
-        yield path, part
-        return
-    for name, value in vars(part).items():
-        if name not in OF_EVERY_MODULE and isinstance(value, list | tuple | dict):
+def metrics_in(owner: object, path: str) -> Iterator[tuple[str, Metric | MetricCollection]]:
+    """The metrics in attributes of an object at a path; not those that are parts of a module."""
+    for name, value in vars(owner).items():
+        if name not in OF_EVERY_MODULE:
             yield from _inside(f"{path}.{name}", value, _DEPTH)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,22 +14,28 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_gpp._compat.lightning import metric_state, reset_metric
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.metrics import metrics_of
+from lightning_gpp.capture.metrics import metrics_in, metrics_of
 from lightning_gpp.training.control import Control
 
 
 class MetricStates:
-    """Keeps the metrics of a module equal on all ranks of a pipeline, and synchronised over pipeline replicas only."""
+    """Keeps the metrics of a module and of callbacks equal on all ranks of a pipeline.
+
+    They are synchronised over pipeline replicas only.
+    """
 
     def __init__(self, module: pl.LightningModule, control: Control, device: torch.device) -> None:
         self.module, self.control, self.device = module, control, device
 
     def attach(self) -> None:
         """Move the metrics to the device, and let them synchronise over the pipeline replicas."""
+        self._move(self.device)
+        self._adopt()
+
+    def _move(self, device: torch.device) -> None:
         for part in self.module.modules():
             if isinstance(part, Metric):
-                part.to(self.device)
-        self._adopt()
+                part.to(device)
 
     def _adopt(self) -> None:
         """Change how metrics synchronise, unless they or what they are copies of were changed before."""
@@ -44,7 +50,12 @@ class MetricStates:
         return gather(value, group=self.control.mesh.replica_group)
 
     def _metrics(self) -> dict[str, Metric]:
-        return {path: metric for path, metric in metrics_of(self.module).items() if isinstance(metric, Metric)}
+        return {path: metric for path, metric in self._all() if isinstance(metric, Metric)}
+
+    def _all(self) -> Iterator[tuple[str, Metric | MetricCollection]]:
+        yield from metrics_of(self.module).items()
+        for number, callback in enumerate(getattr(self.module.trainer, "callbacks", ())):
+            yield from metrics_in(callback, f"callbacks[{number}]")
 
     def detach(self) -> None:
         """Undo `attach`, and bring the states to the CPU."""
@@ -52,7 +63,7 @@ class MetricStates:
             for name in ("distributed_available_fn", "dist_sync_fn"):
                 if isinstance(changed := getattr(metric, name), _InRun):
                     setattr(metric, name, changed.own)
-            metric.to("cpu")
+        self._move(torch.device("cpu"))
 
     def share(self) -> None:
         """Give the states of the step's rank to the other ranks of its pipeline."""
@@ -60,14 +71,14 @@ class MetricStates:
         metrics = self._metrics()
         if not metrics or self.control.num_devices == 1:
             return
-        for part in metrics_of(self.module).values():
+        for _, part in self._all():
             if isinstance(part, MetricCollection):
                 list(part.items(copy_state=False))  # lets members of a compute group refer to their leader's state
         states = {path: metric_state(metric) for path, metric in metrics.items()}
         received = self.control.share_object(pytree.tree_map_only(Tensor, torch.Tensor.cpu, states))
         if not self.control.runs_step:
-            for path, (state, count) in received.items():
-                _set(metrics[path], state, count)
+            for path in metrics.keys() & received.keys():
+                _set(metrics[path], *received[path])
 
 
 def _set(metric: Metric, state: dict[str, Any], count: int) -> None:

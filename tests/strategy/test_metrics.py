@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection, MetricTracker, SumMetric
 from torchmetrics.classification import MulticlassAUROC
@@ -27,22 +28,23 @@ class Measured(TwoTowers):
         self.running = MeanMetric()
         self.found: list[dict[str, float]] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss, _ = self.loss(batch)
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        loss, logits = self.loss(batch)
         self.running.update(loss.detach())
         self.running.compute()  # synchronises, while other ranks do not call it
-        return loss
+        return {"loss": loss, "logits": logits.detach()}
 
     def on_validation_epoch_start(self) -> None:
         self.tracker.increment()
         self.made = SumMetric()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss, logits = self.loss(batch)
         self.tracker.update(loss)
         self.made.update(loss)
         self.bundle[0].update(loss)
         self.kept["areas"][0].update(logits.softmax(1), batch[-1])
+        return loss
 
     def on_validation_epoch_end(self) -> None:
         values = {
@@ -58,14 +60,28 @@ class Measured(TwoTowers):
         self.bundle[0].reset()
 
 
+class Watch(Callback):
+    """Keeps a metric, which only the ranks that run the step update."""
+
+    def __init__(self) -> None:
+        self.mean, self.found = MeanMetric(), list[float]()
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        if outputs is not None:
+            self.mean.update(outputs)
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.found.append(float(self.mean.compute()))
+
+
 def run(strategy: Any, devices: int, lr: float) -> list[dict[str, float]]:
     torch.manual_seed(0)
-    module = Measured(lr=lr).double()
-    harness.trainer(strategy, devices, num_sanity_val_steps=0).fit(
-        module, harness.loader(32), harness.loader(32, seed=2)
-    )
-    assert [metric.dist_sync_fn for metric in (module.made, *module.tracker)] == [None] * 3
-    return module.found
+    module, watch = Measured(lr=lr).double(), Watch()
+    trainer = harness.trainer(strategy, devices, num_sanity_val_steps=0, callbacks=[watch])
+    trainer.fit(module, harness.loader(32), harness.loader(32, seed=2))
+    assert all(metric.dist_sync_fn is None for metric in (module.made, *module.tracker))
+    assert watch.mean.dist_sync_fn is None
+    return [values | {"watched": watched} for values, watched in zip(module.found, watch.found, strict=True)]
 
 
 def divided(rank: int, lr: float, settings: dict[str, Any]) -> list[dict[str, float]]:
