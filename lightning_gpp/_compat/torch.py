@@ -187,6 +187,31 @@ def will_run(node: Node) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+GradientHooks = tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]
+"""Hooks of a tensor by number: those that get its gradient, and those that get the leaf after the accumulation."""
+
+
+def gradient_hooks(tensor: Tensor) -> GradientHooks:
+    """The tables of the hooks on a tensor's gradient, for writing; empty ones that nobody reads if it has none."""
+    with without_torch_function():
+        return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}
+
+
+def with_gradient_hooks(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those of the tensors that have such hooks; quick, for a look in every step."""
+    with without_torch_function():
+        return [each for each in tensors if each._backward_hooks or each._post_accumulate_grad_hooks]
+
+
+def hand_over_gradient_hooks(before: Tensor, after: Tensor) -> None:
+    """Let a leaf have the hooks of another one, whose place it takes; their handles remove them from both."""
+    with without_torch_function():
+        if before._backward_hooks:
+            after._backward_hooks = before._backward_hooks
+        if before._post_accumulate_grad_hooks:
+            after._post_accumulate_grad_hooks = before._post_accumulate_grad_hooks
+
+
 def graph_is_kept() -> bool:
     """Inside a backward: True if another backward of the same graph may follow."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

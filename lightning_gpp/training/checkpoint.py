@@ -15,7 +15,7 @@ from lightning_gpp.errors import CheckpointError
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Foreign
 from lightning_gpp.training.optimizers import OptimizerIndex
-from lightning_gpp.training.parameters import Placement, materialise, replace_tensors, tensors_of, with_values
+from lightning_gpp.training.parameters import Placement, materialise, succeed, tensors_of, with_values
 from lightning_gpp.training.shards import is_shard, loadable, outline, state_shard, whole_states, whole_values
 from lightning_gpp.wording import some
 
@@ -226,7 +226,7 @@ def make_whole(module: nn.Module, placement: Placement, control: Control) -> Non
     for name, tensor in tensors.items():
         if tensor.is_meta:
             swaps[id(tensor)] = (tensor, with_values(tensor, received[name]))
-    replace_tensors(module, swaps)
+    succeed(module, swaps)
 
 
 def fill(tree: Any, control: Control) -> Any:

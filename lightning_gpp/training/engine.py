@@ -37,6 +37,7 @@ from lightning_gpp.training.lending import lending_of
 from lightning_gpp.training.machine import Machine
 from lightning_gpp.training.nonfinite import FiniteCheck
 from lightning_gpp.training.optimizers import OptimizerIndex, all_undivided
+from lightning_gpp.training.parameter_hooks import ParameterHooks
 from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.predicted import computing_seconds
@@ -65,6 +66,7 @@ class Engine:
         asynchronous: training without a flush between mini-batches; None flushes after each.
         gradients: checks and clips gradients if there is no flush.
         finite: checks losses and gradients, of all ranks together; None does not.
+        hooks: users' hooks on gradients of parameters; None without training.
         comparison: compares losses during training; None if this rank does not.
         whole: runs steps as a whole, on all ranks.
         as_whole: names of the steps that run as a whole; others run on micro-batches, in evaluation if they can.
@@ -91,11 +93,12 @@ class Engine:
         asynchronous: Asynchronous | None = None,
         gradients: StageGradients | None = None,
         finite: FiniteCheck | None = None,
+        hooks: ParameterHooks | None = None,
         comparison: RepeatedComparison | None = None,
     ) -> None:
         self._sessions, self._indices, self._replicas = sessions, indices, replicas
         self._asynchronous, self._gradients, self._finite = asynchronous, gradients, finite
-        self._whole, self.trains_whole = whole, TRAINING in as_whole
+        self._whole, self.trains_whole, self._hooks = whole, TRAINING in as_whole, hooks
         self.job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
@@ -279,8 +282,11 @@ class Engine:
         weight = scale / accumulated
         if not self._runner.sums:
             weight /= self._incoming.batch_size * self.control.num_pipelines
-        with self.pruning.applied():
+        with self._parameter_hooks.waiting(accumulates=accumulated > 1 or not last), self.pruning.applied():
             outputs = self._runner.train(arguments, weight, accumulated, self.num_steps)
+        if not last:
+            self.pruning.mask_gradients()
+            self._parameter_hooks.run()
         if self.current is not None and self.current.latest is not None:
             self.current.tell_not_split()
             self._stragglers.note(self.current.latest)
@@ -300,10 +306,12 @@ class Engine:
         self.pruning.mask_gradients()
         if self._asynchronous is not None:
             self._asynchronous.sum_gradients()
+        self._parameter_hooks.change_gradients()
         if self._gradients is not None and self.job.options.on_nonfinite != "ignore":
             self._gradients.check(self.num_steps - 1)
         if self._finite is not None:
             self._finite.before_update(self.num_steps - 1)
+        self._parameter_hooks.after_accumulation()
         if self._asynchronous is not None:
             self._asynchronous.before_update()
 
@@ -331,6 +339,12 @@ class Engine:
         if self._replicas is None:
             raise GPPError("The engine was set up to evaluate, so it cannot train.")
         return self._replicas
+
+    @property
+    def _parameter_hooks(self) -> ParameterHooks:
+        if self._hooks is None:
+            raise GPPError("The engine was set up to evaluate, so it cannot train.")
+        return self._hooks
 
     # -- states -------------------------------------------------------------------------------------------------------
 

@@ -51,12 +51,12 @@ class NetworkCalls:
         mirror: gives results to all ranks.
 
     Attributes:
-        must_reduce: whether gradients are summed over ranks at the end of a backward.
-        reduces: whether they will be at the end of the current one.
+        at_end: what has to be done at the end of a backward, as a clause; empty if nothing.
+        reduces: whether that will be done at the end of the current one.
     """
 
     def __init__(self, job: Job, *, plan: Plan, placement: Placement, transport: Transport, mirror: Mirror) -> None:
-        self.must_reduce = self.reduces = False
+        self.at_end, self.reduces = "", False
         self._job, self._plan, self._placement = job, plan, placement
         self._transport, self._mirror = transport, mirror
         self._streams = RandomStreams(job.seed, job.device)
@@ -115,10 +115,10 @@ class NetworkCalls:
     def backward(self, run: NetworkRun, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backward of a call, inside one of autograd."""
         parameters = will_run(self._accumulator)
-        if parameters and self.must_reduce and not self.reduces:
+        if parameters and self.at_end and not self.reduces:
             raise GPPError(
-                "A backward was started by loss.backward(), but several ranks hold the same parameters, whose "
-                "gradients are summed at its end. Use self.manual_backward(loss) (or engine.backward(loss))."
+                f"A backward was started by loss.backward(), but {self.at_end}. Use self.manual_backward(loss) (or "
+                "engine.backward(loss))."
             )
         with self._answers.suspended(), undisturbed():
             return run.backward(gradients, with_parameters=parameters, again=graph_is_kept())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_gpp._compat.lightning_module import set_device
-from lightning_gpp._compat.torch import without_torch_function
+from lightning_gpp._compat.torch import hand_over_gradient_hooks, without_torch_function
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.sharding.shards import local
@@ -94,7 +94,7 @@ def drop(module: nn.Module, elsewhere: Mapping[str, Whereabouts], device: torch.
         if name in elsewhere and not isinstance(tensor, Foreign)
     }
     swaps = {id(tensor): (tensor, foreign_like(tensor, device, [elsewhere[n]])) for n, tensor in foreign.items()}
-    replace_tensors(module, swaps)
+    succeed(module, swaps)
 
 
 def replace_tensors(module: nn.Module, swaps: Mapping[int, tuple[Tensor, Tensor]]) -> None:
@@ -109,8 +109,15 @@ def replace_tensors(module: nn.Module, swaps: Mapping[int, tuple[Tensor, Tensor]
                 setattr(part, name, swaps[id(tensor)][1])
 
 
+def succeed(module: nn.Module, swaps: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    """The same for good: users' hooks on gradients go over to the new tensors."""
+    for before, after in swaps.values():
+        hand_over_gradient_hooks(before, after)
+    replace_tensors(module, swaps)
+
+
 def with_values(tensor: Tensor, values: Tensor) -> Tensor:
-    """A tensor of the same kind with these values."""
+    """A tensor of the same kind with these values, without hooks."""
     if not isinstance(tensor, nn.Parameter):
         return values
     parameter = nn.Parameter(values, requires_grad=tensor.requires_grad)
@@ -128,7 +135,7 @@ def materialise(module: nn.Module, names: Iterable[str]) -> None:
     """Allocate CPU memory for those of these tensors that have none. Values are undefined."""
     tensors = tensors_of(module)
     empty = [tensors[name] for name in names if tensors[name].is_meta]
-    replace_tensors(module, {id(tensor): (tensor, _empty(tensor)) for tensor in empty})
+    succeed(module, {id(tensor): (tensor, _empty(tensor)) for tensor in empty})
 
 
 def settle(

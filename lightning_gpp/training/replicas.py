@@ -91,6 +91,7 @@ class Replicas:
 
     Attributes:
         sharding: the plan's sharding, or "none" if no two ranks hold the same parameter.
+        parameters: the module's parameters at the beginning of the mini-batch.
 
     Raises:
         ConfigError: an optimizer cannot step parts of parameters, members of a device have divided what is sharded, or
@@ -120,6 +121,7 @@ class Replicas:
                 "The plan has sharding=fsdp, but tensor parallelism (tensor_parallel_size) has already divided the "
                 "parameters. Use strategy.sharding=zero1, which splits the optimizer's state."
             )
+        self.parameters: list[Parameter] = []
         self._facts = self._current_facts()
         self._pending, self._trained, self._frozen_since = False, self._names_trained(), set[str]()
         self._once_trained = set[str]()
@@ -282,7 +284,8 @@ class Replicas:
 
     def _current_facts(self) -> tuple[object, ...]:
         groups = (tuple(map(id, index.optimizer.param_groups)) for index in self._indices)
-        return trained_flags(self.module.parameters()), *groups
+        self.parameters = list(self.module.parameters())
+        return trained_flags(self.parameters), *groups
 
     def _names_trained(self) -> set[str]:
         return {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}

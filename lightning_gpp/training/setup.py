@@ -54,6 +54,7 @@ from lightning_gpp.training.nonfinite import FiniteCheck
 from lightning_gpp.training.optimizers import OptimizerIndex, check_first_order
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
+from lightning_gpp.training.parameter_hooks import ParameterHooks, check_hooks
 from lightning_gpp.training.parameters import move, place, settle
 from lightning_gpp.training.planner import TRAINING, part_of_member, plan_for
 from lightning_gpp.training.repeated import RepeatedComparison
@@ -166,10 +167,13 @@ def _set_up(
         for optimizer in optimizers:
             check_first_order(optimizer)
     indices = [OptimizerIndex(optimizer, job.module) for optimizer in optimizers]
+    if step == TRAINING:
+        check_hooks(job, plan)
     layout = _place_parameters(job, captured, plan, found_calls)
-    replicas = None
+    replicas = hooks = None
     if step == TRAINING:
         replicas = Replicas(job.module, layout, indices, job.control, job.device, job.parallel)
+        hooks = ParameterHooks(job, layout, partial(getattr, replicas, "parameters"))
     incoming.follow()
     asynchronous = gradients = None
     if policy is not None:
@@ -198,7 +202,7 @@ def _set_up(
     )
     return Engine(
         sessions,
-        whole=WholeStep(job, layout, transport, replicas),
+        whole=WholeStep(job, layout, transport, replicas, hooks),
         as_whole=steps_as_whole(job, step),
         indices=indices,
         replicas=replicas,
@@ -207,6 +211,7 @@ def _set_up(
         finite=_finite_check(job, layout, optimizers) if step == TRAINING and asynchronous is None else None,
         machine=machine.look,
         num_steps=num_steps,
+        hooks=hooks,
         comparison=RepeatedComparison(job) if _compares_losses(job) and not warned else None,
     )
 

@@ -27,7 +27,7 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Foreign
-from lightning_gpp.training.parameters import replace_tensors, tensors_of, with_values
+from lightning_gpp.training.parameters import replace_tensors, succeed, tensors_of, with_values
 from lightning_gpp.wording import named
 
 _HOOKS_OF = "torch.distributed.tensor"
@@ -223,7 +223,7 @@ def _places(module: nn.Module, names: Collection[str]) -> Iterator[tuple[str, di
 @contextmanager
 def dividing(module: nn.Module, processes: Sequence[int]) -> Iterator[list[TensorParallel | None]]:
     """Inside, a module's configure_model runs; afterwards the list has what was lifted. `processes`: see `lifted`."""
-    replace_tensors(module, {id(t): (t, _without_memory(t)) for t in tensors_of(module).values() if t.is_meta})
+    succeed(module, {id(t): (t, _without_memory(t)) for t in tensors_of(module).values() if t.is_meta})
     ties, found = ties_of(module), list[TensorParallel | None]()
     yield found
     found.append(lifted(module, processes))
@@ -259,7 +259,7 @@ def lifted(module: nn.Module, processes: Sequence[int]) -> TensorParallel | None
         return None
     divisions = {name: _division(name, tensor, processes) for name, tensor in tensors.items()}
     swaps = {id(tensor): (tensor, with_values(tensor, _undivided(tensor))) for tensor in tensors.values()}
-    replace_tensors(module, swaps)
+    succeed(module, swaps)
     hooks = {path: _taken(part) for path, part in module.named_modules()}
     mesh = next(iter(tensors.values())).device_mesh
     return TensorParallel(mesh, divisions, {path: tables for path, tables in hooks.items() if any(tables)})

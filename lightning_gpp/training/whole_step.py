@@ -41,6 +41,7 @@ from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.network_calls import NetworkCalls
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Context, Options
+from lightning_gpp.training.parameter_hooks import ParameterHooks
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.wording import sentence
@@ -64,15 +65,22 @@ class WholeStep:
         layout: the parameter placement.
         transport: transport to the other devices.
         replicas: sums gradients of parameters that several ranks hold; None without training.
+        hooks: users' hooks on gradients of parameters; None without training.
     """
 
-    def __init__(self, job: Job, layout: Layout, transport: Transport, replicas: Replicas | None) -> None:
-        self._job, self._layout, self._replicas = job, layout, replicas
+    def __init__(
+        self,
+        job: Job,
+        layout: Layout,
+        transport: Transport,
+        replicas: Replicas | None,
+        hooks: ParameterHooks | None = None,
+    ) -> None:
+        self._job, self._layout, self._replicas, self._hooks = job, layout, replicas, hooks
         self._mirror = Mirror(job.control, job.device)
         self._calls = NetworkCalls(
             job, plan=layout.plan, placement=layout.placement, transport=transport, mirror=self._mirror
         )
-        self._calls.must_reduce = bool(self._shared())
 
     def share(self, batch: Any) -> Any:
         """The mini-batch of the rank that loads the data, on all ranks of its pipeline."""
@@ -82,15 +90,23 @@ class WholeStep:
     def running(self, number: int) -> Iterator[None]:
         """Inside, the user's step runs on mini-batch `number`, on all ranks with the same random numbers."""
         self._mirror.streams()
+        self._calls.at_end = self._at_end()
         with self._calls.answered(number):
             yield
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
         """Inside, a backward runs; at its end gradients are complete, and added to those of earlier backwards."""
-        if self._replicas is None:
+        if self._replicas is None or self._hooks is None:
             raise GPPError("The engine was set up to evaluate, so it cannot train.")
         self._replicas.begin(last=True)
+        with self._hooks.waiting(), self._summed(self._replicas):
+            yield
+        self._hooks.run()
+
+    @contextmanager
+    def _summed(self, replicas: Replicas) -> Iterator[None]:
+        """Inside, a backward runs; at its end its gradients are summed over ranks."""
         shared = self._shared()
         before = {name: parameter.grad for name, parameter in shared.items()}
         for parameter in shared.values():
@@ -101,9 +117,17 @@ class WholeStep:
         finally:
             self._calls.reduces = False
         self._weight(shared)
-        self._replicas.finish()
+        replicas.finish()
         for name, parameter in shared.items():
             parameter.grad = _sum(before[name], parameter.grad)
+
+    def _at_end(self) -> str:
+        """What has to be done at the end of a backward; empty if nothing."""
+        if self._replicas is None or self._hooks is None:
+            return ""
+        if self._shared():
+            return "several ranks hold the same parameters, whose gradients are summed at its end"
+        return "parameters have hooks, which get their gradients at its end" if self._hooks.exist else ""
 
     def _shared(self) -> dict[str, nn.Parameter]:
         """This rank's parameters that other ranks hold, too."""
