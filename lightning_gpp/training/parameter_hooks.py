@@ -42,11 +42,11 @@ class ParameterHooks:
     Args:
         job: the job of the run.
         layout: the parameter placement.
-        parameters: returns the module's parameters; it is called for each mini-batch.
+        hooked: returns the module's parameters with hooks; it is called for each mini-batch.
     """
 
-    def __init__(self, job: Job, layout: Layout, parameters: Callable[[], Sequence[Tensor]]) -> None:
-        self._job, self._layout, self._parameters = job, layout, parameters
+    def __init__(self, job: Job, layout: Layout, hooked: Callable[[], Sequence[Tensor]]) -> None:
+        self._job, self._layout, self._hooked = job, layout, hooked
         self._streams = RandomStreams(job.seed, job.device)
         self._before: dict[Tensor, Tensor | None] = {}
         self._count = 0
@@ -54,7 +54,7 @@ class ParameterHooks:
     @property
     def exist(self) -> bool:
         """True if a parameter of any rank has hooks."""
-        return bool(with_gradient_hooks(self._parameters()))
+        return bool(self._hooked())
 
     @contextmanager
     def waiting(self, *, accumulates: bool = False) -> Iterator[None]:
@@ -68,7 +68,7 @@ class ParameterHooks:
             ConfigError: the hooks cannot get what they get on one process.
         """
         self._before = {}
-        hooked = with_gradient_hooks(self._parameters())
+        hooked = self._hooked()
         if not hooked:
             yield
             return
@@ -110,8 +110,8 @@ class ParameterHooks:
 
     def _drawing_alike(self, parameter: Tensor) -> AbstractContextManager[None]:
         """Inside, the ranks that hold a parameter draw the same random numbers."""
-        number = next(place for place, each in enumerate(self._parameters()) if each is parameter)
-        shared = self._job.control.mesh.most_members > 1 or self._is_shared(_name(self._job.module, parameter))
+        number, name = _place(self._job.module, parameter)
+        shared = self._job.control.mesh.most_members > 1 or self._is_shared(name)
         return self._streams.use(_STREAM, 0, number, self._count) if shared else nullcontext()
 
     def _is_shared(self, name: str) -> bool:
@@ -119,7 +119,7 @@ class ParameterHooks:
 
     def _check_accumulation(self, hooked: Sequence[Tensor]) -> None:
         """Raise ConfigError if the gradients of mini-batches are never complete one by one."""
-        names = [_name(self._job.module, parameter) for parameter in hooked]
+        names = [_place(self._job.module, parameter)[1] for parameter in hooked]
         names = [name for name in names if self._is_shared(name) or self._job.options.weights != SYNCHRONOUS]
         if names:
             raise ConfigError(
@@ -157,8 +157,10 @@ def _subject(names: Sequence[str]) -> str:
     return f"The parameters {some(names, most=3)} have hooks on their gradients"
 
 
-def _name(module: nn.Module, parameter: Tensor) -> str:
-    return next(name for name, each in module.named_parameters() if each is parameter)
+def _place(module: nn.Module, parameter: Tensor) -> tuple[int, str]:
+    """The number of a parameter, and its name."""
+    named = enumerate(module.named_parameters())
+    return next((number, name) for number, (name, each) in named if each is parameter)
 
 
 def _hooked(parameter: Tensor, gradient: Tensor) -> Tensor:

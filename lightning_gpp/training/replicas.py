@@ -26,6 +26,7 @@ from torch.optim import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from lightning_gpp._compat.torch import with_gradient_hooks
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.gradients import GradientSync
@@ -91,7 +92,7 @@ class Replicas:
 
     Attributes:
         sharding: the plan's sharding, or "none" if no two ranks hold the same parameter.
-        parameters: the module's parameters at the beginning of the mini-batch.
+        hooked: the module's parameters with users' hooks on gradients, at the beginning of the mini-batch.
 
     Raises:
         ConfigError: an optimizer cannot step parts of parameters, members of a device have divided what is sharded, or
@@ -121,7 +122,7 @@ class Replicas:
                 "The plan has sharding=fsdp, but tensor parallelism (tensor_parallel_size) has already divided the "
                 "parameters. Use strategy.sharding=zero1, which splits the optimizer's state."
             )
-        self.parameters: list[Parameter] = []
+        self.hooked: list[Tensor] = []
         self._facts = self._current_facts()
         self._pending, self._trained, self._frozen_since = False, self._names_trained(), set[str]()
         self._once_trained = set[str]()
@@ -205,6 +206,8 @@ class Replicas:
 
     def grad_norm(self, norm_type: float = 2.0, names: Collection[str] | None = None) -> Tensor:
         """The norm of the full model's gradient, or of that of some parameters; all ranks call this."""
+        if names is None and self._left_to_hooks():
+            names = self._names()
         if names is not None and isinstance(self._sync, GradientSync):
             return self._sync.grad_norm(norm_type, names)
         return self._sync.grad_norm(norm_type)
@@ -284,8 +287,15 @@ class Replicas:
 
     def _current_facts(self) -> tuple[object, ...]:
         groups = (tuple(map(id, index.optimizer.param_groups)) for index in self._indices)
-        self.parameters = list(self.module.parameters())
-        return trained_flags(self.parameters), *groups
+        parameters = list(self.module.parameters())
+        self.hooked = with_gradient_hooks(parameters)
+        return trained_flags(parameters), self._left_to_hooks(), *groups
+
+    def _left_to_hooks(self) -> set[str]:
+        """Names of the parameters with hooks that no optimizer has: a hook may step them."""
+        hooked = set(map(id, self.hooked))
+        named = self.module.named_parameters() if hooked else ()
+        return {name for name, parameter in named if id(parameter) in hooked} - (self._names() if hooked else set())
 
     def _names_trained(self) -> set[str]:
         return {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
@@ -302,9 +312,10 @@ class Replicas:
     def _summed(self) -> tuple[dict[str, Parameter], dict[str, list[int]]]:
         """This rank's parameters, and the holders of all, in the order of registration.
 
-        They include those of the optimizers, and parameters that can be sharded although nobody trains them.
+        They include those of the optimizers and of users' hooks, and parameters that can be sharded although nobody
+        trains them.
         """
-        wanted = self._names()
+        wanted = self._names() | self._left_to_hooks()
         named = dict(self.module.named_parameters())
         if self.sharding == "fsdp":
             wanted |= {name for name, parameter in named.items() if not parameter.requires_grad}

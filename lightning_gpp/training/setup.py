@@ -173,7 +173,7 @@ def _set_up(
     replicas = hooks = None
     if step == TRAINING:
         replicas = Replicas(job.module, layout, indices, job.control, job.device, job.parallel)
-        hooks = ParameterHooks(job, layout, partial(getattr, replicas, "parameters"))
+        hooks = ParameterHooks(job, layout, partial(getattr, replicas, "hooked"))
     incoming.follow()
     asynchronous = gradients = None
     if policy is not None:
