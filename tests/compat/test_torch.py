@@ -31,7 +31,9 @@ from lightning_gpp._compat.torch import (
     fake_mode,
     forget_compiled_call,
     forget_division,
+    gradient_hooks,
     graph_is_kept,
+    hand_over_gradient_hooks,
     hook_tables,
     imitated_processes,
     is_compiled,
@@ -48,6 +50,7 @@ from lightning_gpp._compat.torch import (
     unset_fake_temporarily,
     version,
     will_run,
+    with_gradient_hooks,
     without_splits,
     without_torch_function,
     wrapper,
@@ -256,6 +259,46 @@ def scaled_step(agree: Callable[[Any], Any]) -> tuple[torch.amp.GradScaler, Tens
     scaler.step(optimizer)
     scaler.update()
     return scaler, weight.detach()
+
+
+def hooked(seen: list[Any]) -> nn.Parameter:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.register_hook(seen.append)
+    parameter.register_post_accumulate_grad_hook(seen.append)
+    return parameter
+
+
+def test_gradient_hooks() -> None:
+    seen: list[Any] = []
+    parameter = hooked(seen)
+    tables = gradient_hooks(parameter)
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    parameter.sum().backward()
+    assert not seen  # the tables are those that autograd reads
+    for table, hooks in zip(tables, kept, strict=True):
+        table.update(hooks)
+    parameter.sum().backward()
+    assert torch.equal(seen[0], torch.ones(2))
+    assert seen[1] is parameter
+    assert gradient_hooks(torch.ones(2)) == ({}, {})
+
+
+def test_with_gradient_hooks() -> None:
+    plain, parameter = nn.Parameter(torch.ones(2)), hooked([])
+    assert [id(each) for each in with_gradient_hooks([plain, parameter])] == [id(parameter)]
+
+
+def test_hand_over_gradient_hooks() -> None:
+    seen: list[Any] = []
+    before, after = hooked(seen), nn.Parameter(torch.ones(2))
+    handle = before.register_hook(seen.append)
+    hand_over_gradient_hooks(before, after)
+    handle.remove()
+    after.sum().backward()
+    assert len(seen) == 2
+    assert seen[1] is after
 
 
 def test_check_gradients_by() -> None:
