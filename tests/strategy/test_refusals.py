@@ -29,6 +29,7 @@ from tests.strategy import (
     test_gradient_norms,
     test_manual,
     test_members,
+    test_parameter_hooks,
     test_pruning,
     test_tensor_parallel,
 )
@@ -288,13 +289,20 @@ ROWS: dict[str, list[Any]] = {
         "Hooked",
     ],
     "weights that a step combines": [test_auto_step.test_weights_that_meet_are_on_one_device],
-    "`loss.backward()`": ["own backward with shared parameters"],
+    "`loss.backward()`": [
+        "own backward with shared parameters",
+        test_parameter_hooks.test_what_cannot_work_is_refused,
+    ],
     "a schedule, policy": [name for name in CASES if name.endswith("of a step as a whole")],
     "None from a step": ["no loss"],
     "`self.log` of a tensor": ["logging a tensor"],
     "values of other ranks'": [
         test_foreign.test_what_would_be_wrong_is_refused,
         test_gradient_norms.test_other_combinations_are_refused,
+    ],
+    "hooks on gradients of parameters": [
+        test_parameter_hooks.test_what_cannot_work_is_refused,
+        test_parameter_hooks.test_parts_of_members_are_refused,
     ],
     "the mini-batch in hooks": [test_a_batch_used_where_there_is_none],
     "an optimizer of parameters": ["foreign parameter"],
