@@ -122,7 +122,7 @@ class WholeStep:
             parameter.grad = _sum(before[name], parameter.grad)
 
     def _at_end(self) -> str:
-        """What has to be done at the end of a backward; empty if nothing."""
+        """The reason why a backward must not end by itself, as a clause; empty if it may."""
         if self._replicas is None or self._hooks is None:
             return ""
         if self._shared():
