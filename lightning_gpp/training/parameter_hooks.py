@@ -164,7 +164,7 @@ def _place(module: nn.Module, parameter: Tensor) -> tuple[int, str]:
 
 
 def _hooked(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Run the hooks on a gradient; returns the result in memory of its own, as hooks may keep what they got and gave."""
+    """Run the hooks on a gradient; returns the result in memory of its own: hooks may keep what they got and gave."""
     hooks = list(gradient_hooks(parameter)[0].values())
     for hook in hooks:
         changed = hook(gradient)
