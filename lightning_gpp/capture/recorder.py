@@ -31,7 +31,7 @@ from lightning_gpp.capture.recording import (
     Ref,
     StateRef,
 )
-from lightning_gpp.capture.refusal import refusal
+from lightning_gpp.capture.refusal import escaped, refusal
 from lightning_gpp.user_code import user_line
 from lightning_gpp.wording import named
 
@@ -89,6 +89,7 @@ class Recorder(TorchFunctionMode):
         self._states: dict[int, str] = {}
         self._paths: dict[int, str] = {}
         self._alive: list[torch.Tensor] = []
+        self._hidden: set[int] = set()
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._scopes: list[int | None] = []
         self._drawn: list[tuple[int, int]] = []
@@ -296,8 +297,19 @@ class Recorder(TorchFunctionMode):
         call = self._begin(_no_function, BATCH, (), {})
         self._finish(call, tensor, [])
 
+    def hide(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuse that others read these tensors, which a recorded call has computed and not returned."""
+        for tensor in tensors:
+            self.keep(tensor)
+            self._hidden.add(id(tensor))
+
+    def _check_hidden(self, tree: Any) -> None:
+        if self._hidden and any(id(leaf) in self._hidden for leaf in pytree.tree_leaves(tree)):
+            raise escaped(user_line(), self.recording.called(self.scope))
+
     def _take(self, tree: Any) -> None:
         """Take tensors that the step has from elsewhere, such as an attribute, for inputs like those of the batch."""
+        self._check_hidden(tree)
         if self.scope == -1:
             for leaf in pytree.tree_leaves(tree):
                 if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and self.refs(leaf) is leaf:
@@ -338,6 +350,7 @@ class Recorder(TorchFunctionMode):
 
     def use(self, tree: Any) -> None:
         """Note values that the step uses outside calls of torch: it logs or returns them."""
+        self._check_hidden(tree)
         self.uses.extend(leaf for leaf in pytree.tree_leaves(self.refs(tree)) if isinstance(leaf, Ref))
 
     def use_kept(self, modules: Iterable[torch.nn.Module]) -> None:

@@ -17,6 +17,7 @@ from lightning_gpp.strategy.checks import check_synchronised
 from lightning_gpp.strategy.data import Placeholder
 from lightning_gpp.training.loss_scale import check_scaled
 from tests.capture import test_refusals as captures
+from tests.capture import test_uncut
 from tests.fabric import test_fabric
 from tests.strategy import (
     harness,
@@ -303,6 +304,7 @@ ROWS: dict[str, list[Any]] = {
     "a parameter of a stage": ["parameter of a stage"],
     "a tensor from inside of a module": [
         test_auto_step.test_values_that_a_hook_keeps_are_not_left_out,
+        test_uncut.test_a_tensor_that_a_module_keeps_is_no_result,
         "Escapes",
         "Hooked",
     ],

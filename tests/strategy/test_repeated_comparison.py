@@ -22,6 +22,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tests.strategy import harness
 
+
 def stages_of(module: Module) -> list[dict[str, Any]]:
     return [{"modules": names, "devices": [1 - number]} for number, names in enumerate(module.stages)]
 
