@@ -40,6 +40,8 @@ BATCH = "batch"
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero"}
 
+_GRADIENT_HOOKS = {"register_hook", "retain_grad"}
+
 
 @dataclass(frozen=True)
 class FunctionApply:
@@ -193,6 +195,12 @@ class Recorder(TorchFunctionMode):
                 f"the step reads a value that the network computed, and calls {named(path)} after it",
                 "move this decision into a module's forward",
             )
+        for name, line in self.recording.gradient_hooks:
+            raise refusal(
+                line,
+                f"the step calls `{name}` on a tensor, and {named(path)} after it, whose gradient is on other ranks",
+                "do it in a module's forward, or let the step run as a whole (strategy.step=whole)",
+            )
 
     # --- functions
 
@@ -205,6 +213,8 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _READS and isinstance(args[0], FakeTensor):
             return self._read(name, args[0])
+        if name in _GRADIENT_HOOKS:
+            self._note_gradient_hook(name)
         return self.record(func, target_of(func, name), args, kwargs, functools.partial(func, *args, **kwargs))
 
     def apply(self, cls: type, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -377,6 +387,18 @@ class Recorder(TorchFunctionMode):
             self.recording.value_reads.append((len(self.recording.modules), line))
         value = _plausible(name, tensor, self._number)
         return self._truth(line) if isinstance(value, bool) else value
+
+    def _note_gradient_hook(self, name: str) -> None:
+        """Note that the gradient of a value is asked for, which is another tensor's where stages compute the value."""
+        line, modules = user_line(), self.recording.called(self.scope)
+        if modules:
+            raise refusal(
+                line,
+                f"`{name}` acts on a tensor of the forward itself",
+                "do it in a submodule, which is then never cut",
+                modules,
+            )
+        self.recording.gradient_hooks.append((name, line))
 
     def _truth(self, line: str) -> bool:
         """The next truth value that the step reads: true, unless that was refuted."""

@@ -337,6 +337,7 @@ ROWS: dict[str, list[Any]] = {
     "random numbers of": ["Numpy", "NumpyInStep"],
     "the epoch, the step": ["Epoch", "EpochBranch", "EpochWindow", "BatchIndex"],
     "a float that": ["BatchSize"],
+    "a hook on a gradient": ["GradientHook"],
     "a decision of the step": ["LateCall"],
     "calls of modules, and": [
         captures.test_an_argument_that_changed_is_noticed,
