@@ -22,11 +22,10 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import map_samples, samples_in
 from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_step
 from lightning_gpp.capture.isolate import tensor_named
-from lightning_gpp.capture.network import ESCAPED
 from lightning_gpp.capture.record import RunTime, record
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Ref, StateRef
-from lightning_gpp.capture.refusal import no_network, refusal
+from lightning_gpp.capture.refusal import escaped, no_network, refusal
 from lightning_gpp.graph import OperatorGraph
 
 CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -117,7 +116,7 @@ def _check_escaped(recording: Recording) -> None:
     for call in (call for call in recording.calls if call.scope == -1):
         for ref in call.refs():
             if recording.calls[ref.call].scope != -1 and ref not in answers:
-                raise refusal(recording.calls[ref.call].line, *ESCAPED)
+                raise escaped(recording.calls[ref.call].line)
 
 
 NO_SECOND_ORDER = (

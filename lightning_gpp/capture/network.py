@@ -6,20 +6,15 @@ Everything before it belongs to the source, everything after it to the step; bot
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.recorder import BATCH, Recorder
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref, StateRef
-from lightning_gpp.capture.refusal import no_network, refusal
+from lightning_gpp.capture.refusal import escaped, no_network, refusal
 from lightning_gpp.graph import Affine
-
-ESCAPED: Final = (
-    "the step reads a tensor that a module computed but did not return (a hook or an attribute kept it)",
-    "return it from the module's forward",
-)
 
 InputKey = tuple[str, int, int]
 """The place where the source finds an input: ("call", number of the network call, leaf of its arguments), or ("glue",
@@ -183,10 +178,10 @@ class _Extraction:
         """Network values that the step reads; all results of the network if the recording ended before the step."""
         answers = [ref for top in self.tops for ref in _refs(top.result)]
         used = [ref for call in after for ref in call.refs()] + self.uses
-        escaped = [ref for ref in used if ref.call in self.number and ref.call not in self.glue and ref not in answers]
-        for ref in escaped:
+        inside = [ref for ref in used if ref.call in self.number and ref.call not in self.glue and ref not in answers]
+        for ref in inside:
             call = self.recording.calls[ref.call]
-            raise refusal(call.line, *ESCAPED)
+            raise escaped(call.line)
         used += [*self._behind_glue(used), *self._unread()]
         if not self.recording.complete:
             used = answers

@@ -31,7 +31,7 @@ from lightning_gpp.capture.recording import (
     Ref,
     StateRef,
 )
-from lightning_gpp.capture.refusal import refusal
+from lightning_gpp.capture.refusal import escaped, refusal
 from lightning_gpp.user_code import user_line
 from lightning_gpp.wording import named
 
@@ -39,6 +39,8 @@ BATCH = "batch"
 """The target of recorded calls that represent tensors of the batch."""
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero"}
+
+_GRADIENT_HOOKS = {"register_hook", "retain_grad"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Recorder(TorchFunctionMode):
         self._states: dict[int, str] = {}
         self._paths: dict[int, str] = {}
         self._alive: list[torch.Tensor] = []
+        self._hidden: set[int] = set()
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._scopes: list[int | None] = []
         self._drawn: list[tuple[int, int]] = []
@@ -192,6 +195,12 @@ class Recorder(TorchFunctionMode):
                 f"the step reads a value that the network computed, and calls {named(path)} after it",
                 "move this decision into a module's forward",
             )
+        for name, line in self.recording.gradient_hooks:
+            raise refusal(
+                line,
+                f"the step calls `{name}` on a tensor, and {named(path)} after it, whose gradient is on other ranks",
+                "do it in a module's forward, or let the step run as a whole (strategy.step=whole)",
+            )
 
     # --- functions
 
@@ -204,6 +213,8 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _READS and isinstance(args[0], FakeTensor):
             return self._read(name, args[0])
+        if name in _GRADIENT_HOOKS:
+            self._note_gradient_hook(name)
         return self.record(func, target_of(func, name), args, kwargs, functools.partial(func, *args, **kwargs))
 
     def apply(self, cls: type, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -296,8 +307,19 @@ class Recorder(TorchFunctionMode):
         call = self._begin(_no_function, BATCH, (), {})
         self._finish(call, tensor, [])
 
+    def hide(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuse that others read these tensors, which a recorded call has computed and not returned."""
+        for tensor in tensors:
+            self.keep(tensor)
+            self._hidden.add(id(tensor))
+
+    def _check_hidden(self, tree: Any) -> None:
+        if self._hidden and any(id(leaf) in self._hidden for leaf in pytree.tree_leaves(tree)):
+            raise escaped(user_line(), self.recording.called(self.scope))
+
     def _take(self, tree: Any) -> None:
         """Take tensors that the step has from elsewhere, such as an attribute, for inputs like those of the batch."""
+        self._check_hidden(tree)
         if self.scope == -1:
             for leaf in pytree.tree_leaves(tree):
                 if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and self.refs(leaf) is leaf:
@@ -338,6 +360,7 @@ class Recorder(TorchFunctionMode):
 
     def use(self, tree: Any) -> None:
         """Note values that the step uses outside calls of torch: it logs or returns them."""
+        self._check_hidden(tree)
         self.uses.extend(leaf for leaf in pytree.tree_leaves(self.refs(tree)) if isinstance(leaf, Ref))
 
     def use_kept(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -364,6 +387,18 @@ class Recorder(TorchFunctionMode):
             self.recording.value_reads.append((len(self.recording.modules), line))
         value = _plausible(name, tensor, self._number)
         return self._truth(line) if isinstance(value, bool) else value
+
+    def _note_gradient_hook(self, name: str) -> None:
+        """Note that the gradient of a value is asked for, which is another tensor's where stages compute the value."""
+        line, modules = user_line(), self.recording.called(self.scope)
+        if modules:
+            raise refusal(
+                line,
+                f"`{name}` acts on a tensor of the forward itself",
+                "do it in a submodule, which is then never cut",
+                modules,
+            )
+        self.recording.gradient_hooks.append((name, line))
 
     def _truth(self, line: str) -> bool:
         """The next truth value that the step reads: true, unless that was refuted."""

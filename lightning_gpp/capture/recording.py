@@ -146,6 +146,8 @@ class Recording:
     """Parameters and buffers that the step may use after the recording ended."""
     value_reads: list[tuple[int, str]] = field(default_factory=list)
     """Reads of a tensor's value at the level of the step: (number of module calls before, line)."""
+    gradient_hooks: list[tuple[str, str]] = field(default_factory=list)
+    """Hooks on gradients of tensors at the level of the step: (method, line)."""
     truths: list[tuple[int, str]] = field(default_factory=list)
     """Reads of truth values at the level of the step: (number of calls before, line)."""
     state_reads: list[tuple[str, int, str]] = field(default_factory=list)

@@ -36,3 +36,14 @@ def refusal(
     error = kind(f"Cannot capture the step at {line}: {reason}.\n{ways if declare else f'Way out: {remedy}.'}")
     error.modules, error.reason = modules, f"{line}: {reason}"
     return error
+
+
+def escaped(line: str, modules: Sequence[str] = ()) -> CaptureError:
+    """The error of a tensor from inside of a module. `modules`: those around the line; none if it is in the step."""
+    return refusal(
+        line,
+        f"the {'forward' if modules else 'step'} reads a tensor that a module computed but did not return (a hook or "
+        "an attribute kept it)",
+        "return it from the module's forward",
+        modules,
+    )

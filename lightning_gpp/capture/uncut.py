@@ -8,7 +8,7 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import FakeTensor, pytree, unset_fake_temporarily
+from lightning_gpp.capture.attributes import CONTAINERS, OF_EVERY_MODULE
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.capture.recorder import Recorder, register_dataclasses
 from lightning_gpp.capture.refusal import refusal
@@ -55,8 +56,12 @@ class _Uncut:
             return self._forward(*args, **kwargs)
         run = lambda: self._result(args, kwargs)  # noqa: E731
         held = self._recorder.states_of(self._part)
-        target = type(self._part).__name__
-        return self._recorder.record(UncutCall(self._path), target, args, kwargs, run, held=held)
+        target, kept = type(self._part).__name__, KeptTensors(self._part)
+        result = self._recorder.record(UncutCall(self._path), target, args, kwargs, run, held=held)
+        returned = {id(leaf) for leaf in pytree.tree_leaves(result)}
+        leaves = pytree.tree_leaves(list(kept.found().values()))
+        self._recorder.hide(leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in returned)
+        return result
 
     def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with undisturbed():
@@ -77,9 +82,17 @@ class _Uncut:
             module = _with_values(self._original, _existing(device)).train(self._part.training)
             self._recorder.add_states(module)
             real_args, real_kwargs = pytree.tree_map(lambda leaf: self._value(leaf, _existing(device)), (args, kwargs))
+            kept = KeptTensors(module)
             result = module(*real_args, **real_kwargs)
         register_dataclasses(result)
-        return pytree.tree_map(lambda leaf: _fake(leaf, device), result)
+        fakes: dict[int, Any] = {}
+
+        def fake(leaf: Any) -> Any:
+            return fakes.setdefault(id(leaf), _fake(leaf, device)) if isinstance(leaf, Tensor) else leaf
+
+        for (path, name), value in kept.found().items():
+            vars(self._part.get_submodule(path))[name] = pytree.tree_map(fake, value)
+        return pytree.tree_map(fake, result)
 
     def _value(self, leaf: Any, device: torch.device) -> Any:
         """Values of an argument: of the example batch if it is a part of it."""
@@ -96,6 +109,39 @@ class _Uncut:
                     f"{type(self._part).__name__} cannot be cut and returns the number {leaf!r}, which would be frozen",
                     "return a tensor",
                 )
+
+
+class KeptTensors:
+    """Finds the tensors that attributes of a module, and of the modules in it, get in a call.
+
+    Such as the loss that a mixture of experts keeps to balance its experts. They are no results: a stage sends none of
+    them, so whoever reads them elsewhere finds what was there before.
+
+    Args:
+        module: the module, before the call.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = {key: _tensors(value) for key, value in self._attributes()}
+
+    def found(self) -> dict[tuple[str, str], Any]:
+        """The values of attributes that have other tensors than before, by path and name."""
+        return {key: value for key, value in self._attributes() if self._is_new(key, value)}
+
+    def _is_new(self, key: tuple[str, str], value: Any) -> bool:
+        before = {id(tensor) for tensor in self._before.get(key, ())}
+        return any(id(tensor) not in before for tensor in _tensors(value))
+
+    def _attributes(self) -> Iterator[tuple[tuple[str, str], Any]]:
+        for path, part in self._module.named_modules():
+            for name, value in vars(part).items():
+                if name not in OF_EVERY_MODULE and isinstance(value, (Tensor, *CONTAINERS)):
+                    yield (path, name), value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _existing(device: torch.device) -> torch.device:
@@ -122,8 +168,6 @@ def _made_up(leaf: Any, device: torch.device) -> Any:
     return torch.ones(leaf.shape, dtype=leaf.dtype, device=device)
 
 
-def _fake(leaf: Any, device: torch.device) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
+def _fake(leaf: Tensor, device: torch.device) -> Tensor:
     empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
     return empty.requires_grad_().clone() if leaf.requires_grad else empty

@@ -193,7 +193,11 @@ class UserStep(StepRunner):
 
         self.start_streams(micro_batch)
         changing = [self.module, *map(self.module.get_submodule, self.opened)]
-        with without_effects(changing, self._changed), answered(self._modules, answer), torch.no_grad():
+        with (
+            without_effects(changing, self._changed),
+            answered(self._modules, answer),
+            torch.set_grad_enabled(self.returns_loss),
+        ):
             try:
                 with holes or nullcontext():
                     self.call(micro_batch)
@@ -225,7 +229,7 @@ class UserStep(StepRunner):
         leaves = pytree.tree_leaves((args, kwargs))
         self._compare(self._arguments[id(call)], leaves, call)
         for name, leaf in self._slots.get(("call", number), ()):
-            found[name] = leaves[leaf]
+            found[name] = leaves[leaf].detach()
 
     def _compare(self, captured: list[Any], leaves: list[Any], call: ModuleCall | Recorded) -> None:
         """Check that captured Python values are the same now, so that none is frozen silently."""
@@ -251,7 +255,7 @@ class UserStep(StepRunner):
             leaves = holes.calls[number]
             self._compare(self._arguments[id(call)], leaves, call)
             for name, leaf in self._slots.get(("glue", number), ()):
-                found[name] = leaves[leaf]
+                found[name] = leaves[leaf].detach()
 
     def _checked(self, inputs: dict[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         forms = self._forms_for(micro_batch.num_samples)
@@ -321,9 +325,17 @@ class UserStep(StepRunner):
     def _hole(self, ref: Ref, num_samples: int, holes: Holes | None) -> torch.Tensor:
         spec = self.spec_of(ref)
         hole = torch.empty(spec.sizes(num_samples), dtype=getattr(torch, spec.dtype), device="meta")
+        if self.returns_loss and self._learns(ref):
+            hole = hole.requires_grad_().clone()  # the step may change it in place, unlike a leaf
         if holes is not None:
             holes.add(hole)
         return hole
+
+    def _learns(self, ref: Ref) -> bool:
+        """Whether a value needed a gradient when the step was captured."""
+        if ref.call < 0:
+            return self.network.input_outputs[-1 - ref.call][2]
+        return self.network.calls[ref.call].outputs[ref.output][2]
 
 
 _WHOLE: Final = "let the step run as a whole (strategy.step=whole), in which calls may differ from step to step"
@@ -363,7 +375,8 @@ def _answering(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of `kind` that differs only in that its calls are answered."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return vars(self)[_ANSWER](self, args, kwargs)
+        answer = vars(self).get(_ANSWER)  # parts of a container, such as net[:2], are new modules of its class
+        return kind.__call__(self, *args, **kwargs) if answer is None else answer(self, args, kwargs)
 
     def reduced(self: nn.Module, protocol: Any) -> Any:
         """Copies and pickles are of the user's class."""

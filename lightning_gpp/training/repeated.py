@@ -93,6 +93,9 @@ class RepeatedComparison:
     ) -> str:
         """The warning; empty if there is none, or the step cannot run on these samples alone."""
         job, capture = self._job, session.capture
+        if kept.constants_differ:
+            log.info("The step was not compared with itself in mini-batch %d: %s", number, _OF_ALL_SAMPLES)
+            return ""
         again = StepAgain(job, step, kept, batch, rest, batch_size)
         try:
             losses = again.losses()
@@ -105,6 +108,9 @@ class RepeatedComparison:
             self._told_of_logs = True
             job.control.warn(logged_otherwise(names))
         return text
+
+
+_OF_ALL_SAMPLES: Final = "it reads a result of a module that depends on all samples, and that has no samples"
 
 
 def chosen_parts(session: Session, batch_size: int, turn: int) -> TwoParts | None:
@@ -172,6 +178,14 @@ class KeptResults:
         dim = self._specs[name].batch_dim
         value = value.detach()
         return value.clone() if dim is None else value.narrow(dim, start, length).clone()
+
+    @property
+    def constants_differ(self) -> bool:
+        """Whether a result without samples is another one for each part, so that none is known for both together."""
+        names = [name for name, spec in self._specs.items() if spec.mixes_samples and spec.batch_dim is None]
+        first, *others = (self._values.get(part, {}) for part in self.parts)
+        known = [name for name in names if name in first]
+        return any(not torch.equal(first[name], other[name]) for name in known for other in others if name in other)
 
     def of(self, parts: Sequence[range]) -> dict[str, Tensor]:
         """The results for these parts together, in tensors that no other run of the step has."""

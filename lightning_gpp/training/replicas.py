@@ -34,6 +34,7 @@ from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, Stage
 from lightning_gpp.training.checkpoint import saved_here
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.gradient_norms import KnownNorms, exchanged
+from lightning_gpp.training.growth import check_grown
 from lightning_gpp.training.members import check_tied
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, tensors_of, trained_flags
@@ -263,6 +264,7 @@ class Replicas:
         known = self._names()
         for index in self._indices:
             index.refresh(self.module, self._stepped_here(), self._stepped())
+        check_grown(self.module, self.layout.placement.devices.keys(), self._names())
         self._facts = facts
         before, self._trained = self._trained, self._names_trained()
         self._once_trained |= before

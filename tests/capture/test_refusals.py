@@ -17,7 +17,7 @@ from lightning_gpp.errors import CaptureError, PlanError, ShapeError
 from lightning_gpp.stages import build
 from tests.capture import zoo
 from tests.capture.zoo import Base
-from tests.stages.inprocess import chain_of, split_gradients
+from tests.stages.inprocess import assert_transparent, chain_of, split_gradients
 
 
 class Branches(Base):
@@ -73,6 +73,13 @@ class LateCall(Base):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         h = self.a(batch["x"])
         return self.b(h).mean() if h.sum() > 0 else h.mean()
+
+
+class GradientHook(Base):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        h = self.a(batch["x"])
+        h.register_hook(lambda gradient: gradient / 2)
+        return self.b(h).mean()
 
 
 class Escapes(Base):
@@ -252,6 +259,7 @@ REFUSED = [
     (EpochWindow, "`current_epoch` is read in a forward that is cut"),
     (BatchIndex, "depends on `batch_idx`, `current_epoch`, `global_step`, "),
     (BatchSize, "depends on the number of samples in the batch"),
+    (GradientHook, "calls `register_hook` on a tensor, and 'b' after it"),
     (LateCall, "reads a value that the network computed, and calls 'b' after it"),
     (Escapes, "a module computed but did not return"),
     (Hooked, "a module computed but did not return"),
@@ -399,6 +407,20 @@ class Window(Base):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         h = self.a(batch["x"])
         return self.b(h.relu() if self.window else h).mean()
+
+
+class AsksForGradients(Base):
+    """Decides by what training is, between its module calls, where stages' values have no memory."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        h = self.a(batch["x"])
+        return self.b(h.tanh() if h.requires_grad and torch.is_grad_enabled() else h).mean()
+
+
+def test_values_between_module_calls_need_gradients() -> None:
+    module = AsksForGradients().double()
+    captured = capture_step(module, zoo.batch())
+    assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
 
 
 def test_a_decision_between_module_calls_is_noticed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_gpp.capture import capture_step
+from lightning_gpp.capture.calls import find_calls
 from lightning_gpp.errors import CaptureError
 from tests.capture import zoo
 from tests.capture.zoo import Base, linear
@@ -154,6 +156,74 @@ def test_modules_without_memory() -> None:
     with torch.device("meta"):
         module = Chain(Experts()).double()
     assert list(capture_step(module, zoo.batch()).uncut) == ["middle"]
+
+
+class KeepingExperts(Experts):
+    """Keeps the loss that balances its experts; fake tensors do not get that far."""
+
+    aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.aux = out.square()
+        return out
+
+
+class KeepingJumps(Jumps):
+    """The same in a list, and by a module that runs on fake tensors, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.clear()
+        out = super().forward(x)
+        self.kept.append(out.square())
+        return out
+
+    @property
+    def aux(self) -> Tensor:
+        return self.kept[-1]
+
+
+class Balanced(Chain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch["x"]), batch["y"]) + self.middle.aux.mean()
+
+
+class Watched(Chain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self(batch["x"]), batch["y"])
+        self.log("balance", self.middle.aux.mean())
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Balanced, Watched])
+@pytest.mark.parametrize("middle", [KeepingExperts, KeepingJumps])
+def test_a_tensor_that_a_module_keeps_is_no_result(middle: type[nn.Module], kind: type[Chain]) -> None:
+    module, cpu = kind(middle()).double(), torch.device("cpu")
+    with pytest.raises(CaptureError, match="the step reads a tensor that a module computed but did not return"):
+        capture_step(module, zoo.batch())
+    with pytest.raises(CaptureError, match="the step reads a tensor that a module computed but did not return"):
+        find_calls(module, zoo.batch(), context=nullcontext, device=cpu, stand_ins=lambda _: {})
+
+
+class Adds(nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.outer = inner, linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x)) + self.inner.aux
+
+
+def test_a_module_that_reads_what_another_one_keeps_is_called_with_it() -> None:
+    torch.manual_seed(0)
+    module = Chain(Adds(KeepingExperts())).double()
+    captured = capture_step(module, zoo.batch())
+    assert list(captured.uncut) == ["middle"]
+    assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
 
 
 class Counter(nn.Module):

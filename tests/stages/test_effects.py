@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_gpp.stages.step import without_effects
+from lightning_gpp.stages.step import answered, without_effects
 
 
 class Keeping(nn.Module):
@@ -35,3 +35,11 @@ def test_a_graph_that_has_saved_a_buffer_stays_valid() -> None:
     with without_effects([module], ["count"]):
         pass
     result.backward()
+
+
+def test_parts_of_a_container_whose_calls_are_answered_are_called_themselves() -> None:
+    net, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(1, 2)
+    with answered({"net": net}, lambda *_: "answer"):
+        assert net(x) == "answer"
+        assert torch.equal(net[:1](x), net[0](x))
+    assert torch.equal(net(x), net[0](x).tanh())

@@ -17,6 +17,7 @@ from lightning_gpp.strategy.checks import check_synchronised
 from lightning_gpp.strategy.data import Placeholder
 from lightning_gpp.training.loss_scale import check_scaled
 from tests.capture import test_refusals as captures
+from tests.capture import test_uncut
 from tests.fabric import test_fabric
 from tests.strategy import (
     harness,
@@ -147,6 +148,23 @@ class Sharpness(TwoTowers):
         return Repeating(self.parameters(), lr=0.1)
 
 
+class Longer(TwoTowers):
+    """A hook appends a layer, which no optimizer has."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.left.append(torch.nn.Linear(6, 6, dtype=torch.float64))
+
+
+class Later(TwoTowers):
+    """A hook makes a layer, and gives it to the optimizer."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.late = torch.nn.Linear(6, 6, dtype=torch.float64)
+            self.optimizers().optimizer.add_param_group({"params": list(self.late.parameters())})
+
+
 Case = tuple[type[TwoTowers], dict[str, Any], dict[str, Any], str]
 
 CASES: dict[str, Case] = {
@@ -211,6 +229,8 @@ CASES: dict[str, Case] = {
     "no loss": (Skipping, {"step": "micro_batches"}, {}, "returned None instead of a loss.*step=whole"),
     "no loss in the dict": (Misspelt, {}, {}, r"it returned a dict with the keys \['Loss'\]"),
     "logging a tensor": (Scalarless, {}, {}, r"self.log\('logits', ...\) was given a tensor of shape \(\d, 3\)"),
+    "a layer that a hook appends": (Longer, {}, {}, "Longer got parameters that no stage has: left.3.weight, left.3.b"),
+    "a layer that a hook trains": (Later, {}, {}, "no stage has: late.weight, late.bias.*__init__ or configure_model"),
     "uneven pipelines": (TwoTowers, {"num_pipelines": 2}, {}, "num_pipelines=2 does not divide the 1 devices"),
 }
 
@@ -285,6 +305,7 @@ ROWS: dict[str, list[Any]] = {
     "a parameter of a stage": ["parameter of a stage"],
     "a tensor from inside of a module": [
         test_auto_step.test_values_that_a_hook_keeps_are_not_left_out,
+        test_uncut.test_a_tensor_that_a_module_keeps_is_no_result,
         "Escapes",
         "Hooked",
     ],
@@ -324,6 +345,7 @@ ROWS: dict[str, list[Any]] = {
     "random numbers of": ["Numpy", "NumpyInStep"],
     "the epoch, the step": ["Epoch", "EpochBranch", "EpochWindow", "BatchIndex"],
     "a float that": ["BatchSize"],
+    "a hook on a gradient": ["GradientHook"],
     "a decision of the step": ["LateCall"],
     "calls of modules, and": [
         captures.test_an_argument_that_changed_is_noticed,
@@ -340,6 +362,7 @@ ROWS: dict[str, list[Any]] = {
     "`torch.autograd.grad` of": ["Penalty", "PenaltyBetween"],
     "a step that calls": ["NoNetwork"],
     "attributes that hooks": ["LateAttribute"],
+    "layers that hooks": ["a layer that a hook appends", "a layer that a hook trains"],
     "a change of what": [
         test_changing_attributes.test_a_pipeline_that_does_not_flush_refuses_a_change,
         test_freezing_in_hooks.test_a_pipeline_that_does_not_flush_refuses_a_change,

@@ -22,11 +22,15 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tests.strategy import harness
 
-STAGES = [{"modules": ["left"], "devices": [1]}, {"modules": ["head", "@step"], "devices": [0]}]
+
+def stages_of(module: Module) -> list[dict[str, Any]]:
+    return [{"modules": names, "devices": [1 - number]} for number, names in enumerate(module.stages)]
 
 
 class Module(pl.LightningModule):
-    """A classifier that keeps the losses of mini-batches."""
+    """A classifier that keeps the losses of mini-batches. `stages`: the modules on device 1 and on device 0."""
+
+    stages = ["left"], ["head", "@step"]
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,6 +80,31 @@ class WeightedByModule(Module):
         return loss
 
 
+class Centres(nn.Module):
+    """A loss with parameters, as in metric learning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.normalize(logits) @ F.normalize(self.centres).T, labels)
+
+
+class LossModule(Module):
+    """A module computes one term of the loss, the step another one."""
+
+    stages = ["left"], ["head", "criterion", "@step"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = Centres()
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.criterion(logits, labels)
+        return loss + logits.square().mean()
+
+
 class LogsSpread(Module):
     """Logs a value that is no mean over samples, and one that is; the clock counts as neither."""
 
@@ -105,6 +134,8 @@ class WithLoss(nn.Module):
 
 class Transformer(Module):
     """The whole network is one module, which is cut, and whose loss the step returns."""
+
+    stages = ["net.body"], ["net.out", "@step"]
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,6 +254,7 @@ KINDS: dict[str, tuple[type[Module], str]] = {
     "padded": (Transformer, "ignored"),
     "all ignored": (Module, "all ignored"),
     "mean": (Module, ""),
+    "module with a loss": (LossModule, ""),
     "mean in the network": (Transformer, ""),
     "dropout": (Dropped, ""),
     "norm": (Normed, ""),
@@ -241,9 +273,7 @@ def trained(kind: str, check: bool, **options: Any) -> tuple[list[str], Any]:
     kind_of, labels = KINDS[kind]
     pl.seed_everything(3, verbose=False)
     module = kind_of().double()
-    stages = {"stages": [{**STAGES[0], "modules": ["net.body"]}, {**STAGES[1], "modules": ["net.out", "@step"]}]}
-    options = {"stages": STAGES, **(stages if kind_of is Transformer else {}), **options}
-    strategy = harness.strategy(num_micro_batches=2, self_check=check, **options)
+    strategy = harness.strategy(num_micro_batches=2, self_check=check, stages=stages_of(module), **options)
     data = torch.randn(32, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -280,7 +310,7 @@ def logged(rank: int) -> list[str]:
         warnings.simplefilter("always")
         module = LogsSpread().double()
         data = TensorDataset(torch.randn(16, 4, dtype=torch.float64), torch.arange(16) % 3)
-        trainer = harness.trainer(harness.strategy(num_micro_batches=2, stages=STAGES), 2, max_epochs=1)
+        trainer = harness.trainer(harness.strategy(num_micro_batches=2, stages=stages_of(module)), 2, max_epochs=1)
         trainer.fit(module, DataLoader(data, batch_size=8))
     return [str(each.message) for each in caught if "no mean over samples" in str(each.message)]
 
