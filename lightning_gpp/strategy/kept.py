@@ -52,9 +52,9 @@ class KeptByStep:
             reader = self._read.pop(name.rpartition(".")[2], None)
             if reader is not None:
                 self._control.warn(
-                    f"training_step sets {name}, and {reader} reads it: the step runs once per micro-batch, so that the "
-                    "value is that of the last micro-batch, and not that of the mini-batch. Where it has to be that of "
-                    "the mini-batch, let the step run as a whole (strategy.step=whole)."
+                    f"training_step sets {name}, and {reader} reads it: the step runs once per micro-batch, so that "
+                    "the value is that of the last micro-batch, and not that of the mini-batch. Where it has to be "
+                    "that of the mini-batch, let the step run as a whole (strategy.step=whole)."
                 )
 
 

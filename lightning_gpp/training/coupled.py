@@ -1,7 +1,7 @@
 """Finds optimizers that combine parameters inside of `step`: a norm or a sum over all, of which a rank has its own.
 
-Such an optimizer would train on without a word, with the norm of its rank's stages. Nothing in its class tells, so it is
-tried on small stand-ins for the parameters: on all of them together, and on those of each rank alone.
+Such an optimizer would train on without a word, with the norm of its rank's stages. Nothing in its class tells, so
+it is tried on small stand-ins for the parameters: on all of them together, and on those of each rank alone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -50,12 +50,12 @@ def check_separable(index: OptimizerIndex, parts: Sequence[Collection[str]]) -> 
         return
     if found is not None:
         raise ConfigError(
-            f"configure_optimizers returned {type(optimizer).__name__}, which combines parameters inside of its step (a "
-            f"norm or a sum over all): a trial on small tensors has given another value of {found} with all parameters "
-            "than with those of one device. Every rank steps only the parameters of its own stages, with "
+            f"configure_optimizers returned {type(optimizer).__name__}, which combines parameters inside of its step "
+            f"(a norm or a sum over all): a trial on small tensors has given another value of {found} with all "
+            "parameters than with those of one device. Every rank steps only the parameters of its own stages, with "
             "strategy.step=whole, too. Use an optimizer that treats each parameter on its own; scale gradients by "
-            "the norm over all stages before the step (trainer.gradient_clip_val, or self.trainer.strategy.grad_norm() in "
-            "on_before_optimizer_step); or train on one device."
+            "the norm over all stages before the step (trainer.gradient_clip_val, or "
+            "self.trainer.strategy.grad_norm() in on_before_optimizer_step); or train on one device."
         )
 
 

@@ -82,12 +82,13 @@ class _Copier:
             return tuple(self._copy(each) for each in value if id(each) not in self._left_out)
         if not isinstance(value, dict | list | set | deque):
             raise TypeError(f"{type(value).__name__} is not copied.")
-        self._known[id(value)] = copied = copy.copy(value)
+        copied: Any = copy.copy(value)
+        self._known[id(value)] = copied
         copied.clear()
-        if isinstance(copied, dict):
+        if isinstance(value, dict):
             kept = {key: each for key, each in value.items() if id(key) not in self._left_out}
             copied.update({self._copy(key): self._copy(each) for key, each in kept.items()})
         else:
             items = [self._copy(each) for each in value if id(each) not in self._left_out]
-            copied.update(items) if isinstance(copied, set) else copied.extend(items)
+            copied.update(items) if isinstance(value, set) else copied.extend(items)
         return copied

@@ -36,7 +36,7 @@ Noted = tuple[Any, Any]
 
 
 class StepAttributes:
-    """Notes the values in the attributes of a module, and in objects and dictionaries there, and finds what has changed.
+    """Notes the values in the attributes of a module, and in objects and dictionaries there, and finds changes.
 
     Args:
         module: the module whose method is the step. Its parts compute in stages, with attributes of their own ranks.
