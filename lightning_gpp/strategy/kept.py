@@ -59,6 +59,8 @@ class KeptByStep:
 
 
 def _may_be_a_mean(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_may_be_a_mean, value.values()))
     return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
 
 

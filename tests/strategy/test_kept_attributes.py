@@ -75,7 +75,7 @@ def test_decisions_of_all_ranks_follow_from_the_step() -> None:
     assert whole[2] == other_whole[2]
     assert parts[1:] == other_parts[1:]
     assert re.search(r"sets last, and Deciding.on_before_optimizer_step reads it.*strategy.step=whole", told)
-    assert "sets state.rate, and Deciding.configure_optimizers reads it" in told
+    assert "sets state, and Deciding.configure_optimizers reads it" in told
 
 
 class Keeps(nn.Module):
