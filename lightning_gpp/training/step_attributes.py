@@ -6,6 +6,7 @@ decides whether a gradient is dropped, a factor of the learning rate. So these r
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -87,6 +88,8 @@ def _mark(value: Any) -> Any:
 
 
 def _may_be_sent(value: Any) -> bool:
+    if isinstance(value, deque):
+        return is_plain(list(value))
     if isinstance(value, Tensor):
         return value.layout == torch.strided and not value.is_meta and value.numel() <= MOST_NUMBERS
     if isinstance(value, np.ndarray):
