@@ -35,7 +35,7 @@ from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.pruning import SharedPruning, check_pruning, pruning_callbacks
 from lightning_gpp.strategy.steps import LightningHost, Steps
-from lightning_gpp.training.agreement import check_alike
+from lightning_gpp.training.agreement import check_alike, facts_of_schedules
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import CPU, Engine
 from lightning_gpp.training.host import Job
@@ -199,7 +199,7 @@ class Run:
         if self.control.num_pipelines == 1:  # Lightning takes every process group for data parallelism
             warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True\\)`")
         self._metrics.attach()
-        _compat.on_epoch_end_reached(self.trainer, self._metrics.share)
+        _compat.on_epoch_end_reached(self.trainer, self._end_of_epoch)
         _compat.after_evaluation_data(self.trainer, self._compare_lengths)
         if self.engine is not None:
             vars(self.precision)["clip_grad_by_norm"] = self._clip  # over all stages
@@ -282,6 +282,16 @@ class Run:
         """True if mini-batches of an evaluation may be read before their turn."""
         divided = self.control.num_devices > 1 or self.job.options.weights != SYNCHRONOUS
         return divided and self.job.parallel is None
+
+    def _end_of_epoch(self) -> None:
+        """Give all ranks the states of metrics; in training, compare the hyperparameters that schedules have set.
+
+        Raises:
+            ConfigError: the ranks have other ones, as a schedule depends on what only some of them have.
+        """
+        self._metrics.share()
+        if self.trainer.training and self.control.num_processes > 1 and self.job.options.weights == SYNCHRONOUS:
+            check_alike(facts_of_schedules(map(_plain, self._optimizers)), self.control.everyone)
 
     def _compare_lengths(self, step: str, num_batches: Sequence[float]) -> None:
         """Compare the data of an evaluation, once. A rank without any would leave it out while the others wait.

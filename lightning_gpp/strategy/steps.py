@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import lightning.pytorch as pl
@@ -14,8 +15,10 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from lightning_gpp._compat.lightning import replace_batch
+from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.errors import GPPError
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
+from lightning_gpp.strategy.kept import KeptByStep
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
 from lightning_gpp.strategy.messages import inform
 from lightning_gpp.training.control import Control
@@ -25,6 +28,7 @@ from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.loss_scale import LossScale
 from lightning_gpp.training.options import Context
 from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.step_attributes import take_over
 from lightning_gpp.training.trace import TraceFile
 
 CONTEXTS: Final = {
@@ -126,6 +130,7 @@ class Steps:
         self.engine: Engine | None = None
         self.trace: TraceFile | None = None
         self._set_up = set_up
+        self._kept = KeptByStep(module, control) if control.runs_step and control.num_devices > 1 else None
 
     @property
     def whole(self) -> bool:
@@ -138,12 +143,15 @@ class Steps:
         if engine is None:
             raise GPPError("The training step runs before the trainer's set-up; use trainer.fit(model).")
         accumulated = self.module.trainer.accumulate_grad_batches
+        if self._kept is not None:
+            self._kept.note()
         outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
+        changed = {} if self._kept is None else self._kept.changed(len(outputs))
         self.host.recorder.turn(engine.num_steps - 1)
         if self.trace is not None:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})
-        (number,) = self._share([loss])
+        (number,) = self._share([loss], changed)
         if not self.control.loads:
             return torch.full((), number, dtype=torch.float64, device=self.device)
         return {"loss": loss, **rest} if rest else loss
@@ -166,12 +174,19 @@ class Steps:
         self._share([])
         return result if self.control.loads else None
 
-    def _share(self, results: Sequence[Tensor]) -> list[float]:
-        """Replay the step's logs everywhere, and its wish to stop; returns the `results` of the step's rank."""
+    def _share(self, results: Sequence[Tensor], kept: Mapping[Attribute, Any] = MappingProxyType({})) -> list[float]:
+        """Replay the step's logs everywhere, its wish to stop, and the attributes that it has `kept`.
+
+        Returns the `results` of the step's rank.
+        """
         trainer = self.module.trainer
         recorder = self.host.recorder if self.control.runs_step else None
-        calls, values = self.logs.exchange(recorder, [float(trainer.should_stop)], results)
-        stop, *rest = values
+        calls, values = self.logs.exchange(recorder, [float(trainer.should_stop), float(bool(kept))], results)
+        stop, has_kept, *rest = values
+        if has_kept:
+            kept = self.control.share_object(dict(kept))
+            if not self.control.runs_step:
+                take_over(self.module, kept, self.device)
         if stop:
             trainer.should_stop = True
         count = len(rest) - 2 * len(calls)

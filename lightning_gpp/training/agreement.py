@@ -106,3 +106,13 @@ def _facts_of_optimizers(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str,
                 if name != "params":
                     known = value.tolist() if isinstance(value, Tensor) else value  # on a device of the rank's own
                     yield f"{name!r} in {where}", text_of(known)
+
+
+_SCHEDULED: Final = ("lr", "momentum", "betas", "weight_decay")
+"""The hyperparameters that schedules change."""
+
+
+def facts_of_schedules(optimizers: Iterable[Optimizer]) -> dict[str, str]:
+    """The hyperparameters that schedules have given to the groups of optimizers, which each rank computes itself."""
+    facts = _facts_of_optimizers(list(optimizers))
+    return {name: value for name, value in facts if name.startswith(tuple(f"{key!r} " for key in _SCHEDULED))}

@@ -44,6 +44,7 @@ from lightning_gpp.training.batches import outline
 from lightning_gpp.training.captures import UncapturedError, as_captured, captured_in, steps_as_whole
 from lightning_gpp.training.compiled import warning_of_cuts
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.coupled import check_separable
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.gradients import StageGradients
@@ -58,7 +59,7 @@ from lightning_gpp.training.parameter_hooks import ParameterHooks, check_hooks
 from lightning_gpp.training.parameters import move, place, settle
 from lightning_gpp.training.planner import TRAINING, part_of_member, plan_for
 from lightning_gpp.training.repeated import RepeatedComparison
-from lightning_gpp.training.replicas import Layout, Replicas
+from lightning_gpp.training.replicas import Layout, Replicas, idle_sharding
 from lightning_gpp.training.self_check import check_first
 from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.step_errors import check_step
@@ -172,6 +173,8 @@ def _set_up(
     layout = _place_parameters(job, captured, plan, found_calls)
     replicas = hooks = None
     if step == TRAINING:
+        for index in indices:
+            check_separable(index, _parts_of_processes(job, layout))
         replicas = Replicas(job.module, layout, indices, job.control, job.device, job.parallel)
         hooks = ParameterHooks(job, layout, partial(getattr, replicas, "hooked"))
     incoming.follow()
@@ -214,6 +217,14 @@ def _set_up(
         hooks=hooks,
         comparison=RepeatedComparison(job) if _compares_losses(job) and not warned else None,
     )
+
+
+def _parts_of_processes(job: Job, layout: Layout) -> list[set[str]]:
+    """The names of the parameters that a process steps: those of a device, or some of them if replicas split them."""
+    parts = [layout.placement.names_on(device) for device in range(job.control.num_devices)]
+    if layout.plan.sharding == "none" or idle_sharding(layout.plan, job.control.num_pipelines):
+        return parts
+    return parts + [set(sorted(part)[first::2]) for part in parts for first in range(2)]
 
 
 def _compares_losses(job: Job) -> bool:

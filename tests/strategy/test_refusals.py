@@ -25,6 +25,7 @@ from tests.strategy import (
     test_callbacks,
     test_changing_attributes,
     test_compiled,
+    test_disagreement,
     test_foreign,
     test_freezing_in_hooks,
     test_gradient_norms,
@@ -35,6 +36,7 @@ from tests.strategy import (
     test_tensor_parallel,
 )
 from tests.strategy.harness import TwoTowers, loader
+from tests.training import test_coupled
 
 
 @pytest.mark.parametrize(
@@ -287,6 +289,8 @@ ROWS: dict[str, list[Any]] = {
     "manual optimization or": ["manual optimization", "own backward"],
     "`dataloader_iter` in a step": ["dataloader_iter"],
     "L-BFGS": ["L-BFGS"],
+    "an optimizer that combines": [test_coupled.test_combined_parameters_are_refused],
+    "a schedule of learning rates": [test_disagreement.test_the_first_difference_is_named_on_all_ranks],
     "an optimizer that calls": ["repeated closure"],
     "`sync_batchnorm=True`": [test_batch_norm_over_replicas],
     "BatchSizeFinder": [

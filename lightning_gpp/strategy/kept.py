@@ -1,0 +1,76 @@
+"""What the training step keeps in attributes, for hooks that run on every rank."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterable
+from typing import Any, Final
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_gpp.capture.attributes import Attribute, dotted
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.hook_code import names_in_hook
+from lightning_gpp.training.step_attributes import StepAttributes
+from lightning_gpp.user_code import is_user_code
+
+_ACTING: Final = (
+    *("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
+    *("optimizer_step", "lr_scheduler_step", "configure_optimizers"),
+)
+"""Methods that change gradients, parameters and learning rates, or make functions that do."""
+
+
+class KeptByStep:
+    """The attributes that the step has changed, on the rank that runs it.
+
+    With several micro-batches they have the values of the last one, and a hook that decides by them is told of.
+    """
+
+    def __init__(self, module: pl.LightningModule, control: Control) -> None:
+        self._module, self._control = module, control
+        self._attributes = StepAttributes(module)
+        self._read: dict[str, str] | None = None
+
+    def note(self) -> None:
+        """Note the values before the step."""
+        self._attributes.note()
+
+    def changed(self, num_micro_batches: int) -> dict[Attribute, Any]:
+        """The values that the step has changed."""
+        changed = self._attributes.changed()
+        if changed and num_micro_batches > 1:
+            self._tell_parts({dotted(key) for key, value in changed.items() if _may_be_a_mean(value)})
+        return changed
+
+    def _tell_parts(self, names: Iterable[str]) -> None:
+        if self._read is None:
+            self._read = _read_in_hooks(self._module)
+        for name in sorted(names):
+            reader = self._read.pop(name.rpartition(".")[2], None)
+            if reader is not None:
+                self._control.warn(
+                    f"training_step sets {name}, and {reader} reads it: the step runs once per micro-batch, so that "
+                    "the value is that of the last micro-batch, and not that of the mini-batch. Where it has to be "
+                    "that of the mini-batch, let the step run as a whole (strategy.step=whole)."
+                )
+
+
+def _may_be_a_mean(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_may_be_a_mean, value.values()))
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
+
+
+def _read_in_hooks(module: pl.LightningModule) -> dict[str, str]:
+    """The names in the code of hooks that act on training, each with the hook that has it."""
+    callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    found: dict[str, str] = {}
+    for owner in (module, *callbacks):
+        for hook in _ACTING:
+            function = inspect.unwrap(getattr(type(owner), hook, None))  # type: ignore[arg-type]
+            if isinstance(function, types.FunctionType) and is_user_code(function.__code__.co_filename):
+                found |= dict.fromkeys(names_in_hook(function, [module, owner]), f"{type(owner).__name__}.{hook}")
+    return found

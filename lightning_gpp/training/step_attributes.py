@@ -1,0 +1,109 @@
+"""What a training step changes of the attributes of its module, for the ranks that do not run it.
+
+Hooks around gradients, optimizers and schedulers run on every rank, and may read what the step has kept: the loss that
+decides whether a gradient is dropped, a factor of the learning rate. So these ranks get its numbers and small tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp._compat.lightning_module import LIGHTNING_STATE
+from lightning_gpp._compat.torch import version
+from lightning_gpp.capture.attributes import (
+    MOST_NUMBERS,
+    OF_EVERY_MODULE,
+    TOLD,
+    Attribute,
+    AttributePlace,
+    copy_of,
+    has_settings,
+    is_plain,
+    same_contents,
+    same_value,
+    settings,
+)
+
+_OWN: Final = OF_EVERY_MODULE | LIGHTNING_STATE
+
+Noted = tuple[Any, Any]
+"""A value, and what tells whether it has changed in place: the copy of a container, the version of a tensor."""
+
+
+class StepAttributes:
+    """Notes the values in the attributes of a module, and in objects and dictionaries there, and finds changes.
+
+    Args:
+        module: the module whose method is the step. Its parts compute in stages, with attributes of their own ranks.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._noted: dict[Attribute, Noted] = {}
+        self._inside: dict[str, tuple[Any, int, list[Attribute]]] = {}
+
+    def note(self) -> None:
+        """Note the present values."""
+        self._noted = {key: (value, _mark(value)) for key, value in self._values()}
+
+    def changed(self) -> dict[Attribute, Any]:
+        """The values that others may need, of those that have changed since `note`."""
+        found = {key: value for key, value in self._values() if self._has_changed(key, value)}
+        return {key: _sent(value) for key, value in found.items() if _may_be_sent(value)}
+
+    def _has_changed(self, key: Attribute, value: Any) -> bool:
+        if key not in self._noted:
+            return True
+        before, mark = self._noted[key]
+        if isinstance(value, Tensor):
+            return value is not before or version(value) != mark
+        return not same_contents(mark, value) if mark is not None else not same_value(before, value)
+
+    def _values(self) -> Iterator[tuple[Attribute, Any]]:
+        for name, value in list(vars(self._module).items()):
+            if name not in _OWN:
+                if has_settings(value):
+                    yield from self._settings(name, value)
+                else:
+                    yield ("", name), value
+
+    def _settings(self, name: str, value: Any) -> Iterator[tuple[Attribute, Any]]:
+        """The values inside of an object, whose places are looked up again when it has got other ones."""
+        size = len(value) if isinstance(value, dict) else len(getattr(value, "__dict__", ()))
+        known, length, keys = self._inside.get(name, (None, 0, []))
+        if known is not value or length != size:
+            keys = [("", inner) for inner, content in settings(name, value).items() if is_plain(content)]
+            self._inside[name] = value, size, keys
+        yield from ((key, AttributePlace(self._module, key).read()) for key in keys)
+
+
+def _mark(value: Any) -> Any:
+    return version(value) if isinstance(value, Tensor) else copy_of(value)
+
+
+def _may_be_sent(value: Any) -> bool:
+    if isinstance(value, deque):
+        return is_plain(list(value))
+    if isinstance(value, Tensor):
+        return value.layout == torch.strided and not value.is_meta and value.numel() <= MOST_NUMBERS
+    if isinstance(value, np.ndarray):
+        return value.dtype != object and value.size <= MOST_NUMBERS
+    return is_plain(value) or (isinstance(value, TOLD) and "<locals>" not in type(value).__qualname__)
+
+
+def _sent(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def take_over(module: nn.Module, values: Mapping[Attribute, Any], device: torch.device) -> None:
+    """Set attributes to values of the rank that ran the step."""
+    for key, value in values.items():
+        place = AttributePlace(module, key)
+        if place.owner is not None:  # in an object that the step has made
+            place.write(value.to(device) if isinstance(value, Tensor) else value)

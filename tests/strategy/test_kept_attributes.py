@@ -1,0 +1,120 @@
+"""What the step keeps in attributes is on all ranks, before hooks, optimizers and schedulers may read it."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp.training.step_attributes import StepAttributes, take_over
+from tests.strategy import harness
+from tests.strategy.harness import TwoTowers
+
+
+class Deciding(TwoTowers):
+    """Drops gradients of losses that grow, and learns at a rate that follows from the loss; both read what it kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.state = torch.zeros(()), {"rate": 1.0}
+        self.before, self.dropped = 0.0, list[bool]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        output = super().training_step(batch, batch_idx)
+        self.last = output["loss"].detach()
+        self.state["rate"] = 1 / (1 + float(self.last))
+        return output
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.dropped.append(float(self.last) > self.before)
+        self.before = float(self.last)
+        if self.dropped[-1]:
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: self.state["rate"])
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def decided(strategy: Any, devices: int) -> tuple[list[float], list[bool], float]:
+    torch.manual_seed(0)
+    module = Deciding().double()
+    trainer = harness.trainer(strategy, devices)
+    trainer.fit(module, harness.loader())
+    return module.losses, module.dropped, trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def on_one_device(rank: int) -> tuple[list[float], list[bool], float]:
+    return decided("auto", 1)
+
+
+def in_stages(rank: int) -> list[Any]:
+    whole = decided(harness.strategy(num_micro_batches=1), 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parts = decided(harness.strategy(num_micro_batches=2), 2)
+    return [whole, parts, " ".join(str(each.message) for each in caught)]
+
+
+def test_decisions_of_all_ranks_follow_from_the_step() -> None:
+    ((losses, dropped, rate),) = harness.run(1, on_one_device)
+    assert len(set(dropped)) == 2
+    (whole, parts, told), (other_whole, other_parts, _) = harness.run(2, in_stages)
+    assert whole[0] == pytest.approx(losses, rel=1e-12)
+    assert whole[1] == other_whole[1] == dropped
+    assert whole[2] == pytest.approx(rate, rel=1e-12)
+    assert whole[2] == other_whole[2]
+    assert parts[1:] == other_parts[1:]
+    assert re.search(r"sets last, and Deciding.on_before_optimizer_step reads it.*strategy.step=whole", told)
+    assert "sets state, and Deciding.configure_optimizers reads it" in told
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.number, self.text, self.none, self.numbers = 1.0, "a", None, [1, 2]
+        self.tensor, self.array, self.large = torch.zeros(2), np.zeros(2), torch.zeros(1 << 15)
+        self.state, self.inside, self.tensors = (
+            SimpleNamespace(count=0, inner={"x": torch.ones(1)}),
+            {"a": 1},
+            [torch.ones(1)],
+        )
+        self.recent = deque([1.0], maxlen=2)
+
+
+def step(module: Any) -> None:
+    module.number, module.text, module.none, module.large = 2.0, "b", 3, module.large + 1
+    module.numbers.append(3)
+    module.tensor.add_(1)
+    module.array += 1
+    module.state.count, module.state.inner["x"] = 1, torch.ones(1, requires_grad=True) * 2
+    module.inside["b"], module.made = 2, torch.ones(2)
+    module.tensors.append(torch.ones(1))
+    module.recent.append(2.0)
+
+
+def test_small_values_are_found_and_taken_over() -> None:
+    module, other = Keeps(), Keeps()
+    attributes = StepAttributes(module)
+    attributes.note()
+    assert not attributes.changed()
+    step(module)
+    changed = attributes.changed()
+    take_over(other, pickle.loads(pickle.dumps(changed)), torch.device("cpu"))
+    assert not changed.keys() & {("", "large"), ("", "tensors"), ("", "layer")}
+    assert (other.number, other.text, other.none, other.numbers) == (2.0, "b", 3, [1, 2, 3])
+    assert (other.tensor.tolist(), other.array.tolist(), other.made.tolist()) == ([1, 1], [1, 1], [1, 1])
+    assert (other.state.count, other.state.inner["x"].item(), other.inside) == (1, 2.0, {"a": 1, "b": 2})
+    assert list(other.recent) == [1.0, 2.0]
+    attributes.note()
+    assert not attributes.changed()
