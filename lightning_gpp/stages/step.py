@@ -332,7 +332,7 @@ class UserStep(StepRunner):
         return hole
 
     def _learns(self, ref: Ref) -> bool:
-        """Whether a value needed a gradient when the step was captured."""
+        """True if a value needed a gradient when the step was captured."""
         if ref.call < 0:
             return self.network.input_outputs[-1 - ref.call][2]
         return self.network.calls[ref.call].outputs[ref.output][2]

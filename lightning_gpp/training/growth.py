@@ -26,7 +26,7 @@ def check_grown(module: nn.Module, placed: Collection[str], given: Iterable[str]
     inside = {path for name in placed for path in _paths_around(name)}
     new = [name for name, _ in module.named_parameters() if name not in placed]
     lacking = {name: None for name in new if not inside.isdisjoint(_paths_around(name))}
-    lacking.update(dict.fromkeys(name for name in given if name not in placed))
+    lacking.update(dict.fromkeys(sorted(name for name in given if name not in placed)))
     if lacking:
         raise ConfigError(
             f"After training had begun, {type(module).__name__} got parameters that no stage has: "

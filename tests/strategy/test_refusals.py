@@ -232,7 +232,7 @@ CASES: dict[str, Case] = {
     "no loss in the dict": (Misspelt, {}, {}, r"it returned a dict with the keys \['Loss'\]"),
     "logging a tensor": (Scalarless, {}, {}, r"self.log\('logits', ...\) was given a tensor of shape \(\d, 3\)"),
     "a layer that a hook appends": (Longer, {}, {}, "Longer got parameters that no stage has: left.3.weight, left.3.b"),
-    "a layer that a hook trains": (Later, {}, {}, "no stage has: late.weight, late.bias.*__init__ or configure_model"),
+    "a layer that a hook trains": (Later, {}, {}, "no stage has: late.bias, late.weight.*__init__ or configure_model"),
     "uneven pipelines": (TwoTowers, {"num_pipelines": 2}, {}, "num_pipelines=2 does not divide the 1 devices"),
 }
 
