@@ -1,4 +1,4 @@
-"""What the training step keeps in attributes, for hooks that run on every rank."""
+"""Values that the training step keeps in attributes, for hooks that run on every rank."""
 
 from __future__ import annotations
 

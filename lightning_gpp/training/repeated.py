@@ -181,7 +181,7 @@ class KeptResults:
 
     @property
     def constants_differ(self) -> bool:
-        """Whether a result without samples is another one for each part, so that none is known for both together."""
+        """True if a result without samples is another one for each part, so that none is known for both together."""
         names = [name for name, spec in self._specs.items() if spec.mixes_samples and spec.batch_dim is None]
         first, *others = (self._values.get(part, {}) for part in self.parts)
         known = [name for name in names if name in first]

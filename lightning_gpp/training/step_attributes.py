@@ -1,4 +1,4 @@
-"""What a training step changes of the attributes of its module, for the ranks that do not run it.
+"""Values that a training step changes of the attributes of its module, for the ranks that do not run it.
 
 Hooks around gradients, optimizers and schedulers run on every rank, and may read what the step has kept: the loss that
 decides whether a gradient is dropped, a factor of the learning rate. So these ranks get its numbers and small tensors.
