@@ -72,7 +72,7 @@ def _chosen(index: OptimizerIndex, parts: Sequence[Collection[str]]) -> dict[str
 
 
 def _coupled(optimizer: Optimizer, chosen: Mapping[str, Tensor], parts: Sequence[Collection[str]]) -> str | None:
-    """A value that depends on the parameters of others; None if nothing does, or if the optimizer draws random numbers."""
+    """A value that depends on the parameters of others; None if none does, or if the optimizer draws random numbers."""
     undivided = _trial(optimizer, chosen, seed=0)
     if _difference(undivided, _trial(optimizer, chosen, seed=1)) is not None:
         return None
