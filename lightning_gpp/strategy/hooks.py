@@ -2,12 +2,11 @@
 
 Those of the module and of callbacks run on every rank, because they may change the module (a temperature, a frozen
 layer). Their logs count only where the step runs; the other ranks replay them. If a hook fails only on ranks that have
-no results of the step, and does not raise the error itself, the outcome on the step's rank counts.
+no results of the step, the outcome on the step's rank counts.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import logging
@@ -90,7 +89,7 @@ class SharedHooks:
         """
         if error is None:
             return
-        if everywhere or not isinstance(error, _FOLLOWING) or _is_meant(error):
+        if everywhere or not isinstance(error, _FOLLOWING):
             raise error
         self._explain(owner, name, error)
 
@@ -120,16 +119,6 @@ _FOLLOWING: Final = (
     MissingBatchError,
 )
 """Errors that may follow from missing results: a full disk, or an assertion, does not."""
-
-
-def _is_meant(error: Exception) -> bool:
-    """True if a `raise` in users' code raised the error."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    if traceback is None or not is_user_code(traceback.tb_frame.f_code.co_filename):
-        return False
-    return dis.opname[traceback.tb_frame.f_code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
 
 
 def written_by_user(callback: pl.Callback, name: str) -> bool:
