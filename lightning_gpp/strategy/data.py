@@ -21,10 +21,6 @@ from lightning_gpp.user_code import UNKNOWN, line_of
 from lightning_gpp.wording import described
 
 
-class MissingBatchError(ConfigError):
-    """A batch was used on a rank that has none."""
-
-
 @dataclass
 class Placeholder:
     """Represents the batch on ranks that have none. `samples` is empty, but its first size is the batch size."""
@@ -43,7 +39,7 @@ class Placeholder:
         self._refuse(f".{name}")
 
     def _refuse(self, use: str) -> NoReturn:
-        raise MissingBatchError(
+        raise ConfigError(
             f"A batch was used here ({use.strip()}), on a rank that has no data: only the ranks that run the user's "
             "step load batches, the others receive the inputs of their stages. Guard this code with "
             "`if trainer.is_global_zero`, or move it into the step."

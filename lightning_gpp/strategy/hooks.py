@@ -1,29 +1,26 @@
-"""Hooks around batches and at the end of epochs, which may read results of the step, or attributes that it set.
+"""The module's hooks around batches and at the end of epochs, which may read attributes that the step set.
 
-Those of the module and of callbacks run on every rank, because they may change the module (a temperature, a frozen
-layer). Their logs count only where the step runs; the other ranks replay them. If a hook fails only on ranks that have
-no results of the step, the outcome on the step's rank counts.
+They run on every rank, because they may change the module (a temperature, a frozen layer). Their logs count only where
+the step runs; the other ranks replay them. If a hook fails only on ranks that have no results of the step, the outcome
+on the step's rank counts.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import lightning.pytorch as pl
 
 from lightning_gpp._compat.lightning import accumulates
-from lightning_gpp.strategy.data import MissingBatchError
 from lightning_gpp.strategy.logs import LogRecorder
 from lightning_gpp.strategy.replaced import Replaced
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.gradient_norms import KnownNorms, known
-from lightning_gpp.user_code import is_user_code
 
 log = logging.getLogger(__name__)
 
@@ -34,34 +31,26 @@ NAMES = (
 
 
 class SharedHooks:
-    """Replaces the hooks that users have written, of the module and of callbacks; `detach` puts them back.
-
-    Callbacks of libraries know that there are several ranks, also those that users extend (a ModelCheckpoint), and are
-    left as they are.
-    """
+    """Replaces the hooks that a module overrides; `detach` puts them back."""
 
     def __init__(self, module: pl.LightningModule, control: Control, steps: Steps) -> None:
         self.module, self.control, self.steps = module, control, steps
-        self._warned: set[tuple[int, str]] = set()
-        self._replaced = Replaced()
+        self._warned: set[str] = set()
+        self._attached: list[str] = []
 
     def attach(self) -> None:
-        for owner, name in self._written():
-            self._replaced.put(owner, name, self._shared(owner, name, getattr(owner, name)))
+        for name in NAMES:
+            plain = getattr(self.module, name)
+            if getattr(plain, "__func__", None) is not getattr(pl.LightningModule, name):
+                object.__setattr__(self.module, name, self._shared(name, plain))
+                self._attached.append(name)
 
     def detach(self) -> None:
-        self._replaced.restore()
+        for name in self._attached:
+            vars(self.module).pop(name, None)
+        self._attached = []
 
-    def _written(self) -> Iterator[tuple[object, str]]:
-        """The hooks that users have written, with the objects that have them."""
-        callbacks: list[pl.Callback] = self.module.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        for callback in {id(callback): callback for callback in callbacks}.values():
-            yield from ((callback, name) for name in NAMES if written_by_user(callback, name))
-        for name in NAMES:
-            if getattr(getattr(self.module, name), "__func__", None) is not getattr(pl.LightningModule, name):
-                yield self.module, name
-
-    def _shared(self, owner: object, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _shared(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         recorder, logs = LogRecorder(self.module, self.steps.host.user_code), self.steps.logs
 
         @functools.wraps(plain)
@@ -75,7 +64,7 @@ class SharedHooks:
                 error = raised
             facts = float(result == -1), float(self.module.trainer.should_stop), float(error is not None)
             calls, values = logs.exchange(recorder if self.control.runs_step else None, facts)
-            self._raise(owner, name, error, everywhere=bool(values[2]))
+            self._raise(name, error, everywhere=bool(values[2]))
             logs.replay(self.module, calls, values[3:])
             if values[1]:
                 self.module.trainer.should_stop = True
@@ -83,7 +72,7 @@ class SharedHooks:
 
         return hook
 
-    def _raise(self, owner: object, name: str, error: Exception | None, *, everywhere: bool) -> None:
+    def _raise(self, name: str, error: Exception | None, *, everywhere: bool) -> None:
         """Raise a hook's error, unless it only follows from missing results of the step. `everywhere`: they are there,
         and the hook failed where they are, too.
         """
@@ -91,17 +80,17 @@ class SharedHooks:
             return
         if everywhere or not isinstance(error, _FOLLOWING):
             raise error
-        self._explain(owner, name, error)
+        self._explain(name, error)
 
-    def _explain(self, owner: object, name: str, error: Exception) -> None:
-        if (id(owner), name) in self._warned:
+    def _explain(self, name: str, error: Exception) -> None:
+        if name in self._warned:
             return
-        self._warned.add((id(owner), name))
+        self._warned.add(name)
         log.warning(
-            "%s.%s raised %r on rank %d, and not on rank %d. Only the latter runs the step, so batches, results of the "
-            "step and attributes that the hook reads may exist only there. The hook's values are taken from there; its "
-            "other effects are missing here.",
-            type(owner).__name__,
+            "%s.%s raised %r on rank %d, and not on rank %d. Only the latter runs the step, so attributes that the "
+            "hook reads may exist only there. The hook's values are taken from there; its other effects are missing "
+            "here.",
+            type(self.module).__name__,
             name,
             error,
             self.control.mesh.own_process,
@@ -109,25 +98,8 @@ class SharedHooks:
         )
 
 
-_FOLLOWING: Final = (
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    RuntimeError,
-    MissingBatchError,
-)
+_FOLLOWING: Final = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
 """Errors that may follow from missing results: a full disk, or an assertion, does not."""
-
-
-def written_by_user(callback: pl.Callback, name: str) -> bool:
-    """True if a callback has a hook which users have written, and which extends none of a library."""
-    kinds = (kind for kind in type(callback).__mro__ if kind not in (pl.Callback, object))
-    found = [vars(each)[name] for each in (callback, *kinds) if name in vars(each)]
-    codes = [getattr(inspect.unwrap(each), "__code__", None) for each in found]
-    return bool(codes) and all(code is not None and is_user_code(code.co_filename) for code in codes)
-
 
 GRADIENT_HOOKS = "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"
 

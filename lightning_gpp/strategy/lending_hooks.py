@@ -12,7 +12,6 @@ from typing import Any, Final
 import lightning.pytorch as pl
 
 from lightning_gpp.strategy.hooks import NAMES as SHARED
-from lightning_gpp.strategy.hooks import written_by_user
 from lightning_gpp.strategy.replaced import Replaced
 from lightning_gpp.training.hook_code import names_in_hook
 from lightning_gpp.training.lending import Lending
@@ -42,14 +41,11 @@ class LendingHooks:
                 plain = getattr(owner, name, None)
                 function = inspect.unwrap(getattr(plain, "__func__", plain)) if callable(plain) else None
                 if isinstance(function, FunctionType) and is_user_code(function.__code__.co_filename):
-                    self._replaced.put(owner, name, self._lent(plain, function, self._is_shared(owner, name)))
+                    shared = owner is self._trainer.lightning_module and name in SHARED
+                    self._replaced.put(owner, name, self._lent(plain, function, shared))
 
     def detach(self) -> None:
         self._replaced.restore()
-
-    def _is_shared(self, owner: object, name: str) -> bool:
-        """True if an error of one rank alone may be left out."""
-        return name in SHARED and (not isinstance(owner, pl.Callback) or written_by_user(owner, name))
 
     @property
     def _owners(self) -> list[object]:

@@ -1,4 +1,4 @@
-"""Callbacks that copy, average or unfreeze parameters, or collect results, give what they give on one process."""
+"""Lightning's callbacks that copy, average or unfreeze parameters give what they give on one process."""
 
 from __future__ import annotations
 
@@ -54,24 +54,6 @@ class Saving(Callback):
             machine.save_checkpoint(self.path)
 
 
-class Collecting(Callback):
-    """Keeps results of steps, and what their mini-batches have, and logs a number of them."""
-
-    def __init__(self) -> None:
-        self.results, self.labels = list[torch.Tensor](), 0.0
-
-    def on_train_batch_end(self, machine: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.labels += float(batch[2].sum())
-        module.log("labels", self.labels)
-
-    def on_validation_batch_end(self, machine: Any, module: Any, outputs: Any, *rest: Any) -> None:
-        self.results.append(outputs.reshape(1))
-
-    def on_validation_epoch_end(self, machine: Any, module: Any) -> None:
-        module.log("middle", torch.cat(self.results).median())
-        self.results.clear()
-
-
 def callback(kind: str) -> Callback:
     made: dict[str, Any] = {
         "stochastic": lambda: StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=2),
@@ -87,7 +69,7 @@ def fitted(given: Any, devices: int, kind: str, folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     module = Plain().double()
     added = callback(kind)
-    machine = trainer(given, devices, max_epochs=4, callbacks=[added, Saving(f"{folder}/{devices}"), Collecting()])
+    machine = trainer(given, devices, max_epochs=4, callbacks=[added, Saving(f"{folder}/{devices}")])
     machine.fit(module, loader(), loader(10, seed=2))
     return {
         "losses": module.losses,
