@@ -187,11 +187,11 @@ def will_run(node: Node) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
-HookTables = tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]
+TablesOfLeafHooks = tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]
 """Hooks of a tensor by number: those that get its gradient, and those that get the leaf after the accumulation."""
 
 
-def gradient_hooks(tensor: Tensor) -> HookTables:
+def gradient_hooks(tensor: Tensor) -> TablesOfLeafHooks:
     """The tables of the hooks on a tensor's gradient, for writing; empty ones that nobody reads if it has none."""
     with without_torch_function():
         return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}

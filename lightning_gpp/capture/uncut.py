@@ -56,7 +56,7 @@ class _Uncut:
             return self._forward(*args, **kwargs)
         run = lambda: self._result(args, kwargs)  # noqa: E731
         held = self._recorder.states_of(self._part)
-        target, kept = type(self._part).__name__, KeptTensors(self._part)
+        target, kept = type(self._part).__name__, HiddenTensors(self._part)
         result = self._recorder.record(UncutCall(self._path), target, args, kwargs, run, held=held)
         returned = {id(leaf) for leaf in pytree.tree_leaves(result)}
         leaves = pytree.tree_leaves(list(kept.found().values()))
@@ -82,7 +82,7 @@ class _Uncut:
             module = _with_values(self._original, _existing(device)).train(self._part.training)
             self._recorder.add_states(module)
             real_args, real_kwargs = pytree.tree_map(lambda leaf: self._value(leaf, _existing(device)), (args, kwargs))
-            kept = KeptTensors(module)
+            kept = HiddenTensors(module)
             result = module(*real_args, **real_kwargs)
         register_dataclasses(result)
         fakes: dict[int, Any] = {}
@@ -111,7 +111,7 @@ class _Uncut:
                 )
 
 
-class KeptTensors:
+class HiddenTensors:
     """Finds the tensors that attributes of a module, and of the modules in it, get in a call.
 
     Such as the loss that a mixture of experts keeps to balance its experts. They are no results: a stage sends none of

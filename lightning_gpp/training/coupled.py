@@ -27,7 +27,7 @@ _SCALES: Final = (1.0, 1.0, 1.0, 1.0, 1e4, 1e-4)
 _TOLERANCE: Final = 1e-6
 """Relative differences of updates that are rounding."""
 
-Trial = Mapping[str, Sequence[Tensor]]
+Trajectory = Mapping[str, Sequence[Tensor]]
 """The values of stand-ins, and of the numbers in parameter groups, after each step; the first ones are those before."""
 
 
@@ -87,7 +87,7 @@ def _divided(chosen: Mapping[str, Tensor], parts: Sequence[Collection[str]]) -> 
             yield kept
 
 
-def _trial(optimizer: Optimizer, kept: Mapping[str, Tensor], seed: int) -> Trial:
+def _trial(optimizer: Optimizer, kept: Mapping[str, Tensor], seed: int) -> Trajectory:
     """Step stand-ins of these parameters, which have the same values and gradients in all trials."""
     small = {name: _stand_in(name, parameter) for name, parameter in kept.items()}
     tried = small_copy(optimizer, {id(kept[name]): tensor for name, tensor in small.items()})
@@ -131,7 +131,7 @@ def _values(optimizer: Optimizer, small: Mapping[str, Tensor]) -> dict[str, list
     return values
 
 
-def _difference(undivided: Trial, alone: Trial) -> str | None:
+def _difference(undivided: Trajectory, alone: Trajectory) -> str | None:
     """The first value that is not the same in both trials."""
     return next((name for name, values in alone.items() if not _same(undivided[name], values)), None)
 

@@ -22,10 +22,10 @@ _PATCHED: Final = ("step", "_opt_called")
 _RATE: Final = 1e-3
 """Stands for a learning rate of zero, with which a schedule may begin."""
 
-Kind = TypeVar("Kind", bound=Optimizer)
+Optimizing = TypeVar("Optimizing", bound=Optimizer)
 
 
-def small_copy(optimizer: Kind, small: Mapping[int, Tensor]) -> Kind:
+def small_copy(optimizer: Optimizing, small: Mapping[int, Tensor]) -> Optimizing:
     """A copy of an optimizer on other parameters, with its hyperparameters, the beginning of its state, and no hooks.
 
     Args:
@@ -58,8 +58,8 @@ class _Copier:
                 beginning = value[tuple(slice(size) for size in small.shape)].detach().clone()
                 self._known[id(value)] = beginning.to(small.dtype) if value.is_floating_point() else beginning
 
-    def optimizer(self, optimizer: Kind) -> Kind:
-        copied: Kind = object.__new__(type(optimizer))
+    def optimizer(self, optimizer: Optimizing) -> Optimizing:
+        copied: Optimizing = object.__new__(type(optimizer))
         self._known[id(optimizer)] = copied
         for name, value in vars(optimizer).items():
             if name not in _PATCHED:
