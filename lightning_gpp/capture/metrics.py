@@ -43,8 +43,9 @@ def _inside(place: str, value: Any, depth: int) -> Iterator[tuple[str, Metric | 
             yield from _inside(f"{place}[{key!r}]", item, depth - 1)
 
 
-def keep_apart(module: nn.Module) -> None:
-    """Let the metrics of a copy, which may be on one rank alone, synchronise with no other."""
-    for metric in metrics_of(module).values():
-        if isinstance(metric, Metric):
+def keep_apart(copied: nn.Module, module: nn.Module) -> None:
+    """Let a copy's own metrics, which may be on one rank alone, synchronise with no other. Some are the module's."""
+    shared = set(map(id, metrics_of(module).values()))
+    for metric in metrics_of(copied).values():
+        if isinstance(metric, Metric) and id(metric) not in shared:
             metric.distributed_available_fn = bool  # returns False: there is nobody to synchronise with

@@ -20,7 +20,7 @@ def hollow_copy(module: nn.Module, device: torch.device) -> nn.Module:
     for metric in metrics_of(replica).values():
         metric.reset()
         metric.to(device)
-    keep_apart(replica)
+    keep_apart(replica, module)
     if hasattr(replica, "log_dict"):
         vars(replica).update(log=_nothing, log_dict=_nothing, print=_nothing)
     return replica

@@ -88,7 +88,7 @@ def _silenced(copied: nn.Module, module: nn.Module) -> nn.Module:
     for part in (part for part in copied.modules() if hasattr(part, "log_dict")):
         vars(part).update(log=_ignore, log_dict=_ignore)
         set_trainer(part, trainer_of(module))
-    keep_apart(copied)
+    keep_apart(copied, module)
     return copied
 
 

@@ -26,6 +26,8 @@ _SCALES: Final = (1.0, 1.0, 1.0, 1.0, 1e4, 1e-4)
 """Sizes of the gradients of consecutive steps: thresholds inside of an optimizer are passed in both directions."""
 _TOLERANCE: Final = 1e-6
 """Relative differences of updates that are rounding."""
+_MOST: Final = 4
+"""The largest size of a stand-in along each dimension."""
 
 Trajectory = Mapping[str, Sequence[Tensor]]
 """The values of stand-ins, and of the numbers in parameter groups, after each step; the first ones are those before."""
@@ -105,10 +107,6 @@ def _trial(optimizer: Optimizer, kept: Mapping[str, Tensor], seed: int) -> Traje
 def _stand_in(name: str, parameter: Tensor) -> Tensor:
     sizes = [min(size, _MOST) for size in parameter.shape]
     return torch.nn.Parameter(_drawn(name, sizes))
-
-
-_MOST: Final = 4
-"""The largest size of a stand-in along each dimension."""
 
 
 def _drawn(name: str, sizes: Sequence[int]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection, MetricTracker, SumMetric
 from torchmetrics.classification import MulticlassAUROC
 
+from lightning_gpp.capture.metrics import keep_apart
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers
 
@@ -99,3 +100,11 @@ def test_values_of_one_process(lr: float, settings: dict[str, Any]) -> None:
     expected = run("auto", 1, lr)
     for found in harness.run(2, divided, lr, settings):
         assert found == [pytest.approx(values, rel=1e-12) for values in expected]
+
+
+def test_a_copy_leaves_metrics_that_it_shares() -> None:
+    module, other = Measured(), Measured()
+    other.running = module.running
+    keep_apart(other, module)
+    assert other.kept["areas"][0].distributed_available_fn is bool
+    assert module.running.distributed_available_fn is not bool
