@@ -77,12 +77,13 @@ class ReadAhead:
         read.mark()
         return batch
 
-    def announce(self, batch: Any) -> None:
-        """Announce the mini-batch whose turn it is to all ranks."""
+    def announce(self, batch: Any) -> bool:
+        """Announce the mini-batch whose turn it is to all ranks; returns False if it is None."""
         feed = self._incoming.feed
         anew = self.active and feed.interrupted
-        self._incoming.announce(batch, anew=anew)
+        known = self._incoming.announce(batch, anew=anew)
         feed.interrupted = feed.interrupted and not anew
+        return known
 
     def _begin(self, feed: Feed, position: Callable[[], Callable[[], object]]) -> None:
         """Read the data of the loop that runs, which has them by now."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BasePredictionWriter
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,6 +21,7 @@ from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.ahead import ReadAhead
+from lightning_gpp.strategy.batch_readers import BATCH, BatchReaders
 from lightning_gpp.strategy.checks import (
     check_callbacks,
     check_module,
@@ -28,13 +29,13 @@ from lightning_gpp.strategy.checks import (
     facts_of_loaders,
     runs_whole,
 )
-from lightning_gpp.strategy.data import is_moved_by_reading, peek
+from lightning_gpp.strategy.data import Placeholder, is_moved_by_reading, peek
 from lightning_gpp.strategy.hooks import GradientHooks, SharedHooks, SharedToggles
 from lightning_gpp.strategy.lending_hooks import LendingHooks
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.pruning import SharedPruning, check_pruning, pruning_callbacks
-from lightning_gpp.strategy.steps import LightningHost, Steps
+from lightning_gpp.strategy.steps import LightningHost, Steps, step_of
 from lightning_gpp.training.agreement import check_alike, facts_of_schedules
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import CPU, Engine
@@ -111,7 +112,8 @@ class Run:
         )
         check_divided(control.mesh.most_members, parallel)
         self.incoming = Incoming(self.module, control, options.batch_dims)
-        self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation)
+        self._readers = BatchReaders(trainer, control, device)
+        self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation, self._readers)
         self.reading = ReadAhead(trainer, self.incoming, device)
         self._num_steps, self._pipeline = int(resumed.get("step", 0)), dict(resumed.get("pipeline", {}))
         self._mini_batches = int(resumed.get("mini_batches", 0))
@@ -192,6 +194,19 @@ class Run:
         self.incoming.batch_size = samples_in(shared)
         return shared
 
+    def announced(self, batch: Any) -> Any:
+        """Tell the ranks of the pipeline the size and form of a mini-batch; returns what hooks get on this rank.
+
+        Ranks that do not run the step have a placeholder, unless hooks of callbacks read the mini-batch.
+        """
+        if self.control.runs_step:
+            batch = self.job.in_device(batch)
+        if not self.reading.announce(batch):
+            return None
+        if self._readers.reads(step_of(self.trainer), BATCH):
+            return self._readers.everywhere(batch)
+        return batch if self.control.runs_step else Placeholder(torch.empty(self.incoming.batch_size, 0))
+
     # -- attached -----------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
@@ -207,6 +222,7 @@ class Run:
             if self.steps.scale is not None:
                 self.steps.scale.attach()
         if self.control.num_devices > 1:
+            self._readers.attach()
             self._lending.attach()  # inside of what shares the results of hooks
             self._hooks.attach()
             if self.engine is not None:
@@ -217,8 +233,6 @@ class Run:
             self._pruning.attach()
         if not self.control.loads:
             _compat.bypass_batch_hooks(self.module)
-            for writer in self._writers():  # predictions are on the rank that runs the step
-                vars(writer).update(write_on_batch_end=_write_nothing, write_on_epoch_end=_write_nothing)
         self.reading.attach()
         self._example_input = self.module.example_input_array
         self.module.example_input_array = None  # summaries and loggers would run the full module with it on one rank
@@ -230,13 +244,11 @@ class Run:
         self._toggles.detach()
         self._gradients.detach()
         self._lending.detach()
+        self._readers.detach()
         self._metrics.detach()
         _compat.restore_epoch_end(self.trainer)
         _compat.restore_evaluation_data(self.trainer)
         _compat.restore_batch_hooks(self.module)
-        for writer in self._writers():
-            for name in ("write_on_batch_end", "write_on_epoch_end"):
-                vars(writer).pop(name, None)
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision).pop(name, None)
         if self.steps.scale is not None:
@@ -248,10 +260,6 @@ class Run:
             return
         self._end_trace(self.engine, complete)
         (self.engine.release if complete else self.engine.abandon)()
-
-    def _writers(self) -> list[BasePredictionWriter]:
-        callbacks = getattr(self.trainer, "callbacks", ())
-        return [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
 
     def _end_trace(self, engine: Engine, complete: bool) -> None:
         trace = self.steps.trace
@@ -343,10 +351,6 @@ class Run:
         if self.engine is None:
             raise GPPError("There is no training run whose optimizers could be loaded.")
         return self.engine
-
-
-def _write_nothing(*_: Any, **__: Any) -> None:
-    """Replaces the methods of a writer on ranks without predictions, which would overwrite those of others."""
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.errors import GPPError
+from lightning_gpp.strategy.batch_readers import RESULT, BatchReaders
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
 from lightning_gpp.strategy.kept import KeptByStep
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
@@ -108,6 +109,7 @@ class Steps:
         incoming: announces the next mini-batch.
         device: the device of this rank.
         set_up: sets up the engine at the first mini-batch, from the name of the step and the mini-batch.
+        readers: the hooks of callbacks that read results.
 
     Attributes:
         engine: the engine that runs the steps; None before it is set up.
@@ -123,22 +125,26 @@ class Steps:
         incoming: Incoming,
         device: torch.device,
         set_up: Callable[[str, Any], Engine],
+        readers: BatchReaders,
     ) -> None:
         self.module, self.control, self.host, self.incoming, self.device = module, control, host, incoming, device
         self.logs = LogExchange(control, device)
         self.scale = LossScale.of(host.scaler, control, device)
         self.engine: Engine | None = None
         self.trace: TraceFile | None = None
-        self._set_up = set_up
+        self._set_up, self._readers = set_up, readers
         self._kept = KeptByStep(module, control) if control.runs_step and control.num_devices > 1 else None
 
     @property
     def whole(self) -> bool:
         """True while steps run as a whole."""
-        return self.engine is not None and self.engine.runs_whole(_step_of(self.module.trainer))
+        return self.engine is not None and self.engine.runs_whole(step_of(self.module.trainer))
 
     def train(self, arguments: Sequence[Any], last: bool) -> Any:
-        """Run forwards and backwards of a mini-batch; returns the loss, with the rest of a dict where the step ran."""
+        """Run forwards and backwards of a mini-batch; returns the loss.
+
+        With the rest of a dict where the step ran, and everywhere if hooks of callbacks read it.
+        """
         engine, scale = self.engine, 1.0 if self.scale is None else self.scale.factor
         if engine is None:
             raise GPPError("The training step runs before the trainer's set-up; use trainer.fit(model).")
@@ -152,14 +158,16 @@ class Steps:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})
         (number,) = self._share([loss], changed)
+        rest = self._for_hooks(TRAINING, rest)
         if not self.control.loads:
-            return torch.full((), number, dtype=torch.float64, device=self.device)
+            loss = torch.full((), number, dtype=torch.float64, device=self.device)
         return {"loss": loss, **rest} if rest else loss
 
     def evaluate(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run a validation, test or prediction step. Returns its result on the rank that runs it, elsewhere None.
 
-        All ranks run a step as a whole, and have its result, except predictions.
+        All ranks run a step as a whole, and have its result, except predictions. So they do of other steps if hooks of
+        callbacks read it.
         """
         if self.engine is None:
             self.engine = self._set_up(step, arguments[0])
@@ -172,7 +180,11 @@ class Steps:
         if self.engine.runs_whole(step):
             return result
         self._share([])
-        return result if self.control.loads else None
+        return self._for_hooks(step, result if self.control.loads else None)
+
+    def _for_hooks(self, step: str, result: Any) -> Any:
+        """A result of a step, on all ranks if hooks of callbacks read it."""
+        return self._readers.everywhere(result) if self._readers.reads(step, RESULT) else result
 
     def _share(self, results: Sequence[Tensor], kept: Mapping[Attribute, Any] = MappingProxyType({})) -> list[float]:
         """Replay the step's logs everywhere, its wish to stop, and the attributes that it has `kept`.
@@ -194,7 +206,7 @@ class Steps:
         return rest[:count]
 
 
-def _step_of(trainer: pl.Trainer) -> str:
+def step_of(trainer: pl.Trainer) -> str:
     """The step of the loop in which the trainer is."""
     if trainer.training:
         return TRAINING

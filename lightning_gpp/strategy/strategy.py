@@ -32,7 +32,7 @@ from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.simulation import Period, Timeline
 from lightning_gpp.strategy.arguments import Arguments
 from lightning_gpp.strategy.checks import check_synchronised, once
-from lightning_gpp.strategy.data import Placeholder, distribute
+from lightning_gpp.strategy.data import distribute
 from lightning_gpp.strategy.preemption import Preempted
 from lightning_gpp.strategy.ranks import RanksStrategy
 from lightning_gpp.strategy.replaced import replaced
@@ -192,14 +192,7 @@ class GPPStrategy(RanksStrategy):
             batch = super().batch_to_device(batch, device, dataloader_idx)
         else:
             batch = None
-        if run.steps.whole:
-            return run.share(batch)
-        if not run.control.runs_step:
-            known = run.incoming.announce(None)
-            return Placeholder(torch.empty(run.incoming.batch_size, 0)) if known else None
-        batch = run.job.in_device(batch)
-        run.reading.announce(batch)
-        return batch
+        return run.share(batch) if run.steps.whole else run.announced(batch)
 
     def on_train_start(self) -> None:
         """Attach to the training loop."""

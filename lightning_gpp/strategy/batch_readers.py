@@ -1,0 +1,127 @@
+"""The hooks of callbacks that read mini-batches and results of steps, which are on the rank that runs the step.
+
+In training, validation and test every rank gets what they read, since callbacks run on all of them. Predictions stay
+where they are, as for writers: callbacks that read them run their hooks of prediction only there, so that nothing is
+written twice.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType, MethodType
+from typing import Any, Final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+from lightning_gpp.strategy.replaced import Replaced
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.hook_code import names_in_hook
+from lightning_gpp.training.mirror import Mirror
+from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.user_code import is_user_code
+
+BATCH: Final = "batch"
+RESULT: Final = "result"
+
+_LOOPS: Final = {TRAINING: "train", "validation_step": "validation", "test_step": "test"}
+_PLACES: Final = {"start": {BATCH: 2}, "end": {RESULT: 2, BATCH: 3}}
+"""The positions of arguments of hooks at the start and end of a mini-batch, after the trainer and the module."""
+
+_ASKS: Final = {"is_global_zero", "global_rank", "local_rank", "rank_zero_only", "get_rank"}
+"""Names in a hook, or in what decorates it, that decides itself on which ranks it reads."""
+
+_PREDICTION: Final = tuple(f"on_predict_{each}" for each in ("batch_start", "batch_end", "epoch_end", "end"))
+
+
+class BatchReaders:
+    """Gives all ranks of a pipeline the mini-batches and results that hooks of callbacks read.
+
+    Args:
+        trainer: of the run.
+        control: the side channel of this rank.
+        device: the device of this rank.
+    """
+
+    def __init__(self, trainer: pl.Trainer, control: Control, device: torch.device) -> None:
+        self._trainer, self._control = trainer, control
+        self._mirror = Mirror(control, device)
+        self._read: dict[str, set[str]] = {}
+        self._silenced = Replaced()
+
+    def attach(self) -> None:
+        """Agree on what is read; silence hooks of prediction where there are no predictions. All ranks call this."""
+        callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        found = {step: {*_arguments_read(callbacks, loop)} for step, loop in _LOOPS.items()}
+        self._read = self._control.broadcast(found)
+        if not self._control.loads:
+            for callback in callbacks:
+                if isinstance(callback, BasePredictionWriter) or RESULT in _arguments_read([callback], "predict"):
+                    self._silence(callback)
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+        self._read = {}
+        self._silenced.restore()
+
+    def reads(self, step: str, argument: str) -> bool:
+        """True if a hook around this step reads the mini-batch (`BATCH`) or the result (`RESULT`)."""
+        return argument in self._read.get(step, ())
+
+    def everywhere(self, value: Any) -> Any:
+        """What the rank that loads the data has, on all ranks of its pipeline. All of them call this."""
+        return self._mirror.tree(value)
+
+    def _silence(self, callback: pl.Callback) -> None:
+        names = ("write_on_batch_end", "write_on_epoch_end") if isinstance(callback, BasePredictionWriter) else ()
+        for name in names or _PREDICTION:
+            self._silenced.put(callback, name, _silent(getattr(callback, name)))
+
+
+def _silent(hook: Any) -> Any:
+    """Replaces a hook on ranks without predictions, where it would fail, or overwrite what others write.
+
+    It is still taken for the hook itself: these ranks lend the values of the network that it calls elsewhere.
+    """
+
+    @functools.wraps(getattr(hook, "__func__", hook))
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    return nothing
+
+
+def _arguments_read(callbacks: Sequence[pl.Callback], loop: str) -> Iterator[str]:
+    for callback in callbacks:
+        for moment, places in _PLACES.items():
+            hook = getattr(callback, f"on_{loop}_batch_{moment}")
+            function = inspect.unwrap(hook)
+            if isinstance(function, FunctionType | MethodType) and _reads_everywhere(hook, callback):
+                code, bound = function.__code__, isinstance(hook, MethodType)
+                yield from (name for name, place in places.items() if _reads(code, place + bound))
+
+
+def _reads_everywhere(hook: Any, callback: pl.Callback) -> bool:
+    while hasattr(hook, "__wrapped__"):
+        if _ASKS.intersection(hook.__code__.co_names):
+            return False
+        hook = hook.__wrapped__
+    function = getattr(hook, "__func__", hook)
+    return is_user_code(function.__code__.co_filename) and not _ASKS & names_in_hook(function, [callback])
+
+
+def _reads(code: CodeType, place: int) -> bool:
+    """True if a function uses its argument at this position, or all of its arguments."""
+    positional = code.co_argcount
+    if place >= positional and not code.co_flags & inspect.CO_VARARGS:
+        return False
+    name = code.co_varnames[place if place < positional else positional + code.co_kwonlyargcount]
+    return any("LOAD" in each.opname and _mentions(each.argval, name) for each in dis.get_instructions(code))
+
+
+def _mentions(argument: Any, name: str) -> bool:
+    return argument == name or (isinstance(argument, tuple) and name in argument)

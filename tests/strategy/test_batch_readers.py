@@ -1,0 +1,134 @@
+"""Callbacks that read mini-batches and results of steps do what they do on one process, on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.utilities import rank_zero_only
+
+from tests.strategy.harness import TwoTowers, loader, run, strategy, trainer
+
+
+class Model(TwoTowers):
+    """Evaluation steps return what callbacks read."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, logits = self.loss(batch)
+        return {"loss": loss, "logits": logits}
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        """Nothing is kept."""
+
+
+class Confusion(Callback):
+    """Counts predictions and labels from results and mini-batches, and logs what it counts."""
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(3, 3)
+        self.sums: list[float] = []
+
+    def count(self, outputs: Any, batch: Any) -> None:
+        for place in zip(outputs["logits"].argmax(1).tolist(), batch[2].tolist(), strict=True):
+            self.counts[place] += 1
+
+    def on_train_batch_start(self, machine: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.sums.append(float(batch[0].sum()))
+
+    def on_train_batch_end(self, machine: Any, module: Any, outputs: Any, batch: Any, *rest: Any) -> None:
+        self.count(outputs, batch)
+
+    def on_validation_batch_end(self, *arguments: Any) -> None:
+        self.count(*arguments[2:4])
+
+    def on_validation_epoch_end(self, machine: Any, module: Any) -> None:
+        module.log("counted", self.counts.trace())
+
+    def on_test_batch_end(  # type: ignore[override]
+        self, machine: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        module.log("spread", outputs["logits"].std() * len(batch[0]))
+
+
+class OnTheFirst(Callback):
+    """Decides itself on which ranks it reads."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    @rank_zero_only
+    def on_validation_batch_start(self, machine: Any, module: Any, batch: Any, *rest: Any) -> None:
+        self.seen.append(len(batch[0]))
+
+    def on_validation_batch_end(self, machine: Any, module: Any, outputs: Any, *rest: Any) -> None:
+        if machine.is_global_zero:
+            self.seen.append(tuple(outputs["logits"].shape))
+        else:
+            self.seen.append(outputs)
+
+
+class Lines(Callback):
+    """Writes predictions, as a callback that knows nothing of ranks."""
+
+    def __init__(self, file: str) -> None:
+        self.file, self.kept = file, list[Any]()
+
+    def on_predict_batch_end(  # type: ignore[override]
+        self, machine: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.kept.append(outputs)
+        with open(self.file, "a") as file:
+            file.write(f"{batch_idx} {outputs.sum().item():.9f}\n")
+
+    def on_predict_epoch_end(self, machine: Any, module: Any) -> None:
+        with open(self.file, "a") as file:
+            file.write(f"all {torch.cat(self.kept).sum().item():.9f}\n")
+
+
+def facts_of(given: Any, devices: int, file: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module, confusion, losses = Model().double(), Confusion(), list[float]()
+    noted = LambdaCallback(on_train_batch_end=lambda machine, module, out, *_: losses.append(float(out["loss"])))
+    machine = trainer(given, devices, callbacks=[confusion, noted, Lines(file)])
+    machine.fit(module, loader(), loader(10, seed=2))
+    metrics = {name: float(value) for name, value in machine.callback_metrics.items()}
+    (tested,) = machine.test(module, loader(10, seed=3), verbose=False)
+    machine.predict(module, loader(10, seed=4), return_predictions=False)
+    return {
+        "counts": confusion.counts.flatten().tolist(),
+        "sums": confusion.sums,
+        "metrics": metrics,
+        "tested": tested,
+        "losses": losses,
+    }
+
+
+def on_ranks(rank: int, file: str, options: dict[str, Any]) -> dict[str, Any]:
+    return facts_of(strategy(**options), 2, file)
+
+
+@pytest.mark.parametrize("options", [{}, {"step": "whole"}], ids=["micro_batches", "whole"])
+def test_as_on_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
+    expected = facts_of("auto", 1, str(tmp_path / "one"))
+    for found in run(2, on_ranks, str(tmp_path / "two"), options):
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=1e-11), name
+    assert (tmp_path / "two").read_text() == (tmp_path / "one").read_text()
+
+
+def seen_on_the_first(rank: int) -> list[Any]:
+    callback = OnTheFirst()
+    trainer(strategy(), 2, callbacks=[callback]).validate(Model().double(), loader(10, seed=2), verbose=False)
+    return callback.seen
+
+
+def test_nothing_is_sent_to_hooks_that_ask_for_the_rank() -> None:
+    first, second = run(2, seen_on_the_first)
+    assert first == [8, (8, 3), 2, (2, 3)]
+    assert second == [None, None]
